@@ -3,8 +3,8 @@
 On one wide layer (d = 2048, f = 8192) its peak memory is 1.27 of AdamW's; `quotient` around `ddc` has 1.73. Two facts
 save memory:
 
-* Most of what DDC does to heads is the same in any basis. Heads stay in the basis that they are stored in. Only moments
-  need the slice's basis, and one product of F⁻¹ and an eigenbasis (`ddc.heads`) takes a gradient to that of moments.
+* Most operations of DDC on heads give the same result in any basis, so that heads stay in their stored basis. Only
+  moments need the slice's basis, and one product with F⁻¹ and an eigenbasis (`ddc.heads`) takes a gradient there.
 * Along a channel, a stored leaf and its stored gradient have the same sums as on the slice, ⟨θ̂, ĝ⟩ = ⟨θ, g⟩, and a
   scale that is constant along a channel is a factor of the sum. So XLA can fuse θ̂ and ĝ into the operations that read
   them, and never stores them as arrays.
@@ -123,7 +123,7 @@ def fused_ddc(
 
 
 def _applies(s: Slice) -> bool:
-    """Whether heads may keep their stored basis: nothing but scales, and constants on other leaves, acts beside them.
+    """Whether heads may keep their stored basis: no other part acts but scales, and constants on other leaves.
     """
     turned = {path for turn in s.heads for path in turn.paths}
     beside = (path for part in s.parts if not acts_in_any_basis(part) for path in changed(part))
@@ -151,7 +151,7 @@ def _of_planes(part: Planes, e: jax.Array) -> jax.Array:
 
 @functools.singledispatch
 def moves_the_stream(part: Part[Any]) -> bool:
-    """Whether it moves the residual stream, or biases by amounts that depend on kernels: then the plain form runs."""
+    """Whether a part moves the residual stream, or biases by amounts that depend on kernels: `plain` runs then."""
     return False
 
 
@@ -168,7 +168,7 @@ def _means_do_not(part: Mean) -> bool:
 
 @functools.singledispatch
 def acts_in_any_basis(part: Part[Any]) -> bool:
-    """Whether it acts on heads alike in any basis. Constants do not: a rotation of the same leaf would turn them."""
+    """Whether a part acts on heads in the same way in any basis. Constants do not: rotations turn them."""
     return True
 
 
@@ -180,7 +180,7 @@ def _constants_do_not(part: Part[Any]) -> bool:
 
 @functools.singledispatch
 def keeps_pairings(part: Part[Any]) -> bool:
-    """Whether products of a leaf and its gradient have the same sum along a channel before and after its moves."""
+    """Whether sums of leaf times gradient along a channel stay the same under the moves of a part."""
     return False
 
 

@@ -108,7 +108,7 @@ class Adam(NamedTuple):
 
 
 class HeadMoments(NamedTuple):
-    """What a `v_mode` keeps of heads between steps.
+    """The state of heads between steps, under each `v_mode`.
 
     Attributes:
       bases: eigenbasis per head, (heads, d, d), one array per size of heads; () for modes without.
@@ -187,7 +187,7 @@ def refreshed(
 
     def renew(mu: Arrays, nu: Arrays) -> Any:
         fresh = tuple(_eigenbasis(gram, options.paper) for gram in grams)
-        # `_eigenbasis` reverses columns. Reversed here and back, only products read what is sliced, see `_unstacked`.
+        # `_eigenbasis` reverses columns. Reversing here and back makes products alone read slices, see `_unstacked`.
         ascending = _unstacked(groups, [basis[..., ::-1] for basis in fresh])
         pairs = zip(_unstacked(groups, heads.bases), ascending, strict=True)
         rotations = dict(zip(turns, (matmul(transpose(old), new)[..., ::-1] for old, new in pairs), strict=True))

@@ -39,7 +39,7 @@ Scalar = float | jax.Array
 def link(
     name: str, inner: optax.GradientTransformation, group: Product, without_shifts: bool = True
 ) -> GaugeTransformation:
-    """A link of a chain: `inner` on the slice. Its step ends off the slice; `gauge_retract` leads back to it.
+    """A link of a chain: `inner` on the slice. Its step leads off the slice, and `gauge_retract` leads back.
 
     Args:
       name: of the public function, for messages.
@@ -153,7 +153,8 @@ def scale_by_ddc(
       v_mode: second moment of rotated leaves: "body_frame_topk", "body_frame", "per_head_scalar",
         "per_head_matrix" or "none"; `ddc/heads.py` defines them.
       radial: "linear" (Adam on a channel's length s) or "log" (on log s, which decay drives to zero).
-      radial_scale: factor on the radial step; at 1 a length moves as far as Adam can move it, lr·√n for n entries.
+      radial_scale: factor on the radial step; with 1, a length of n entries moves by up to lr·√n, as far as Adam can
+        move it.
       scale_floor: share of a gauge's mean length at `init`; a shorter length is made to grow. 0 lets channels die.
       live_threshold: under "body_frame_topk", eigendirections whose eigenvalue is below this share of the largest are
         not divided by their second moments.

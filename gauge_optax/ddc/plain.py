@@ -2,7 +2,8 @@
 
 DDC is the paper *Dead-Direction Conditioners*; numbers as B.4 name its sections. *Vertical* is what lies along the
 orbit and changes no function; *horizontal* is the rest. On the slice the anchor of a scale channel has a constant size.
-The channel's other block (a unit's outgoing weights, the rows that read a norm) has a length s and a direction:
+The channel's other block (a unit's outgoing weights, or the rows of a kernel behind a norm) has a length s and a
+direction:
 
 * radial: one Adam per channel on s, or on log s (B.4);
 * tangential: Adam entry by entry on the part of the gradient that changes no length (B.5). Heads get one of five second
@@ -10,9 +11,10 @@ The channel's other block (a unit's outgoing weights, the rows that read a norm)
 
 Twins have one slice point, so their moments are the same numbers, and no gauge has to move a moment.
 
-Deviations from appendix B: a length moves by lr·√n, where n is the number of entries that carry it, because Adam can
-move it so far; where several kernels read a norm, each has a length; the inner lengths of a chain of layers belong to
-anchors, so that one radial part is left (B.6); there is no clamp (B.7). docs/design.md §4 has the figures.
+Deviations from appendix B: a length moves by lr·√n, where n is the number of its entries, because Adam can change the
+norm of n entries by that much; if several kernels read a norm, each has a length; the inner lengths of a chain of
+layers belong to anchors, so that one radial part is left (B.6); there is no clamp (B.7). docs/design.md §4 has the
+figures.
 """
 
 import dataclasses
@@ -232,7 +234,7 @@ class Channels:
 
     @property
     def entries(self) -> int:
-        """How many entries carry one length."""
+        """The number of entries whose norm is one length."""
         return sum(block.entries(self.part.named) for block in self.blocks)
 
     def dot(self, a: Arrays, b: Arrays) -> jax.Array:
@@ -251,7 +253,7 @@ class Channels:
 
 @functools.singledispatch
 def has_lengths(part: Part[Any]) -> bool:
-    """Whether its blocks have a length per channel, which its elements change; only those of scales have."""
+    """Whether the blocks of a part have a length per channel, which its elements change; only those of scales have."""
     return False
 
 
@@ -397,7 +399,7 @@ def tangential_step(
       across: the gradient without its radial parts, all leaves.
       state: the state so far.
       into: per rotation, the matrix that takes its rows to the slice; None if the rows are on it already.
-      before_polar: what is done to first moments before their polar factors are taken, by default nothing.
+      before_polar: a function that changes first moments before their polar factors are computed; by default none.
 
     Returns:
       The step, the new first and second moments, and the new state of heads.
@@ -417,7 +419,7 @@ def tangential_step(
 
 @functools.singledispatch
 def can_step(part: Part[Any]) -> bool:
-    """Whether DDC has a rule for its leaves; GL(d) has neither lengths nor a basis that Adam could keep."""
+    """Whether DDC has a rule for the leaves of a part; GL(d) has neither lengths nor a basis that Adam could keep."""
     return True
 
 

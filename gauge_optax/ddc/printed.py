@@ -68,7 +68,7 @@ _RESET_EVERY = 1000  # steps after which eigenbases are renewed in any case; the
 
 
 class PaperOptions(NamedTuple):
-    """What appendix B has beside `Options`.
+    """The settings of appendix B that `Options` does not have.
 
     Attributes:
       learning_rate: a number or a schedule; None for the direction alone, to first order in the rate and without decay.

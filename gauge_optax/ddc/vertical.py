@@ -99,7 +99,7 @@ def vertical_step(
 
 @functools.singledispatch
 def has_orbit_coordinates(part: Part[Any]) -> bool:
-    """Whether its orbits have coordinates of the three kinds that are stepped here, if they have any dimension."""
+    """Whether the orbits of a part have coordinates of the three kinds that are stepped here, or no dimension."""
     return True
 
 
@@ -127,7 +127,7 @@ def _log_step_of_factor(part: Factor) -> float:
 
 @functools.singledispatch
 def is_shift(part: Part[Any]) -> bool:
-    """Whether its coordinates are what it adds to leaves, one array per block."""
+    """Whether the coordinates of a part are the constants that it adds to leaves, one array per block."""
     return False
 
 

@@ -1,8 +1,9 @@
-"""The metric on the quotient that curvature and lengths are read in.
+"""The metric in which curvature and lengths are measured: weights count up to gauge moves.
 
-Every orbit has a point from which tangents are measured: the slice point, or the *balanced* point, which has the least
-norm on the orbit. The Euclidean metric there, carried along the orbit, is a metric that the gauges keep. Tangents
-perpendicular to the orbit stand for those of the quotient.
+The *quotient* is the set of orbits, with one point per function. Every orbit has a point at which tangents are
+measured: the slice point, or the *balanced* point, which has the least norm on the orbit. The Euclidean metric there,
+moved along the orbit by the gauges, is a metric that no gauge move changes. A tangent of the quotient is represented by
+the tangent perpendicular to the orbit.
 
 The two points differ where a channel dies. For a product u·v of two numbers, the slice has u = 1, so that v alone is
 small; at the balanced point both are √|u·v|, and the curvature 2·|u·v| vanishes with them.
@@ -34,7 +35,7 @@ def check_at(name: str, at: str) -> None:
 
 
 def ways(group: Product, params: Any, at: str, frame: Elements | None = None) -> list[Entered]:
-    """The ways from a point to the balanced point or the slice point, one after the other.
+    """The moves that lead from a point to the balanced point or the slice point, in order.
 
     Args:
       group: the gauges.
@@ -43,7 +44,7 @@ def ways(group: Product, params: Any, at: str, frame: Elements | None = None) ->
       frame: elements of another point, whose rotations are undone in place of this one's.
 
     Returns:
-      Each way starts at the point of the one before.
+      Each move starts at the point to which the one before leads.
     """
     s = group._bound(params).slice
     values = s.values(params)
@@ -70,7 +71,7 @@ def point_of(group: Product, at: str, params: Any) -> Leaves:
 
 @partial(jax.jit, static_argnums=(0, 1))
 def tangent_of(group: Product, at: str, params: Any, tangent: Any) -> Leaves:
-    """Bound leaves of a tangent, carried there by the elements that carry the point."""
+    """Bound leaves of a tangent, moved by the elements that move the point."""
     s = group._bound(params).slice
     values, vectors = s.values(params), s.vectors(tangent)
     for way in ways(group, params, at):

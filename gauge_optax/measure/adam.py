@@ -1,7 +1,7 @@
 """Adam's step as a coordinate-wise preconditioner times a first moment, read from an optimizer's state.
 
-This reads optax's `scale_by_adam` anywhere in a chain. The moments of `scale_by_ddc` live on the slice and its step is
-no product of this kind; measure its steps with `step_leakage`.
+This reads optax's `scale_by_adam` anywhere in a chain. Do not use it for `scale_by_ddc`, whose moments are in slice
+coordinates and whose step is not such a product. Measure its steps with `step_leakage`.
 """
 
 from collections.abc import Callable
@@ -64,9 +64,8 @@ def adam_precondition(
 ) -> Callable[[Any, Any], Any]:
     """Adam's D as a function of the point, for `second_order_leakage`.
 
-    D follows the point through v = b2·v_old + (1 − b2)·g(θ)². The derivative (1 − b2)·2g·Hu of v is the whole
-    derivative of D along the step: the average also approaches g² where θ stands still, and the leakage at the next
-    point includes that.
+    D depends on the point through v = b2·v_old + (1 − b2)·g(θ)², so that the derivative of v along the step is (1 −
+    b2)·2g·Hu. The average v also changes where θ does not; the leakage at the next point includes that change.
 
     Args:
       opt_state: the state before the step, of any chain with one `scale_by_adam` in it.

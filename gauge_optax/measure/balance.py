@@ -22,7 +22,7 @@ _NAME = "track_balance"
 
 
 class Balance(NamedTuple):
-    """Figures of the weights after one step; s is the root mean square of a side.
+    """Figures of the weights after one step. In them s is the root mean square of a side.
 
     Attributes:
       recorded_at: that step's number, from 0.
@@ -50,7 +50,7 @@ class TrackBalanceState(NamedTuple):
 
 
 def track_balance(gauges: Gauges, *, every: int | jax.Array = 1) -> GaugeTransformation:
-    """Records how far both sides of every scale are apart, and how large together; updates pass unchanged.
+    """Records the ratio and the product of the sizes of both sides of every scale; updates pass unchanged.
 
     It comes last in a chain, after an optimizer and whatever fixes its gauges. Read it by name:
     `optax.tree.get(state, "drift")`. A channel with a side that is zero has no ratio: it counts as 0 in `drift` and
@@ -77,7 +77,7 @@ def track_balance(gauges: Gauges, *, every: int | jax.Array = 1) -> GaugeTransfo
     ... )
     (1.386, Array([3.24, 3.24], dtype=float32))
 
-    Reference: GaugeFix-LRM, Eq. (3). Deviation: per head and layer, with the largest of them beside.
+    Reference: GaugeFix-LRM, Eq. (3). Deviation: figures are per head and layer; `drift` is the largest of them.
     """
     require_every(_NAME, every)
     group = product(gauges)

@@ -1,14 +1,14 @@
 """Curvature at a point as linear operators: `Hessian`, `GGN`, `Fisher`, `EmpiricalFisher`, and its quotient.
 
 An operator is a symmetric matrix of one row per parameter, known by its products with vectors: one forward and one
-backward derivative each. `dense` and `blocks` make arrays of small ones; `lanczos` and `trace` work without,
-by matfree, an extra. The names of the classes are those of curvlinops.
+backward derivative each. `dense` and `blocks` make arrays of small ones. `lanczos` and `trace` need no such array; they
+use matfree, an optional dependency. The names of the classes are those of curvlinops.
 
 The Fisher information F = E[s·sᵀ] takes the score s, the gradient of a log-likelihood, with labels that the *model*
-draws. `EmpiricalFisher` takes the labels of the data instead; away from interpolation it measures the residual as well
-(Kunstner et al. 2019). Along an orbit no output changes: every F has a zero eigenvalue per dimension of the orbit.
-`quotient_fisher` removes these: it is F on the tangents perpendicular to the orbit, at the point of the orbit that has
-the least norm. That point is the same for all weights of one function, and so are the eigenvalues.
+draws. `EmpiricalFisher` takes the labels of the data instead. Unless the model fits these exactly, it depends on the
+residuals too (Kunstner et al. 2019). Along an orbit no output changes: every F has a zero eigenvalue per dimension of
+the orbit. `quotient_fisher` removes these: it is F on the tangents perpendicular to the orbit, at the point of the
+orbit that has the least norm. That point is the same for all weights of one function, and so are the eigenvalues.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Leaves = dict[str, jax.Array]
 
 
 class _Arrays(NamedTuple):
-    """What a product reads: the point, its selected leaves by path, inputs, and per batch what stands for labels."""
+    """Arrays of an operator: the point, its selected leaves by path, inputs, and labels or their moments per batch."""
 
     params: Any
     leaves: Leaves
@@ -109,7 +109,7 @@ def _curves(name: str, likelihood: str) -> tuple[Curve, Curve, Curve]:
 
 @dataclasses.dataclass(frozen=True)
 class _Rule:
-    """How to multiply; everything but arrays, so that one program serves all points of a run."""
+    """The static part of an operator: all but its arrays, so that one program serves all points of a run."""
 
     fn: Callable[[Any, Any], Any]
     curve: Curve | None  # None for the Hessian
@@ -267,7 +267,7 @@ class Operator:
     # Without an array of d × d ------------------------------------------------------------------------------
 
     def lanczos(self, key: jax.Array, steps: int, vectors: bool = False) -> Eigen:
-        """Eigenvalues by Lanczos from a random start, with full reorthogonalization; the largest are the first exact.
+        """Eigenvalues by Lanczos from a random start, with full reorthogonalization; the largest converge first.
 
         Args:
           key: a PRNG key.
@@ -275,7 +275,7 @@ class Operator:
           vectors: whether to return eigenvectors, which take as much memory again.
 
         Returns:
-          So many Ritz values.
+          One Ritz value per step.
 
         Raises:
           ImportError: matfree is not installed.
@@ -350,7 +350,7 @@ class Hessian(Operator):
       params: the point; leaves in less than float32 are converted.
       batches: values that `loss` accepts.
       only: a path of a leaf, or several, with wildcards as gauges have them ("blocks/{i}/mlp/up/kernel"); all floating
-        leaves by default. The others are held.
+        leaves by default. The others stay constant.
 
     Raises:
       ValueError: no batch; a path that no leaf has.
@@ -438,8 +438,8 @@ class Fisher(Operator):
     Raises:
       ValueError: no batch; a path that no leaf has; another likelihood.
 
-    Fewer than 100 labels per parameter warn: the smallest eigenvalues of such a mean are too small. Of d parameters and
-    N labels, those of s·sᵀ with unit covariance spread over (1 ± √(d/N))².
+    With fewer than 100 labels per parameter it warns, because the smallest eigenvalues of such a mean are too small:
+    for d parameters, N labels and scores of unit covariance, the eigenvalues spread over (1 ± √(d/N))².
 
     >>> params, x = {"w": jnp.zeros((1, 2))}, jnp.ones((3, 1))
     >>> key = jax.random.key(0)
@@ -488,7 +488,7 @@ class Fisher(Operator):
 
 
 class EmpiricalFisher(Operator):
-    """The mean of s·sᵀ over the labels of the data, which is not the Fisher information: it holds the residuals.
+    """The mean of s·sᵀ over the labels of the data. It is no Fisher information: it depends on the residuals.
 
     Args:
       fn: (params, batch) to outputs (…, classes), or (…, outputs).
@@ -583,7 +583,7 @@ class Quotient(Operator):
         return 0.5 * (matrix + matrix.T)
 
     def enter(self, tangent: Any) -> jax.Array:
-        """A tangent at the parameters that were given, carried to that point and perpendicular to the orbit, (d,).
+        """A tangent at the given parameters, moved to that point and made perpendicular to the orbit, (d,).
 
         Args:
           tangent: a tree like the parameters, such as a step.
@@ -607,8 +607,9 @@ class Quotient(Operator):
 def quotient_fisher(operator: Operator, gauges: Gauges, at: str = "balanced") -> Quotient:
     """The Fisher on the quotient: on the vectors perpendicular to the orbit, at one point of it.
 
-    The Euclidean metric at that point, carried along the orbit, is a metric that the gauges keep. The eigenvalues are
-    those of the operator there without the zeros that the gauges explain, the same for all weights of one function.
+    The Euclidean metric at that point, moved along the orbit by the gauges, is a metric that no gauge move changes. The
+    eigenvalues are those of the operator at that point, without the zeros that the gauges explain. They are the same
+    for all weights of one function.
 
     Args:
       operator: a `GGN`, `Fisher` or `EmpiricalFisher`. A sampled one keeps its labels.
@@ -618,7 +619,8 @@ def quotient_fisher(operator: Operator, gauges: Gauges, at: str = "balanced") ->
 
     Returns:
       An operator on vectors of all entries, which stays perpendicular to the orbit. Its `dense()` and `eigenvalues()`
-      are in an orthonormal basis of `dim` vectors, the rows of `basis()`; `enter(tangent)` carries a tangent there.
+      are in an orthonormal basis of `dim` vectors, the rows of `basis()`; `enter(tangent)` moves a tangent to that
+      point.
 
     Raises:
       ValueError: a `Hessian`, which has no zeros along orbits away from a minimum; leaves that are not selected;
@@ -635,7 +637,8 @@ def quotient_fisher(operator: Operator, gauges: Gauges, at: str = "balanced") ->
     [18.0, 82.0]
 
     Reference: DDC §2.1, the quotient Fisher information. Deviation: `Gauge.horizontal` projects along orbits onto the
-    tangents of the slice, which are not perpendicular to the orbit; here the complement is, as the paper's is.
+    tangents of the slice, which are not perpendicular to the orbit. Here, as in the paper, the vectors are
+    perpendicular to it.
     """
     group, name = product(gauges), "quotient_fisher"
     check_at(name, at)
@@ -668,8 +671,8 @@ def directional_fisher(operator: Operator, direction: Any) -> jax.Array:
     """The curvature along one direction u: ⟨u, F·u⟩/⟨u, u⟩.
 
     Args:
-      operator: any of this module. For one on the quotient, the direction is carried to the operator's point and its
-        part along the orbit removed, so that all weights of one function have one number.
+      operator: any of this module. For one on the quotient, the direction is moved to the operator's point, and its
+        part along the orbit is removed, so that all weights of one function have one number.
       direction: a tree like the parameters that were given, such as a step; leaves that are not selected do not count.
 
     Returns:

@@ -1,10 +1,11 @@
-"""How much of a preconditioned step runs along the orbits, and which property of the preconditioner puts it there.
+"""How much of a preconditioned step is along the orbits, and which property of the preconditioner causes it.
 
 The gradient g of an invariant loss has no part along an orbit. Adam's step D⊙g has one, because D differs from entry to
 entry: it *leaks*. The leakage is linear in D, which is a sum of three: one number for a whole channel or head, what the
 mean of every tensor adds to it, and what every single entry adds. Their leakages are the three terms that the functions
-below return. All of it is in the Euclidean metric, as the lemmas are; what a step does to the coordinate that a slice
-keeps is measured by `motion.vertical_motion`. `second_order` has what a step of finite size adds.
+below return. All these numbers use the Euclidean metric, as the lemmas do. `motion.vertical_motion` measures instead
+how a step changes the coordinate that a slice keeps constant, and `second_order` has the part that a step of finite
+size adds.
 """
 
 import functools
@@ -31,7 +32,7 @@ RESCALE, ROTATION = "rescale_leakage", "rotation_leakage"
 
 @functools.singledispatch
 def lemma_of(part: Part[Any]) -> str | None:
-    """Which lemma says what leaks along a part; None where neither does."""
+    """The lemma about leakage along a part; None where neither applies."""
     return None
 
 
@@ -48,7 +49,7 @@ def _of_turns(part: Part[Any]) -> str:
 
 
 class StepLeakage(NamedTuple):
-    """What a step does along an orbit; both fields have the structure of the gauge's element.
+    """The motion of a step along an orbit; both fields have the structure of the gauge's element.
 
     Attributes:
       measured: the pairing L with the orbit tangents: for a generator a (of log α, a skew matrix, an angle) the inner
@@ -170,7 +171,7 @@ class Orbit:
 
 
 def step_leakage(gauge: Gauges, params: Any, step: Any) -> StepLeakage:
-    """What the step of any optimizer leaks along one gauge's orbits.
+    """The leakage of any optimizer's step: its motion along one gauge's orbits.
 
     Args:
       gauge: one scale or rotation gauge.
@@ -204,9 +205,9 @@ def rescale_leakage(
       gradient: a cotangent; a first moment may take its place, its vertical part then shows in `of_gradient`.
       preconditioner: D, same structure, every leaf broadcastable to the parameter's shape.
       means: how D is averaged over a tensor: "entries" is the lemma's plain mean; "gradient" weights entries by g²,
-        which gives the number d closest to D in ‖D⊙g − d·g‖. An entry without gradient has D = 1/eps under Adam; in a
-        plain mean its 1e8 comes back with both signs in `per_tensor` and `residual` (*measured*: 1e6 times the leakage,
-        on a tiny model with two dead units).
+        which gives the number d closest to D in ‖D⊙g − d·g‖. An entry without gradient has D = 1/eps under Adam, about
+        1e8; with a plain mean this number appears with opposite signs in `per_tensor` and `residual` (*measured*: 1e6
+        times the leakage, on a tiny model with two dead units).
 
     Returns:
       The leakage and its terms, each in the structure of the gauge's element: one number per channel.

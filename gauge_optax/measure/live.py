@@ -1,4 +1,4 @@
-"""What an optimizer does to gauges while it runs, kept in its state: `track`, read by `optax.tree.get`.
+"""Records in an optimizer's state how its steps move along gauges: `track`, read by `optax.tree.get`.
 
 Norms are taken in slice coordinates, where all weight sets of one function have the same norms: θ̂ = F⁻¹·θ, ĝ = Fᵀ·g,
 û = F⁻¹·u, with F the frame of the point itself. docs/design.md §3.
@@ -36,7 +36,7 @@ LAYERS = ("layer",)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Figures(Mapping[str, jax.Array]):
-    """Arrays by name, packed into one array: a hundred scalars in a state would cost more than the step records.
+    """Arrays by name, packed into one array, because a hundred scalars in a state would slow down every step.
 
     Attributes:
       packed: all entries, one figure after the other, (total size,).
@@ -106,7 +106,7 @@ class Metrics(NamedTuple):
       update_norm: norms of the update that it returned.
       relevant_share: the update's relevant share.
       asymmetry: how far the gradient is from that of a loss with the gauge's symmetry, by "gauge/layer"; see
-        `go.check`. About roundoff, unless something in the loss, such as a penalty, sees the gauge.
+        `go.check`. About roundoff, unless a term of the loss, such as a penalty, breaks the gauge.
     """
 
     recorded_at: jax.Array
@@ -142,7 +142,7 @@ def track(
     every: int | jax.Array = 20,
     layers: Collection[str] = LAYERS,
 ) -> GaugeTransformation:
-    """Runs an optimizer unchanged, and records what it does to gauges: drift, turning, norms on the slice, asymmetry.
+    """Runs an optimizer unchanged, and records drift, turning, norms on the slice and the asymmetry of gradients.
 
     Read the figures by name wherever they are in a state: `optax.tree.get(state, "drift")`, or all at once by
     `optax.tree.get(state, "metrics")`.

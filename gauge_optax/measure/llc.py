@@ -6,7 +6,7 @@ mean excess loss of λ/nβ. They are drawn by stochastic gradient Langevin dynam
 
     Δw = −(lr/2)·(nβ·∇loss(w) + localization·(w − w*)) + √lr·noise
 
-λ itself is the same at all weights of one function; this estimate of it is not, because steps, noise and pull depend on
+λ itself is the same at all weights of one function. This estimate of it is not, because steps, noise and pull depend on
 the scale of each leaf. With gauges, the chain starts from the point of least norm on the orbit of w*, and after every
 step returns to the slice through that point, along the orbit: the pull is toward the orbit of w*, noise along orbits
 has no effect, and all weights of one function get one number.
@@ -83,7 +83,8 @@ def llc(
       params: the minimum, floating leaves in float32 or better.
       batches: values that `loss` accepts, alike in structure and shapes. A step takes one, drawn at random.
       key: a PRNG key.
-      gauges: for the gauge-invariant form, a gauge or a sequence of them, meaning their product; None for the plain.
+      gauges: for the gauge-invariant estimate, a gauge or a sequence of them, meaning their product; None for the plain
+        estimate.
       n_beta: n·β, the number of samples times the inverse temperature; Watanabe's choice is n/log n.
       lr: step size of the chain. Stable where lr·n_beta·curvature < 4, and exact as it goes to zero.
       localization: strength γ of the pull toward the minimum, or toward its orbit.
@@ -108,9 +109,10 @@ def llc(
     >>> bool(abs(estimate.mean - 2.0) < 0.2), bool(estimate.at_minimum)
     (True, True)
 
-    Reference: Lau et al. 2023. Deviation: the gauge-invariant form is of this package. It keeps λ, because the loss is
-    constant along orbits. Channels that are zero at w* are sampled as without gauges; a rotation whose heads have less
-    than full rank at w* has no frame there, and twins by it can differ.
+    Reference: Lau et al. 2023. Deviation: the gauge-invariant estimate is new in this package. It estimates the same λ,
+    because the loss is constant along orbits. Channels that are zero at w* are sampled as without gauges. A rotation
+    whose heads have less than full rank at w* has no frame there, so that twins by this rotation can get different
+    estimates.
     """
     batches = list(batches)
     if not batches or any(jax.tree.map(jnp.shape, x) != jax.tree.map(jnp.shape, batches[0]) for x in batches[1:]):
@@ -140,7 +142,7 @@ def llc(
 
 
 class _Chart(NamedTuple):
-    """Where a chain moves: all leaves, with those that gauges bind held on the slice through the starting point.
+    """The set in which a chain moves: leaves that gauges bind stay on the slice through the starting point.
 
     Attributes:
       start: the first point, leaves by path.

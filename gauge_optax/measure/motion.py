@@ -1,8 +1,8 @@
 """How far a trajectory has moved along the orbits.
 
-Scales and shifts have a coordinate, so that `drift` needs two points alone. A rotation has none: horizontal motion
-around a closed loop turns a head (holonomy). Its drift is the sum of `vertical_motion`, the vertical part of one step
-as a group logarithm, over steps. docs/design.md §2.
+Scales and shifts have a coordinate, so that `drift` needs two points alone. A rotation has none: horizontal steps
+around a closed loop can leave a head rotated (holonomy). For rotations, the sum of `vertical_motion` over steps takes
+the place of drift. It is the vertical part of one step, as a logarithm in the group. docs/design.md §2.
 """
 
 import functools
@@ -98,7 +98,7 @@ def _largest_drifts(element: Element, axes_by_key: dict[str, tuple[str, ...]]) -
 
 
 def drift(params_0: Any, params_t: Any, gauges: Gauges) -> Drift:
-    """The difference between what the anchors of two points read.
+    """How far log-scales and shifts, as read from the anchors, differ between two points.
 
     Args:
       params_0: parameters before.
@@ -106,9 +106,9 @@ def drift(params_0: Any, params_t: Any, gauges: Gauges) -> Drift:
       gauges: a gauge or a sequence of them, meaning their product.
 
     Returns:
-      A tuple of one element per gauge: log-scales and shifts that carry the first point's representative to the
-      second's; empty dicts for rotations and linear gauges. Printed, it is a table with a row per gauge and layer: the
-      largest entry, with its sign, and the channel where it is. Inside `jit` it is an ordinary pytree.
+      A tuple of one element per gauge: the differences of log-scales and shifts; empty dicts for rotations and linear
+      gauges. Printed, it is a table with a row per gauge and layer: the largest entry, with its sign, and the channel
+      where it is. Inside `jit` it is an ordinary pytree.
 
     Raises:
       ValueError: bindings that do not fit the tree.
@@ -145,11 +145,11 @@ def vertical_motion(params: Any, update: Any, gauges: Gauges) -> tuple[Element, 
 
     Returns:
       Per gauge, the structure of its element. Scales and shifts: the change of what their anchors read. Rotations: the
-      skew logarithm of the rotation that, in slice coordinates, best carries the rows before to those after (polar
-      factor of Wᵀ(W + U)), to first order the A of the vertical part W·A, zero for a horizontal step of any size. Tori:
-      its angles; `rope_linear`: the change of the log-modulus, and these angles. `head_linear`: to first order alone,
-      the Z of the vertical part (A·Z, −B·Zᵀ), d_h × d_h. A rotation of the residual stream is that of the rows from
-      which it is read.
+      skew logarithm of the rotation that, in slice coordinates, best maps the rows before to those after (polar factor
+      of Wᵀ(W + U)), to first order the A of the vertical part W·A, zero for a horizontal step of any size. Tori: its
+      angles; `rope_linear`: the change of the log-modulus, and these angles. `head_linear`: to first order alone, the Z
+      of the vertical part (A·Z, −B·Zᵀ), d_h × d_h. A rotation of the residual stream is that of the rows from which it
+      is read.
 
     Raises:
       ValueError: bindings that do not fit the tree.
@@ -178,7 +178,7 @@ def vertical_motion(params: Any, update: Any, gauges: Gauges) -> tuple[Element, 
 
 
 class Step(NamedTuple):
-    """What a step does along parts; all by label.
+    """The motion of a step along parts; all fields are by label.
 
     Attributes:
       before: elements of constants and sizes before the step.
@@ -237,7 +237,7 @@ def _of_matrices(copy: Linear, step: Step) -> Any:
 
 @functools.singledispatch
 def along(part: Part[Any], start: Arrays, end: Arrays) -> tuple[Any, Arrays]:
-    """How far a step moves along a part, and its end without that, because the turns of heads are read there.
+    """How far a step moves along a part, and the end of the step without that motion, where turns are read.
 
     Args:
       part: any part. Nothing is found along those that do not hide the turns of heads.

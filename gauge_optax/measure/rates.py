@@ -1,10 +1,10 @@
-"""Rates at which a trajectory approaches its minimum: power laws of what is measured in what is left of the way.
+"""Rates at which a trajectory approaches its minimum: fits a measured value as a power of the remaining length.
 
 A minimum is *singular* if the loss is flatter than a square along some direction. It is of *order* k if the KL
 divergence from it falls like ε^(2k); the Fisher information along the direction then falls like ε^(2k−2). At a regular
-minimum k is 1. A trajectory that approaches along one direction shows the order as an exponent: the Fisher as a power
-of the length that is left (`quotient_arc_length`). Whether it does is tested before the fit is believed: where the
-exponent changes on the way, or values do not fall, the answer is "unreadable", with the reason.
+minimum k is 1. A trajectory that approaches along one direction shows the order as an exponent: the Fisher information
+is a power of the remaining length (`quotient_arc_length`). The fit tests this assumption. If the exponent changes on
+the way, or the values do not fall, the result is "unreadable", with the reason.
 Reference: DDC §2.1, Theorem 1 (iii), §5.1, App. C.4 and C.5.
 """
 
@@ -108,8 +108,9 @@ def quotient_arc_length(points: Sequence[Any], gauges: Gauges, end: Any = None, 
       at: "balanced", the point of least norm on each orbit, or "slice", where anchors have norm 1.
 
     Returns:
-      One length per point, falling; the last is 0, or the distance to `end`. Trajectories of twins have the same ones.
-      An optimizer that oscillates travels farther than it comes: steps add up, whatever their direction.
+      One length per point, in descending order; the last is 0, or the distance to `end`. Trajectories of twins have the
+      same lengths. The lengths of steps add up whatever their direction, so that an optimizer that oscillates has a
+      longer way than its distance from the minimum.
 
     Raises:
       ValueError: fewer than two points; bindings that do not fit; another `at`.
@@ -165,9 +166,10 @@ def power_law(
 ) -> PowerLaw:
     """Fits values ∝ lengths^exponent, if the exponent is one number.
 
-    It is unreadable where there are fewer than 8 points, where lengths span less than a factor of `span`, where values
-    are not positive or do not fall toward the minimum, where the exponents of the two halves of the window differ by
-    more than `drift` and by more than chance or half of the exponent, and where noise leaves half of it open.
+    The fit is unreadable in five cases: there are fewer than 8 points; the lengths span less than a factor of `span`;
+    the values are not positive or do not fall toward the minimum; the exponents of the two halves of the window differ
+    by more than `drift` and by more than chance or half of the exponent; or, because of noise, the 95 % interval
+    reaches farther than half of the exponent to each side.
 
     Args:
       lengths: distances from the minimum, (count,), such as those of `quotient_arc_length`; zeros are left out.

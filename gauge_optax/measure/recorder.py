@@ -1,6 +1,6 @@
-"""A recorder: readings of a training run at a fixed cadence, as lines of JSON that a killed run goes on from.
+"""Measurements of a training run every so many steps, as lines of JSON that a killed run continues.
 
-What lives here reads parameters between steps, outside `jit`, and writes files. Metrics that are part of an optimizer's
+This module reads parameters between steps, outside `jit`, and writes files. Metrics that are part of an optimizer's
 update are in `motion` and `live` (`go.measure.track`).
 """
 
@@ -24,7 +24,7 @@ class Recorder:
     Args:
       path: the file, made if it is not there. Its folder must exist.
       readings: name → a function of what is passed to `record`, to a number, an array or a tree of them. Any function
-        of `go.measure` can stand here.
+        of `go.measure` may be used.
       every: the number of steps between records; step 0 and the last step are recorded too.
       steps: the number of steps of the run.
       progress: whether to show a progress bar, with the latest readings that are single numbers.
@@ -32,8 +32,8 @@ class Recorder:
     Raises:
       ValueError: a cadence that is no positive integer; a file with other readings, or with another cadence.
 
-    Lines that are in the file are kept: a run that starts again records only what is missing, so that a run that was
-    killed and started again leaves the file of an unbroken one. A last line that was cut off is dropped.
+    A run that starts again keeps the lines of the file and records only what is missing. A run that was killed and
+    started again therefore leaves the same file as an unbroken one. A last line that was cut off is dropped.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "run.jsonl"
@@ -102,7 +102,7 @@ class Recorder:
         """The steps of the run, with a progress bar: call `record` with each, before the update that it counts.
 
         Args:
-          start: the step of the checkpoint from which the run goes on.
+          start: the step of the checkpoint from which the run resumes.
         """
         with tqdm(total=self.steps, initial=start, desc=self.path.stem, disable=not self.progress) as self._bar:
             for step in range(start, self.steps + 1):

@@ -1,8 +1,8 @@
 """What a step of finite size adds to the leakage: the gap between a discrete step and the flow that it follows.
 
 *Leakage* is the motion of a step along orbits, see `measure.leakage`; g is the gradient and P the preconditioner. With
-u(θ) = P(θ)·g(θ) a step is θ − η·u(θ), and the flow θ' = −u(θ) reaches θ − η·u + ½η²·Du·u + O(η³) in time η. The
-step lands short of it by ½η²·Du·u, and Du·u is a sum of two: P·H·u, the Hessian seen through the preconditioner, and
+u(θ) = P(θ)·g(θ) a step is θ − η·u(θ), and the flow θ' = −u(θ) reaches θ − η·u + ½η²·Du·u + O(η³) in time η. The step
+and the flow differ by ½η²·Du·u. Du·u is the sum of P·H·u, the preconditioned product of the Hessian with the step, and
 (DP[u])·g, the change of the preconditioner along the step. The vertical part of ½·Du·u is the leakage of second order:
 along the orbits a step lands at flow − η²·(hessian + derivative) + O(η³). The step's displacement itself is linear in
 η; its finite motion, with the curvature of the coordinate, is measured by `drift` and `vertical_motion`.

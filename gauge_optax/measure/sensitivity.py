@@ -1,7 +1,7 @@
-"""How much an optimizer notices which of several equivalent weight sets it trains: what its steps do to the function.
+"""How much the steps of an optimizer depend on which of several equivalent weight sets it trains.
 
-Weight sets of one function are trained apart, each on its own gradients. An optimizer that sees the function alone
-changes it in the same way from all of them; one that sees coordinates does not.
+Several weight sets of one function are trained separately, each with its own gradients. If the steps of an optimizer
+depend on the function alone, they change the function in the same way from all of these sets.
 """
 
 import functools
@@ -27,7 +27,7 @@ _LOOSEST = 0.05  # the largest relative change of `represent` that may count as 
 
 
 class Sensitivity(NamedTuple):
-    """How much the represented motion of an optimizer depends on the representative.
+    """How much the motion of the function depends on which of its weights an optimizer was given.
 
     Attributes:
       relative_change: ‖Δ' − Δ‖/‖Δ‖ for every sampled g, (num_samples,); Δ from θ, Δ' from g·θ.
@@ -59,8 +59,8 @@ def gauge_sensitivity(
 
     From θ, and from g·θ for random elements g of the gauges' product, the optimizer is initialised and trained on the
     gradients it meets. Δ = represent(θ_t) − represent(θ) is what the steps did to the function. ‖Δ' − Δ‖/‖Δ‖ is the
-    share of that which depends on the representative: 0 for an optimizer on the quotient, of order 1 for one that sees
-    coordinates.
+    share of this change that depends on which weights were given: 0 for an optimizer inside `quotient`, and about 1 for
+    one whose steps depend on coordinates.
 
     Args:
       tx: an optimizer, a black box; one that asks for `value`, `grad` or `value_fn` gets them.
@@ -167,7 +167,7 @@ def _compare(
 
     def trained(params: Any) -> tuple[Any, Any]:
         before = read(params)
-        # The first step stands outside the loop: a state may leave `init` in another dtype than `update` gives it.
+        # The first step is outside the loop, because `init` may return a state of another dtype than `update`.
         carry = step((params, tx.init(params)))
         if steps > 1:
             carry = jax.lax.fori_loop(1, steps, lambda _, carry: step(carry), carry)

@@ -1,7 +1,8 @@
-"""Spectra and norms of one matrix: of weights, or of activations with one row per input.
+"""Spectra and norms of one matrix of weights, or of activations with one row per input.
 
-What the DDC paper reads at a checkpoint: how many directions a matrix has, how small the smallest is, which units or
-channels are dead, and how much of a leaf lies along an orbit. None of these functions needs a gauge but the last.
+These are measurements that the DDC paper makes at a checkpoint: how many directions a matrix has, how small its
+smallest singular value is, which units or channels are dead, and how much of a leaf lies along an orbit. None of these
+functions needs a gauge but the last.
 Reference: DDC §5.4, App. C.1, C.6, C.11.
 """
 

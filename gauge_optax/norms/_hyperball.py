@@ -1,11 +1,11 @@
 """Hard radial control: weights stay on spheres, and a step changes their directions alone.
 
-The tangent projection of a step takes decoupled weight decay away, because decay is normal to the sphere. The result
-returns to the radius as W ← R·(W + U)/‖W + U‖. A sphere per factor of a product is not Gram balance: it leaves the
-GL(r) between two factors where it was. A step is equivariant under rotations within a sphere, but not under rescalings
-or GL.
+The projection of a step onto the tangents of the sphere removes decoupled weight decay, because decay is normal to the
+sphere. Then W ← R·(W + U)/‖W + U‖ moves the result back to the radius. A sphere for each factor of a product does not
+balance the Gram matrices of the factors, and does not fix the GL(r) symmetry between them. A step is equivariant under
+rotations within a sphere, but not under rescalings or GL.
 
-Reference: "When Equivalent Weights Train Differently" §5.
+Reference: "When Equivalent Weights Train Differently" ("the post") §5.
 """
 
 import math
@@ -57,8 +57,8 @@ def hyperball(
       U_T = U - \frac{\langle U, W\rangle}{\lVert W\rVert^2} W, \qquad
       W_{new} = R\,\frac{W + U_T}{\lVert W + U_T\rVert}.
 
-    A sphere per factor is not Gram balance: it fixes only the traces of AᵀA and BᵀB. A step is gauge-equivariant under
-    rotations that act within a sphere, but not under rescalings or GL.
+    A sphere per factor does not balance the Gram matrices of the factors: it fixes only the traces of AᵀA and BᵀB. A
+    step is gauge-equivariant under rotations that act within a sphere, but not under rescalings or GL.
 
     Args:
       axes: path → axes, as in gauges. Named axes count independent spheres, and a sphere spans the axes `_`: `"_ _"` is
@@ -81,8 +81,8 @@ def hyperball(
         `radius` has; at `init`, no match, a hidden leaf, ranks or lengths that do not fit, entries on two spheres, or
         under "initial" a sphere that is zero; `update` without params.
 
-    Zeros have no direction. A traced `init` cannot see them: a sphere that is zero then has radius 0 and is free, so
-    that its updates pass unchanged. Under a number the first update of a zero gives it its direction.
+    Zeros have no direction. A traced `init` cannot detect them: a sphere that is zero then has the radius 0, and its
+    updates pass unchanged. If `radius` is a number, the first update of a sphere that is zero decides its direction.
 
     >>> tx = optax.chain(
     ...     optax.add_decayed_weights(0.1),

@@ -1,10 +1,10 @@
-"""Steps of a set length inside a max-norm ball: every weight vector steps alike, and none outgrows a bound.
+"""Steps of a set length inside a max-norm ball: no weight vector becomes longer than a bound.
 
-A neuron whose weights have variance 1/inputs, the usual start, has a norm of about 1. In that unit the wrapper sets the
-length of a neuron's steps by the learning rate alone, whatever the neuron weighs now, so that a neuron that starts too
-small, or at zero, steps as far as any other. What would outgrow the bound is scaled back to it, and what starts above
-it comes back to it at the pace of the steps. `rotational` differs in both: there a step is relative to the norm, and
-the norm never changes.
+A neuron whose weights have variance 1/inputs, the usual start, has a norm of about 1. In units of this norm, the
+learning rate alone decides the length of a neuron's steps, whatever the neuron's own norm is. A neuron that starts too
+small, or at zero, therefore steps as far as any other. A vector that a step would make longer than the bound is scaled
+back to the bound. A vector that starts above the bound shrinks by at most the length of its steps. `rotational` differs
+in both: there a step is relative to the norm, and the norm never changes.
 """
 
 from collections.abc import Callable, Mapping
@@ -109,7 +109,7 @@ def max_norm(
 
 
 class Measure(NamedTuple):
-    """In what the vectors of one axes string and leaf are measured.
+    """The unit of the vectors of one axes string and leaf.
 
     Attributes:
       unit: the norm in which steps and the bound count.

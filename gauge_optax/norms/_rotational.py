@@ -2,8 +2,8 @@
 
 Weight decay brings a weight vector to a norm at which noise and decay make up for each other. From then on the vector
 turns by an angle that only learning rate and decay decide (`equilibrium`). The wrapper takes that angle from the first
-step on and needs no decay. Of another optimizer's update it keeps the direction, and of the update's length how it
-varies from step to step.
+step on and needs no decay. From the update of another optimizer it takes the direction, and how the length varies from
+step to step.
 
 Reference: Kosson, Messmer and Jaggi, "Rotational Equilibrium" (ICML 2024), Algorithm 1.
 """
@@ -27,9 +27,9 @@ from gauge_optax.wrapped import preflight_of
 
 Scalar = float | jax.Array
 
-# The state that an optimizer keeps tells its row of Table 1.
+# The kind of an optimizer's state decides its row of Table 1.
 _KINDS: dict[type, str] = {optax.ScaleByAdamState: "adamw", optax.TraceState: "sgdm", optax.ScaleByLionState: "lion"}
-# Sums round: what is smaller than this share of a squared length is not told from zero.
+# A number that is smaller than this many epsilons of a squared length counts as zero, because sums round.
 _ROUNDOFF = 16.0
 
 
@@ -93,7 +93,8 @@ def rotational(
       weight_decay: λ of the equilibrium, a number or a schedule; nothing decays by it.
       eta_r: radians a step, a number or a schedule. None for the angle of Table 1, by the kind of state that `inner`
         has: √(2ηλ·(1 − β₁)/(1 + β₁)) for Adam, wherever its decay is added; √(2ηλ/(1 + α)) for momentum; √(πηλγ) for
-        Lion. For Adam on g + λω that is the paper's special variant: one rule's direction at the other's angle.
+        Lion. For Adam on g + λω this is the paper's special variant, which has the directions of that optimizer and the
+        angle of AdamW.
       beta: the memory of the average squared length; 0 turns by exactly `eta_r` each step.
       eps: added to that average, which is a squared length over a squared learning rate. For SGD it depends on the
         scale of the loss, so that only 0 is safe.

@@ -99,8 +99,9 @@ def predict_equilibrium(
     >>> round(float(rest.norm), 3), round(float(rest.rotation), 5)
     (3.162, 0.01026)
 
-    In slice coordinates a gauge holds its anchor: noise does not make it longer, its norm is the one at `init`, and
-    decay acts on its partner. Predictions are then for the partner, and for vectors that no gauge binds.
+    In slice coordinates the norm of a gauge's anchor stays what it was at `init`: noise does not make the anchor
+    longer, and decay acts on the other side of the gauge. Predictions are then for that other side, and for vectors
+    that no gauge binds.
 
     Reference: Kosson et al., Table 1 and 6. Deviations: Table 6 prints SGDM's rotation as √(2ηλ/(1 − α)), which is the
       diffusion below it; by its own definition it is Table 1's √(2ηλ/(1 + α)). Eq. (68), (69) and (72) have one η in
@@ -171,7 +172,7 @@ def polar_alignment(rows: int, columns: int) -> float:
 
 
 def corrected(prediction: Equilibrium, *, decay_ratio: Number = 1.0, gradient_square: Number = 1.0) -> Equilibrium:
-    """Corrects a prediction where two of its assumptions do not hold.
+    """Corrects a prediction for gradients that also decay ω, and for second moments that are not E[g²].
 
     Args:
       prediction: of `predict_equilibrium`, for AdamW, Lion or Muon.
@@ -180,8 +181,8 @@ def corrected(prediction: Equilibrium, *, decay_ratio: Number = 1.0, gradient_sq
       gradient_square: C_err = E‖g/√v‖²/C, which is 1 if v is the average of g².
 
     Returns:
-      The prediction with its norm divided by √λ_err and multiplied by √C_err, and its rotations multiplied by √λ_err.
-      Steps are multiplied by √C_err; rotations do not depend on it.
+      The corrected prediction: the norm is multiplied by √(C_err/λ_err), both rotations by √λ_err, and `rms_update` and
+      `rms_diffusion` by √C_err.
 
     >>> plain = go.measure.predict_equilibrium(
     ...     "adamw", learning_rate=0.01, weight_decay=0.1, dim=100
@@ -189,8 +190,8 @@ def corrected(prediction: Equilibrium, *, decay_ratio: Number = 1.0, gradient_sq
     >>> round(float(go.measure.corrected(plain, decay_ratio=0.25).norm / plain.norm), 3)
     2.0
 
-    Reference: Kosson et al., Eq. (96) to (98). Deviation: the paper defines C_err by E‖g/√v‖; what the derivation uses
-      is its square.
+    Reference: Kosson et al., Eq. (96) to (98). Deviation: the paper defines C_err by E‖g/√v‖, but its derivation uses
+      E‖g/√v‖².
     """
     norm, update, rotation, diffusion, rotational = prediction
     size, turn = gradient_square**0.5, decay_ratio**0.5

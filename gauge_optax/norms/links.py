@@ -94,7 +94,7 @@ def scale_by_vector_norm(
 def keep_norms_below(
     neurons: Mapping[str, Axes], bound: Scalar = 1.0, *, sizes: Mapping[str, int] | None = None
 ) -> GaugeTransformation:
-    r"""Scales back what a step would lead beyond a bound on norms.
+    r"""Scales back every weight vector that a step would make longer than a bound.
 
     .. math::
       q = p + u, \qquad

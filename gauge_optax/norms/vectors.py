@@ -115,7 +115,7 @@ def resolve(name: str, specs: Specs, tree: Any) -> list[Selection]:
       tree: the parameters.
 
     Returns:
-      One per axes string and leaf that it matches; those of one leaf stand together, in the order of `specs`.
+      One per axes string and leaf that it matches; those of one leaf are adjacent, in the order of `specs`.
 
     Raises:
       ValueError: no match, a hidden leaf, ranks or lengths that do not fit, or an entry in two vectors.

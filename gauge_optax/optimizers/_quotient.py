@@ -62,8 +62,8 @@ def quotient(
 
     Args:
       inner: a whole optimizer, with its learning rate, decay, clipping and masks, or a link of a chain. It sees bound
-        leaves in float32 (float64 with x64), and a leaf that a gauge binds as `1+` with the 1 added: decay pulls
-        that value towards zero.
+        leaves in float32 (float64 with x64), and a leaf that a gauge binds as `1+` with the 1 added: decay pulls that
+        value towards zero.
       gauges: a gauge or a sequence of them, in any order, meaning their product. Leaves that no gauge binds pass
         unchanged.
       hold: whether to remove from every step the part that only rotates the basis of an attention head, and that of
@@ -79,7 +79,8 @@ def quotient(
       frozen: leaves that never change, beside those that `inner` never changes (`set_to_zero` in a partition, `freeze`,
         a learning rate of zero), which need not be said: a tree or prefix of booleans, or a callable from parameters to
         one. Name every leaf that must not move and that `inner` would move, as weight decay moves a leaf behind
-        `stop_gradient`. A gauge of frozen and other leaves is left alone: no growth moves from one side to the other.
+        `stop_gradient`. A gauge that binds frozen and other leaves is not used, so that no growth moves from one side
+        to the other.
 
     Returns:
       The transformation. Its `update` needs `params`. Line searches take the extra arguments `grad` and `value_fn`:
@@ -183,7 +184,7 @@ def group_of(name: str, learning_rate: Any, gauges: Any) -> Product:
 
 
 def slice_gradient(s: Slice, entered: Entered, updates: Any, without_constants: bool = True) -> Any:
-    """The slice gradient ĝ = Fᵀ·g as a tree, cleaned by what invariance says.
+    """The slice gradient ĝ = Fᵀ·g as a tree, without roundoff in entries that are zero by invariance.
 
     The gradient of a norm's scale that a rotation passes is computed from the other entries, and entries that are zero
     for every invariant loss, up to roundoff, are set to zero.
@@ -221,11 +222,11 @@ def _frame_of(name: str, s: Slice, state: QuotientState, pin: bool) -> Elements:
 def _with_growth(
     s: Slice, state: QuotientState, grown: Elements, point: Arrays, step: Arrays
 ) -> tuple[Arrays, Frame, Elements]:
-    """The step on the slice, the frame and the offset, where a step has led to e·θ̂′, and `fix` has taken e off.
+    """The step on the slice, the frame and the offset, after a step to e·θ̂′ from which `fix` has removed e.
 
-    Where the growth of a size rests on its anchor, F takes it: the stored step is F·(e·θ̂′ − θ̂), and F becomes F·e.
-    Neither the function nor `inner` sees that. The point that `inner` sees next is B⁻¹·e·θ̂′, so that the offset becomes
-    e⁻¹·B.
+    If the anchor of a size is to take its growth, the stored step is F·(e·θ̂′ − θ̂), and F becomes F·e. This changes
+    neither the function nor what `inner` sees. The next point that `inner` sees is B⁻¹·e·θ̂′, so that the offset
+    becomes e⁻¹·B.
     """
     elements, offset = dict(state.frame.elements), dict(state.offset)
     for part, _, _ in s.sizes:

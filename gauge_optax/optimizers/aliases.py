@@ -177,11 +177,11 @@ def quotient_muon(
 
 @runtime_checkable
 class Found(Protocol):
-    """What a report of `go.discover` says of a function."""
+    """The part of a report of `go.discover` that an optimizer needs."""
 
     @property
     def turning(self) -> Sequence[Gauge]:
-        """The symmetries that training takes, of heads their rotations."""
+        """The gauges for training, with rotations in place of all matrices of heads."""
 
     @property
     def neurons(self) -> Mapping[str, Axes]:
@@ -217,7 +217,7 @@ def max_norm_muon(
     pin: bool = False,
     rest: str = "anchor",
 ) -> GaugeTransformation:
-    """`quotient` around `max_norm` around Muon: every weight vector steps by the learning rate, in a ball.
+    """`quotient` around `max_norm` around Muon: weight vectors have steps of one mean length, and bounded norms.
 
     Take the peak rate 0.02·√(1,000/steps). In sweeps of five rates, in 250 to 4,000 steps of 8 × 128 bytes, at widths
     64 to 256 and depths 3 and 8, it costs at most 0.0 % of the best of the five (benchmarks/results/rates.md). At width
@@ -227,17 +227,18 @@ def max_norm_muon(
     (benchmarks/results/tuned.md). In an independent run of 1,000 steps, one seed per start, it was 0.6 to 2.4 % ahead
     of a tuned Muon at a rate of 0.02, and level or behind at 0.04. Larger models were not tried.
 
-    The unit of every step is the norm that a vector has at the usual start: 1 for a neuron, that is, for its weights of
-    variance 1/inputs, and √d for the d entries of a token in a table of embeddings. No vector may outgrow `bound` of
-    these units, which takes the place of weight decay; the tokens of an unembedding have no bound. Kernels step along
-    the polar factor of their momentum, as whole matrices; tokens step along their momentum, because they may be
-    permuted and not rotated; all other leaves get Adam.
+    The *unit* of a vector is the norm that it has at the usual start: 1 for a neuron, whose weights have variance
+    1/inputs, and √d for a token in a table of embeddings, with d entries of size 1. The average length of a vector's
+    steps is the learning rate times its unit. No vector may become longer than `bound` times its unit, which replaces
+    weight decay; only the tokens of an unembedding have no bound. Kernels step along the polar factor of their
+    momentum, as whole matrices. Tokens step along their momentum, because permuting tokens is a symmetry of a table,
+    but rotating them into each other is not. All other leaves get Adam.
 
     Args:
       learning_rate: a number or a schedule.
       gauges: a gauge or a sequence of them, meaning their product. Or the report of `go.discover`, which has gauges,
-        neurons and embeddings: `go.max_norm_muon(0.02, report)`. Of heads it takes rotations, `report.turning`, because
-        other matrices change the norms that it bounds.
+        neurons and embeddings: `go.max_norm_muon(0.02, report)`. It then takes the gauges `report.turning`, which has
+        only rotations for heads, because other matrices change the norms that it bounds.
       neurons: path → axes of kernels, by default those of the report: `_` are a neuron's inputs, and named axes count
         neurons, as in `"_ neuron"` for (inputs, outputs) and `"_ head neuron"` for (inputs, heads, size). A kernel is
         one matrix; axes named `layer` or `expert` count matrices. The neurons of an unembedding are tokens: write `"_
@@ -281,8 +282,8 @@ def max_norm_muon(
     Array([0.02, 0.02], dtype=float32)
 
     Reference: Jordan et al. 2024 (Muon), whose steps get one length per vector; Lau and Su 2026, arXiv 2605.18106, for
-      tokens, whose momentum they divide by its norm of the moment, where this takes an average, so that a token that
-      is absent comes to rest; `optax.contrib.muon` for names, and for defaults except those of Adam's rate and b2.
+      tokens, whose momentum they divide by its present norm, where this divides by an average, so that the steps of an
+      absent token fade; `optax.contrib.muon` for names, and for defaults except those of Adam's rate and b2.
     """
     name = "max_norm_muon"
     if isinstance(gauges, Found):

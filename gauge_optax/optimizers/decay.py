@@ -1,9 +1,9 @@
 """Decoupled weight decay that respects gauges: wd·θ once per leaf, whatever its gauges, without its part along shifts.
 
-The field θ is equivariant under scales and rotations, and at the balanced representative it keeps the balance: every
-log s shrinks by (p+1)·lr·wd, exactly as under AdamW. A logit shift is affine, so that the mean along it does not decay.
-A number per role shrinks the sides of a gauge independently; a part of that field lies along the orbits.
-References: DDC B.7 and C.14; docs/design.md §4; "When Equivalent Weights Train Differently" §4.
+The decay direction θ is equivariant under scales and rotations, and from balanced weights it leads to balanced weights:
+every log s shrinks by (p+1)·lr·wd, exactly as under AdamW. A logit shift is affine, so that the mean along it does not
+decay. A number per role shrinks the sides of a gauge independently; a part of that field lies along the orbits.
+References: DDC B.7 and C.14; docs/design.md §4; "When Equivalent Weights Train Differently" ("the post") §4.
 """
 
 import functools
@@ -93,9 +93,9 @@ def add_gauge_decay(
     >>> [round(float(x[0, 0]), 3) for x in (updates["up"], updates["down"])]
     [0.2, 0.0]
 
-    Reference: DDC B.7; the post's §4 for shrinks of both sides. Deviation: every leaf decays once; gauge by gauge, a
-      shared leaf would decay twice. `gauge_retract` keeps only the part of an independent shrink that changes the joint
-      scale: to first order, the shared shrink with (p·up + down)/(p + 1).
+    Reference: DDC B.7; the post's §4 for shrinks of both sides. Deviation: every leaf decays once. If every gauge had
+      its own decay, a shared leaf would decay twice. `gauge_retract` keeps only the part of an independent shrink that
+      changes the joint scale: to first order, the shared shrink with (p·up + down)/(p + 1).
     """
     return decay(weight_decay, product(gauges), match, mask)
 
@@ -162,7 +162,7 @@ def decay(
 
 @functools.singledispatch
 def degree(part: Part[Any]) -> float | None:
-    """The homogeneity p of a scale, which match="horizontal" needs; None for all others, which decay as ever."""
+    """The degree p of a scale, which match="horizontal" needs; None for all others, whose decay does not change."""
     return None
 
 

@@ -1,6 +1,6 @@
 """Muon for some leaves, momentum for some, and Adam for all others: an ordinary optimizer of slice points.
 
-A rotation R of a head's basis carries over to the polar factor of a moment M = U·Σ·Vᵀ of that head:
+A rotation R of a head's basis rotates the polar factor of a moment M = U·Σ·Vᵀ of that head in the same way:
 (M·R)(RᵀMᵀM·R)^(−1/2) = U·Vᵀ·R. Where matrices are read per head, rotations therefore need no frame.
 References: Jordan et al. 2024 (Muon); DDC B.10 for heads.
 """
@@ -60,7 +60,7 @@ def muon(
       A whole optimizer.
     """
 
-    # Shapes alone decide which leaves are matrices, so that the partition is made anew wherever params are traced.
+    # Shapes alone decide which leaves are matrices, so that the partition can be made again wherever params are traced.
     def partition(params: Any) -> optax.GradientTransformationExtraArgs:
         read = {} if is_empty(params) else matrices(params)
         head_polar = scale_by_head_polar(polar, read, nesterov, mu_dtype)
@@ -84,7 +84,7 @@ def muon(
 
 
 def polar_rules(paths: Iterable[str], matrices: Mapping[str, Reading]) -> dict[str, LeafRule]:
-    """Returns what is done to each leaf where those that are matrices get polar factors, and all others Adam."""
+    """Returns the rule of each leaf, where matrices get polar factors and all others Adam."""
 
     def rule(reading: Reading) -> LeafRule:
         by_head = all(piece.heads is not None for piece in reading.pieces)
@@ -190,7 +190,7 @@ def readings_of_neurons(name: str, selections: Iterable[vectors.Selection]) -> d
     stacks: dict[str, dict[Matrices, None]] = {}
     for block in (selection.block for selection in selections):
         own, stack = stacks.setdefault(block.path, {}), neuron_matrices(block)
-        # Readings of a whole leaf are one; those of ranges stand side by side.
+        # A whole leaf has one reading, and a leaf of ranges has one per range.
         if stack is None or any(stack != other and None in (stack.block, other.block) for other in own):
             raise binding_error(
                 name, f"the neurons of '{block.path}' describe no matrix", f"axes \"{block.axes}\"",

@@ -1,9 +1,9 @@
-"""The post's correction: each factor's increment times the inverse Gram matrix of the opposite factor.
+"""Multiplies each factor's increment by the inverse Gram matrix of the opposite factor.
 
-With M = A·Bᵀ, raw increments U_A and U_B move M by U_A·Bᵀ + A·U_Bᵀ, which depends on which of many pairs (A, B) with
-this product holds M. A gradient U_A = G·B is a cotangent. U_A·(BᵀB)⁻¹ moves like A under every S in GL(d): it is a
-tangent, and the dependence is gone. The same holds per channel for the two sides of a scale.
-References: "When Equivalent Weights Train Differently" §3, §7; docs/design.md §5.
+With M = A·Bᵀ, raw increments U_A and U_B move M by U_A·Bᵀ + A·U_Bᵀ, which depends on which of the many pairs (A, B)
+with this product stores M. A gradient U_A = G·B is a cotangent. U_A·(BᵀB)⁻¹ moves like A under every S in GL(d): it is
+a tangent, and the dependence is gone. The same holds per channel for the two sides of a scale.
+References: "When Equivalent Weights Train Differently" ("the post") §3, §7; docs/design.md §5.
 """
 
 import math
@@ -40,7 +40,7 @@ _NAME = "scale_by_opposite_gram"
 
 
 class OppositeInverses(NamedTuple):
-    """What each side's increments are multiplied by: an inverse of the opposite side's Gram matrix.
+    """The factors of each side's increments: inverses of the opposite side's Gram matrices.
 
     Attributes:
       scales: per scale part with two sides, a number per channel for `up` and one for `down`, shaped like its axes.

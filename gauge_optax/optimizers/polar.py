@@ -43,7 +43,7 @@ SCALES = ("width", "rms", "none")
 
 @functools.singledispatch
 def is_output_layer(part: Part[Any]) -> bool:
-    """Whether its leaves are the output layer, which Muon leaves to Adam."""
+    """Whether the leaves of a part are the output layer, which Muon leaves to Adam."""
     return False
 
 
@@ -54,7 +54,7 @@ def _logits_are(part: Logits) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Polar:
-    """Which leaves are stepped by their polar factor, and how.
+    """Settings: which leaves are stepped by their polar factor, and how.
 
     Attributes:
       name: of the public function, for messages.

@@ -1,4 +1,4 @@
-"""Steps relative to the size of what they step: a kernel's RMS times the root of its fan-in.
+"""Steps relative to the size of a kernel: its RMS times the root of its fan-in.
 
 A kernel of unit variance per input has RMS·√fan-in = 1, so that its steps stay as they are. A kernel that starts at
 0.02 with 64 inputs has 0.16, and its steps are multiplied by 0.16. A kernel of zeros would never move, so that the

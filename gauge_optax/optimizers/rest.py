@@ -1,11 +1,11 @@
-"""`rest="balanced"`: the stored weights of a `quotient` end where both sides of a scale share its growth.
+"""`rest="balanced"`: `quotient` stores the weights in which both sides of a scale share its growth.
 
 A scale multiplies `up` by α and `down` by α⁻ᵖ, with p its degree, and `up` is its anchor. Many weights compute the
 function that a step leads to, and any of them may be stored: outputs and inner optimizer are the same for all. With
 `rest="anchor"` ‖up‖ keeps its size: where a step would double it, `up` stays and `down` is doubled (p = 1). With
 `rest="balanced"` log ‖up‖ − p·log ‖down‖ stays, so that both grow by √2. The figures of *Dead-Direction Conditioners*
-hold this coordinate. The wrapper moves the weights after each step,
-and the frame with them, so that the slice point stays.
+measure drift in this coordinate. The wrapper moves the weights after each step, and the frame with them, so that the
+slice point stays.
 """
 
 import functools
@@ -35,7 +35,7 @@ RESTS = ("anchor", "balanced")
 
 
 class RestedState(NamedTuple):
-    """State of a `quotient` whose weights rest at balance.
+    """State of `quotient` with `rest="balanced"`.
 
     Attributes:
       quotient: its own state, whose frame changes with every step.
@@ -83,7 +83,7 @@ def share(part: Any) -> float:
 
 
 def resting(name: str, tx: GaugeTransformation, group: Product, rest: str) -> GaugeTransformation:
-    """Returns a `quotient` whose stored weights rest at "anchor", as it is, or at "balanced".
+    """Returns a `quotient` as it is for `rest="anchor"`, or one that stores balanced weights for "balanced".
 
     Args:
       name: of the public function, for messages.
@@ -122,7 +122,8 @@ def resting(name: str, tx: GaugeTransformation, group: Product, rest: str) -> Ga
             known = jnp.isfinite(held[label]) & jnp.isfinite(ratio)
             size = jnp.exp((jnp.where(known, held[label], 0.0) - jnp.where(known, ratio, 0.0)) / share(part))
             f[label] = jnp.where(known, jnp.where(f[label] < 0, -size, size), f[label])
-            # A channel that had a side of zeros until this step rests from now on where the step ends.
+            # A channel that had a side of zeros until this step keeps from now on the ratio that it has after this
+            # step.
             held[label] = jnp.where(jnp.isfinite(held[label]), held[label], after_step)
         moved = optax.tree.sub(s.act(f, x), before)
         out = cast_like({path: u for path, u in moved.items() if path not in after.frame.frozen}, updates)

@@ -1,14 +1,15 @@
 """Aligns weights: moves one set of weights along its orbit to where it is nearest to another set.
 
-Two trained networks, or two sets of weights of one network, differ by what nobody chose: the order of units, the basis
-of heads and of the residual stream, the sizes of channels. `align` finds the element g of a list of gauges for which
-g·b is nearest to a, in the sum of squares over the leaves that the gauges bind. The function of b does not change.
+Two trained networks, or two sets of weights of one network, differ in ways that have no effect: the order of units, the
+basis of heads and of the residual stream, the sizes of channels. `align` finds the element g of a list of gauges for
+which g·b is nearest to a, in the sum of squares over the leaves that the gauges bind. The function of b does not
+change.
 
 * For one part, given all others, the nearest element has a closed form or is a small problem (`orbit.nearest`):
   Procrustes for rotations, an assignment for permutations, least squares for constants, one variable per channel for
   scales. The parts take turns until the distance no longer falls. No round makes it larger, so that rounds end.
-* That ends in a local minimum, and the start decides in which. One start is b itself. The other first moves both sets
-  of weights to their slice points, where sizes and constants are gone and only rotations and permutations are left.
+* This ends in a local minimum, and the start decides in which. One start is b itself. The other first moves both sets
+  of weights to their slice points, where both have equal sizes and constants and differ by rotations and permutations.
   There the residual stream is rotated by those leaves that no other gauge rotates or renumbers; then heads are matched,
   each pair after the rotation that suits it best, and units; then heads are rotated. For two sets of weights of one
   function, every one of these answers is exact. The nearer end of both starts is returned.
@@ -45,7 +46,8 @@ def align(a: Any, b: Any, gauges: Gauges, batches: Sequence[Any] | None = None, 
       a: parameters.
       b: parameters with the same structure and shapes.
       gauges: a gauge, or a sequence of them. Permutations of units, heads or experts are the gauge `permutation`.
-      batches: if given, units and heads are matched by what they do on these batches, not by their weights.
+      batches: if given, units and heads are matched by their effect on the outputs for these batches, not by their
+        weights.
       fn: the model, fn(params, batch), an array or a tree of them; with `batches`.
 
     Returns:
@@ -55,11 +57,11 @@ def align(a: Any, b: Any, gauges: Gauges, batches: Sequence[Any] | None = None, 
       ValueError: trees that differ in structure or shapes; gauges that do not bind to them; `batches` without `fn`, or
         a function that does not take parameters and one batch.
 
-    By weights, the sum of squares falls in every round, and the result is a local minimum; for two sets of weights of
-    one function it is zero. By activations, the order of units and heads is found first and kept, by the assignment
-    with the largest sum of correlations. A unit's numbers are the derivatives of fn, in 8 fixed random directions of
-    its outputs per batch, by the logs of the sizes of the unit's blocks. They do not change under any other gauge, so
-    that no rotation or scale has to be known. The other gauges are then aligned by weights.
+    Without `batches`, the sum of squares falls in every round, and the result is a local minimum; for two sets of
+    weights of one function it is zero. With `batches`, the order of units and heads is found first and kept. It is the
+    assignment with the largest sum of correlations between units. What is correlated are the derivatives of fn, in 8
+    fixed random directions of its outputs per batch, by the logs of the sizes of the unit's blocks. They do not change
+    under any other gauge, so that no rotation or scale has to be known. The other gauges are then aligned by weights.
 
     >>> gauges = [
     ...     go.rescale({"up": "_ channel"}, {"down": "channel _"}),
@@ -115,7 +117,7 @@ class _Path:
         self.point = part.act(e, self.point)
         if part.label not in self.moves:
             return
-        # The new move acts last. To stand at its place it passes the moves behind it: h·g = (h·g·h⁻¹)·h.
+        # The new move acts last. To bring it to its place in the product, conjugate it: h·g = (h·g·h⁻¹)·h.
         for other in reversed(self.parts[self.parts.index(part) + 1 :]):
             if other.label in self.moves:
                 value = carried(part, e, other, self.moves[other.label])
@@ -134,11 +136,11 @@ class _Path:
     def elements(self) -> Elements:
         """The elements, by label, that together take b to the point.
 
-        Constants are read from what they change: before and after their place. What stands before depends on earlier
-        constants, what stands after on later ones. They are therefore computed in rounds; each constant depends on few
-        others, so that few rounds are enough. Where two gauges share a direction (position embeddings can gain one
-        number per row in two ways), a reading does not tell which of them to take: then least squares over all leaves
-        of each constant follow.
+        A constant is read from the leaves just before and just after its place in the product. The leaves before it
+        depend on earlier constants, and those after it on later ones. Constants are therefore computed in rounds. Each
+        of them depends on few others, so that few rounds are enough. If two gauges share a direction (one number per
+        row of the position embeddings can be added by two gauges), reading does not determine their elements. Then
+        least squares over all leaves of each constant follow.
         """
         constants = {part.label: part.identity() for part in self._anchors}
         elements = self.moves | constants
@@ -163,7 +165,7 @@ class _Path:
         return elements
 
     def _constants(self, elements: Elements, find: Callable[..., Any]) -> tuple[Elements, Arrays]:
-        """One round: elements with every constant found anew, and the point that they take b to.
+        """One round: elements with every constant computed again, and the point to which they move b.
 
         Args:
           elements: of all parts.
@@ -187,7 +189,7 @@ def _roundoff(point: Arrays) -> float:
 
 
 def _order(s: Slice) -> list[Any]:
-    """The order in which parts take turns: what others are compared by comes first.
+    """The order in which parts take turns: a part comes before those whose best element depends on it.
 
     The residual stream comes first, then what renumbers units and heads, then rotations of heads, then all the rest. Of
     two permutations on common leaves, the one with the larger share of other leaves comes first.

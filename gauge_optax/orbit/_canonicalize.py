@@ -41,26 +41,27 @@ def canonicalize(
     signs: bool = True,
     donate: bool = False,
 ) -> Params:
-    """The representative of a function's weights: two weight sets that gauges lead to each other become the same one.
+    """Moves weights to a point of their orbit that is the same for all weights that gauges lead to each other.
 
     At the returned point this holds, gauge by gauge.
 
-    * `norm_scale`: the norm's scale is 1; a negative one gives its sign to the readers too.
+    * `norm_scale`: the norm's scale is 1; the kernels behind it take over the sign of a negative one, too.
     * `rescale`, `multiplier_balance`: a column of the first leaf of `up` has the norm 1, a multiplier is 1 or −1.
     * `scale_invariant`, `residual_scale`: the first leaf has the root mean square that unit columns have.
-    * `bias_absorption`, `key_bias`: the bias is zero; the biases behind its readers have what it had.
+    * `bias_absorption`, `key_bias`: the bias is zero; its effect has moved into the biases behind its readers.
     * `logit_shift`, `norm_write_shift`: the mean over classes, over the stream's channels, or over both is zero.
     * `norm_read_shift`, `embedding_shift`: the mean over rows of a reader, of the position table, is zero.
     * `head_rotation`: the Gram matrix of a head's rows is diagonal, entries descending.
     * `head_linear`: A·Bᵀ = U·Σ·Vᵀ: the left factor has the columns U, the right one V·Σ.
     * `rope_torus`, `rope_linear`: the rows of a rotary plane are longest along its first coordinate.
-    * `residual_rotation`: the Gram matrix of what writes to the stream, and no head rotates, is diagonal.
+    * `residual_rotation`: the Gram matrix of the writers to the stream that no head rotates is diagonal.
 
     The sign of an eigenvector is such that the entry of largest magnitude in its column is positive, and for rotary
     planes in the first coordinate. Eigenvalues that differ by at most √ε of the largest (1.5e-8 in float64, 3e-4 in
-    float32) count as equal: in the space of equal ones the basis is nearest to a constant matrix's image. None of this
-    depends on the order of heads and units. Under LayerNorm the stream's rotation fixes the vector of ones. Then the
-    Gram matrix is diagonal in a constant basis of what is orthogonal to that vector, not in that of the channels.
+    float32) count as equal. Their eigenspace then has the basis that is nearest to the image of a constant matrix. None
+    of this depends on the order of heads and units. Under LayerNorm the stream's rotation fixes the vector of ones.
+    Then the Gram matrix is diagonal in a constant basis of what is orthogonal to that vector, not in that of the
+    channels.
 
     Args:
       params: parameters of any layout.
@@ -103,7 +104,7 @@ def canonicalize(
     return with_leaves(params, (_entered_donated if donate else _entered)(s, elements, bound))
 
 
-# Two programs: the second starts when all copies that the first one needs are gone.
+# Two programs, so that the copies that the first one needs are freed before the second one starts.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _read(s: Slice, heads: Basis, stream: Basis, leaves: dict[str, jax.Array]) -> Elements:
     of_heads = {type(turn) for turn in s.heads}

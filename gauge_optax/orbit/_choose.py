@@ -29,7 +29,7 @@ _SMOOTHING = 0.9  # of the average by which a stochastic objective is judged
 
 
 class ChooseState(NamedTuple):
-    """Where a search stands: a pytree of arrays, which any checkpointer saves.
+    """The state of a search: a pytree of arrays, which any checkpointer saves.
 
     Attributes:
       step: the number of steps taken.
@@ -108,7 +108,7 @@ def choose(
     >>> gauge.act(element, params)["up"].round(2).tolist()  # balanced: 4·½ = 1/½
     [[2.0, 2.0]]
 
-    Reference: docs/design.md §10. Deviation from SpinQuant: any gauge and any optimizer, in place of Cayley SGD on
+    Reference: docs/guides/spend.md. Deviation from SpinQuant: any gauge and any optimizer, in place of Cayley SGD on
     rotations.
     """
     group = product(gauges)

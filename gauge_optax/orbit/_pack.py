@@ -6,8 +6,8 @@ less per head and gauge. Nothing is lost, because every network whose heads have
 
 A *packed leaf* is a pytree node in place of a leaf. Its one array holds the rows that are left, so that Optax and
 `jax.grad` see ordinary smaller leaves under their old paths. Which rows are left out, and the number on their diagonal
-(the *size*), is static: it belongs to the tree's structure. What a gauge can make constant is said in
-`orbit/packing.py` alone.
+(the *size*), is static: it belongs to the tree's structure. `orbit/packing.py` says which rows a gauge can make
+constant.
 Reference: van Nierop, Transformer models are gauge invariant, §3, §4.4 and §6.
 """
 
@@ -114,7 +114,7 @@ class PackedBlock:
         return tuple(self.block.view_shape[k] for k in self._order[:-2])
 
     def by_head(self, view: Any) -> Any:
-        """A view, (heads, rows, basis); heads are those of all named axes, flattened in the order of the gauge."""
+        """The block as (heads, rows, basis): all axes that count heads are one, flattened in the gauge's order."""
         ordered = view.transpose(self._order)
         return ordered.reshape(-1, *ordered.shape[-2:])
 
@@ -153,7 +153,7 @@ class PackedBlock:
         return self._laid(fixed + jnp.einsum("...hr,hrb->...hb", jnp.take(x, self.kept, -1), by_head))
 
     def _laid(self, heads: jax.Array) -> jax.Array:
-        """A vector per head, (…, heads, basis), with the axes of the leaf in place of heads and basis."""
+        """One vector per head, (…, heads, basis), reshaped to the axes that the leaf has for heads and basis."""
         lead, axes = heads.shape[:-2], (*self._order[:-2], self._order[-1])
         split = heads.reshape(*lead, *self.heads, heads.shape[-1])
         view = split.transpose(*range(len(lead)), *(len(lead) + axes.index(k) for k in sorted(axes)))
@@ -162,7 +162,7 @@ class PackedBlock:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How a packed leaf is made of its arrays. Static.
+    """The static description of how a packed leaf is made of its arrays.
 
     Attributes:
       blocks: the blocks from which rows are left out, one array each.
@@ -172,7 +172,7 @@ class Layout:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole leaf."""
+        """The shape of the whole leaf."""
         return self.blocks[0].block.shape
 
     @functools.cached_property
@@ -188,7 +188,7 @@ class Layout:
 
     @functools.cached_property
     def rest(self) -> np.ndarray | None:
-        """What belongs to no block: indices along `joint`, or of the flat leaf; None if there is nothing."""
+        """Entries in no block: indices along `joint`, or of the flat leaf; None if there are none."""
         if self.joint is not None:
             outside = ~np.any([masks[self.joint] for masks in self._masks], 0)
         else:
@@ -269,16 +269,16 @@ def pack(
 ) -> Any:
     r"""Moves heads to a point of their orbit with constant rows, and leaves these rows out of the tree.
 
-    Of every `head_linear` gauge one block, with rows A per head, becomes
+    In every `head_linear` gauge, one block, with rows A per head, becomes
 
     .. math::
       A \mapsto size \cdot A\,A_R^{-1},
 
     where A_R are d_h of its rows, chosen by pivoted Gram–Schmidt. The rows R are then size times the identity, and the
-    leaf keeps the others. All other blocks of the gauge move along, so that the function stays. Of every `rope_linear`
-    gauge one row per rotary plane becomes the complex number size + 0i. The block is the first of the gauge, left
-    before right, that has one free axis (`_`) and heads of full rank; biases and grouped queries are not taken. Other
-    gauges of the list are ignored.
+    leaf keeps the others. All other blocks of the gauge move by the same element, so that the function stays the same.
+    In every `rope_linear` gauge, one row per rotary plane becomes the complex number size + 0i. The block is the first
+    of the gauge, left before right, that has one free axis (`_`) and heads of full rank; biases and grouped queries are
+    not taken. Other gauges of the list are ignored.
 
     Args:
       params: the parameters, as arrays.
@@ -459,7 +459,7 @@ def _moved(copy: Copy, elements: Sequence[Any], values: Arrays) -> Arrays:
 def _chosen(
     copy: Copy, values: Arrays, leaves: Mapping[str, Any], shared: bool, size: float | None
 ) -> PackedBlock:
-    """What to leave out of one block. Raises ValueError where no block of the gauge has heads of full rank."""
+    """The rows to leave out of one block. Raises ValueError where no block of the gauge has heads of full rank."""
     tried: list[tuple[float, int, PackedBlock]] = []
     for block in packable(copy):
         whole = PackedBlock.of(copy, block)

@@ -1,9 +1,9 @@
 """Rotates weights along their orbit: random or Hadamard rotations of the residual stream and of heads.
 
 Quantization rounds all entries of a row or column on one grid. A channel that is far larger than the others makes that
-grid coarse for all of them. A rotation of the basis spreads it over all channels, and where the rotation is a symmetry,
-the network computes what it did. QuaRot and SpinQuant fuse such rotations into the weights: R1 turns the residual
-stream, R2 the values of each head. Here they are elements of `residual_rotation` and of `head_rotation`.
+grid coarse for all of them. A rotation of the basis spreads it over all channels. If the rotation is a symmetry, the
+network computes the same function as before. QuaRot and SpinQuant fuse such rotations into the weights: R1 turns the
+residual stream, R2 the values of each head. Here they are elements of `residual_rotation` and of `head_rotation`.
 References: QuaRot (Ashkboos et al. 2024), §4; SpinQuant (Liu et al. 2024), §3.
 """
 
@@ -46,9 +46,9 @@ def rotate(
 ) -> Params:
     """Weights of the same function in a rotated basis, such as the one from which they are quantized.
 
-    A norm's scale stands between the residual stream and its readers. It is taken along, W ↦ γ⁻¹·Rᵀ·γ·W, so that the
-    function stays; but then the stored reader has γ⁻¹ on its rows, and outliers of γ stay where they are. Call
-    `canonicalize` first, which makes γ = 1: what is stored is then Rᵀ·W.
+    A norm multiplies the residual stream by its scale γ before a kernel W reads it. The stored kernel therefore becomes
+    γ⁻¹·Rᵀ·γ·W, which preserves the function but keeps the outliers of γ. Call `canonicalize` first, which makes γ = 1,
+    so that the stored kernel becomes Rᵀ·W.
 
     Args:
       params: parameters of any layout.
@@ -138,7 +138,7 @@ def _drawn(on_tree: Bound, by: str, key: jax.Array) -> Elements:
 
 
 def _turns(on_tree: Bound, copy: Copy) -> Sequence[Any]:
-    """The rotations of one copy of a gauge; what else it has, where it has none."""
+    """The rotations of one copy of a gauge, or all of its parts if none of them rotates."""
     turns = {turn.label: turn for _, same in on_tree.whole.turns for turn in same}
     return [turns[part.label] for part in copy.parts if part.label in turns] or copy.parts
 

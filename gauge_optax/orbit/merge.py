@@ -1,4 +1,4 @@
-"""What alignment is for: the distance of two functions, the mean of several networks, and the line between two."""
+"""Uses of alignment: the distance of two functions, the mean of several networks, and the line between two."""
 
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -58,8 +58,8 @@ def average(trees: Sequence[Params], gauges: Gauges) -> Params:
     Raises:
       ValueError: no trees; what `align` raises.
 
-    All trees are aligned to the first, not to the mean so far: then the result does not depend on the order of the
-    others, and no tree is aligned to a point that is no trained network.
+    All trees are aligned to the first, not to the mean of those before. The result then does not depend on the order of
+    the others, and every tree is aligned to a trained network.
 
     >>> gauge = go.permutation({"up": "_ channel", "down": "channel _"})
     >>> a = {"up": jnp.array([[1.0, 2.0]]), "down": jnp.array([[3.0], [4.0]])}

@@ -1,4 +1,4 @@
-"""The element of one part that takes a point nearest to a target: what alignment asks of each kind of part.
+"""The element of one part that takes a point nearest to a target, by a rule of `align` for each kind of part.
 
 For one part, given all others, the nearest element has a closed form or is a small problem: Procrustes for rotations,
 an assignment for permutations, one variable per channel for scales, Gauss–Newton steps for invertible matrices. What
@@ -275,7 +275,7 @@ def _nearest_factors(
 
 
 def least_point(loss: Callable[[jax.Array], jax.Array], starts: Sequence[jax.Array]) -> jax.Array:
-    """Where a function of one variable per channel is least: on a grid around some points, then by bisection.
+    """The least point of a function of one variable per channel: on a grid around some points, then by bisection.
 
     Args:
       loss: entry by entry, from an array of the shape of each of `starts` to one of that shape.

@@ -1,4 +1,4 @@
-"""What packing asks of each gauge: which blocks can have constant rows, and the element that makes them so.
+"""Rules of `pack` for each kind of gauge: which blocks can have constant rows, and the element that makes them.
 
 A block can be packed where the gauge has enough freedom to bring some of its rows to fixed numbers: d_h rows per head
 under GL(d_h), which become the identity, and one row per rotary plane under complex numbers, which becomes 1 + 0i. All

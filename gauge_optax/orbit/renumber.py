@@ -1,8 +1,8 @@
-"""What alignment asks of two parts that do not commute, and of permutations, whose units it can match by what they do.
+"""Rules of `align` for parts that do not commute, and for permutations, whose units have measurable effects.
 
 A permutation renumbers the entries that elements of other parts have per unit; a rotation of heads conjugates the
-stretch of the same heads. Alignment needs to know whose elements change, and what becomes of them. It can also match
-units by what they do, which no other gauge changes. Each question is one rule with a default that holds for every part.
+stretch of the same heads. Alignment needs to know whose elements change, and how. It can also match units by their
+effect on the outputs, which no other gauge changes. Each question is one rule with a default that holds for every part.
 Reference: Ainsworth, Hayase and Srinivasa, Git Re-Basin, Eq. (1) and (2).
 """
 

@@ -1,4 +1,4 @@
-"""What rotating asks of each kind of part: a random rotation, whether an element is one, and the move of one leaf.
+"""Rules of `rotate` for each kind of part: a random rotation, whether an element is one, and the move of one leaf.
 
 Heads and the residual stream have random and Hadamard rotations, rotary planes random angles alone; all other parts are
 refused. The part on one leaf moves that leaf as the whole part does, so that `rotate` holds one leaf in float64 at a
@@ -106,9 +106,9 @@ def _stream_with_blocks(part: Stream, change: Callable[[Anchor], Anchor]) -> Any
 
 @functools.singledispatch
 def on_leaf(part: Part[Any], path: str) -> tuple[Any, dict[str, str]]:
-    """The part on one leaf, with the path "" there, and the paths of the leaves that its action reads, by name.
+    """The part on one leaf, which gets the path "", and the paths of the leaves that its action reads, by name.
 
-    It says nothing of layers, so that equal leaves of several layers have equal parts.
+    The result does not contain the layer, so that equal leaves of several layers have equal parts.
     """
 
     def alone(blocks: Anchor) -> Anchor:

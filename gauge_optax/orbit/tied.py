@@ -1,8 +1,8 @@
 """`untie`: a head of its own for a model whose logits are read through its table of embeddings.
 
-A tied table is read by tokens and by logits, and the final norm's scale stands between the stream and the second of
-them. A rotation of the stream turns the table; only if all norms' scales are 1 do logits read it turned back. With a
-head of its own, whose rows hold the final norm's scale, the stream rotates freely.
+A tied table writes tokens to the residual stream, and it reads logits from the stream behind the final norm's scale. A
+rotation of the stream rotates the table, and the logits stay the same only if that scale is 1. If the model gets a head
+of its own, whose rows contain the final norm's scale, every rotation of the stream is a symmetry.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ def untie(
 ) -> Any:
     """Weights of the same function with a head of its own, and a final norm whose scale is 1.
 
-    Let the function read logits by `x @ head` where it had `x @ table.T`.
+    Change the function to compute logits by `x @ head` in place of `x @ table.T`.
 
     Args:
       params: nested dictionaries of arrays.

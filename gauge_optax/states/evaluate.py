@@ -1,4 +1,4 @@
-"""What an optimizer inside a `quotient` knows of weights, as stored weights; and a new start of its state.
+"""Weights that an optimizer inside `quotient` keeps, as stored weights; and a new start of its state.
 
 A `quotient` has two coordinate systems: its inner optimizer sees the slice point θ̂ = F⁻¹·θ, and the user has the stored
 weights θ. Functions of both a state and weights, such as the evaluation weights of schedule-free methods, have to be
@@ -71,9 +71,9 @@ def evaluate(fn: Fn, state: Any, params: Any) -> Any:
 def restart(
     tx: optax.GradientTransformation, state: Any, params: Any, choose: Callable[[Any, Any], Any] | None = None
 ) -> Any:
-    """Starts the inner optimizer of a `quotient` anew at the current slice point. The frame stays.
+    """Restarts the inner optimizer of a `quotient` at the current slice point. The frame stays the same.
 
-    `tx.init(params)` would read a new frame too, in which moments that are kept elsewhere mean other directions.
+    `tx.init(params)` would read a new frame too. Moments of the old frame, if you keep some, do not fit a new one.
 
     Args:
       tx: the optimizer, with one `quotient` (or an alias of it) somewhere inside.
@@ -115,7 +115,7 @@ def restart(
         raise binding_error(
             "restart", "another structure of the inner state", str(jax.tree.structure(made.inner_state))[:200],
             str(jax.tree.structure(inside.inner_state))[:200], "give restart the optimizer that made the state")
-    if choose is None and inside.offset:  # what starts anew starts on the slice
+    if choose is None and inside.offset:  # a fresh state starts on the slice
         made = made._replace(offset=no_offset(_slice(inside, params)))
     return jax.tree.map(lambda node: made if _is_quotient(node) else node, state, is_leaf=_is_quotient)
 

@@ -3,7 +3,7 @@
 The function stays the same; the move changes which of many equivalent weights the next step starts from. Strength 1 is
 a hard constraint: H_A = H_B after every fix. A smaller strength is a soft one: every fix removes that fraction of the
 logarithm of the imbalance.
-References: "When Equivalent Weights Train Differently" §4, §8; docs/design.md §6.
+References: "When Equivalent Weights Train Differently" ("the post") §4, §8; docs/design.md §6.
 """
 
 import functools
@@ -66,8 +66,8 @@ def gauge_fix(
     .. math::
       \theta' = \theta + u(\theta), \qquad \theta_{new} = b(\theta')^{strength} \cdot \theta',
 
-    where b is the balance: both sides of a scale get one norm, both factors of a head get one Gram matrix, shifts get
-    mean zero, and blocks that a norm follows get RMS 1; rotations have no balance. Channels and heads without a
+    where b is the balance: both sides of a scale get equal norms, both factors of a head equal Gram matrices, shifts
+    get mean zero, and blocks that a norm follows get RMS 1; rotations have no balance. Channels and heads without a
     balanced representative (a side is zero, as LoRA's B at the start, or lacks ranks) stay where they are, and so do
     copies of a gauge one of whose leaves `inner` never changes (`frozen` in `quotient` says which leaves those are).
 

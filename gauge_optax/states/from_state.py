@@ -37,7 +37,7 @@ def from_state(
       params: the parameters that the state belongs to.
       on_unknown: what to do with moments without a rule, as in `transport`: second moments of entries that
         `head_linear` or `rope_linear` mixes, and arrays in states that `transport` has no rule for.
-      pin: that of the `quotient` which goes on.
+      pin: the argument of the `quotient` that continues.
 
     Returns:
       A state of `quotient(inner, gauges, pin=pin)`.

@@ -1,4 +1,4 @@
-"""Holds how large the two sides of a scale are together, which the gauge leaves open.
+"""Controls the product of the sizes of both sides of a scale, on which the gauge has no effect.
 
 A gauge such as `rescale` or `multiplier_balance` trades a factor between two sides and does not see the product of
 their root mean squares. Weight decay usually holds that product. The wrapper here multiplies both sides by one factor
@@ -70,7 +70,7 @@ class HoldProductsState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _OneFactor(Move):
-    """A move of both sides by one factor, as a state meets it.
+    """The move of both sides by one factor, in the form in which `transport` moves an optimizer's state.
 
     The frame of a `quotient` inside is read from the first side alone, so `parts` are the gauges, with the factor as an
     element of the one whose product is held. Moments move with both sides.
@@ -338,7 +338,7 @@ def _check(kind: str, cap: Any, decay: Any, gauges: Sequence[Gauge]) -> None:
 
 
 def _between(number: Any, upper: float) -> bool:
-    """Whether it is one number between 0 and `upper`. A tracer passes: `inject_hyperparams` traces numbers."""
+    """Whether `number` is one number between 0 and `upper`. A tracer passes: `inject_hyperparams` traces numbers."""
     if isinstance(number, jax.core.Tracer):
         return True
     real = isinstance(number, int | float | jax.Array | np.ndarray | np.floating) and not jnp.ndim(number)

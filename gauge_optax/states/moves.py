@@ -122,7 +122,7 @@ def moving_part(gauge: Gauge, element: Element, params: Any) -> MovingPart:
 
 @functools.singledispatch
 def depends_on_scales(part: Part[Any]) -> bool:
-    """Whether what a move does to steps depends on the values of norms' scales, which are not at hand here."""
+    """Whether the effect of a move on steps depends on the values of norms' scales, which a move does not have."""
     return False
 
 

@@ -1,4 +1,4 @@
-"""How the states of this library move: slice coordinates are invariants, and only the frame F moves, to g·F."""
+"""How the states of this library move: slice coordinates stay the same, and only the frame F moves, to g·F."""
 
 import dataclasses
 import functools
@@ -108,7 +108,7 @@ def _hyperball(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoin
 
 @functools.singledispatch
 def keeps_product(part: Part[Any]) -> bool:
-    """Whether it trades one factor between two sides, so that the product of their sizes stays."""
+    """Whether a part moves one factor between two sides, so that the product of their sizes stays the same."""
     return False
 
 
@@ -118,7 +118,7 @@ def _keeps_product_of_sides(part: Factor) -> bool:
 
 
 def _held_products(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing]:
-    """A gauge that trades a scale between the two sides of a held product keeps it; any other move may change it."""
+    """Keeps held products. Raises ValueError for moves that may change them, unless `on_unknown` is "keep"."""
     for key, logs in state.logs.items() if isinstance(state.logs, dict) else ():
         leaves, shapes = set(key.split(" + ")), jax.tree.map(jnp.shape, logs)
         for part in move.with_effect("diagonal", "permutation", "orthogonal", "linear").parts:
@@ -134,8 +134,8 @@ def _held_products(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Out
     return state, outgoing
 
 
-# Every state of this library that holds more than other states has a row. States are told by name, because the modules
-# of some of them import this one.
+# Every state of this library that contains more than other states has a row. The key is the name of its class, because
+# the modules of some classes import this one.
 RULES: dict[str, Rule] = {
     "QuotientState": _framed,
     "RestedState": _rested,

@@ -3,7 +3,7 @@
 Averages of gradients move as cotangents, by S⁻ᵀ; averages of updates move as weights do, by S. Second moments of
 entries are multiplied by the square of a factor, and have no rule where a gauge mixes entries. A chain is read in its
 order: the states after a preconditioner average updates, leaf by leaf.
-References: "When Equivalent Weights Train Differently" §7; docs/design.md §1.
+References: "When Equivalent Weights Train Differently" ("the post") §7; docs/design.md §1.
 """
 
 from typing import Any
@@ -31,7 +31,7 @@ def transport(opt_state: Any, params: Any, gauge: Gauges, element: Element, on_u
       gauge: a gauge or a sequence of them. States of this library do not hold their gauges: pass the list that the
         optimizer was given.
       element: g. A dict for one gauge; for a product or a sequence, the tuple of its gauges' elements, with the
-        identity for gauges that do not move. A traced identity cannot be told from other elements.
+        identity for gauges that do not move. A traced identity counts as any other element.
       on_unknown: what to do with second moments of entries that a change of basis mixes, and with arrays shaped like a
         moved leaf in states without a rule. "error" raises, "keep" leaves them, "reset" sets all moments of that leaf
         to zero. Adam's bias correction has ended by then, so that with b1=0.9, b2=0.999 the leaf's steps are 3 times as
@@ -46,9 +46,10 @@ def transport(opt_state: Any, params: Any, gauge: Gauges, element: Element, on_u
 
     First moments in Optax's states count as averages of gradients until a state earlier in the chain has preconditioned
     the leaf (Adam and its family, Lion, Muon, RMS, …), and as averages of updates after that. Adamax and ADOPT keep
-    other averages in Adam's state, which cannot be told from Adam's: leave their leaves out, or start them afresh.
-    Transformations without a state (`optax.scale_by_sign`, `add_decayed_weights` before a trace) leave no sign of what
-    they do. States under `optax.partition` whose optimizers have a list of gauges each are moved one by one.
+    other averages in a state of Adam's class, so that this function treats them as Adam's: leave their leaves out, or
+    make a new state for them. Transformations without a state (`optax.scale_by_sign`, `add_decayed_weights` before a
+    trace) leave no sign of what they do. States under `optax.partition` whose optimizers have a list of gauges each are
+    moved one by one.
 
     >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
     >>> params = {"up": jnp.ones((1, 1)), "down": jnp.ones((1, 1))}
@@ -143,8 +144,8 @@ def _walk(move: Move, node: Any, outgoing: Outgoing, owner: str, path: str = "")
 
 # Optax's states -------------------------------------------------------------------------------------
 
-# The powers of entries that the fields of a state average. States are told by name: not all of them are public, and an
-# installed Optax may lack some.
+# The powers of entries that the fields of a state average. Keys are names of classes: not all of them are public, and
+# an installed Optax may lack some.
 _POWERS: dict[str, dict[str, int]] = {
     "TraceState": {"trace": 1},
     "EmaState": {"ema": 1},
@@ -202,7 +203,7 @@ def _injected(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing
 
 
 def _compressed(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing]:
-    """Second moments move as numbers, and are rounded anew, as in a step."""
+    """Second moments move in float32, and are then rounded again, as in a step."""
     inner, after = _walk(move, decompressed(state), outgoing, "CompressedState")
     return compressed(state.count, inner, dtype_of(state), stream=1), after
 

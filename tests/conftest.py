@@ -11,28 +11,24 @@ import jax.numpy as jnp
 import pytest
 
 from tests.cases import VARIANTS
-from tests.slow import SLOW
 from tests.suites import is_chosen
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Rows of `cases.VARIANTS` and tests of `slow.SLOW` are slow tests. `--suite` leaves the others out."""
-    used = set()
+    """Rows of `cases.VARIANTS`, and those that a test's `slow_rows` name, are slow. `--suite` leaves the others out."""
     for item in items:
         given = item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
-        patterns = {pattern for pattern in SLOW if fnmatchcase(item.nodeid.removeprefix("tests/"), pattern)}
-        if patterns or any(getattr(value, "name", None) in VARIANTS for value in given):
+        row = item.name.partition("[")[2].removesuffix("]") or item.name
+        patterns = [pattern for mark in item.iter_markers("slow_rows") for pattern in mark.args]
+        is_variant = any(getattr(value, "name", None) in VARIANTS for value in given)
+        if is_variant or any(fnmatchcase(row, pattern) for pattern in patterns):
             item.add_marker(pytest.mark.slow)
-        used |= patterns
-    files = {item.nodeid.split("::")[0].removeprefix("tests/") for item in items}
-    stale = [pattern for pattern in SLOW if pattern not in used and pattern.split("::")[0] in files]
-    if stale and not any("::" in argument for argument in config.args):
-        raise pytest.UsageError(f"tests/slow.py: no test is called {stale[0]}")
     suite = config.getoption("--suite")
     if suite is not None:
-        left_out = [item for item in items if not is_chosen(item.nodeid, suite)]
-        items[:] = [item for item in items if is_chosen(item.nodeid, suite)]
+        chosen = {item for item in items if is_chosen(item.nodeid, suite)}
+        left_out = [item for item in items if item not in chosen]
+        items[:] = [item for item in items if item in chosen]
         config.hook.pytest_deselected(items=left_out)
 
 

@@ -5,10 +5,11 @@ discovery, orbits, measures, DDC and what stands beside other libraries. *studie
 models and pages. `make test` runs the core and a sample of the others, `make test-core` one suite, `make test-all` all.
 """
 
+import functools
 import zlib
 from fnmatch import fnmatchcase
 
-# The first pattern that fits a test id without "tests/" says its suite; what none fits is core.
+# The first pattern that fits a file without "tests/" says its suite; what none fits is core.
 PATTERNS: dict[str, str] = {
     "discovery/*": "parts",
     "orbit/*": "parts",
@@ -48,21 +49,21 @@ PATTERNS: dict[str, str] = {
     "test_train_sharded.py*": "studies",
     "test_training_studies.py*": "studies",
     "test_tuned.py*": "studies",
-    "test_twins_benchmark.py*": "studies",
 }
 SUITES = ("core", "parts", "studies")
 ONE_IN = 16  # of the tests of the other suites is in the sample of `make test`
 
 
-def suite_of(test: str) -> str:
-    """The suite of a test, by its id."""
-    name = test.removeprefix("tests/")
+@functools.cache
+def suite_of(file: str) -> str:
+    """The suite of a test's file."""
+    name = file.removeprefix("tests/")
     return next((suite for pattern, suite in PATTERNS.items() if fnmatchcase(name, pattern)), "core")
 
 
 def is_chosen(test: str, suite: str) -> bool:
     """Whether a run of a suite has this test; "quick" is the core and a sample of the others, which ids decide."""
-    own = suite_of(test)
+    own = suite_of(test.partition("::")[0])
     if suite == "quick":
         return own == "core" or zlib.crc32(test.encode()) % ONE_IN == 0
     return own == suite

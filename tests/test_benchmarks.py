@@ -1,29 +1,23 @@
 """That the benchmarks run and say what they measured; their figures are not tested."""
 
 import json
-import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
-import gauge_optax as go
 from benchmarks import (
     accelerator,
-    before_parts,
     compare,
     counts,
     curvature,
     discover_times,
     exactness,
-    first_step,
     orbit,
-    orthogonalisers,
     packing,
     peers,
     sizes,
@@ -33,57 +27,8 @@ from benchmarks.certificates import ROWS
 from benchmarks.render import page
 from examples import released
 from examples.studies import harness
-from gauge_optax.binding import leaves_by_path
 from models import lm
 from tests.test_presets import TREES
-
-SMALL = ["--layers", "1", "--width", "16", "--repeats", "2", "--step-repeats", "1", "--depths", "1", "2"]
-
-
-def test_both_packages_are_timed(tmp_path: Path) -> None:
-    if subprocess.run(["git", "cat-file", "-e", before_parts.REVISION], check=False, capture_output=True).returncode:
-        pytest.skip("the history has no old package, as in a shallow clone")
-    arguments = ["--layers", "1", "--width", "64", "--vocab", "32", "--repeats", "1", "--compiles", "1"]
-    for part in ("quotient_adamw, pin", "gauge_project"):
-        before_parts.main([*arguments, "--only", part, "--out", str(tmp_path)])
-    result = json.loads((tmp_path / "before_parts.json").read_text())
-    assert list(result["rows"]) == ["quotient_adamw, pin=False", "gauge_project"]
-    assert all(row["compile"] > 0 and row["update_s"]["this"] > 0 for row in result["rows"].values())
-    assert "| gauge_project |" in (tmp_path / "before_parts.md").read_text()
-
-
-def test_the_first_step_is_measured_in_a_new_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first_step.main(
-        ["--layers", "1", "--width", "32", "--repeats", "1", "--only", "optax.adamw", "--out", str(tmp_path)]
-    )
-    row = json.loads((tmp_path / "first_step.json").read_text())["rows"]["optax.adamw"]
-    (now,), (cached,) = row["now"], row["cached"]
-    assert row["before"] == [] and cached["total"] < now["total"]
-    assert now["total"] == pytest.approx(sum(now[stage] for stage in first_step.STAGES)) and now["programs"] > 0
-    page = (tmp_path / "first_step.md").read_text()
-    assert page in capsys.readouterr().out and f"**{now['total']:.1f}**" in page
-
-
-@pytest.mark.slow
-def test_a_comparison_is_printed_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A later run of other rows adds to the file what it took, and leaves the rest."""
-    out = [*SMALL, "--out", str(tmp_path)]
-    compare.main([*out, "--sizes", "toy", "--tables", "compile", "--only", "contrib.muon, per head", "optax.adamw"])
-    compare.main([*out, "--sizes", "attention", "--tables", "orthogonalisers", "--only", "ddc_muon"])
-    compare.main([*out, "--sizes", "attention", "--tables", "--only", "contrib.muon, per head"])
-    found = json.loads((tmp_path / "compare_cpu.json").read_text())["sections"]
-    assert set(found) == {"toy", "compile", "attention", "orthogonalisers"}
-    assert list(found["toy"]["blocks"]["muon"]) == ["optax.contrib.muon", "optax.contrib.muon, per head"]
-    assert set(found["attention"]["blocks"]["muon"]) == {
-        "optax.contrib.muon", "optax.contrib.muon, per head", "ddc_muon",
-    }
-    for block in found["toy"]["blocks"].values():
-        base, *_ = block.values()
-        assert base["ratio"] == base["step_ratio"] == [1.0, 1.0, 1.0]
-        assert all(row[column] > 0 for row in block.values() for column in ("ms", "step_ms", "peak_mb", "compile_s"))
-    assert found["compile"]["blocks"]["rows"]["optax.adamw"]["ratio"] > 0
-    text = (tmp_path / "compare_cpu.md").read_text()
-    assert text in capsys.readouterr().out and "## toy" in text and "| ddc_muon |" in text
 
 
 def test_what_an_accelerator_is_asked_runs_here_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,15 +43,6 @@ def test_what_an_accelerator_is_asked_runs_here_too(tmp_path: Path, capsys: pyte
     page = (tmp_path / "accelerator_cpu.md").read_text()
     assert "Not run yet" not in page and "| quotient(optax.adamw) |" in page
     assert "**Twins.**" in capsys.readouterr().out
-
-
-def test_figures_of_another_machine_are_not_mixed_in(tmp_path: Path) -> None:
-    kept = tmp_path / "compare_cpu.json"
-    kept.write_text(json.dumps({"host": "another", "device": "cpu", "versions": {}, "sections": {"gpt2": {}}}))
-    compare.main(["--sizes", "--tables", "--out", str(tmp_path)])
-    assert json.loads(kept.read_text())["sections"] == {"gpt2": {}}  # nothing measured, nothing lost
-    compare.main(["--sizes", "--tables", "compile", "--only", "optax.adamw", *SMALL, "--out", str(tmp_path)])
-    assert set(json.loads(kept.read_text())["sections"]) == {"compile"}
 
 
 def test_a_page_says_what_was_missed() -> None:
@@ -144,6 +80,7 @@ def test_a_peer_takes_steps() -> None:
     assert rows["pytorch_optimizer.LoRARite"].state_bytes > 0
 
 
+@pytest.mark.slow_rows("gelu")
 @pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
 def test_both_muons_have_the_same_leaves(mlp: str) -> None:
     """Adam keeps two moments of a leaf, Muon one: arrays of every matrix's shape are counted in the states."""
@@ -162,49 +99,6 @@ def test_both_muons_have_the_same_leaves(mlp: str) -> None:
     )
     for shape in {x.shape for x in jax.tree.leaves(params) if x.ndim > 1 and min(x.shape) > 8}:
         assert found[shape] == wanted[shape], shape
-
-
-@pytest.fixture(scope="module")
-def attention() -> sizes.Case:
-    return sizes.case(sizes.SIZES["attention"].at(16, 2))
-
-
-def test_muon_sees_whole_kernels_and_heads(attention: sizes.Case) -> None:
-    """Orthogonalised with the axes of `muon_axes`, the matrices that they name have equal singular values."""
-    kernels = attention.grads["blocks"][0]["attn"]
-    for per_head in (False, True):
-        axes = sizes.muon_axes(kernels, per_head)
-        tx = optax.contrib.scale_by_muon(ns_steps=12, weight_dimension_numbers=axes)
-        out, _ = tx.update(kernels, tx.init(kernels))
-        query, out_kernel = out["query"]["kernel"], out["out"]["kernel"]
-        matrices = (
-            [query[:, 0], query[:, 1], out_kernel[0], out_kernel[1]]
-            if per_head
-            else [query.reshape(16, 16), out_kernel.reshape(16, 16)]
-        )
-        for matrix in matrices:
-            assert np.linalg.svd(matrix, compute_uv=False).min() > 0.6
-
-
-def test_the_exact_orthogonaliser_is_exact(attention: sizes.Case) -> None:
-    tx = orthogonalisers.per_head(attention.params, orthogonalisers.exact_polar)
-    out, _ = tx.update(attention.grads, tx.init(attention.params))
-    for name, axis in (("query", 1), ("out", 0)):
-        made, given = (tree["blocks"][1]["attn"][name]["kernel"] for tree in (out, attention.grads))
-        for head in range(2):
-            own, grad = (np.asarray(jnp.take(x, head, axis)) for x in (made, given))
-            left, _, right = np.linalg.svd(grad, full_matrices=False)
-            np.testing.assert_allclose(own / np.linalg.norm(own), left @ right / np.sqrt(8), atol=1e-4)
-
-
-def test_table_8_has_rows_with_and_without_the_gauge(attention: sizes.Case) -> None:
-    rows = orthogonalisers.orthogonalisers(attention)
-    for name, turns in ((orthogonalisers.POLAR, True), ("scaled polar per head, rotation gauge", False)):
-        tx = rows[name]
-        step, _ = tx.update(attention.grads, tx.init(attention.params), attention.params)
-        found = leaves_by_path(go.product(attention.gauges).vertical(attention.params, step))
-        size = max(float(jnp.max(jnp.abs(x))) for x in found.values())
-        assert (size > 1e-4) == turns
 
 
 def test_a_device_that_counts_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,39 +126,9 @@ def test_a_device_that_counts_is_believed(monkeypatch: pytest.MonkeyPatch) -> No
     assert timing.device_peak(own, params) == 2 * 32 + 1000
 
 
-def test_discover_is_timed_case_by_case_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, size in (("WIDTH", 8), ("HEADS", 2), ("LAYERS", 1), ("VOCAB", 11)):
-        monkeypatch.setattr(discover_times, name, size)
-    measured: list[str] = []
-
-    def beside(name: str) -> dict[str, Any]:
-        measured.append(name)
-        return discover_times.measure(name)
-
-    monkeypatch.setattr(discover_times, "alone", beside)  # a new process compiles for ten seconds
-    for names in (["equinox"], ["equinox", "linen_bfloat16"]):
-        harness.main(discover_times.STUDY, ["--only", *names, "--out", str(tmp_path)])
-    assert measured == ["equinox", "linen_bfloat16"]
-    result = json.loads((tmp_path / "discover.json").read_text())
-    for name, gauges in (("equinox", {"norm_scale", "rescale"}), ("linen_bfloat16", {"norm_scale", "head_linear"})):
-        row = result["cases"][name]
-        assert gauges <= set(row["gauges"]) and 0 < row["seconds"] < 200 and row["peak_mib"] > 50
-    assert (tmp_path / "discover.md").read_text() == discover_times.render(result)
-
-
 def test_discover_rejects_nothing() -> None:
     result = json.loads((discover_times.OUT / "discover.json").read_text())
     assert all(not row["rejected"] for row in result["cases"].values())
-
-
-def test_packing_says_what_it_saves(tmp_path: Path) -> None:
-    size = ["--layers", "1", "--vocab", "16", "--width", "128", "--batch", "1", "--length", "4", "--rounds", "2"]
-    result = packing.main([*size, "--out", str(tmp_path)])
-    assert {own["saved"] for name, own in result["parameters"].items() if name != "plain"} == {2 * 2 * 64**2}
-    for rows in result["work"].values():
-        assert rows["packed, shared"]["gflop"] < rows["plain"]["gflop"]
-    text = (tmp_path / "packing.md").read_text()
-    assert "Saved: 16,384 = 2 · layers · heads · d_h² numbers, exactly that" in text and "**other bits**" not in text
 
 
 def test_packing_saves_what_its_formula_says() -> None:
@@ -284,15 +148,6 @@ def test_outputs_stay_at_every_point_of_every_tree() -> None:
     for dtype, limit in exactness.LIMITS.items():
         cells = [x for row in result["rows"].values() for x in row[dtype].values() if isinstance(x, float)]
         assert len(cells) >= 200 and max(cells) <= 2 * limit and sum(x > limit for x in cells) <= 1
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak of a process as Linux has it")
-def test_choices_of_a_point_are_timed(tmp_path: Path) -> None:
-    size = ["--layers", "1", "--width", "64", "--vocab", "32"]
-    rows = harness.main(orbit.STUDY, [*size, "--only", "*R2*", "--out", str(tmp_path)])["rows"]
-    assert set(rows) == {"rotate, R1 and R2, untied", "rotate, R1 and R2, untied, donated"}
-    assert all(row["seconds"] > 0 and row["change"] <= 1e-5 for row in rows.values())
 
 
 def test_curvature_is_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -329,5 +184,3 @@ def test_an_update_is_counted(tmp_path: Path) -> None:
     assert 1.0 <= rows["optax.adamw"]["gbyte"] / rows["optax.adamw"]["limit_gbyte"] < 2.0
     assert rows["quotient(optax.adamw)"]["kernels"] > rows["optax.adamw"]["kernels"]
     assert (tmp_path / "counts.md").read_text().count("\n| quotient(optax.adamw)") == 2
-
-

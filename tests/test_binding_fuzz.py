@@ -183,6 +183,7 @@ def test_view_and_write_are_numpy_indexing(case: Case, jax_view: bool) -> None:
     np.testing.assert_array_equal(written, want)
 
 
+@pytest.mark.slow
 @check(max_examples=50)
 @given(cases(max_leaves=1), st.data())
 def test_spread_is_the_adjoint_of_total(case: Case, data: st.DataObject) -> None:
@@ -204,6 +205,7 @@ def test_spread_is_the_adjoint_of_total(case: Case, data: st.DataObject) -> None
     assert not np.broadcast_to(spread, leaf.shape)[unselected].any()
 
 
+@pytest.mark.slow
 @check(max_examples=200)
 @given(cases(max_leaves=1), st.data())
 def test_axis_ids_are_coordinates(case: Case, data: st.DataObject) -> None:

@@ -14,8 +14,8 @@ import optax
 import pytest
 
 import gauge_optax as go
-from tests.quick import jit
 from tests.tolerances import tolerance
+from tests.twins import trained
 
 Tree = Any
 
@@ -66,18 +66,10 @@ OPTIMIZERS: dict[str, Callable[[Any], optax.GradientTransformation]] = {
 
 
 def _trained(tx: optax.GradientTransformation, params: Tree, apply: Callable[[Tree, jax.Array], jax.Array]) -> Tree:
-    @jit
-    def step(params: Tree, state: Tree) -> tuple[Tree, Tree]:
-        grads = jax.grad(lambda p: jnp.mean(jnp.square(apply(p, X) - Y)))(params)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    state = tx.init(params)
-    for _ in range(5):
-        params, state = step(params, state)
-    return params
+    return trained(tx, lambda p: jnp.mean(jnp.square(apply(p, X) - Y)), params, 5)[0]
 
 
+@pytest.mark.slow_rows("*-function")
 @pytest.mark.parametrize("kind", ["tree", "function"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_module_takes_the_steps_of_a_dict(name: str, kind: str) -> None:
@@ -93,29 +85,3 @@ def test_a_module_takes_the_steps_of_a_dict(name: str, kind: str) -> None:
         moved = float(jnp.linalg.norm(plain[path] - start))
         assert moved > 1e-4
         assert float(jnp.linalg.norm(getattr(module, path) - plain[path])) <= tolerance("twins", "float32") * moved
-
-
-@pytest.mark.parametrize("name", ["quotient_muon", "max_norm_muon", "ddc_muon", "quotient_adamw"])
-def test_an_equinox_module_takes_the_steps_of_a_dict(name: str) -> None:
-    """Kernels are (outputs, inputs) there, and the leaves that are no arrays are None."""
-    eqx = pytest.importorskip("equinox")
-    model = eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0))
-    params, static = eqx.partition(model, eqx.is_array)
-    gauge = go.rescale(
-        {"layers/0/weight": "channel _", "layers/0/bias": "channel"}, {"layers/1/weight": "_ channel"}
-    )
-    kernels = {"layers/0/weight": "neuron _", "layers/1/weight": "neuron _"}
-    tx = go.max_norm_muon(RATE, gauge, kernels) if name == "max_norm_muon" else getattr(go, name)(RATE, gauge)
-    plain = {"layers": [{"weight": layer.weight, "bias": layer.bias} for layer in model.layers]}
-
-    def of_dict(p: Tree, x: jax.Array) -> jax.Array:
-        first, second = p["layers"]
-        hidden: jax.Array = jax.nn.relu(x @ first["weight"].T + first["bias"]) @ second["weight"].T + second["bias"]
-        return hidden
-
-    module = _trained(tx, params, lambda p, x: jax.vmap(eqx.combine(p, static))(x))
-    expected = _trained(tx, plain, of_dict)
-    for layer, own in zip(module.layers, expected["layers"], strict=True):
-        np.testing.assert_allclose(layer.weight, own["weight"], atol=1e-5)
-        np.testing.assert_allclose(layer.bias, own["bias"], atol=1e-5)
-    assert float(jnp.abs(module.layers[0].weight - model.layers[0].weight).max()) > 1e-3

@@ -11,7 +11,9 @@ import pytest
 
 import gauge_optax as go
 from tests.cases import FLAT_CASES, GAUGE_CASES, GaugeCase
+from tests.refusals import refused
 from tests.tolerances import roundoff_of_asymmetry
+from tests.twins import trained
 
 X = jax.random.normal(jax.random.key(0), (64, 8))
 LABELS = jax.random.randint(jax.random.key(1), (64,), 0, 5)
@@ -46,6 +48,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.slow_rows("product/llama-*")
 @pytest.mark.parametrize(("case", "dtype"), ROWS)
 def test_nothing_is_raised_for_a_net_of_the_register(case: GaugeCase, dtype: str) -> None:
     with jax.enable_x64(dtype == "float64"):
@@ -125,6 +128,7 @@ WRAPPERS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.slow_rows("[Mgscimwpb]*-False")
 @pytest.mark.parametrize("jitted", [False, True])
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_nothing_is_raised_at_the_first_step_or_later(name: str, jitted: bool) -> None:
@@ -133,10 +137,7 @@ def test_nothing_is_raised_at_the_first_step_or_later(name: str, jitted: bool) -
     go.check(tx, state, params, jax.grad(mlp_loss)(params))
     if jitted:
         return
-    step = jax.jit(lambda p, s: tx.update(jax.grad(mlp_loss)(p), s, p))
-    for _ in range(20):
-        updates, state = step(params, state)
-        params = optax.apply_updates(params, updates)
+    params, state = trained(tx, mlp_loss, params, 20)
     go.check(tx, state, params, jax.grad(mlp_loss)(params))
 
 
@@ -146,11 +147,7 @@ def test_nothing_is_raised_later_for_an_optimizer_without_a_counter(inner: Any, 
     case = {case.name: case for case in GAUGE_CASES}["head_linear/value_out"]
     assert case.loss is not None
     tx, params = go.quotient(inner, case.gauges()), case.params(jax.random.key(1))
-    state = tx.init(params)
-    step = jax.jit(lambda p, s: tx.update(jax.grad(case.loss)(p), s, p))  # type: ignore[arg-type]
-    for _ in range(50):
-        updates, state = step(params, state)
-        params = optax.apply_updates(params, updates)
+    params, state = trained(tx, case.loss, params, 50)
     _preflight(tx, params, case.loss, state)
 
 
@@ -167,11 +164,6 @@ class Wrong:
     low: bool = True  # whether bfloat16 shows it
 
 
-def _router(p: Any) -> jax.Array:
-    gates = jax.nn.softmax(X @ p["router"])
-    return jnp.einsum("be,bo,eoc->bc", gates, X, p["experts"])
-
-
 def _heads(p: Any) -> jax.Array:
     q, k = (jnp.einsum("bi,ihd->bhd", X, p[name]) for name in ("query", "key"))
     return _cross_entropy(jax.nn.softmax(jnp.einsum("bhd,chd->hbc", q, k))[0] @ X[:, :5])
@@ -182,8 +174,6 @@ def _normalized(x: jax.Array) -> jax.Array:
 
 
 QK = {"query": _normal(2, 8, 2, 4), "key": _normal(3, 8, 2, 4)}
-ROUTER = {"router": _normal(2, 8, 4) + 0.3, "experts": _normal(3, 4, 8, 5)}
-LORA = {"lora_A": _normal(2, 3, 8), "lora_E": _normal(3, 3, 1), "lora_B": _normal(4, 5, 3)}
 AFFINE = {"scale": 1 + 0.1 * _normal(3, 6), "bias": 0.1 * _normal(4, 6)}
 NORMED = AFFINE | {"kernel": _normal(2, 8, 6), "out": _normal(5, 6, 5)}
 WRONG: dict[str, Wrong] = {
@@ -191,18 +181,6 @@ WRONG: dict[str, Wrong] = {
         lambda: MLP,
         lambda p: mlp_loss(p) + 1e-2 * jnp.mean(jax.nn.logsumexp(_mlp(p), -1) ** 2),
         lambda p: LOGITS,
-        low=False,
-    ),
-    "router z-loss": Wrong(
-        lambda: ROUTER,
-        lambda p: _cross_entropy(_router(p)) + 1e-2 * jnp.mean(jax.nn.logsumexp(X @ p["router"], -1) ** 2),
-        lambda p: go.logit_shift({"router": "_ vocab"}),
-        low=False,
-    ),
-    "L1 on activations": Wrong(
-        lambda: MLP,
-        lambda p: mlp_loss(p) + 1e-2 * jnp.mean(jnp.abs(jax.nn.relu(X @ p["up"] + p["bias"]))),
-        lambda p: UNITS,
         low=False,
     ),
     "L2 on weights": Wrong(
@@ -223,11 +201,6 @@ WRONG: dict[str, Wrong] = {
         lambda: QK, _heads, lambda p: go.head_rotation({"query": "basis head _", "key": "basis head _"})
     ),
     "a rotation of one side": Wrong(lambda: QK, _heads, lambda p: go.head_rotation({"query": "_ head basis"})),
-    "AdaLoRA by hand": Wrong(
-        lambda: LORA,
-        lambda p: _cross_entropy(X @ (p["lora_B"] @ (p["lora_A"] * p["lora_E"])).T),
-        lambda p: go.head_linear({"lora_A": "basis _"}, {"lora_B": "_ basis"}),
-    ),
     "an evaluation's BatchNorm": Wrong(
         lambda: NORMED,
         lambda p: _cross_entropy(jax.nn.relu(_normalized(X @ p["kernel"]) * p["scale"] + p["bias"]) @ p["out"]),
@@ -236,13 +209,13 @@ WRONG: dict[str, Wrong] = {
     "outputs that are no logits": Wrong(
         lambda: MLP, lambda p: jnp.mean((_mlp(p) - X[:, :5]) ** 2), lambda p: LOGITS
     ),
-    "soft-capped logits": Wrong(lambda: MLP, lambda p: _cross_entropy(3 * jnp.tanh(_mlp(p) / 3)), lambda p: LOGITS),
 }
 
 
 SHOWN = [(name, dtype) for name in WRONG for dtype in ("float64", "float32", "bfloat16")]
 
 
+@pytest.mark.slow_rows("*-float64", "*-bfloat16")
 @pytest.mark.parametrize(("name", "dtype"), [row for row in SHOWN if row[1] != "bfloat16" or WRONG[row[0]].low])
 def test_what_is_no_symmetry_is_named(name: str, dtype: str) -> None:
     """Roundoff of bfloat16 hides small penalties, as the report says."""
@@ -257,6 +230,7 @@ def test_what_is_no_symmetry_is_named(name: str, dtype: str) -> None:
         assert text.startswith(f"check: {gauge.name} on '") and "remedy:" in text and "found:" in text
 
 
+@pytest.mark.slow_rows("[bgpsw]*", "momentum")
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_what_is_no_symmetry_is_named_in_every_wrapper(name: str) -> None:
     gelu = lambda p: _cross_entropy(jax.nn.gelu(X @ p["up"] + p["bias"]) @ p["down"])  # noqa: E731
@@ -326,13 +300,13 @@ def test_a_small_penalty_shows_in_float64() -> None:
 # States, frozen leaves, dtypes --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_rows("[bgpsw]*", "momentum")
 @pytest.mark.parametrize("name", [name for name in WRAPPERS if name != "warm-up"])
 def test_a_state_of_other_weights_is_named(name: str) -> None:
     tx = WRAPPERS[name]()
     state = tx.init(jax.tree.map(lambda x: 1.7 * jnp.roll(x, 1), MLP))
-    with pytest.raises(ValueError, match="made for other weights") as caught:
+    with refused("made for other weights", "state = tx.init(params)"):
         _preflight(tx, MLP, mlp_loss, state)
-    assert "state = tx.init(params)" in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["head_rotation/mha", "head_linear/value_out", "rope_torus/half"])
@@ -368,9 +342,8 @@ def test_the_report_says_what_is_left_alone() -> None:
     assert report.frozen == ("down",) and "left alone, because they never change: down" in repr(report)
     assert report.asymmetries == (("rescale", "left alone", 0.0),)
     stopped = lambda p: mlp_loss(p | {"down": jax.lax.stop_gradient(p["down"])})  # noqa: E731
-    with pytest.raises(ValueError, match="is no symmetry") as caught:
+    with refused("is no symmetry", "stop_gradient", "frozen=go.tools.by_path({'down': True}"):
         _preflight(go.quotient_adamw(1e-3, [UNITS]), MLP, stopped)
-    assert "stop_gradient" in str(caught.value) and "frozen=go.tools.by_path({'down': True}" in str(caught.value)
     said = go.quotient(optax.adamw(1e-3), [UNITS], frozen=go.tools.by_path({"down": True}, default=False))
     assert _preflight(said, MLP, stopped).frozen == ("down",)
 
@@ -427,9 +400,8 @@ UNSEEN: dict[str, tuple[str, Callable[[], Any]]] = {
 def test_a_leaf_that_is_frozen_where_no_state_knows_is_named(name: str) -> None:
     """Growth of `up` would move it."""
     words, make = UNSEEN[name]
-    with pytest.raises(ValueError, match=f"'down' is frozen {words}") as caught:
+    with refused(f"'down' is frozen {words}", "frozen=go.tools.by_path({'down': True}"):
         _preflight(make(), MLP, mlp_loss)
-    assert "frozen=go.tools.by_path({'down': True}" in str(caught.value)
 
 
 def test_a_leaf_that_rests_at_the_first_step_is_said() -> None:
@@ -443,9 +415,8 @@ def test_a_leaf_that_rests_at_the_first_step_is_said() -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_an_update_that_is_rounded_away_is_named(dtype: str) -> None:
     params = jax.tree.map(lambda x: (1.0 + 0.1 * x).astype(dtype), MLP)
-    with pytest.raises(ValueError, match=f"is rounded away by {dtype}") as caught:
+    with refused(f"is rounded away by {dtype}", "%", "float32"):
         _preflight(go.quotient_adamw(1e-5, [UNITS]), params, mlp_loss)
-    assert "%" in str(caught.value) and "float32" in str(caught.value)
     with pytest.raises(ValueError, match="is rounded away"):
         _preflight(optax.MultiSteps(go.quotient_adamw(1e-5, [UNITS]), 4), params, mlp_loss)
     report = _preflight(go.quotient_adamw(optax.linear_schedule(0.0, 1e-5, 10), [UNITS]), params, mlp_loss)

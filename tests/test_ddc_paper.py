@@ -10,7 +10,6 @@ import pytest
 
 import gauge_optax as go
 from tests import appendix_b
-from tests.cases import GAUGE_CASES
 
 Tree = Any
 STEPS = 30
@@ -96,30 +95,6 @@ def test_a_block_keeps_its_sign(x64: None) -> None:
     gradient = {"a": jnp.full((1, 1), 0.02), "b": jnp.ones((1, 1))}
     after = trained(go.ddc_adamw(0.1, gauge, weight_decay=0.0, preset="paper"), params, [gradient])
     np.testing.assert_allclose(float(after["a"][0, 0] * after["b"][0, 0]), 0.02 * np.exp(-0.5), rtol=1e-6)
-
-
-NAMES = ("product/llama", "product/gpt", "product/chain", "rescale/layers", "rope_torus/half", "head_rotation/gqa")
-CASES = [case for case in GAUGE_CASES if case.name in NAMES]
-
-
-@pytest.mark.parametrize("name", ["ddc_adamw", "ddc_muon"])
-@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
-def test_twins_stay_twins(case: Any, name: str, x64: None) -> None:
-    group = go.product(case.gauges())
-    params = case.params(jax.random.key(1))
-    twin = group.act(group.sample(jax.random.key(2), params, 1.0), params)
-    finals = []
-    for tx in (getattr(go, name)(1e-2, group, preset="paper"), optax.adamw(1e-2)):
-        ends = []
-        for start in (params, twin):
-            p, state = start, tx.init(start)
-            step = jax.jit(lambda p, s, tx=tx: tx.update(jax.grad(case.loss)(p), s, p))
-            for _ in range(10):
-                updates, state = step(p, state)
-                p = optax.apply_updates(p, updates)
-            ends.append(float(case.loss(p)))
-        finals.append(abs(ends[0] - ends[1]) / abs(ends[0]))
-    assert finals[0] <= 1e-10 < 1e-6 < finals[1]
 
 
 def test_arguments_that_appendix_b_does_not_have() -> None:

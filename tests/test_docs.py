@@ -47,6 +47,7 @@ def test_every_public_symbol_has_a_page(tmp_path: Path) -> None:
 FIGURE = re.compile(r"\d(\.\d+)?e[+-]\d+")  # the last digits depend on the machine
 
 
+@pytest.mark.slow_rows("pretrain")
 @pytest.mark.notebook
 @pytest.mark.parametrize("guide", RUN)
 def test_blocks_of_a_guide_run_and_print_what_is_shown(

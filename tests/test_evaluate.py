@@ -12,6 +12,8 @@ import pytest
 import gauge_optax as go
 from gauge_optax.binding import leaves_by_path
 from tests.cases import FLAT_CASES, GAUGE_CASES
+from tests.refusals import refused
+from tests.twins import trained
 
 CASES = {case.name: case for case in (*GAUGE_CASES, *FLAT_CASES)}
 NAMES = ["rescale/channel", "norm_scale/one_plus", "head_linear/value_out", "product/llama", "logit_shift/kernel_bias"]
@@ -46,18 +48,7 @@ AVERAGES: dict[str, tuple[Callable[[], Any], Callable[[Any, Any], Any]]] = {
 }
 
 
-def trained(tx: Any, loss: Any, params: Any, steps: int = 8) -> tuple[Any, Any]:
-    @jax.jit
-    def step(params: Any, state: Any) -> Any:
-        updates, state = tx.update(jax.grad(loss)(params), state, params)
-        return optax.apply_updates(params, updates), state
-
-    state = tx.init(params)
-    for _ in range(steps):
-        params, state = step(params, state)
-    return params, state
-
-
+@pytest.mark.slow_rows("product/llama-*")
 @pytest.mark.parametrize("average", AVERAGES)
 @pytest.mark.parametrize(
     ("name", "pin"), [*((name, True) for name in NAMES), ("rescale/channel", False), ("product/llama", False)]
@@ -69,7 +60,7 @@ def test_averages_of_twins_are_twins(name: str, average: str, pin: bool, x64: No
     tx = go.quotient(inner(), case.gauges(), pin=pin)
     losses, points = [], []
     for start in (params, twin):
-        end, state = trained(tx, case.loss, start)
+        end, state = trained(tx, case.loss, start, 8)
         averaged = go.orbit.evaluate(fn, state, end)
         losses.append(float(case.loss(averaged)))
         points.append((averaged, end))
@@ -85,7 +76,7 @@ def test_without_the_maps_twins_part(x64: None) -> None:
     params = case.params(jax.random.key(1))
     twin = go.bind(case.gauges(), params).random_twin(jax.random.key(5), params)
     tx = go.quotient(optax.contrib.schedule_free_adamw(1e-2), case.gauges())
-    ends = [trained(tx, case.loss, start) for start in (params, twin)]
+    ends = [trained(tx, case.loss, start, 8) for start in (params, twin)]
     losses = [float(case.loss(optax.contrib.schedule_free_eval_params(s.inner_state, p))) for p, s in ends]
     assert abs(losses[0] - losses[1]) > 1e-3
 
@@ -100,16 +91,16 @@ def test_the_state_may_stand_in_wrappers_and_at_rest(x64: None) -> None:
         lambda tx: go.orbit.gauge_fix(tx, case.gauges(), every=100),
         lambda tx: optax.MultiSteps(tx, 1),
     ):
-        expected = go.orbit.evaluate(fn, *reversed(trained(go.quotient(made, case.gauges()), case.loss, params)))
+        expected = go.orbit.evaluate(fn, *reversed(trained(go.quotient(made, case.gauges()), case.loss, params, 8)))
         tx = wrap(go.quotient(made, case.gauges()))
         tx = tx.gradient_transformation() if hasattr(tx, "gradient_transformation") else tx
-        end, state = trained(tx, case.loss, params)
+        end, state = trained(tx, case.loss, params, 8)
         for a, b in zip(*map(jax.tree.leaves, (go.orbit.evaluate(fn, state, end), expected)), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
     twin = go.bind(case.gauges(), params).random_twin(jax.random.key(5), params)
     tx = go.quotient(made, case.gauges(), rest="balanced")
     losses = [
-        float(case.loss(go.orbit.evaluate(fn, s, p))) for p, s in (trained(tx, case.loss, x) for x in (params, twin))
+        float(case.loss(go.orbit.evaluate(fn, s, p))) for p, s in (trained(tx, case.loss, x, 8) for x in (params, twin))
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-9)
 
@@ -124,9 +115,8 @@ def test_what_cannot_be_evaluated_is_said() -> None:
     with pytest.raises(ValueError, match="fn returns no weights"):
         go.orbit.evaluate(lambda s, p: s, state, params)
     unknown = state._replace(frame=state.frame._replace(elements={"rescale[].0.v4": jnp.ones(3)}))
-    with pytest.raises(ValueError, match="not known yet") as caught:
+    with refused("not known yet", "jax.eval_shape(tx.init, params)"):
         go.orbit.evaluate(lambda s, p: p, unknown, params)
-    assert "jax.eval_shape(tx.init, params)" in str(caught.value)
     with pytest.raises(ValueError, match="an optimizer with 0 quotients"):
         go.orbit.restart(plain, state, params)
 
@@ -137,14 +127,14 @@ def test_a_state_that_was_restored_without_a_target_is_named(restored: type) -> 
     tx = go.quotient_adamw(1e-3, go.rescale({"up": "_ channel"}, {"down": "channel _"}))
     state = tx.init(params)
     lost = state._asdict() if restored is dict else list(state)
-    with pytest.raises(ValueError, match="lost its classes") as caught:
+    with refused("lost its classes", "jax.eval_shape(tx.init, params)"):
         tx.update(params, lost, params)
-    assert "jax.eval_shape(tx.init, params)" in str(caught.value)
 
 
 # A new start ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_rows("product/llama-False", "product/llama-True", "logit_shift/*", "norm_scale/*")
 @pytest.mark.parametrize(("name", "pin"), [*((n, True) for n in NAMES), ("product/llama", False)])
 def test_a_restarted_twin_stays_a_twin(name: str, pin: bool, x64: None) -> None:
     case = CASES[name]
@@ -155,7 +145,7 @@ def test_a_restarted_twin_stays_a_twin(name: str, pin: bool, x64: None) -> None:
     for choose in (None, second):
         losses = []
         for start in (params, twin):
-            end, state = trained(tx, case.loss, start)
+            end, state = trained(tx, case.loss, start, 8)
             state = go.orbit.restart(tx, state, end, choose)
             inside = state[1].inner_state[0]
             assert int(inside.count) == (0 if choose is None else 8)
@@ -172,7 +162,7 @@ def test_a_restart_keeps_the_frame(x64: None) -> None:
     case = CASES["product/llama"]
     params = case.params(jax.random.key(1))
     tx = go.quotient(optax.contrib.schedule_free_adamw(1e-2), case.gauges())
-    end, state = trained(tx, case.loss, params)
+    end, state = trained(tx, case.loss, params, 8)
     new = go.orbit.restart(tx, state, end)
     for a, b in zip(*(jax.tree.leaves(x.frame) for x in (state, new)), strict=True):
         np.testing.assert_array_equal(a, b)

@@ -73,6 +73,7 @@ def _logs(group: Any, params: Tree) -> list[jax.Array]:
     return found
 
 
+@pytest.mark.slow_rows("gpt-float32", "gpt-float64")
 @pytest.mark.parametrize(("name", "dtype"), [("gpt", "float64"), ("gpt", "float32"), ("llama", "float64")])
 def test_the_function_stays_and_the_imbalance_goes(name: str, dtype: str) -> None:
     with jax.enable_x64(dtype == "float64"):
@@ -193,11 +194,6 @@ def test_ddc_does_not_notice(name: str, x64: None) -> None:
     _does_not_notice(lambda gauges: go.ddc_adamw(0.03, gauges), CASES[name])
 
 
-@pytest.mark.parametrize("name", ["head_linear/value_out", "product/linear"])
-def test_a_quotient_optimizer_does_not_notice(name: str, x64: None) -> None:
-    _does_not_notice(lambda gauges: go.quotient_adamw(0.03, gauges), CASES[name])
-
-
 def test_adam_does_notice(x64: None) -> None:
     _, _, points = _train(optax.adam(0.03), UNIT)
     _, _, fixed = _train(go.orbit.gauge_fix(optax.adam(0.03), UNIT.gauges(), every=3), UNIT)
@@ -255,10 +251,8 @@ def test_arguments_reach_the_optimizer_inside(x64: None) -> None:
 def test_moments_that_cannot_move_are_refused_or_decided_on() -> None:
     params, gauges, grads = LORA.params(jax.random.key(0)), LORA.gauges(), LORA.params(jax.random.key(1))
     refused = go.orbit.gauge_fix(optax.adam(0.1), gauges, every=100)
-    with pytest.raises(ValueError, match=r"ScaleByAdamState\.nu of 'a' under head_linear") as error:
+    with refused(r"ScaleByAdamState\.nu of 'a' under head_linear", "on_unknown='reset'", "go.quotient(tx, gauges)"):
         jax.eval_shape(refused.update, grads, refused.init(params), params)  # not at the hundredth step
-    for part in ("found:", "expected:", "remedy:", "on_unknown='reset'", "go.quotient(tx, gauges)"):
-        assert part in str(error.value)
     reset = go.orbit.gauge_fix(optax.adam(0.1), gauges, on_unknown="reset")
     updates, state = jit(reset.update)(grads, reset.init(params), params)
     assert all(bool(jnp.all(x == 0)) for x in leaves_by_path(state.inner_state[0].mu).values())

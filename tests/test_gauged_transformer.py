@@ -11,7 +11,7 @@ from flax import nnx
 
 import gauge_optax as go
 from models import gauged_transformer, lm
-from tests.quick import jit
+from tests.twins import stepper, train
 
 SIZES: dict[str, Any] = dict(vocab=9, d_model=6, layers=2, heads=2, kv_heads=2, d_head=4, d_ff=7, max_len=5)
 CONFIGS = {"gpt": lm.LMConfig(**SIZES), "llama": lm.llama_config(**SIZES)}
@@ -29,6 +29,7 @@ def _model(name: str) -> tuple[lm.LMConfig, Any, Any, jax.Array]:
     return config, graph, params, jnp.asarray(rng.integers(config.vocab, size=(3, config.max_len)))
 
 
+@pytest.mark.slow_rows("gpt")
 @rows
 def test_every_basis_turns_by_itself(name: str, x64: None) -> None:
     config, graph, params, tokens = _model(name)
@@ -47,6 +48,7 @@ def test_every_basis_turns_by_itself(name: str, x64: None) -> None:
     np.testing.assert_allclose(nnx.merge(nnx.split(model)[0], plain["lm"])(tokens), before, atol=1e-11)
 
 
+@pytest.mark.slow
 @rows
 def test_twins_train_alike_and_rotations_stay_orthogonal(name: str, x64: None) -> None:
     config, graph, params, tokens = _model(name)
@@ -58,20 +60,10 @@ def test_twins_train_alike_and_rotations_stay_orthogonal(name: str, x64: None) -
         logits = nnx.merge(graph, params)(tokens[:, :-1])
         return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]))
 
-    def trained(inner: optax.GradientTransformation, params: Any) -> tuple[list[float], Any]:
+    def trained(inner: optax.GradientTransformation, params: Any) -> tuple[np.ndarray, Any]:
         tx = gauged_transformer.orthogonal_skips(inner)
-
-        @jit
-        def step(params: Any, state: Any) -> tuple[Any, Any, jax.Array]:
-            value, gradient = jax.value_and_grad(loss)(params)
-            updates, state = tx.update(gradient, state, params)
-            return optax.apply_updates(params, updates), state, value
-
-        state, losses = tx.init(params), []
-        for _ in range(10):
-            params, state, value = step(params, state)
-            losses.append(float(value))
-        return losses, params
+        end, losses = train(tx.init, stepper(tx, loss), params, 10)
+        return losses, end
 
     ours, end = trained(go.quotient(optax.adam(1e-2), gauges), params)
     theirs, _ = trained(go.quotient(optax.adam(1e-2), gauges), twin)

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import gauge_optax as go
-from examples.studies import gaugefix_lrm, gaugefix_networks, harness
+from examples.studies import gaugefix_lrm, gaugefix_networks
 from models import gpt2, multipliers
 
 RESULT = Path(__file__).parent.parent / "examples" / "results" / "gaugefix_lrm.json"
@@ -26,47 +26,6 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_config = lambda vocab=64, **_: FULL(**(TINY | {"vocab": vocab}))  # noqa: E731
     monkeypatch.setattr(gaugefix_lrm.gpt2, "config", tiny_config)
     monkeypatch.setattr(gaugefix_lrm, "LENGTH", 8)
-
-
-def _run(folder: Path, *more: str) -> dict[str, Any]:
-    arms = ["--only", "A, float32", "cap, float32", "--seeds", "1", "--out", str(folder)]
-    return harness.main(gaugefix_lrm.STUDY, [*arms, *more])
-
-
-@pytest.mark.slow
-def test_a_full_run_goes_on_after_a_checkpoint(tmp_path: Path, tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens in files, gradients of 40 micro-batches, a kill between two evaluations."""
-    rng = np.random.default_rng(0)
-    files = [tmp_path / "train.bin", tmp_path / "val.bin"]
-    for path in files:
-        rng.integers(64, size=4_000).astype(np.uint16).tofile(path)
-    options = ["--steps", "4", "--train", str(files[0]), "--val", str(files[1])]
-    monkeypatch.setattr(gaugefix_lrm, "_window", lambda steps, most: 2)
-    monkeypatch.setattr(harness, "SAVE_EVERY", 0.0)
-    unbroken = _run(tmp_path / "one", *options)
-    evaluate = gaugefix_lrm.trained
-
-    class Killed(Exception):
-        pass
-
-    def killed(task: Any, compiled: Any, seed: int, saved: Path) -> Any:
-        def batches(step: int, seed: int) -> np.ndarray:
-            if step == 3:
-                raise Killed
-            return np.asarray(task.batches(step, seed))
-
-        return evaluate(task._replace(batches=batches), compiled, seed, saved)
-
-    monkeypatch.setattr(gaugefix_lrm, "trained", killed)
-    with pytest.raises(Killed):
-        _run(tmp_path / "two", *options)
-    assert len(list((tmp_path / "two").glob("*.npz"))) == 1
-    monkeypatch.setattr(gaugefix_lrm, "trained", evaluate)
-    with pytest.raises(ValueError, match="other settings"):
-        _run(tmp_path / "two", "--steps", "6", *options[2:])
-    assert _run(tmp_path / "two", *options)["cells"] == unbroken["cells"]
-    assert not list((tmp_path / "two").glob("*.npz"))
-    assert np.shape(unbroken["cells"]["cap, float32"]["curves"]["loss"]) == (2,)
 
 
 def test_a_batch_that_does_not_divide_is_refused(tmp_path: Path) -> None:
@@ -112,6 +71,7 @@ def _parts(network: str) -> tuple[Any, Any, Any]:
     return config, params, loss
 
 
+@pytest.mark.slow_rows("[!a]*")
 @every_network
 def test_the_gauges_of_every_network_hold(network: str, x64: None) -> None:
     config, params, loss = _parts(network)
@@ -119,35 +79,6 @@ def test_the_gauges_of_every_network_hold(network: str, x64: None) -> None:
     # may have one dimension twice.
     for gauges in ([*gpt2.kernel_gauges(config), *multipliers.traded_gauges(config)], [multipliers.head_gauge(config)]):
         go.testing.assert_invariant(loss, params, gauges, jax.random.key(0))
-
-
-@every_network
-def test_sums_of_gradients_agree_and_entries_do_in_the_plain_network_alone(network: str, x64: None) -> None:
-    """And the coordinates move with the gauge: the ratios by twice log α, log s_Q by log α."""
-    config, params, loss = _parts(network)
-    grads, read = jax.grad(loss)(params), gaugefix_networks.observed(config)
-    before = read(params, grads, params)
-    assert np.max(before["sums"]) < 1e-12
-    assert (np.max(before["entries"]) < 1e-12) == (network == "plain") and np.min(before["entries"]) < np.inf
-    if network != "plain":
-        assert np.min(before["entries"]) > 1e-3
-    gauge = multipliers.head_gauge(config)
-    moved = gauge.act(jax.tree.map(lambda e: e + 0.3, gauge.identity(params)), params)
-    after = read(params, grads, moved)
-    for key, factor in (("query", 1.0), ("key", -1.0), ("sides", 2.0)):
-        np.testing.assert_allclose(after[key] - before[key], 0.3 * factor, rtol=1e-10)
-
-
-@pytest.mark.slow
-def test_networks_hold_what_their_gauges_read(tmp_path: Path, tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    grouped_config = lambda vocab, **_: FULL(**(TINY | {"vocab": vocab, "kv_heads": 1}))  # noqa: E731
-    monkeypatch.setattr(gaugefix_lrm.gpt2, "config", grouped_config)
-    free, balanced = (
-        gaugefix_networks.network_cell("grouped", arm, 3e-3, 30, [1, 2]) for arm in ("C", "quotient, balanced")
-    )
-    assert len(free["loss"]) == 2 and max(free["ratio"]) > 1e-4
-    assert max(balanced["ratio"]) < 1e-6 < 1e-4 < min(balanced["anchor"])
-    np.testing.assert_allclose(free["loss"], balanced["loss"], rtol=1e-2)
 
 
 def test_the_committed_networks_drift_where_their_section_says() -> None:

@@ -1,21 +1,14 @@
 """The grokking testbed: its network beside a plain one, its gauges, its queue when it is killed."""
 
 import functools
-import json
-import subprocess
-import sys
-import time
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import gauge_optax as go
-from examples.studies import baselines, harness, tables
 from examples.studies import grokking as example
 from models import grokking
 from models.grokking import GrokConfig
@@ -55,6 +48,7 @@ def _plainly(c: GrokConfig, p: Any, tokens: jax.Array) -> jax.Array:
     return x[:, -1] @ p["lm_head"]["kernel"]
 
 
+@pytest.mark.slow_rows("one block")
 @by_depth
 def test_each_number_is_projected_once_and_the_logits_are_the_plain_ones(c: GrokConfig, x64: None) -> None:
     params, (train, _) = _generic(c), grokking.data(c, 0)
@@ -63,6 +57,7 @@ def test_each_number_is_projected_once_and_the_logits_are_the_plain_ones(c: Grok
     assert float(jnp.std(expected)) > 0.1
 
 
+@pytest.mark.slow_rows("one block")
 @by_depth
 def test_its_gauges_are_symmetries_and_a_full_rotation_is_none_under_rotary(c: GrokConfig, x64: None) -> None:
     params, (train, _) = _generic(c), grokking.data(c, 0)
@@ -84,34 +79,6 @@ def test_pairs_are_split_and_sums_are_modulo_p() -> None:
 # Controls ---------------------------------------------------------------------------------------------
 
 
-def _one_step(tx: optax.GradientTransformation, params: Any) -> Any:
-    updates, _ = tx.update(jax.tree.map(lambda x: jnp.ones_like(x).at[0].set(-0.5), params), tx.init(params), params)
-    return updates
-
-
-def test_decay_is_doubled_in_attention_alone() -> None:
-    params = _generic(SMALL[0])
-    once, twice = (_one_step(example.ARMS[arm](SMALL[0], 1e-2, 0.3), params) for arm in (
-        "Muon", "Muon, attention decay doubled"))
-    block, start = jax.tree.map(jnp.subtract, twice, once)["blocks"][0], params["blocks"][0]
-    np.testing.assert_allclose(block["attn"]["out"]["kernel"], -3e-3 * start["attn"]["out"]["kernel"], atol=1e-6)
-    assert not np.any(block["mlp"]["up"]["kernel"])
-
-
-@pytest.mark.parametrize("shape", [(6, 4), (4, 6)], ids=["tall", "wide"])
-def test_a_step_leaves_dead_directions_alone(shape: tuple[int, int]) -> None:
-    left, sizes, right = np.linalg.svd(np.random.default_rng(0).normal(size=shape))
-    sizes[-1] = 1e-6
-    weights = left[:, :4] @ np.diag(sizes) @ right[:4]
-    tx = baselines.dead_directions_masked(optax.sgd(1.0), lambda path: True)
-    step = _one_step(tx, {"kernel": jnp.asarray(weights)})["kernel"]
-    plain = _one_step(optax.sgd(1.0), {"kernel": jnp.asarray(weights)})["kernel"]
-    dead = left[:, 3] if shape[0] == 4 else right[3]
-    seen = dead @ step if shape[0] == 4 else step @ dead
-    assert np.max(np.abs(seen)) < 1e-5 < np.max(np.abs(dead @ plain if shape[0] == 4 else plain @ dead))
-    assert np.linalg.norm(step) > 0.3 * np.linalg.norm(plain)
-
-
 # The queue --------------------------------------------------------------------------------------------
 
 
@@ -122,17 +89,6 @@ def test_grokking_is_sustained_and_falls_after_it_are_collapses() -> None:
     assert example.summary([0.96] * 5, 100)["grokked"] == float("inf")
 
 
-def test_the_page_says_which_runs_diverge_and_leaves_out_what_nan_weights_show() -> None:
-    result = json.loads((tables.RESULTS / "grokking.json").read_text())
-    final = result["cells"]["Muon"]["142"]["final"]
-    assert "not finite" not in example.section(result | {"cells": {"Muon": result["cells"]["Muon"]}})
-    final["train_loss"] = None
-    page = example.section(result | {"cells": {"Muon": result["cells"]["Muon"]}})
-    assert "not finite in the end: Muon (1 of 3 seeds)" in page
-    (row,) = (line for line in page.splitlines() if line.startswith("| Muon |"))
-    assert "2300, 6400, 10000" in row and f"{final['test_accuracy']:.3f}" not in row
-
-
 def test_the_best_cell_of_a_grid_is_known_when_the_grid_is_done() -> None:
     first, *others = example.grid_cells("AdamW")
     assert len({first, *others}) == 6
@@ -140,51 +96,3 @@ def test_the_best_cell_of_a_grid_is_known_when_the_grid_is_done() -> None:
     assert example.best({"grid": {"AdamW": means}}, "AdamW") is None
     means[first.name] = {"final": {"mean": 0.1}}
     assert example.best({"grid": {"AdamW": means}}, "AdamW") == others[2]
-
-
-ARMS = ["AdamW", "DDC-AdamW"]
-SIZES = {"--p": 7, "--steps": 160, "--grid-steps": 40, "--every": 20, "--seeds": 1}
-OPTIONS = [*(str(x) for option in SIZES.items() for x in option), "--only", *(f"*{arm} | *" for arm in ARMS)]
-
-
-@pytest.mark.slow
-def test_a_queue_killed_at_any_moment_ends_with_the_same_numbers(tmp_path: Path) -> None:
-    """Two processes fill the second file, and are killed three times."""
-    command = [sys.executable, "-m", "examples.studies", "grokking", *OPTIONS]
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    subprocess.run([*command, "--out", str(whole)], check=True, capture_output=True, timeout=600)
-    for wait in (12.0, 20.0, 28.0):
-        pair = [
-            subprocess.Popen([*command, "--out", str(broken)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            for _ in range(2)
-        ]
-        time.sleep(wait)
-        for running in pair:
-            running.kill()
-            running.wait()
-    subprocess.run([*command, "--out", str(broken)], check=True, capture_output=True, timeout=600)
-    one, two = (json.loads((folder / "grokking_7.json").read_text()) for folder in (whole, broken))
-    assert one == two and set(one["cells"]) == set(ARMS) and (broken / "grokking_7.png").exists()
-    assert all(len(grid) == 6 for grid in one["grid"].values())
-    assert not list(broken.rglob("*.npz"))
-
-
-def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, cell = example.Config(p=7, steps=60, every=20), example.Cell("DDC-AdamW", 1e-3, 1.0, 5)
-    monkeypatch.setattr(harness, "SAVE_EVERY", 0.0)
-    whole = example.run_cell(harness.Run({}, tmp_path / "whole.npz"), config, cell)
-    saves, keep = 0, harness.keep
-
-    def killed_after_two(path: Path, carry: Any, curves: Any) -> None:
-        nonlocal saves
-        keep(path, carry, curves)
-        saves += 1
-        if saves == 2:
-            raise KeyboardInterrupt
-
-    run = harness.Run({}, tmp_path / "broken.npz")
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(harness, "keep", killed_after_two)
-        example.run_cell(run, config, cell)
-    assert example.run_cell(run, config, cell) == whole and len(whole["curves"]["train_loss"]) == 4
-    assert whole["curves"]["train_loss"][-1] < whole["curves"]["train_loss"][0]

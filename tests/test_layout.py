@@ -48,6 +48,9 @@ def _steps(tx: optax.GradientTransformation, params: Tree, gradient: Tree) -> tu
     return params, state
 
 
+@pytest.mark.slow_rows(
+    "gauge_project", "track", "scale_by_scaled_polar", "gauge_retract", "ddc_adamw", "add_gauge_decay"
+)
 @pytest.mark.parametrize("name", ROWS)
 def test_explicit_axes_change_nothing(name: str) -> None:
     params, _ = lm.params_and_loss(LLAMA, jax.random.key(0))

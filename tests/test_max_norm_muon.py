@@ -13,7 +13,9 @@ import gauge_optax as go
 from benchmarks.track3.optimizers import EMBEDDINGS, NEURONS, TOKENS
 from models import lm
 from tests.quick import jit
+from tests.refusals import refused
 from tests.tolerances import tolerance
+from tests.twins import stepper, train
 
 CONFIG = lm.llama_config(vocab=7, d_model=8, layers=2, heads=2, kv_heads=2, d_head=4, d_ff=12, max_len=5)
 NO_GAUGE = go.logit_shift({"shift": "vocab"})
@@ -25,46 +27,24 @@ def noise(seed: int, *shape: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
-def trained(tx: Any, params: Any, loss: Any, steps: int = 10) -> tuple[Any, np.ndarray]:
-    """Weights after some steps on one batch, and the losses before each."""
-    tokens = jax.random.randint(jax.random.key(1), (4, 6), 0, CONFIG.vocab)
-
-    def step(carry: Any, _: None) -> Any:
-        params, state = carry
-        value, grads = jax.value_and_grad(loss)(params, tokens)
-        updates, state = tx.update(grads, state, params)
-        return (optax.apply_updates(params, updates), state), value
-
-    (params, _), losses = jit(lambda p: jax.lax.scan(step, (p, tx.init(p)), None, length=steps))(params)
-    return params, np.asarray(losses)
-
-
 def test_twins_train_as_one(x64: None) -> None:
     """Weights of one function, far apart by all gauges at once; AdamW and the link without `quotient` differ."""
     params, loss = lm.params_and_loss(CONFIG, jax.random.key(0))
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), params)
+    tokens = jax.random.randint(jax.random.key(1), (4, 6), 0, CONFIG.vocab)
+    on_tokens = lambda p: loss(p, tokens)  # noqa: E731
     group = go.product(lm.gauges(CONFIG))
     twin = group.act(group.sample(jax.random.key(2), params, 1.0), params)
     muon = go.max_norm_muon(0.04, group, READ, EMBEDDINGS, weight_decay=0.1)
     plain = go.norms.max_norm(optax.adam(0.04), NEURONS, learning_rate=0.04)
     apart = {}
     for name, tx in {"adamw": optax.adamw(0.04), "plain": plain, "muon": muon}.items():
-        one, other = (trained(tx, start, loss)[1] for start in (params, twin))
+        step = stepper(tx, on_tokens)
+        one, other = (train(jit(tx.init), step, start, 10)[1] for start in (params, twin))
         apart[name] = float(np.abs(one - other).max())
     assert apart["adamw"] > 1e-3
     assert apart["plain"] > 1e-3
     assert apart["muon"] <= tolerance("twins", "float64")
-
-
-def test_it_trains_from_zero_outputs() -> None:
-    """On the point of the slice; a head's anchor is a kernel that the bound holds, too."""
-    params, loss = lm.params_and_loss(CONFIG, jax.random.key(0))
-    params["blocks"][0]["attn"]["out"]["kernel"] *= 0.0
-    params["lm_head"]["kernel"] *= 0.0
-    after, losses = trained(go.max_norm_muon(0.04, lm.gauges(CONFIG), READ, EMBEDDINGS), params, loss, steps=30)
-    assert losses[-1] < losses[0] - 0.3
-    assert 0.1 < float(jnp.linalg.norm(after["blocks"][0]["attn"]["out"]["kernel"], axis=(0, 1)).min())
-    assert 0.1 < float(jnp.linalg.norm(after["lm_head"]["kernel"], axis=0).min())
 
 
 def test_the_axes_say_which_matrix_a_kernel_is() -> None:
@@ -141,16 +121,13 @@ def test_tokens_step_in_their_own_units_and_come_to_rest(x64: None) -> None:
 )
 def test_neurons_that_are_no_matrix_are_refused(neurons: Any) -> None:
     params = {"w": jnp.ones((4, 4)), "v": jnp.ones((2, 2)), "head": jnp.ones((2, 3))}
-    with pytest.raises(ValueError, match="max_norm_muon") as error:
+    with refused("max_norm_muon", "'w'"):
         go.max_norm_muon(0.1, go.logit_shift({"head": "_ vocab"}), neurons).init(params)
-    for part in ("found:", "expected:", "remedy:", "'w'"):
-        assert part in str(error.value)
 
 
 def test_a_path_in_both_mappings_is_refused() -> None:
-    with pytest.raises(ValueError, match="'w' in two mappings") as error:
+    with refused("'w' in two mappings"):
         go.max_norm_muon(0.1, NO_GAUGE, {"w": "_ token"}, {"w": "token _"})
-    assert "remedy:" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -168,9 +145,8 @@ def test_tokens_without_vectors_are_refused(mappings: Any) -> None:
     ("argument", "mappings"), [("neurons", (["w"],)), ("embeddings", ({"w": "_ neuron"}, ["v"]))], ids=str
 )
 def test_lists_in_place_of_mappings_are_refused(argument: str, mappings: Any) -> None:
-    with pytest.raises(ValueError, match=f"max_norm_muon: no blocks in '{argument}'") as error:
+    with refused(f"max_norm_muon: no blocks in '{argument}'", f"write {argument}="):
         go.max_norm_muon(0.1, NO_GAUGE, *mappings)
-    assert f"write {argument}=" in str(error.value)
 
 
 # Ranges of a fused kernel ------------------------------------------------------------------------------
@@ -199,6 +175,7 @@ FUSED: dict[str, tuple[tuple[str, ...], str, Any, int]] = {
 }
 
 
+@pytest.mark.slow_rows("[!f]*-False", "groups-True", "inputs in two axes-True")
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("name", FUSED)
 def test_ranges_step_as_kernels_of_their_own(name: str, nesterov: bool, x64: None) -> None:
@@ -235,60 +212,14 @@ def test_a_leaf_that_is_listed_in_part_is_refused(axes: Any) -> None:
     """Nothing says what the rest is; nor can a part of a kernel be a table of tokens."""
     params = {"fused": jnp.ones((16, 48)), **SHIFT}
     sizes = {"head": 2} if "(" in str(axes[0]) else None
-    with pytest.raises(ValueError, match=r"'fused' is listed in part|tokens and neurons in one leaf 'fused'") as error:
+    with refused(r"'fused' is listed in part|tokens and neurons in one leaf 'fused'", "max_norm_muon"):
         go.max_norm_muon(0.1, NO_GAUGE, {"fused": axes}, sizes=sizes).init(params)
-    for part in ("max_norm_muon", "found:", "expected:", "remedy:"):
-        assert part in str(error.value)
 
 
 # The size of gradients ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
-@pytest.mark.parametrize("size", [1e-12, 1e-30])
-def test_kernels_and_tokens_step_alike_at_tiny_gradients(size: float, dtype: str) -> None:
-    with jax.enable_x64(dtype == "float64"):
-        gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
-        tx = go.max_norm_muon(0.02, gauge, {"up": "_ unit", "down": "_ unit", "head": "_ token"}, {"table": "token _"})
-        shapes = {"up": (8, 16), "down": (16, 8), "head": (8, 5), "table": (5, 8)}
-        draw = lambda n, c: {k: jnp.asarray(c * noise(n + m, *s).astype(float) / 4, dtype)  # noqa: E731
-                             for m, (k, s) in enumerate(shapes.items())}
-        start, after = draw(0, 1.0), []
-        for c in (1.0, size, 0.0):
-            params, state = start, tx.init(start)
-            for n in range(3):
-                updates, state = jit(tx.update)(draw(4 * n + 4, c), state, params)
-                params = optax.apply_updates(params, updates)
-            after.append(params)
-        close = {"bfloat16": 5e-2, "float32": 2e-5, "float64": 1e-12}[dtype]
-        for name in shapes:
-            one, other, still, first = (np.asarray(x[name], float) for x in (*after, start))
-            assert np.linalg.norm(other - one) <= close * np.linalg.norm(one - first)
-            np.testing.assert_allclose(still, first, atol=1e-6)
-
-
 # The first step ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("schedule", [False, True])
-@pytest.mark.parametrize("scale", [1.0, 3.0])
-def test_a_small_rate_changes_the_function_little(scale: float, schedule: bool) -> None:
-    """A net of He-normal kernels, and one with norms three times as large: by less than a millionth of its outputs."""
-    gauges = [go.rescale({f"l{i}": "_ channel"}, {f"l{i + 1}": "channel _"}) for i in range(3)]
-    params = {f"l{i}": scale * noise(i, 32, 32) * (2 / 32) ** 0.5 for i in range(4)}
-    x, y = noise(8, 64, 32), noise(9, 64, 32)
-
-    def outputs(p: Any) -> jax.Array:
-        h = x
-        for i in range(4):
-            h = jax.nn.relu(h @ p[f"l{i}"])
-        return h
-
-    rate: Any = (lambda count: 1e-8) if schedule else 1e-8
-    tx = go.max_norm_muon(rate, gauges, {"{name}": "_ unit"})
-    grads = jax.grad(lambda p: jnp.mean(jnp.square(outputs(p) - y)))(params)
-    moved = optax.apply_updates(params, tx.update(grads, tx.init(params), params)[0])
-    assert float(jnp.linalg.norm(outputs(moved) - outputs(params))) <= 2e-6 * float(jnp.linalg.norm(outputs(params)))
 
 
 # What init tells, and what a state is for ----------------------------------------------------------------
@@ -329,6 +260,5 @@ def test_a_state_of_other_neurons_is_refused(neurons: Any) -> None:
     params = {"w": jnp.ones((4, 4)), "v": jnp.ones((4, 4)), **SHIFT}
     tx = go.max_norm_muon(0.1, NO_GAUGE, {"w": "_ neuron", "v": "_ neuron"})
     state = go.max_norm_muon(0.1, NO_GAUGE, neurons).init(params)
-    with pytest.raises(ValueError, match="a state that was made for other vectors") as error:
+    with refused("a state that was made for other vectors", "state = tx.init(params)"):
         jit(tx.update)(params, state, params)
-    assert "state = tx.init(params)" in str(error.value)

@@ -1,17 +1,13 @@
 """Packed heads: what is saved, that the function stays, round trips, training, checkpoints, errors."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
@@ -48,6 +44,7 @@ def _same_bits(a: Tree, b: Tree) -> bool:
 # What is saved, and that the function stays -----------------------------------------------------------
 
 
+@pytest.mark.slow_rows("*-float32-shared")
 @pytest.mark.parametrize("shared", [False, True], ids=["per_head", "shared"])
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -80,33 +77,6 @@ def test_gpt2_saves_two_squares_per_layer_and_head() -> None:
     assert leaves_by_path(packed)["blocks/3/attn/query/kernel"].shape == (704, 12, 64)
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["per_head", "shared"])
-@pytest.mark.parametrize(("dtype", "most"), [("float32", 1e-5), ("float64", 1e-11)])
-def test_logits_of_heads_of_64_stay(dtype: str, most: float, shared: bool) -> None:
-    with jax.enable_x64(dtype == "float64"):
-        config = gpt2.config(vocab=97, layers=1, d_model=256, heads=4, kv_heads=4, d_ff=64, max_len=16)
-        graphdef, state = nnx.split(gpt2.build(config, nnx.Rngs(0), multiplied=False))
-        params = jax.tree.map(lambda x: x.astype(dtype), nnx.to_pure_dict(state))
-        gauges = [gauge for gauge in lm.gauges(config, linear=True) if gauge.name == "head_linear"]
-        tokens = np.random.default_rng(0).integers(97, size=(2, 16))
-        logits = jax.jit(lambda p: nnx.merge(graphdef, go.orbit.unpack(p))(tokens))
-        before, after = logits(params), logits(go.orbit.pack(params, gauges, shared=shared))
-        assert float(jnp.max(jnp.abs(after - before)) / jnp.max(jnp.abs(before))) < most
-
-
-def test_constant_rows_are_the_identity() -> None:
-    params = _normal(0, query=(6, 2, 3), key=(6, 2, 3))
-    packed = go.orbit.pack(params, HEADS, size=1.0)
-    whole, rows = go.orbit.unpack(packed), go.orbit.packed_rows(packed)["query"]["_ head basis"]
-    assert rows["size"] == 1.0 and np.shape(rows["rows"]) == (2, 3)
-    for head, own in enumerate(rows["rows"]):
-        np.testing.assert_array_equal(whole["query"][jnp.array(own), head], np.eye(3))
-    assert (
-        go.orbit.packed_rows(go.orbit.pack(params, HEADS, size=1.0, shared=True))["query"]["_ head basis"]["rows"][1:]
-        == []
-    )
-
-
 def test_the_size_keeps_the_block_as_large_as_it_was() -> None:
     params = jax.tree.map(lambda x: 0.01 * x, _normal(0, query=(64, 4, 8), key=(64, 4, 8)))
     packed = go.orbit.pack(params, HEADS)
@@ -122,6 +92,7 @@ def test_the_size_keeps_the_block_as_large_as_it_was() -> None:
     ) == (float(np.float32(0.1)))
 
 
+@pytest.mark.slow
 def test_scanned_layers_and_fused_leaves() -> None:
     """A layer axis; queries and values in one leaf with keys, whose entries stay; a block on a part of two axes."""
     axes = "layer _ head basis"
@@ -215,26 +186,10 @@ def test_twins_have_one_packed_tree(case: GaugeCase, x64: None) -> None:
             np.testing.assert_allclose(x, y, atol=1e-10 * float(jnp.max(jnp.abs(y))))
 
 
-def test_nothing_is_lost_on_the_slice(x64: None) -> None:
-    """The Jacobian of a head's scores has the same rank over the numbers that are left, and no gauge among them."""
-    params = _normal(0, query=(6, 2, 3), key=(6, 2, 3))
-    packed = go.orbit.pack(params, HEADS)
-
-    def rank(tree: Tree) -> int:
-        flat, back = jax.flatten_util.ravel_pytree(tree)
-
-        def scores(x: jax.Array) -> jax.Array:
-            whole = go.orbit.unpack(back(x))
-            return jnp.einsum("dhe,fhe->hdf", whole["query"], whole["key"]).reshape(-1)
-
-        return int(jnp.linalg.matrix_rank(jax.jacobian(scores)(flat)))
-
-    assert rank(packed) == rank(params) == _size(packed) == _size(params) - HEADS.dim(params)
-
-
 # Products of activations --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_rows("per_head")
 @pytest.mark.parametrize("shared", [False, True], ids=["per_head", "shared"])
 def test_packed_products_are_plain_ones(shared: bool) -> None:
     x = jnp.asarray(np.random.default_rng(1).normal(size=(2, 5, 6)), float)
@@ -325,40 +280,6 @@ def test_gauges_that_are_left_go_on_under_quotient(x64: None) -> None:
 
 # Checkpoints ----------------------------------------------------------------------------------------------
 
-_RESUME = """
-import json, sys
-from pathlib import Path
-import jax, jax.numpy as jnp, optax, orbax.checkpoint as ocp
-import gauge_optax as go
-folder = Path(sys.argv[1])
-gauge = go.head_linear({"query": "_ head basis"}, {"key": "_ head basis"})
-shapes = {name: jax.ShapeDtypeStruct((6, 2, 3), jnp.float32) for name in ("query", "key")}
-rows = json.loads((folder / "rows.json").read_text())
-packed = jax.eval_shape(lambda p: go.orbit.pack(p, gauge, rows=rows), shapes)
-abstract = {"packed": packed, "state": jax.eval_shape(optax.adamw(1e-2).init, packed)}
-found = ocp.StandardCheckpointer().restore(folder / "tree", abstract)
-updates, _ = optax.adamw(1e-2).update(found["packed"], found["state"], found["packed"])
-whole = go.orbit.unpack(optax.apply_updates(found["packed"], updates))
-print(json.dumps([whole["query"].tolist(), whole["key"].tolist()]))
-"""
-
-
-def test_a_new_process_restores_a_packed_run(tmp_path: Path) -> None:
-    """The arrays by Orbax, the rows as JSON; the next step is the one that the first process would take."""
-    packed = go.orbit.pack(_normal(0, query=(6, 2, 3), key=(6, 2, 3)), HEADS)
-    tx = optax.adamw(1e-2)
-    state = tx.init(packed)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "tree", {"packed": packed, "state": state})
-    (tmp_path / "rows.json").write_text(json.dumps(go.orbit.packed_rows(packed)))
-    command = [sys.executable, "-c", _RESUME, str(tmp_path)]
-    environment = quick.environment() | {"PYTHONPATH": str(Path(__file__).parent.parent)}
-    made = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert made.returncode == 0, made.stderr
-    updates, _ = tx.update(packed, state, packed)
-    whole = go.orbit.unpack(optax.apply_updates(packed, updates))
-    np.testing.assert_allclose(json.loads(made.stdout.splitlines()[-1]), [whole["query"], whole["key"]], atol=1e-6)
-
 
 # Errors -----------------------------------------------------------------------------------------------------
 
@@ -411,6 +332,7 @@ def test_rows_of_another_tree_are_refused(rows: Any) -> None:
         go.orbit.pack(_normal(0, query=(6, 2, 3), key=(6, 2, 3)), HEADS, rows=rows)
 
 
+@pytest.mark.slow
 def test_given_rows_can_be_traced() -> None:
     params = _normal(0, query=(6, 2, 3), key=(6, 2, 3))
     packed = go.orbit.pack(params, HEADS)

@@ -190,6 +190,7 @@ def _with_signs(gauges: list[Any], params: Tree, seed: int) -> Tree:
     return with_leaves(params, leaves_by_path(params) | {p: y - s.added[p] for p, y in x.items()})
 
 
+@pytest.mark.slow_rows("product/latent_fused-adamw", "product/latent_fused-lion")
 @pytest.mark.parametrize("inner", ["adamw", "lion"])
 @pytest.mark.parametrize(
     "name", ["product/linear", pytest.param("product/whole_gpt", marks=pytest.mark.slow), "product/latent_fused"]
@@ -294,6 +295,7 @@ def test_a_bound_list_moves_reads_and_describes(name: str, x64: None) -> None:
     assert all(gauge.name in repr(bound) for gauge in bound.gauges)
 
 
+@pytest.mark.slow_rows("product/gpt", "product/llama")
 @pytest.mark.parametrize("name", ["product/llama", "product/gpt", "rope_linear/half", "user_gauge/translation"])
 def test_a_gradient_shows_what_is_no_symmetry(name: str, x64: None) -> None:
     case = CASES[name]

@@ -140,62 +140,6 @@ def test_the_interval_of_the_map_is_what_is_documented(name: str) -> None:
 # Where the coefficients come from ------------------------------------------------------------------
 
 
-def minimax(low: float, high: float, terms: int) -> tuple[np.ndarray, float]:
-    """The odd polynomial nearest to 1 on [low, high] and its error, by Remez' exchange."""
-    powers = 2 * np.arange(terms) + 1
-    points = 0.5 * (low + high) - 0.5 * (high - low) * np.cos(np.pi * np.arange(terms + 1) / terms)
-    for _ in range(50):
-        alternating = (-1.0) ** np.arange(terms + 1)
-        *c, error = np.linalg.solve(np.c_[points[:, None] ** powers, alternating], np.ones(terms + 1))
-        extrema = np.roots((np.array(c) * powers)[::-1])  # of the derivative, in σ²
-        points = np.r_[low, np.sort(np.sqrt(extrema.real)), high]
-    values = np.stack([points**power for power in powers], -1) @ np.array(c)
-    assert np.ptp(np.abs(values - 1.0)) < 1e-10, "no equioscillation"
-    return np.array(c), abs(error)
-
-
-def composed(low: float, high: float, terms: tuple[int, ...], cushion: float = 0.0) -> tuple[list[np.ndarray], float]:
-    """Each step nearest to 1 on what the one before made of [low, high]; the error of all.
-
-    With a cushion the step is nearest on [cushion·high, high] only, then scaled so that [low, high] is centred at 1.
-    """
-    steps = []
-    for count in terms:
-        least = max(low, cushion * high)
-        c, error = minimax(least, high, count)
-        bottom = float(sum(x * low ** (2 * power + 1) for power, x in enumerate(c))) if least > low else 1.0 - error
-        scale = 2.0 / (bottom + 1.0 + error)
-        steps.append(scale * c)
-        low, high = scale * bottom, 2.0 - scale * bottom
-    return steps, 1.0 - low
-
-
-def test_sharp_is_the_composition_of_optimal_steps() -> None:
-    steps, error = composed(FLOOR, 1.02, (3, 3, 3, 4))
-    assert error < 3.3e-3
-    for derived, kept in zip(steps, linalg.NS_PRESETS["sharp"], strict=True):
-        np.testing.assert_allclose(kept, derived, rtol=1e-5)
-
-
-def test_four_quintics_are_not_sharp_enough() -> None:
-    """The degree of 7 is needed; where it stands matters little, last is best and cheapest."""
-    assert composed(FLOOR, 1.0, (3, 3, 3, 3))[1] > 1.2e-2
-    errors = [composed(FLOOR, 1.0, terms)[1] for terms in ((4, 3, 3, 3), (3, 4, 3, 3), (3, 3, 4, 3), (3, 3, 3, 4))]
-    assert min(errors) == errors[-1] and max(errors) < 3.5e-3
-
-
-def test_polar_express_is_derived_and_published() -> None:
-    """Amsel et al. (2025), Alg. 1: lower end 1e-3, cushion 0.0241, every step but the last of σ/1.01."""
-    steps, error = composed(1e-3, 1.0, (3,) * 5, cushion=0.02407327424182761)
-    assert error < 0.1236
-    published = [(8.28721, -23.59589, 17.30039), (4.10706, -2.94785, 0.54484), (3.94869, -2.90890, 0.55182)]
-    published += [(3.31842, -2.48849, 0.51005), (2.30065, -1.66890, 0.41881)]
-    np.testing.assert_allclose(steps, published, rtol=2e-5)
-    scales = np.full((5, 1), 1.01)
-    scales[-1] = 1.0
-    np.testing.assert_allclose(linalg.NS_PRESETS["polar_express"], steps / scales ** [1, 3, 5], rtol=1e-5)
-
-
 # Equivariance -------------------------------------------------------------------------------------
 
 
@@ -210,6 +154,7 @@ def unequal(shape: tuple[int, int], dtype: str, preset: str, kernel: Callable[..
     return dict(zip(names, off, strict=True))
 
 
+@pytest.mark.slow_rows("dion-shape0", "*-shape1")
 @pytest.mark.parametrize("shape", HEADS)
 def test_equivariant_in_float32(shape: tuple[int, int], preset: str) -> None:
     worst = unequal(shape, "float32", preset)

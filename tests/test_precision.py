@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import gauge_optax as go
+from tests.twins import trained
 
 X = jax.random.normal(jax.random.key(0), (64, 8))
 KERNEL = (jax.random.normal(jax.random.key(1), (8, 16)) / 3).astype(jnp.bfloat16)
@@ -71,20 +72,12 @@ ROWS = {
 def moved(row: Row, tx: Any, steps: int = 200) -> float:
     """How far the function moves, relative to its size."""
     target = 1.3 * row.fn(row.params)
-    params, state = row.params, tx.init(row.params)
-
-    @jax.jit
-    def step(params: Any, state: Any) -> Any:
-        grads = jax.grad(lambda p: jnp.mean((row.fn(p) - target) ** 2))(params)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    for _ in range(steps):
-        params, state = step(params, state)
+    params, _ = trained(tx, lambda p: jnp.mean((row.fn(p) - target) ** 2), row.params, steps)
     assert jax.tree.map(lambda x: x.dtype, params) == jax.tree.map(lambda x: x.dtype, row.params)
     return float(jnp.linalg.norm(row.fn(params) - row.fn(row.params)) / jnp.linalg.norm(row.fn(row.params)))
 
 
+@pytest.mark.slow_rows("[!n]*-[!a]*")
 @pytest.mark.parametrize("options", [{}, {"pin": False}, {"rest": "balanced"}], ids=["anchor", "pin=False", "balanced"])
 @pytest.mark.parametrize("name", ROWS)
 def test_a_quotient_moves_the_function_as_its_optimizer_does(name: str, options: dict[str, Any]) -> None:

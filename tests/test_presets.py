@@ -277,6 +277,7 @@ TREES: Mapping[str, Tree] = {
 ROWS = [pytest.param(name, marks=[] if name == "hf_gpt2" else pytest.mark.slow) for name in TREES]
 
 
+@pytest.mark.slow_rows("hf_gpt2")
 @pytest.mark.parametrize("name", ROWS)
 def test_a_preset_is_what_discover_finds(name: str) -> None:
     tree = TREES[name]
@@ -292,6 +293,7 @@ def test_a_preset_is_what_discover_finds(name: str) -> None:
 ONE_QUICK = [pytest.param(name, marks=[] if name == "hf_llama" else pytest.mark.slow) for name in TREES]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ONE_QUICK)
 def test_the_residual_rotation_is_found_where_the_architecture_has_it(name: str) -> None:
     """Not with a tied head behind a norm with a scale (nanodo, GPT-2), nor with a norm behind a layer (Gemma)."""

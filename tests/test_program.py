@@ -5,7 +5,6 @@ They are compiled from shapes alone, by the quick compiler of tests, which takes
 """
 
 import logging
-import re
 from typing import Any
 
 import chex
@@ -86,6 +85,7 @@ def test_a_trace_binds_the_product_once(name: str, monkeypatch: pytest.MonkeyPat
     assert count == 1
 
 
+@pytest.mark.slow_rows("ddc, GPT-2", "quotient, GPT-2")
 @pytest.mark.parametrize(
     ("name", "config", "most"),
     [
@@ -118,27 +118,7 @@ def test_equations_are_linear_in_unrolled_layers_and_flat_in_scanned_ones() -> N
     assert rotation(2, True) == rotation(8, True)
 
 
-def test_layers_share_compiled_programs() -> None:
-    """XLA:CPU compiles equal programs once: of the ten that a layer had to itself, at most three are left."""
-
-    def programs(layers: int) -> int:
-        config = lm.LMConfig(
-            vocab=16, d_model=16, layers=layers, heads=2, kv_heads=2, d_head=8, d_ff=32, max_len=8
-        )
-        params, tx = _shapes(config), go.ddc_adamw(1e-3, lm.gauges(config))
-        text = jit(tx.update).lower(params, jax.eval_shape(tx.init, params), params).compile().as_text()
-        found = set()
-        for body in re.findall(r"^%(?:fused|wrapped)_\S* \([^\n]*\{\n(.*?)^\}", text, re.M | re.S):
-            names: dict[str, str] = {}
-            plain = re.sub(r", metadata=\{[^}]*\}", "", body)
-            found.add(re.sub(r"%[\w.\-]+", lambda hit, names=names: names.setdefault(hit[0], f"%{len(names)}"), plain))
-        return len(found)
-
-    two, six = programs(2), programs(6)
-    print(f"{two} programs, {six} of three times as many layers")
-    assert two > 50 and six - two <= 3 * 4
-
-
+@pytest.mark.slow_rows("*_muon")
 @pytest.mark.parametrize("name", ["quotient_adamw", "quotient_muon", "ddc_adamw", "ddc_muon"])
 def test_init_outside_jit_compiles_few_programs(name: str, caplog: pytest.LogCaptureFixture) -> None:
     # Widths of no other test: nothing is compiled yet.
@@ -176,6 +156,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.slow_rows("ddc_muon-*")
 @pytest.mark.parametrize(("name", "row"), [
     pytest.param(name, row, marks=() if (name, row) == ("ddc_muon", "head_rotation/fused") else pytest.mark.slow)
     for name in OPTIMIZERS

@@ -1,7 +1,6 @@
 """The jobs on released models: rounding and tables without them, and their weights where the packages are installed."""
 
 import importlib.util
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,7 +11,6 @@ import pytest
 import gauge_optax as go
 from examples import lora_weights, measure_weights, qwix_weights, weights
 from examples import released_weights as jobs
-from examples.studies import harness
 
 
 def test_a_grid_spans_what_a_product_sums() -> None:
@@ -29,25 +27,6 @@ def test_a_grid_spans_what_a_product_sums() -> None:
     found = jobs.rounding((4, 4, 16))(equation, x, kernel)
     np.testing.assert_allclose(found, jnp.einsum(equation, *by_hand), rtol=1e-4, atol=1e-4)
     assert float(jnp.max(jnp.abs(found - exact))) > 0.1
-
-
-def test_the_tables_say_what_is_missing_and_whether_a_chosen_point_is_better(tmp_path: Path) -> None:
-    """Losses of made-up draws, below and above the best point of the table."""
-    cells: dict[str, Any] = {"move | MiniLM | random twin | float32": {
-        "moved": 1e-7, "exact": 2e-8, "roundoff": 3e-7, "weights": 0.5, "seconds": 1.0}}
-    for n, at in enumerate(jobs.POINTS):
-        cells[f"round | SmolLM2 | {at} | W4A8"] = {"loss": 4.0 + n, "windows": []}
-    for draw in range(jobs.DRAWS):
-        cells[f"choose | SmolLM2 | W4A8 | {draw}"] = {"loss": 3.5 + 0.01 * draw}
-    result = {"cells": cells, "machine": "none"}
-    text = jobs.section(result)
-    assert "| 50 %" in text and "1.0e-07 | 2.0e-08" in text.replace("  ", "") and "off by 3.0e-07 (MiniLM)" in text
-    assert "the chosen point's loss is lower" in text
-    assert "Not run: answer | SmolLM2; " in text
-    cells["round | SmolLM2 | released | W4A8"]["loss"] = 3.0
-    assert "the chosen point's loss is higher" in jobs.section(result)
-    jobs.figure(result, tmp_path / "figure.png")
-    assert (tmp_path / "figure.png").stat().st_size > 1000
 
 
 def tiny() -> Any:
@@ -79,24 +58,6 @@ def test_factors_are_added_to_their_kernels(monkeypatch: pytest.MonkeyPatch) -> 
     expected = lora_weights.loss(merged, {}, tokens)
     np.testing.assert_allclose(lora_weights.loss(params, factors, tokens), expected, rtol=1e-5)
     assert abs(float(expected - lora_weights.loss(params, {}, tokens))) > 1e-3
-
-
-def test_the_sweep_takes_equal_places_first_and_says_what_one_rate_costs(tmp_path: Path) -> None:
-    """Losses of made-up cells: rank 4 is best at the first rate, all others at the second, by 0.3."""
-    result: dict[str, Any] = {"cells": {}, "seeds": [1, 2], "machine": "none", "settings": {"steps": 5}, "before": 4.0}
-    first = lora_weights.missing(result)
-    assert [cell[:2] for cell in first[:16]] == lora_weights.GROUPS and len({cell[3] for cell in first[:48]}) == 1
-    for _ in range(9):
-        for cell in lora_weights.missing(result):
-            rank, arm, rate, seed = cell
-            place = np.log(rate / lora_weights.FIRST[arm]) / np.log(harness.RATIO)
-            loss = 3.0 + 0.3 * abs(round(place) - (rank > 4)) + 0.01 * seed
-            result["cells"][harness.key(cell)] = {"validation": loss, "finite": True, "cpu_seconds": 1.0}
-    text = lora_weights.section(result)
-    assert "All is done." in text and "an end of its sweep" not in text
-    assert text.count("| 0.3000 ") == 4 and "3.0150 ± 0.0071 at " in text
-    lora_weights.figure(result, tmp_path / "figure.png")
-    assert (tmp_path / "figure.png").stat().st_size > 1000
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -143,28 +104,6 @@ def test_merging_tools_arithmetic_by_hand() -> None:
     given = ({"w": jnp.asarray(x, jnp.float32)} for x in (base, base + first, base + second))
     merged = measure_weights.task_vectors(*given)["w"] - 1
     np.testing.assert_allclose(merged, [0.3, *[0.0] * 7, 0.8, 0.9], atol=1e-6)
-
-
-def test_what_is_measured_is_said(tmp_path: Path) -> None:
-    """A page and a figure of made-up cells, and what is missing."""
-    record = {"relevant_share": 0.5, "drift": {"rescale": 0.2, "norm_scale": 0.1}}
-    cells: dict[str, Any] = {
-        "count | orbits": {"parameters": 1000, "formula": 30, "gauges": {"rescale('up', 'down')": 30}},
-        "census | a hidden unit": {"parameters": 9, "dead": 1, "explained": 1, "unexplained": 0, "gap": [1e-16, 1e-5]},
-        "tune | nothing": {"losses": {"docstrings": 3.0, "code": 2.0}},
-        "tune | AdamW | code": {"losses": {"docstrings": 2.9, "code": 1.9},
-                                "records": [record | {"step": step} for step in (0, 5, 10)]},
-        "sample | released": {"mean": 7.0, "per_chain": [6.0, 8.0], "initial_loss": 3.0, "lowest_loss": 2.5,
-                              "at_minimum": False},
-    }
-    for method in measure_weights.MERGES:
-        for moved in ("as trained", "moved"):
-            cells[f"merge | {method} | {moved}"] = {"losses": {"docstrings": 2.5, "code": 1.5}}
-    text = measure_weights.section({"cells": cells, "machine": "none"})
-    assert "1,000 parameters 30 (3.00 %)" in text and "2.0e-01, rescale | 0.5000" in text
-    assert "no number above is a learning coefficient" in text and "sample | a random twin" in text
-    measure_weights.figure({"cells": cells}, tmp_path / "figure.png")
-    assert (tmp_path / "figure.png").stat().st_size > 1000
 
 
 @pytest.fixture(scope="module")

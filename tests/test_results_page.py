@@ -10,11 +10,7 @@ import pytest
 
 from examples.studies import (
     depth8,
-    depth24,
-    gaugefix_networks,
     report,
-    rotational_networks,
-    rotational_rates,
     rotational_variants,
     table4,
     tables,
@@ -89,35 +85,6 @@ def changed(name: str, change: Any) -> Any:
     return result
 
 
-def test_trained_networks() -> None:
-    def aligned(cells: Any) -> None:
-        for layer in cells["LM"]["layers"].values():
-            layer["gradient_momentum"] = [0.1 for _ in layer["gradient_momentum"]]
-
-    def stopped(cells: Any) -> None:
-        for name, cell in cells.items():
-            for layer in cell["layers"].values():
-                layer["curves"]["rotation"][-1] *= 0.0 if "no decay" in name else 1.0
-
-    section = rotational_networks.section
-    claim, other = "aligned negatively", "rotation approaches zero"
-    assert "shows here on all" in said(section(committed("rotational_networks")), claim)
-    assert "does NOT show" in said(section(changed("rotational_networks", aligned)), claim)
-    assert "shows here on all" in said(section(changed("rotational_networks", stopped)), other)
-
-
-def test_warm_up() -> None:
-    def worse(cells: Any) -> None:
-        for name in ("LM, AdamW", "digits, SGDM"):
-            cell = cells[f"warm-up 0.1, {name}"]
-            cell["loss"] = [[2.0 * x for x in by_seed] for by_seed in cell["loss"]]
-
-    for name in ("AdamW", "SGDM"):
-        claim = f": {name} gains from warm-up"
-        assert "shows here" in said(rotational_rates.section(committed("rotational_rates")), claim)
-        assert "does NOT show" in said(rotational_rates.section(changed("rotational_rates", worse)), claim)
-
-
 @pytest.mark.parametrize(
     ("claim", "change"),
     [
@@ -133,31 +100,6 @@ def test_variants(claim: str, change: Any) -> None:
 
     assert "shows here" in said(rotational_variants.section(committed("rotational_variants")), claim)
     assert "does NOT show" in said(rotational_variants.section(changed("rotational_variants", all_tasks)), claim)
-
-
-def test_options() -> None:
-    def far(cells: Any) -> None:
-        for name in list(rotational_variants.OPTIONS)[1:]:
-            cells[f"LM: {name}"]["loss"] = [2.0 * x for x in cells[f"LM: {name}"]["loss"]]
-
-    section, claim = rotational_variants.section, "on LM, results stay stable"
-    assert "shows here on all" in said(section(committed("rotational_variants")), claim)
-    assert "does NOT show" in said(section(changed("rotational_variants", far)), claim)
-
-
-def test_where_multipliers_drift() -> None:
-    def still(cells: Any) -> None:
-        for cell in cells.values():
-            cell["ratio"] = [1e-7 for _ in cell["ratio"]]
-
-    section = gaugefix_networks.section
-    claims = {
-        "drift apart": ("shows here", "does NOT show"),
-        "so do fixes 100": ("shows here only", "shows here on all"),
-    }
-    for claim, (now, then) in claims.items():
-        assert now in said(section(committed("gaugefix_networks")), claim)
-        assert then in said(section(changed("gaugefix_networks", still)), claim)
 
 
 def _with_curve(cells: Any, arm: str, key: str, change: Any) -> None:
@@ -182,26 +124,6 @@ def test_eight_blocks(claim: str, key: str, yes: float, no: float) -> None:
             _with_curve(cells, depth8.TORUS, key, lambda _: value)
 
         return said(depth8.section(changed("depth8", change)), claim)
-
-    assert "shows here on all" in to(yes) and "does NOT show" in to(no)
-
-
-@pytest.mark.parametrize(
-    ("claim", "optimizer", "key", "yes", "no"),
-    [
-        ("every seed groks", depth24.TORUS, "test_accuracy", 1.0, 0.0),
-        ("with Muon none does", depth24.MUON, "test_accuracy", 0.0, 1.0),
-        ("ends at the higher accuracy", depth24.TORUS, "test_accuracy", 2.0, 0.0),
-        ("compresses the activations inside", depth24.TORUS, "activations", 0.0, 1e9),
-    ],
-)
-def test_24_blocks(claim: str, optimizer: str, key: str, yes: float, no: float) -> None:
-    def to(value: float) -> str:
-        def change(cells: Any) -> None:
-            for activation in depth24.ACTIVATIONS:
-                _with_curve(cells, depth24.arm_of(optimizer, activation), key, lambda _: value)
-
-        return said(depth24.section(changed("depth24", change)), claim)
 
     assert "shows here on all" in to(yes) and "does NOT show" in to(no)
 

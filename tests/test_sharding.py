@@ -46,6 +46,7 @@ def _programs(out: Path, *arguments: Sequence[str]) -> list[list[dict[str, Any]]
     return [[json.loads(s) for s in spoken.read_text().splitlines() if s.startswith("{")] for spoken, _ in files]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "optimizer"), [pytest.param(*run, marks=pytest.mark.slow if "muon" in run[1] else ()) for run in RUNS]
 )

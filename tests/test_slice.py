@@ -54,6 +54,7 @@ def check_quotient(name: str, dtype: str, inner: str, params: Tree, linear: bool
 MODELS = [pytest.param(n, marks=() if n in ("gpt", "llama") else pytest.mark.slow) for n in CONFIGS]
 
 
+@pytest.mark.slow_rows("gpt-float32", "llama-float64")
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("name", MODELS)
 def test_twins_under_adamw(name: str, dtype: str) -> None:
@@ -72,6 +73,7 @@ def test_twins_under_any_optimizer(name: str, inner: str, dtype: str) -> None:
         check_quotient(name, dtype, inner, start_of(name, dtype), loss_slack=loss_slack)
 
 
+@pytest.mark.slow_rows("clip_sgd")
 @pytest.mark.parametrize("inner", ["lion", "muon", "clip_sgd"])
 def test_twins_under_signs_polar_factors_and_clipping(inner: str, x64: None) -> None:
     check_quotient("gpt", "float64", inner, start_of("gpt", "float64"))
@@ -86,6 +88,7 @@ def test_twins_under_general_linear_groups(name: str, dtype: str, inner: str) ->
         check_quotient(name, dtype, inner, start_of(name, dtype), linear=True)
 
 
+@pytest.mark.slow_rows("[!al]*", "adafactor")
 @pytest.mark.parametrize("inner", [*INNERS])
 def test_the_same_optimizers_alone_tell_twins_apart(inner: str, x64: None) -> None:
     group, params, tx = go.product(lm.gauges(CONFIGS["gpt"])), start_of("gpt", "float64"), INNERS[inner]()
@@ -119,6 +122,7 @@ def _start_of_the_slice(group: Any, params: Tree) -> Tree:
     return group.act(group.inverse(group.read(params)), params)
 
 
+@pytest.mark.slow_rows("contrib.muon-True", "adamw-True")
 @pytest.mark.parametrize("linear", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("inner", ["adamw", pytest.param("contrib.muon", marks=pytest.mark.slow)])
 def test_unpinned_optimizers_take_the_steps_that_they_take_alone(inner: str, linear: bool, x64: None) -> None:
@@ -132,6 +136,7 @@ def test_unpinned_optimizers_take_the_steps_that_they_take_alone(inner: str, lin
     assert np.max(np.abs(found - expected)) <= 1e-8 < 1e-4 < np.max(np.abs(other - expected))
 
 
+@pytest.mark.slow
 def test_unpinned_weights_stay_on_the_slice() -> None:
     group, params, loss = go.product(lm.gauges(CONFIGS["llama"])), start_of("llama", "float32"), loss_of("llama")
     tx = go.quotient(INNERS["adamw"](), group, pin=False)
@@ -145,6 +150,7 @@ def test_unpinned_weights_stay_on_the_slice() -> None:
 # The step -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_order_of_the_list_changes_nothing(x64: None) -> None:
     gauges, params, loss = lm.gauges(CONFIGS["gpt"]), start_of("gpt", "float64"), loss_of("gpt")
     ends = []
@@ -167,6 +173,7 @@ def test_the_size_of_the_loss_changes_nothing_that_adamw_does_not_show() -> None
     assert ours <= max(3.0 * plain, 1e-5)
 
 
+@pytest.mark.slow_rows("1e+25", "inf", "1e+20")
 @pytest.mark.filterwarnings("ignore:an empty list of gauges")
 @pytest.mark.parametrize("size", [1e20, 1e25, np.inf, np.nan])
 def test_gradients_of_any_size_leave_what_adamw_leaves(size: float) -> None:
@@ -207,6 +214,7 @@ def test_a_list_without_gauges_is_the_optimizer_itself() -> None:
         assert max(apart(found, expected).values()) == 0.0
 
 
+@pytest.mark.slow
 def test_a_rate_ahead_of_the_wrapper_is_one_inside(x64: None) -> None:
     """Of gradient descent; a rate *after* it scales a step that has come back from another size."""
     params, gauges = start_of("gpt", "float64"), lm.gauges(CONFIGS["gpt"])
@@ -220,6 +228,7 @@ def test_a_rate_ahead_of_the_wrapper_is_one_inside(x64: None) -> None:
     assert max(errors.values()) <= 1e-10
 
 
+@pytest.mark.slow
 def test_line_searches_see_slice_coordinates(x64: None) -> None:
     """`value_fn` and `grad` are given for θ; what runs inside asks for them at θ̂."""
     params, loss = start_of("gpt", "float64"), loss_of("gpt")
@@ -251,6 +260,7 @@ def _largest(tree: Tree) -> float:
     return max((float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(tree)), default=0.0)
 
 
+@pytest.mark.slow_rows("gpt")
 @pytest.mark.parametrize("name", ["gpt", pytest.param("llama", marks=pytest.mark.slow)])
 def test_coordinates_stand_still_for_a_thousand_float32_steps(name: str) -> None:
     group, init, step = program(name, "float32", "adamw", False)
@@ -303,6 +313,7 @@ def test_chains_stand_still() -> None:
         assert losses[-1] < losses[0] and drift <= tolerance("quotient_drift", "float32")
 
 
+@pytest.mark.slow
 def test_without_hold_heads_turn(x64: None) -> None:
     params, gauges, loss = start_of("gpt", "float64"), lm.gauges(CONFIGS["gpt"]), loss_of("gpt")
     turned = {}
@@ -317,6 +328,7 @@ def test_without_hold_heads_turn(x64: None) -> None:
 # Transformations of the transformation ------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_seeds_may_be_mapped_over() -> None:
     params, gauges, loss = start_of("gpt", "float32"), lm.gauges(CONFIGS["gpt"]), loss_of("gpt")
     many = jax.tree.map(lambda x: jnp.stack([x, 1.1 * x]), params)
@@ -331,6 +343,7 @@ def test_seeds_may_be_mapped_over() -> None:
     assert max(apart(jax.tree.map(lambda x: x[0], mapped), alone).values()) <= tolerance("optax", "float32") * 10
 
 
+@pytest.mark.slow
 def test_updates_can_be_differentiated_in_reverse(x64: None) -> None:
     """Of a learning rate and of the gradient, against finite differences."""
     params, gauges, loss = start_of("gpt", "float64"), lm.gauges(CONFIGS["gpt"]), loss_of("gpt")
@@ -361,6 +374,7 @@ def test_bfloat16_for_two_hundred_steps() -> None:
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 def test_hyperparameters_inside_and_outside() -> None:
     params, gauges = start_of("gpt", "float32"), lm.gauges(CONFIGS["gpt"])
     inside = go.quotient(optax.inject_hyperparams(optax.adamw)(0.1), gauges)

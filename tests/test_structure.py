@@ -284,3 +284,21 @@ def test_case_names_are_unique(cases: tuple[typing.Any, ...]) -> None:
     names = [case.name for case in cases]
     assert len(set(names)) == len(names) > 0
     assert all(name.count("/") == 1 for name in names)
+
+
+# How much of the package one update passes through ------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, dict[str, int]]:
+    return readability.rows()
+
+
+def test_an_update_of_quotient_is_short(rows: dict[str, dict[str, int]]) -> None:
+    assert 0 < rows["quotient"]["files"] <= 10
+    assert 0 < rows["quotient"]["functions"] <= 80
+    assert 0 < rows["quotient"]["nouns"] <= 15
+
+
+def test_plain_ddc_passes_few_files(rows: dict[str, dict[str, int]]) -> None:
+    assert rows["quotient"]["files"] < rows["ddc_adamw, plain"]["files"] <= 14

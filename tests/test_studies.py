@@ -2,7 +2,6 @@
 
 import functools
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,11 @@ from examples.studies import (
     depth8,
     depth24,
     diagonal_network,
-    grok_readings,
     harness,
     kronecker,
     layernorm_scale,
     lemmas,
     minimum,
-    radial_equilibrium,
     relu_rescale,
     report,
     row_shift,
@@ -33,8 +30,9 @@ from examples.studies import (
     table3,
     tables,
 )
-from models import grokking
-from models.grokking import rotations
+from examples.studies import twins_benchmark as example
+from tests.test_training_studies import WHOLE
+from tests.twins import trained
 
 TINY: dict[Any, list[str]] = {
     row_shift: ["--modulus", "5", "--width", "8", "--hidden", "8", "--heads", "2"],
@@ -44,6 +42,7 @@ TINY: dict[Any, list[str]] = {
     sparse_parity: ["--bits", "4", "--hidden", "8"],
     depth8: ["--p", "5", "--width", "8", "--heads", "2", "--layers", "2", "--sweep-steps", "2"],
     depth24: ["--p", "5", "--width", "8", "--heads", "2", "--layers", "2", "--sweep-steps", "2"],
+    **WHOLE,
 }
 CONTAINED = [
     (row_shift, "DDC", "drift"),
@@ -65,6 +64,7 @@ def _committed(module: Any) -> dict[str, Any]:
 # Running ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", TINY, ids=_name)
 def test_a_tiny_study_leaves_json_figure_and_table(
     module: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -87,59 +87,6 @@ def test_ddc_drifts_a_thousand_times_less_than_adamw(module: Any, ours: str, mod
     assert min(report.ratios(*drifts)) >= 1000
 
 
-def test_a_gauge_takes_from_the_scaled_polar_step_what_is_along_its_orbit_and_nothing_else() -> None:
-    config = depth8.Config(p=7, width=8, heads=2, layers=2)
-    case = depth8.build(config, dict.fromkeys(depth8.BASES, 1e-3))
-    start, data = case.make(1)
-    gradient = jax.jit(jax.grad(case.loss))(start, data)
-
-    def step_of(tx: optax.GradientTransformation, gradient: Any) -> Any:
-        return jax.jit(lambda g, p: tx.update(g, tx.init(p), p)[0])(gradient, start)
-
-    steps = [step_of(case.arms[arm].tx, gradient) for arm in (depth8.POLAR, depth8.TORUS, depth8.FULL_ROTATION)]
-    for step, full in zip(steps[1:], (False, True), strict=True):
-        expected = step_of(go.gauge_project(rotations(config.network, full), "update"), steps[0])
-        assert _apart(step, expected) < 1e-4 < 1e-2 < _apart(step, steps[0])
-    attention = [x["blocks"][0]["attn"]["query"]["kernel"] for x in steps[1:]]
-    assert _apart(*attention) > 1e-2
-    assert _apart(*(x["blocks"][0]["attn"]["value"]["kernel"] for x in steps[1:])) < 1e-6
-
-
-def _apart(one: Any, other: Any) -> float:
-    return max(
-        float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b))
-        for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
-    )
-
-
-def test_the_fisher_in_the_logits_is_the_mean_over_labels_without_the_shift() -> None:
-    c = depth8.Config(p=11, width=8, heads=2, layers=2).network
-    start, data = grok_readings.make(c, 1)
-    start["lm_head"]["kernel"] *= 4.0
-    read = jax.jit(functools.partial(depth8.observe, c=c))(start, start, data)
-    tokens = np.stack(np.divmod(np.arange(121), 11), 1)
-    inside = np.asarray(grokking.features(c, start, tokens)["streams"][1], np.float64)
-    exponents = np.exp(inside @ np.asarray(start["lm_head"]["kernel"], np.float64))
-    q = exponents / exponents.sum(1, keepdims=True)
-    scores = np.eye(11) - q[:, None]  # per pair and label, the gradient of the label's log-probability
-    fisher = np.einsum("nl,nli,nlj->ij", q, scores, scores) / 121
-    shift = np.ones((11, 11)) / 11
-    np.testing.assert_allclose(read["fisher"], np.linalg.eigvalsh(fisher + shift)[0], rtol=1e-3)
-    sizes = np.linalg.svd(inside, compute_uv=False)
-    np.testing.assert_allclose(read["activations"], sizes[-1] / 11.0, rtol=1e-3)
-
-
-def test_a_swept_rate_is_the_rate_of_the_run(tmp_path: Path) -> None:
-    """A sweep has the rate in the optimizer's state, a run has it in the program: both train alike."""
-    options = [*TINY[depth8], "--p", "11", "--steps", "40", "--sweep-steps", "40", "--seeds", "42"]
-    result = harness.main(depth8.STUDY, [*options, "--only", "rates*", f"{depth8.POLAR} | *", "--out", str(tmp_path)])
-    scores = result["rates"]["scaled polar"]
-    accuracy = result["cells"][depth8.POLAR]["42"]["curves"]["test_accuracy"]
-    assert max(scores.values()) == pytest.approx(np.mean(accuracy), abs=2e-3) and len(set(accuracy)) > 1
-    assert list(scores) == [f"{rate:g}" for rate in grok_readings.RATES] and len(set(scores.values())) > 1
-    assert not list(tmp_path.glob("*.npz"))
-
-
 def test_the_radial_coordinate_decides_whether_the_block_survives() -> None:
     result = _committed(sparse_parity)
     assert min(report.final(result, "DDC, linear", "accuracy")) > 0.99
@@ -150,41 +97,7 @@ def test_the_radial_coordinate_decides_whether_the_block_survives() -> None:
     assert min(report.final(result, "DDC, log, decay 2", "loss")) > 0.6
 
 
-def test_linear_settles_where_predicted_and_log_collapses(tmp_path: Path) -> None:
-    options = ["--steps", "800", "--learning-rate", "0.01", "--b2", "0.95", "--seeds", "42"]
-    result = harness.main(radial_equilibrium.STUDY, [*options, "--out", str(tmp_path)])
-    assert max(abs(x) for errors in radial_equilibrium.errors(result).values() for x in errors) < 0.02
-    for degree in radial_equilibrium.DEGREES:
-        for match in radial_equilibrium.MATCHES:
-            arm = radial_equilibrium.arm_name("log", degree, match)
-            assert max(report.final(result, arm, f"log_s{degree}")) < -5
-    for slopes in radial_equilibrium.falls(result).values():
-        np.testing.assert_allclose(slopes, 1.0, rtol=0.03)  # of first order in the rate
-
-
-@pytest.mark.usefixtures("x64")
-def test_without_rounding_the_shift_gauge_changes_no_loss() -> None:
-    config = row_shift.Config(steps=30, modulus=5, width=8, hidden=8, heads=2)
-    case = row_shift.build(config)
-    start, data = case.make(42)
-    observe, ends = jax.jit(case.observe), {}
-    for name in ("AdamW", "DDC"):
-        arm = case.arms[name]
-        params, _ = harness.advance(case, arm)(start, jax.jit(arm.tx.init)(start), data, 0, config.steps)
-        ends[name] = observe(start, params, data)
-    assert ends["DDC"]["drift"] < 1e-12 < 1e-3 < ends["AdamW"]["drift"]
-    np.testing.assert_allclose(ends["DDC"]["train_loss"], ends["AdamW"]["train_loss"], rtol=1e-10)
-
-
 # What is read at a minimum ----------------------------------------------------------------------------
-
-
-def test_what_leaks_lies_where_the_fisher_is_zero() -> None:
-    config = minimum.Config(steps=12, modulus=5, width=4, hidden=8)
-    adamw, ddc = (minimum.isolation(config, arm, 42) for arm in ("AdamW", "DDC"))
-    assert ddc["share"] < minimum.FLOOR < 1e-6 < adamw["share"]
-    assert adamw["along_over_largest"] < minimum.DEAD and adamw["kernel"] >= 4  # one per channel
-    assert adamw["share_of_kernel"] >= (1 - 1e-6) * adamw["share"]
 
 
 @pytest.mark.slow
@@ -222,6 +135,7 @@ def test_a_statement_that_does_not_show_is_listed() -> None:
     assert not lemmas.ROWS[0][2](found)[2]
 
 
+@pytest.mark.slow_rows("entry")
 @pytest.mark.parametrize("share", ["entry", "tensor", "head"])
 @pytest.mark.usefixtures("x64")
 def test_only_one_second_moment_per_head_needs_no_projection(share: str) -> None:
@@ -272,42 +186,23 @@ def test_shampoo_and_soap_have_twins_inside_quotient() -> None:
 # Baselines --------------------------------------------------------------------------------------------
 
 
-def test_z_loss_pulls_on_the_level_that_cross_entropy_does_not_see() -> None:
-    logits = jax.random.normal(jax.random.key(0), (4, 7)) + 3.0
-
-    def slope(loss: Callable[[jax.Array], jax.Array]) -> float:
-        return float(jax.grad(lambda shift: loss(logits + shift))(0.0))
-
-    labels = jnp.arange(4)
-    assert slope(lambda x: baselines.z_loss(x, 1e-4)) > 1e-5
-    assert abs(slope(lambda x: optax.softmax_cross_entropy_with_integer_labels(x, labels).mean())) < 1e-6
-    np.testing.assert_allclose(baselines.z_loss(jnp.zeros((2, 3)), 0.5), 0.5 * np.log(3.0) ** 2, rtol=1e-6)
-
-
 def test_one_plus_adamw_is_adamw_on_the_scale_less_one() -> None:
     def loss(scale: jax.Array, kernel: jax.Array) -> jax.Array:
         return jnp.sum((scale * kernel - 2.0) ** 2)
 
     whole = {"norm": {"scale": jnp.array([0.5, 1.5])}, "kernel": jnp.array([1.0, -1.0])}
     less_one = {"norm": {"scale": whole["norm"]["scale"] - 1.0}, "kernel": whole["kernel"]}
-    ours = _train(
+    ours = trained(
         baselines.one_plus_adamw(1e-2, lambda path: path == "norm/scale", 0.5),
         lambda p: loss(p["norm"]["scale"], p["kernel"]),
         whole,
-    )
-    theirs = _train(
-        optax.adamw(1e-2, weight_decay=0.5), lambda p: loss(1.0 + p["norm"]["scale"], p["kernel"]), less_one
-    )
+        20,
+    )[0]
+    theirs = trained(
+        optax.adamw(1e-2, weight_decay=0.5), lambda p: loss(1.0 + p["norm"]["scale"], p["kernel"]), less_one, 20
+    )[0]
     np.testing.assert_allclose(ours["norm"]["scale"], 1.0 + theirs["norm"]["scale"], rtol=1e-5)
     np.testing.assert_allclose(ours["kernel"], theirs["kernel"], rtol=1e-5)
-
-
-def _train(tx: optax.GradientTransformation, loss: Callable[[Any], jax.Array], params: Any) -> Any:
-    state = tx.init(params)
-    for _ in range(20):
-        updates, state = tx.update(jax.grad(loss)(params), state, params)
-        params = optax.apply_updates(params, updates)
-    return params
 
 
 def test_orthogonal_gradient_turns_and_keeps_its_length() -> None:
@@ -332,9 +227,59 @@ def test_the_table_says_when_a_finding_does_not_show() -> None:
     assert "1,000 times or more on all 3 seeds" in report.containment(result, "AdamW", "DDC", "drift", "log γ")
 
 
-def test_tables_writes_the_page(tmp_path: Path) -> None:
-    name = "layernorm_scale.json"
-    (tmp_path / name).write_text((tables.RESULTS / name).read_text())
-    tables.main(["--results", str(tmp_path)])
-    page = (tmp_path / "README.md").read_text()
-    assert "C.3" in page and "C.2" not in page
+# The twins benchmark ------------------------------------------------------------------------------
+
+
+SMALL = example.Config(steps=10, modulus=7, width=8, heads=2)
+
+
+def test_all_its_gauges_are_symmetries(x64: None) -> None:
+    params, data = example.init(SMALL, jax.random.key(0)), example.pairs(SMALL, 0)
+    read = functools.partial(example.logits, SMALL)
+    group = go.product(example.gauges(SMALL)[:-1])
+    moved = group.act(group.sample(jax.random.key(1), params), params)
+    np.testing.assert_allclose(read(moved, data[2]), read(params, data[2]), rtol=1e-11, atol=1e-12)
+    assert max(float(jnp.abs(a - b).max()) for a, b in zip(*map(jax.tree.leaves, (moved, params)), strict=True)) > 0.3
+
+
+def test_the_mask_is_none_and_the_last_position_is_read() -> None:
+    """A change of the second number reaches the logits through the first block's first position too."""
+    params, tokens = example.init(SMALL, jax.random.key(0)), jnp.array([[1, 2, 7]])
+    whole = example.logits(SMALL, params, tokens)
+    kept = {i: jax.tree.map(jnp.zeros_like, block) for i, block in params["blocks"].items()}
+    blind = example.logits(SMALL, params | {"blocks": kept}, tokens)
+    alone = example._normalised(params["norm"], params["embed"]["embedding"][7] + params["pos"]["embedding"][2])
+    np.testing.assert_allclose(blind[0], alone @ params["lm_head"]["kernel"], rtol=1e-5, atol=1e-6)
+    assert float(jnp.abs(whole - blind).max()) > 0.01
+
+
+def test_pairs_are_split_and_sums_are_modulo() -> None:
+    tokens, sums, held_out, answers = (np.asarray(x) for x in example.pairs(SMALL, 3))
+    assert len(tokens) == int(0.4 * 49) and len(tokens) + len(held_out) == 49
+    assert len({tuple(x) for x in np.concatenate([tokens, held_out]).tolist()}) == 49
+    assert np.array_equal(np.concatenate([sums, answers]), np.concatenate([tokens, held_out])[:, :2].sum(1) % 7)
+    assert set(tokens[:, 2].tolist()) == {7}
+
+
+@pytest.mark.slow_rows("Adam")
+@pytest.mark.parametrize("name", ["Adam", pytest.param("Muon", marks=pytest.mark.slow)])
+def test_twins_part_plain_and_stay_inside_quotient(name: str) -> None:
+    plain, ours = (example.cell(SMALL, arm, 42) for arm in (name, f"quotient({name})"))
+    assert plain["float32"]["same"]["logits"] == ours["float32"]["same"]["logits"] == [0.0] * 3
+    plain, ours = (cell["float64"] for cell in (plain, ours))
+    for kind in ("rotated", "every symmetry"):
+        assert max(ours[kind]["logits"]) < 1e-11
+    assert plain["every symmetry"]["logits"][-1] > 1e-3
+    assert (plain["rotated"]["logits"][-1] > 1e-4) == (name == "Adam")  # whole-matrix Muon commutes with rotations
+    assert 1e-9 < plain["noise"]["logits"][0] < 1e-5
+
+
+def test_one_scalar_for_all_is_adam_on_one_number() -> None:
+    """With a single entry, the shared second moment is that entry's."""
+    value = {"x": jnp.float32(3.0)}
+    ours, adam = baselines.shared_scalar_adam(0.1), example.PLAIN["Adam"]()
+    state, theirs = ours.init(value), adam.init(value)
+    for gradient in (1.0, -0.3, 2.0):
+        step, state = ours.update({"x": jnp.float32(gradient)}, state, value)
+        other, theirs = adam.update({"x": jnp.float32(gradient)}, theirs, value)
+        np.testing.assert_allclose(step["x"], 100.0 * other["x"], rtol=1e-5)

@@ -136,6 +136,7 @@ def test_outputs_say_more_than_a_loss(x64: None) -> None:
 # assert_horizontal --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_rows("rope_*", "product/linear-*", "product/chain-*")
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [

@@ -1,7 +1,5 @@
 """The assertions in chex's test cases: under each of `chex.variants`, under `chex.fake_jit`, and without chex."""
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +11,6 @@ import pytest
 from absl import flags
 
 import gauge_optax as go
-from tests import quick
 
 KEY = jax.random.key(0)
 PARAMS = {
@@ -43,6 +40,7 @@ def _pmap_on_one_device_too() -> Iterator[None]:
     flag.value = before
 
 
+@pytest.mark.slow_rows("*_device", "*__with_pmap")
 class Variants(chex.TestCase):
     """What a user of chex writes: `self.variant` around a loss or around `tx.update`."""
 
@@ -167,31 +165,3 @@ def test_zeros_need_not_be_exact_and_an_outlier_is_seen() -> None:
     go.testing.assert_invariant(lambda p: jnp.append(out(p, 0.0), p["up"][0, 0] * 1e-7), params, gauge, KEY)
     with pytest.raises(AssertionError, match="Mismatched elements: 1 / 1000"):
         go.testing.assert_invariant(lambda p: out(p, 1e-4), params, gauge, KEY)
-
-
-def test_nothing_but_the_assertions_needs_chex() -> None:
-    """Neither `import gauge_optax` nor an optimizer, and what does says what to install."""
-    program = """
-import sys
-class Hidden:
-    def find_spec(self, name, *rest):
-        if name.split(".")[0] == "chex":
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, Hidden())
-from gauge_optax import *
-import gauge_optax as go, jax, jax.numpy as jnp
-assert "chex" not in sys.modules
-gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
-params = {"up": jnp.ones((2, 3)), "down": jnp.ones((3, 2))}
-go.quotient_adamw(1e-3, gauge).init(params)
-print(go.testing.describe(gauge), go.testing.tolerance("invariant", params))
-try:
-    go.testing.assert_invariant(lambda p: jnp.sum(p["up"] @ p["down"]), params, gauge, jax.random.key(0))
-except ImportError as error:
-    print(error)
-"""
-    made = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=quick.environment())
-    assert made.returncode == 0, made.stderr
-    assert made.stdout.splitlines() == [
-        "rescale('up', 'down') 1e-05", 'gauge_optax.testing compares by chex: pip install "gauge_optax[testing]"'
-    ]

@@ -78,20 +78,6 @@ def test_twenty_steps_are_those_of_the_jax_function(x64: None, name: str, zero_b
         assert np.abs(value - start[path]).max() > 1e-2
 
 
-@pytest.mark.parametrize("name", MAKERS)
-def test_twins_take_one_way(name: str) -> None:
-    start = _start(False)
-    twin, rng = dict(start), np.random.default_rng(2)
-    for pair in SHAPES:
-        s = rng.normal(size=(SHAPES[pair][0],) * 2)
-        twin[f"{pair}.lora_A.default.weight"] = s @ start[f"{pair}.lora_A.default.weight"]
-        twin[f"{pair}.lora_B.default.weight"] = start[f"{pair}.lora_B.default.weight"] @ np.linalg.inv(s)
-    ends = [_in_torch(name, x, 20) for x in (start, twin)]
-    for pair in SHAPES:
-        one, two = (x[f"{pair}.lora_B.default.weight"] @ x[f"{pair}.lora_A.default.weight"] for x in ends)
-        np.testing.assert_allclose(one, two, atol=1e-8)
-
-
 def test_bindings_from_json_are_those_of_names() -> None:
     start = _start(False)
     gauges = go.tools.to_json(go.lora({path: jnp.asarray(x) for path, x in start.items() if "lora" in path}))
@@ -114,25 +100,6 @@ def test_what_does_not_fit_says_what_to_pass(names: list[str], gauges: str | Non
     with pytest.raises(ValueError, match=message) as error:
         torch_lora.pairs_of(names, gauges)
     assert all(part in str(error.value) for part in ("found:", "expected:", "remedy:"))
-
-
-@pytest.mark.parametrize("name", MAKERS)
-def test_a_state_is_saved_and_loaded(name: str, tmp_path: Path) -> None:
-    start = _start(False)
-    whole = _in_torch(name, start, 6)
-    params = {path: torch.nn.Parameter(torch.tensor(x)) for path, x in start.items()}
-    file = tmp_path / "state.pt"
-    for part in range(2):
-        optimizer = MAKERS[name][1](params.items(), lr=1e-2, **MAKERS[name][2])
-        if part:
-            optimizer.load_state_dict(torch.load(file, weights_only=True))
-        for _ in range(3):
-            optimizer.zero_grad()
-            _loss(params, torch.sum).backward()
-            optimizer.step()
-        torch.save(optimizer.state_dict(), file)
-    for path, value in whole.items():
-        np.testing.assert_array_equal(params[path].detach().numpy(), value)
 
 
 # What stands between the factors, and experts -----------------------------------------------------------
@@ -248,25 +215,6 @@ def test_experts_in_two_matrices_are_refused_or_take_the_steps_of_jax(x64: None)
     assert max(np.abs(one[path] - ours[path]).max() for path in one) > 1e-3
     with pytest.raises(ValueError, match="factors that are no matrices"):
         torch_lora.QuotientMuon([(k, torch.nn.Parameter(torch.tensor(x))) for k, x in start.items()], experts=3)
-
-
-def test_twins_of_experts_take_one_way() -> None:
-    rng = np.random.default_rng(5)
-    start = {name: rng.normal(size=shape) for name, shape in EXPERTS.items()}
-    a, b = (start[name].copy() for name in EXPERTS)
-    a, b = a.reshape(3, 2, 8), b.reshape(5, 2, 3)
-    for k in range(3):
-        s = rng.normal(size=(2, 2))
-        a[k], b[:, :, k] = s @ a[k], b[:, :, k] @ np.linalg.inv(s)
-    twin = dict(zip(EXPERTS, (a.reshape(6, 8), b.reshape(5, 6)), strict=True))
-
-    def product(p: dict[str, np.ndarray]) -> np.ndarray:
-        a, b = p.values()
-        return np.einsum("ore,eri->eoi", b.reshape(5, 2, 3), a.reshape(3, 2, 8))
-
-    ends = [product(_run_experts(p, experts=3)) for p in (start, twin)]
-    np.testing.assert_allclose(product(twin), product(start), atol=1e-10)
-    np.testing.assert_allclose(*ends, atol=1e-8)
 
 
 def test_convolutions_take_the_steps_of_jax(x64: None) -> None:
@@ -416,24 +364,6 @@ def test_the_state_of_groups_is_saved_and_loaded(name: str, tmp_path: Path) -> N
     second.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     for path, value in _steps(model, second, 3).items():
         np.testing.assert_array_equal(value, expected[path], err_msg=path)
-
-
-def test_the_state_of_experts_is_saved_and_loaded(tmp_path: Path) -> None:
-    rng = np.random.default_rng(7)
-    params = {name: torch.nn.Parameter(torch.tensor(rng.normal(size=shape))) for name, shape in EXPERTS.items()}
-    twin = {name: torch.nn.Parameter(x.detach().clone()) for name, x in params.items()}
-    for part, given in ((0, twin), (1, params)):
-        optimizer = torch_lora.QuotientAdamW(given.items(), lr=1e-2, experts=3)
-        for step in range(6):
-            if part and step == 3:
-                torch.save(optimizer.state_dict(), tmp_path / "state.pt")
-                optimizer = torch_lora.QuotientAdamW(given.items(), lr=1.0, experts=3)
-                optimizer.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-            optimizer.zero_grad()
-            _experts_loss(*given.values(), torch.einsum).backward()
-            optimizer.step()
-    for name, value in twin.items():
-        np.testing.assert_array_equal(params[name].detach().numpy(), value.detach().numpy())
 
 
 def test_a_group_that_is_added_later_brings_its_pairs() -> None:

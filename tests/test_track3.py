@@ -19,11 +19,6 @@ CONFIG = lm.llama_config(vocab=7, d_model=8, layers=1, heads=2, kv_heads=2, d_he
 OUT, DOWN = ("blocks", 0, "attn", "out", "kernel"), ("blocks", 0, "mlp", "down", "kernel")
 
 
-def weights(seed: int = 0) -> Any:
-    """Of a small decoder."""
-    return lm.params_and_loss(CONFIG, jax.random.key(seed))[0]
-
-
 def leaf(tree: Any, path: tuple[Any, ...]) -> jax.Array:
     """One leaf."""
     for name in path:
@@ -39,6 +34,7 @@ def ways(arm: str) -> list[Any]:
     ]
 
 
+@pytest.mark.slow_rows("*[NPRW,]*-plain")
 @pytest.mark.parametrize(("arm", "way"), [case for arm in arms.ARMS for case in ways(arm)])
 def test_every_arm_lowers_the_loss(arm: str, way: str) -> None:
     """Five steps on one batch, with kernels of zeros among them."""
@@ -64,35 +60,6 @@ def test_every_arm_lowers_the_loss(arm: str, way: str) -> None:
     end, after = train(params)
     assert end < before
     assert bool(jnp.any(leaf(after, OUT) != 0))
-
-
-def test_matrices_are_kernels_groups_of_heads_or_heads() -> None:
-    """Every matrix that an arm names ends with singular values near √max(1, outputs/inputs)."""
-    noise = jax.tree.map(lambda x: jax.random.normal(jax.random.key(1), x.shape), weights())
-    for heads, shape in ((None, (1, 8, 8)), (2, (1, 8, 8)), (1, (2, 4, 8))):
-        step = optimizers.orthogonalised(heads)
-        out = leaf(step.update(noise, step.init(noise))[0], OUT)
-        sizes = np.linalg.svd(np.asarray(out).reshape(shape), compute_uv=False)
-        factor = max(1.0, shape[2] / shape[1]) ** 0.5
-        np.testing.assert_allclose(sizes / factor, 1.0, atol=0.35)
-
-
-def test_neurons_are_made_alike_and_the_kernel_keeps_its_length() -> None:
-    """After the first step every neuron's update is as long as the next."""
-    noise = {"blocks": jax.tree.map(lambda x: jax.random.normal(jax.random.key(1), x.shape), weights()["blocks"])}
-    kernels = jax.tree_util.tree_map_with_path(lambda path, x: x if optimizers.is_matrix(path) else None, noise)
-    link = optimizers.neurons_alike()
-    after = leaf(link.update(kernels, link.init(kernels))[0], DOWN)
-    lengths = jnp.linalg.norm(after, axis=0)
-    np.testing.assert_allclose(lengths, lengths[0], rtol=1e-5)
-    np.testing.assert_allclose(jnp.linalg.norm(after), jnp.linalg.norm(leaf(kernels, DOWN)), rtol=1e-5)
-
-
-def test_rows_are_made_alike() -> None:
-    """A token's row of the embedding has a root mean square of 1, whatever its gradient's size."""
-    link = optimizers.rows_alike(lambda path: 0)
-    update = {"embedding": jnp.array([[3.0, -3.0], [1e-3, 1e-3]])}
-    np.testing.assert_allclose(link.update(update, link.init(update))[0]["embedding"], [[1, -1], [1, 1]], rtol=1e-5)
 
 
 # Sweeps -------------------------------------------------------------------------------------------------
@@ -136,13 +103,6 @@ def test_a_sweep_gives_up_where_rates_never_get_worse(monkeypatch: pytest.Monkey
     assert ", an end" in track3.section(result)
 
 
-def test_a_diverged_run_is_no_best(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It counts as infinite."""
-    result, _ = filled([MUON])
-    result["cells"][key(MUON.cell(0.1, 0.25, 42))]["validation"] = None
-    assert (track3.best(result, MUON) or (0, 0))[1] != 0.25
-
-
 def test_the_ladder_finds_the_fewest_steps() -> None:
     """AdamW's loss in 400 steps takes Muon 400·exp(−0.2/0.5) = 268 steps, and the next rung that is clear of it."""
     plain = [track3.Group(64, "lecun", name, "plain") for name in ("AdamW", "Muon", "NorMuon")]
@@ -150,29 +110,6 @@ def test_the_ladder_finds_the_fewest_steps() -> None:
     assert track3.fewest(result, MUON) == (283, None)
     assert track3.fewest(result, plain[0]) == (476, None)
     assert "| Muon (plain) | 283 | not run | not run |" in track3.section(result)
-
-
-def test_the_table_has_scores_and_a_sentence(tmp_path: Any) -> None:
-    """A made-up result in which Muon leads."""
-    chosen = [
-        track3.Group(size, start, name, "plain")
-        for size in track3.STEPS for start in track3.STARTS for name in ("AdamW", "Muon", "NorMuon")
-    ]
-    result, _ = filled(chosen)
-    text = track3.section(result)
-    assert text.count("| Muon |") == 6 and "not run" in text
-    assert "Never behind the better of the two by as much: none." in text
-    track3.figure(result, tmp_path / "figure.png")
-    assert (tmp_path / "figure.png").stat().st_size > 10_000
-
-
-def test_a_run_is_saved_and_gone_on_from(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two runs, then one more; none twice."""
-    trained = []
-    monkeypatch.setattr(track3, "train", lambda cell: trained.append(cell) or {"validation": curve(cell), "seconds": 0})
-    args = ["--out", str(tmp_path), "--only", "64 | lecun | Muon | plain | *"]
-    harness.main(track3.STUDY, [*args, "--stop-after", "2"])
-    assert len(harness.main(track3.STUDY, [*args, "--stop-after", "1"])["cells"]) == len(set(trained)) == 3
 
 
 # Transfer -----------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 import gauge_optax as go
-from examples.studies import depth8, depth24, digit_addition, harness, overtraining_lm, vit
+from examples.studies import depth8, depth24, digit_addition, overtraining_lm, vit
 from models import vit as vit_model
 from models.vit import ViTConfig
 
@@ -53,6 +53,7 @@ def test_what_cannot_be_read_says_what_is_expected(tmp_path: Path) -> None:
 SMALL = ViTConfig(side=4, patch=2, channels=2, classes=3, d_model=8, depth=2, heads=2, d_ff=12)
 
 
+@pytest.mark.slow
 def test_the_multiplicative_gauges_are_symmetries(x64: None) -> None:
     start = vit_model.init(SMALL, jax.random.key(0))
     keys = iter(jax.random.split(jax.random.key(1), 99))
@@ -62,17 +63,6 @@ def test_the_multiplicative_gauges_are_symmetries(x64: None) -> None:
     gauges = vit_model.multiplicative_gauges()
     go.testing.assert_invariant(lambda p: jnp.sum(jnp.sin(read(p))), params, gauges, jax.random.key(3), rtol=1e-11)
     assert float(jnp.std(read(params))) > 0.05
-
-
-def test_patches_are_squares_of_the_image() -> None:
-    """With a patch embedding that reads one pixel, the streams' first block input is that pixel of each patch."""
-    params = vit_model.init(SMALL, jax.random.key(0))
-    zeroed = jax.tree.map(jnp.zeros_like, params)
-    pick = jnp.zeros((8, 8)).at[5, 0].set(1.0)  # second row, first column, second channel
-    tree = zeroed | {"embed": {"kernel": pick, "bias": jnp.zeros(8)}}
-    image = jnp.arange(32.0).reshape(1, 4, 4, 2)
-    stream = vit_model.features(SMALL, tree, image)["stream"][0, :, 0]
-    np.testing.assert_array_equal(stream, [image[0, r + 1, c, 1] for r in (0, 2) for c in (0, 2)])
 
 
 # Addition of digits -----------------------------------------------------------------------------------
@@ -88,43 +78,7 @@ def test_rows_of_digits_are_sums() -> None:
         assert a + b == total and row[2] == digit_addition.PLUS and row[5] == digit_addition.EQUALS
 
 
-@pytest.mark.parametrize("task", [digit_addition.MODULAR, digit_addition.DIGITS])
-def test_pruning_is_the_network_without_its_block(task: str) -> None:
-    of_task = digit_addition.build(TINY).arms[f"{task}, {digit_addition.ADAMW}"]
-    params, data = of_task.make(0)
-    keys = iter(jax.random.split(jax.random.key(1), 99))
-    params = jax.tree.map(lambda x: x + 0.2 * jax.random.normal(next(keys), x.shape, x.dtype), params)
-    read = of_task.observe(params, params, data)
-    block = params["blocks"][0]
-    without = block | {"mlp": block["mlp"] | {"down": jax.tree.map(jnp.zeros_like, block["mlp"]["down"])}}
-    pruned = of_task.observe(params, params | {"blocks": {0: without}}, data)
-    for key in ("loss", "accuracy"):
-        np.testing.assert_allclose(pruned[key], read[f"pruned_{key}"], rtol=1e-5)
-    assert abs(float(read["loss"] - read["pruned_loss"])) > 1e-3 and float(pruned["scale"]) == 0.0
-
-
-def test_no_gauge_changes_the_scale_of_the_block(x64: None) -> None:
-    of_task = digit_addition.build(TINY).arms[f"{digit_addition.MODULAR}, {digit_addition.ADAMW}"]
-    params, data = of_task.make(0)
-    params = jax.tree.map(lambda x: x.astype(jnp.float64), params)
-    group = go.product(digit_addition.grokking.gauges(digit_addition.GrokConfig(p=5, d_model=8, heads=2, d_ff=12,
-                                                                                  mlp="relu2")))
-    moved = group.act(group.sample(jax.random.key(2), params), params)
-    before, after = (of_task.observe(params, p, data) for p in (params, moved))
-    for key in ("scale", "loss", "rank_before", "rank_after"):
-        np.testing.assert_allclose(after[key], before[key], rtol=1e-9)
-
-
 # The language model -----------------------------------------------------------------------------------
-
-LM = overtraining_lm.Config(steps=3, batch=2, length=8, text=64, held_out=64, width=12, layers=1, heads=2, kv_heads=1,
-                            hidden=16)
-
-
-def test_the_text_held_out_lies_behind_the_text_learnt() -> None:
-    known, new = overtraining_lm._text(LM)
-    assert known.shape == new.shape == (8, 9)
-    assert (known[1:, 0] == known[:-1, -1]).all()  # windows overlap by the token that is predicted last
 
 
 def test_cells_are_readable_where_they_fall_as_a_power() -> None:
@@ -145,19 +99,6 @@ WHOLE: dict[Any, list[str]] = {
                       "1", "--heads", "2", "--kv-heads", "1", "--hidden", "16"],
     digit_addition: ["--p", "5", "--width", "8", "--hidden", "12", "--heads", "2", "--places", "2", "--sums", "6"],
 }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("module", WHOLE, ids=lambda module: module.__name__.split(".")[-1])
-def test_a_tiny_run_leaves_json_figure_and_table(
-    module: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    name = module.__name__.split(".")[-1]
-    result = harness.main(module.STUDY, [*WHOLE[module], "--steps", "3", "--seeds", "42", "--out", str(tmp_path)])
-    assert json.loads((tmp_path / f"{name}.json").read_text()) == result
-    assert (tmp_path / f"{name}.png").stat().st_size > 1000 and not list(tmp_path.glob("*.npz"))
-    shown = capsys.readouterr().out
-    assert all(f"| {arm} |" in shown for arm in result["arms"])
 
 
 SMALL_GROK = ["--p", "5", "--width", "8", "--heads", "2", "--layers", "1", "--sweep-steps", "3"]

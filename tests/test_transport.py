@@ -17,6 +17,7 @@ import pytest
 import gauge_optax as go
 from gauge_optax.states.moves import move_cotangent, move_tangent
 from tests.quick import jit
+from tests.refusals import refused
 from tests.tolerances import tolerance
 
 Tree = Any
@@ -131,6 +132,7 @@ OURS = {
 }
 
 
+@pytest.mark.slow_rows("ddc_adamw/adam", "*muon*", "*head*", "chain")
 @pytest.mark.parametrize("name", OURS)
 def test_a_state_moves_to_where_its_twin_is(name: str, x64: None) -> None:
     gauges, make = OURS[name]
@@ -149,6 +151,7 @@ def test_a_state_moves_to_where_its_twin_is(name: str, x64: None) -> None:
     same(group.act(element, after), theirs.run(group.act(element, params), moved, range(4, 6))[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["quotient_adamw", pytest.param("quotient_muon", marks=pytest.mark.slow)])
 def test_a_quotient_state_goes_on_where_its_twin_does(name: str, x64: None) -> None:
     """GL on values and outputs, a torus and a norm on the same leaves, a unit of its own; then a shift."""
@@ -158,6 +161,7 @@ def test_a_quotient_state_goes_on_where_its_twin_does(name: str, x64: None) -> N
         _check_that_it_goes_on(gauges, getattr(go, name)(0.03, gauges))
 
 
+@pytest.mark.slow
 def test_kept_inverses_move_along(x64: None) -> None:
     gauges = [UNIT, LINEAR]
     _check_that_it_goes_on(gauges, optax.chain(go.links.scale_by_opposite_gram(gauges, every=4), optax.sgd(0.003)))
@@ -206,9 +210,8 @@ def test_a_state_of_another_list_is_refused() -> None:
     params = noise(0)
     state = jax.eval_shape(go.ddc_adamw(0.03, [UNIT, TURN]).init, params)
     for gauges in ([UNIT], [UNIT, TURN, SHIFT], [NORM, UNIT, TURN]):
-        with pytest.raises(ValueError, match="another list of gauges") as error:
+        with refused("another list of gauges", "remedy:   give transport the optimizer's own list of gauges"):
             _shapes_of_transported(state, params, gauges, go.product(gauges).identity(params))
-        assert "remedy:   give transport the optimizer's own list of gauges" in str(error.value)
     wrapped = jax.eval_shape(go.quotient(optax.adam(0.1), UNIT).init, params)
     with pytest.raises(ValueError, match="another list of gauges"):
         _shapes_of_transported(wrapped, params, NORM, NORM.identity(params))
@@ -366,10 +369,8 @@ def test_a_full_gauge_and_second_moments_of_entries(gauge: go.Gauge, x64: None) 
     tx, params = optax.adamw(0.1), noise(0, FULL)
     element = gauge.sample(jax.random.key(1), params)
     _, state = tx.update(noise(1, FULL), jit(tx.init)(params), params)
-    with pytest.raises(ValueError, match=f"ScaleByAdamState.nu of 'value' under {gauge.name}") as error:
+    with refused(f"ScaleByAdamState.nu of 'value' under {gauge.name}", "on_unknown='reset'", "go.quotient(tx, gauges)"):
         go.orbit.transport(state, params, gauge, element)
-    for part in ("found:", "expected:", "remedy:", "on_unknown='reset'", "go.quotient(tx, gauges)"):
-        assert part in str(error.value)
     expected = move_cotangent(go.product(gauge), (element,), params, state[0].mu)
     kept = go.orbit.transport(state, params, gauge, element, "keep")
     same(kept[0], state[0]._replace(mu=expected))

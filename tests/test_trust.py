@@ -6,19 +6,18 @@ from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 import gauge_optax as go
 from gauge_optax.binding import leaves_by_path, with_leaves
 from tests.cases import FLAT_CASES, GAUGE_CASES
 from tests.gauges.user_gauges import Translation
 from tests.quick import jit
+from tests.twins import trained
 
 RELU = go.rescale({"up/kernel": "_ channel", "up/bias": "channel"}, {"down/kernel": "channel _"})
 NET = {
@@ -168,6 +167,7 @@ DECAYING: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.slow_rows("[!q]*-callable", "[!q]*-tree", "quotient_*-*e", "m*-one side")
 @pytest.mark.parametrize("mask", MATRICES)
 @pytest.mark.parametrize("name", DECAYING)
 def test_a_mask_that_splits_a_gauge_treats_twins_alike(name: str, mask: str, x64: None) -> None:
@@ -182,12 +182,7 @@ def test_a_mask_that_splits_a_gauge_treats_twins_alike(name: str, mask: str, x64
 
     ends = []
     for tx, start in ((tx, p) for tx in (DECAYING[name](MATRICES[mask]), DECAYING[name](None)) for p in (params, twin)):
-        step = jax.jit(lambda p, s, tx=tx: tx.update(jax.grad(loss)(p), s, p))
-        p, state = start, tx.init(start)
-        for _ in range(5):
-            updates, state = step(p, state)
-            p = optax.apply_updates(p, updates)
-        ends.append(float(loss(p)))
+        ends.append(float(loss(trained(tx, loss, start, 5)[0])))
     assert ends[0] == pytest.approx(ends[1], rel=1e-10) and ends[2] == pytest.approx(ends[3], rel=1e-10)
     assert ends[0] != ends[2] or ("muon" in name and mask != "one side")  # only matrices have Muon's decay
 
@@ -226,31 +221,6 @@ def test_an_absent_leaf() -> None:
     # A None that no pattern stands for is not blamed.
     with pytest.raises(ValueError, match="no leaf matches 'up/kernle'"):
         go.rescale({"up/kernle": "_ c"}, {"down/kernel": "c _"}).dim(layers[1])
-
-
-def test_discover_called_with_a_module() -> None:
-    class Net(nnx.Module):
-        def __init__(self) -> None:
-            self.up, self.down = (nnx.Linear(*sizes, rngs=nnx.Rngs(0)) for sizes in ((3, 4), (4, 2)))
-
-        def __call__(self, x: jax.Array) -> jax.Array:
-            return self.down(jax.nn.relu(self.up(x)))
-
-    batches = list(np.random.default_rng(0).normal(size=(2, 4, 3)))
-    net, mlp, dense = Net(), eqx.nn.MLP(3, 2, 4, 1, key=jax.random.key(0)), nn.Dense(2)
-    remedy = "write go.discover(lambda model, x: model(x), model, batches)"
-    _says(lambda: go.discover(net, nnx.state(net), batches), "discover: fn is a module, Net", remedy)  # type: ignore[arg-type]
-    _says(lambda: go.discover(mlp, eqx.filter(mlp, eqx.is_array), batches), "discover: fn is a module, MLP", remedy)
-    variables = dense.init(jax.random.key(0), batches[0])
-    _says(lambda: go.discover(dense, variables, batches), "discover: fn is a module, Dense",
-          "write go.discover(model.apply, model.init(key, x), batches)")
-    with pytest.raises(ValueError, match="discover: fn does not take parameters and a batch, <lambda>"):
-        go.discover(lambda p: p, variables, batches)  # type: ignore[arg-type, misc]
-    # The remedies work as they are written.
-    report = go.discover(lambda model, x: model(x), net, batches, "logits", progress=False)
-    assert [gauge.name for gauge in report.gauges] == ["rescale", "logit_shift"]
-    report = go.discover(dense.apply, variables, batches, "logits", progress=False)  # type: ignore[arg-type]
-    assert [gauge.name for gauge in report.gauges] == ["logit_shift"]
 
 
 # A norm's scale of zero --------------------------------------------------------------------------------------

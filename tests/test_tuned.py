@@ -1,17 +1,13 @@
 """The queue of tuned optimizers: its search, its order, its table, and a dry run of a tiny network."""
 
-import dataclasses
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import gauge_optax as go
 from benchmarks import rates, tuned
-from examples.studies import harness
-from examples.studies.harness import Result, key
 from examples.studies.starts import STARTS
 
 ROOT = Path(__file__).parent.parent
@@ -23,14 +19,6 @@ def curve(run: tuned.Cell) -> float:
     _, _, arm, other, decay, rate, seed = run
     apart = math.log(rate / 0.028) ** 2 + 0.3 * math.log(other / tuned.ARMS[arm].rates[1]) ** 2 + decay
     return 1.5 - 0.1 * (arm == "Muon") + 0.1 * apart + 1e-3 * ((seed * 7919) % 11 - 5)
-
-
-def filled(runs: int | None = None) -> Result:
-    """A result of made-up runs, in the order of the queue."""
-    result: Result = {"cells": {}, "seeds": list(tuned.SEEDS), "machine": "none"}
-    while (runs is None or len(result["cells"]) < runs) and (run := tuned.next_run(result)) is not None:
-        result["cells"][key(run)] = {"validation": curve(run), "seconds": 1.0}
-    return result
 
 
 def test_a_search_ends_at_the_least_loss_within_its_budget() -> None:
@@ -48,39 +36,6 @@ def test_a_search_ends_at_the_least_loss_within_its_budget() -> None:
         while (point := tuned.search(few, (0, 0, 2), 5)) is not None:
             few[point] = loss(point, aim)
         assert len(few) == 5
-
-
-def test_optimizers_of_a_stage_take_turns_and_none_has_more_runs() -> None:
-    """After 20 runs each of the first two has had ten."""
-    result = filled(20)
-    first = tuned.STAGES[0]
-    assert [len(tuned.found(result, first, arm).losses) for arm in first.arms] == [10, 10]
-    result = filled()
-    for stage in tuned.STAGES:
-        for arm in stage.arms:
-            assert len(tuned.found(result, stage, arm).losses) <= stage.budget
-
-
-def test_the_table_has_means_errors_and_what_is_missing() -> None:
-    """The difference is that of the made-up losses, 0.1 for all seeds alike."""
-    text = tuned.section(filled())
-    row = next(line for line in text.splitlines() if "| 1,000 steps " in line and "max_norm_muon" in line)
-    assert "+0.1000 ± 0.0000" in row and "0.0283, 0.01, 0 " in row
-    assert text.endswith("All stages are finished.")
-    partial = tuned.section(filled(20))
-    assert "10 of 15" in partial and "Not finished: Muon (1,000 steps, lecun); max_norm_muon" in partial
-
-
-def test_a_run_is_saved_and_gone_on_from(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three steps of one layer: a run, then one more of the other optimizer."""
-    config = dataclasses.replace(tuned.PROBLEMS[tuned.FIRST].model, d_model=16, layers=1, d_ff=8, heads=1, kv_heads=1)
-    monkeypatch.setattr(tuned, "PROBLEMS", {tuned.FIRST: tuned.task_of(config, steps=3)})
-    for count in (1, 2):
-        result = harness.main(tuned.STUDY, ["--out", str(tmp_path), "--stop-after", "1"])
-        assert len(result["cells"]) == count
-    assert all(2 < run["validation"] < 7 for run in result["cells"].values())
-    assert [name.split(" | ")[2] for name in result["cells"]] == list(tuned.STAGES[0].arms)
-    assert "1 of 15" in (tmp_path / "tuned.md").read_text()
 
 
 def said() -> dict[str, str]:

@@ -49,7 +49,10 @@ def start_of(name: str, dtype: str) -> Tree:
     return with_leaves(shapes, {path: drawn(path, x.shape) for path, x in leaves_by_path(shapes).items()})
 
 
+@functools.lru_cache(maxsize=2)
 def stepper(tx: optax.GradientTransformation, loss: Callable[[Tree], jax.Array]) -> Any:
+    """(params, state) → both after a step, and the loss before it; compiled once for a point and its twin."""
+
     @jit
     def step(params: Tree, state: Tree) -> tuple[Tree, Tree, jax.Array]:
         value, grads = jax.value_and_grad(loss)(params)
@@ -65,6 +68,29 @@ def train(init: Any, step: Any, params: Tree, steps: int = 20) -> tuple[Tree, np
         params, state, loss = step(params, state)
         losses.append(float(loss))
     return params, np.array(losses)
+
+
+def trained(tx: optax.GradientTransformation, loss: Callable[[Tree], jax.Array], params: Tree, steps: int) -> Any:
+    """Weights and state after some steps."""
+    step, state = stepper(tx, loss), tx.init(params)
+    for _ in range(steps):
+        params, state, _ = step(params, state)
+    return params, state
+
+
+def walk(tx: optax.GradientTransformation, params: Tree, gradients: Tree) -> tuple[Tree, Tree]:
+    """The weights before every step and after the last, and the last state; gradients are stacked by step."""
+
+    def step(carry: Any, grads: Tree) -> Any:
+        params, state = carry
+        updates, state = tx.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), params
+
+    def run(params: Tree, gradients: Tree) -> Any:
+        (last, state), before = jax.lax.scan(step, (params, tx.init(params)), gradients)
+        return jax.tree.map(lambda a, b: jnp.concatenate([a, b[None]]), before, last), state
+
+    return jit(run)(params, gradients)
 
 
 def apart(a: Tree, b: Tree) -> dict[str, float]:

@@ -268,6 +268,7 @@ def test_other_names_of_the_same_axes_pass(changed: Mapping[str, str], found: An
     assert not go.check(tx, tx.init(params), params, grads, report=report).notes
 
 
+@pytest.mark.slow_rows("neuron _")
 @pytest.mark.parametrize("name", OTHER)
 def test_a_mapping_that_contradicts_the_function_is_named(name: str, found: Any) -> None:
     params, grads, report = found

@@ -49,6 +49,7 @@ def stream() -> go.Gauge:
     return go.residual_rotation(read, {"embed": "_ basis", "o": "_ _ basis"})
 
 
+@pytest.mark.slow
 def test_planes_that_rotary_leaves_still_have_all_matrices() -> None:
     def fn(p: Any, tokens: Any) -> jax.Array:
         x = p["embed"][tokens]
@@ -69,6 +70,7 @@ def test_planes_that_rotary_leaves_still_have_all_matrices() -> None:
     check(fn, params, TOKENS, hand)
 
 
+@pytest.mark.slow
 def test_a_learned_probe_has_query_and_key_matrices() -> None:
     """An attention-pooling head: the query comes from a parameter, the same for every input."""
 
@@ -90,6 +92,7 @@ def test_a_learned_probe_has_query_and_key_matrices() -> None:
     check(fn, params, list(RNG.standard_normal((2, 5, 7, 6))), hand, outputs="loss")
 
 
+@pytest.mark.slow
 def test_a_multiplier_of_every_query_head_of_a_group() -> None:
     def fn(p: Any, tokens: Any) -> jax.Array:
         x = p["embed"][tokens]
@@ -112,6 +115,7 @@ def test_a_multiplier_of_every_query_head_of_a_group() -> None:
     check(fn, params, TOKENS, hand)
 
 
+@pytest.mark.slow
 def test_biases_of_a_fused_kernel() -> None:
     """Query, key and value in one leaf: the norm's bias flows into all of it, its value part into the output's bias."""
 

@@ -30,6 +30,7 @@ def near(params: Any, seed: int) -> Any:
     return jax.tree.map(lambda x: np.asarray(x, np.float64) + 0.3 * rng.standard_normal(np.shape(x)), params)
 
 
+@pytest.mark.slow_rows("gpt-scanned")
 @pytest.mark.parametrize(("name", "form"), ROWS)
 def test_every_gauge_of_the_hand_list_by_span(name: str, form: str) -> None:
     net = FORMS[form](CONFIGS[name])

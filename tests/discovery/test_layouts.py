@@ -116,6 +116,7 @@ def check(
     return report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turn", TURNS)
 def test_a_fused_block_with_grouped_queries(turn: str) -> None:
     function, gauges = TURNS[turn]

@@ -116,6 +116,7 @@ HAND = [
 ]
 
 
+@pytest.mark.slow_rows("<class*")
 @pytest.mark.parametrize("options", [{}, {"attention_fn": attention}], ids=["flax", "jax.nn"])
 @pytest.mark.parametrize("dtype", [None, jnp.float32, jnp.bfloat16], ids=str)
 def test_stock_flax_attention_is_taken_as_it_is(dtype: Any, options: dict[str, Any]) -> None:

@@ -182,6 +182,7 @@ def _trained(params: Any, make: Callable[[Any], Any], steps: int = 20) -> Any:
     return [leaves[f"layers/{i}/lora_a"] @ leaves[f"layers/{i}/lora_b"] for i in range(2)]
 
 
+@pytest.mark.slow_rows("[!q]*", "quotient_adamw")
 @pytest.mark.parametrize(
     "make",
     [

@@ -139,6 +139,7 @@ def test_shapes_of_a_module_need_values_of_its_keys() -> None:
     assert gauges_of(lambda p, x: nnx.merge(graph, p, rest)(x), shapes) == NET
 
 
+@pytest.mark.slow
 def test_what_flaxs_layer_norm_hides() -> None:
     """flax multiplies x − mean by scale/σ: the scale is in a factor that depends on parameters too."""
 

@@ -37,6 +37,7 @@ def test_an_optimizer_leaf_by_leaf() -> None:
     assert sum(g.dim for g in found.gauges) == group.dim(params)
 
 
+@pytest.mark.slow
 def test_muon_reads_matrices_per_head_and_adam_the_rest() -> None:
     found = go.plan(go.quotient_muon(0.1, lm.gauges(LLAMA)), llama())
     rules = {row.leaf: row.rule for row in found.leaves}

@@ -30,6 +30,7 @@ def found() -> tuple[Net, Report]:
     return net, go.discover(net.fn, net.params, net.batches, progress=False)
 
 
+@pytest.mark.slow
 def test_twins_under_discovered_gauges() -> None:
     """Of the demo's model: the same promise as with the hand list, and AdamW alone breaks it."""
     name = "llama"
@@ -135,6 +136,7 @@ def run(argument: str, path: Path) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, cwd=path, env=quick.environment(), capture_output=True, text=True, timeout=200)
 
 
+@pytest.mark.slow
 def test_the_command_line_prints_source_that_runs(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(
         "import jax, numpy as np\n"

@@ -46,6 +46,7 @@ def found(net: Net, params: Any = None) -> reports.Report:
     return go.discover(net.fn, net.params if params is None else params, net.batches, progress=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NETS)
 def test_a_small_instance_has_the_same_gauges(
     name: str, searched: list[Small | None], monkeypatch: pytest.MonkeyPatch
@@ -64,6 +65,7 @@ def test_a_small_instance_has_the_same_gauges(
     assert small.ungauged == whole.ungauged
 
 
+@pytest.mark.slow
 def test_shapes_are_enough(searched: list[Small | None]) -> None:
     net = NETS["gpt"]()
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), net.params)

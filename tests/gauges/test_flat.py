@@ -21,6 +21,7 @@ from models import lm
 from tests.cases import FLAT_CASES, GaugeCase
 from tests.quick import jit
 from tests.tolerances import tolerance
+from tests.twins import stepper, train
 
 Tree = Any
 
@@ -52,6 +53,7 @@ def _slice_point(gauge: go.Gauge, params: Tree) -> Mapping[str, jax.Array]:
     return s.enter(s.read(values).elements, values).point
 
 
+@pytest.mark.slow_rows("product/whole_gpt_linear", "product/whole_gpt", "product/whole_llama")
 @rows
 def test_a_large_move_keeps_the_loss(case: GaugeCase, x64: None) -> None:
     _, params, twin = _made(case)
@@ -62,6 +64,7 @@ def test_a_large_move_keeps_the_loss(case: GaugeCase, x64: None) -> None:
     assert abs(float(case.loss(noise)) - loss) > 1e-6 * abs(loss)  # type: ignore[misc]
 
 
+@pytest.mark.slow_rows("product/whole_gpt", "product/whole_gpt_linear", "product/whole_llama")
 @rows
 def test_twins_have_one_slice_point(case: GaugeCase, x64: None) -> None:
     gauge, params, twin = _made(case)
@@ -73,6 +76,10 @@ def test_twins_have_one_slice_point(case: GaugeCase, x64: None) -> None:
     assert _apart(gauge.act(gauge.read(params), stored), params) <= 1e-11
 
 
+@pytest.mark.slow_rows(
+    "bias_absorption/value_gqa", "norm_read_shift/one_plus_bias", "product/residual_layernorm", "*stacked", "*fused",
+    "product/whole_gpt*", "product/whole_llama", "norm_write_shift/*", "norm_read_shift/trained_scale"
+)
 @rows
 def test_vertical_is_the_orbit(case: GaugeCase, x64: None) -> None:
     """Of dimension `dim`; no gradient along it; idempotent; and the same whatever twin it is computed at."""
@@ -106,6 +113,7 @@ def test_elements_form_a_group(case: GaugeCase, x64: None) -> None:
     assert jax.tree.map(jnp.shape, gauge.read(params)) == jax.tree.map(jnp.shape, a)
 
 
+@pytest.mark.slow_rows("bfloat16-product*", "float32-[!p]*", "float32-product/whole_gpt*")
 @rows
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_leaves_keep_their_dtype(case: GaugeCase, dtype: str) -> None:
@@ -136,20 +144,13 @@ ADAM_SEES_NOTHING = ("key_bias", "embedding_shift", "norm_write_shift", "norm_re
 OVERLAP = {"product/whole_gpt": 2, "product/whole_gpt_linear": 2}
 
 
-def _trained(tx: optax.GradientTransformation, case: GaugeCase, params: Tree) -> tuple[Tree, list[float]]:
-    @jit
-    def step(params: Tree, state: Any) -> tuple[Tree, Any, jax.Array]:
-        value, gradient = jax.value_and_grad(case.loss)(params)  # type: ignore[arg-type]
-        updates, state = tx.update(gradient, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    state, losses = tx.init(params), []
-    for _ in range(20):
-        params, state, value = step(params, state)
-        losses.append(float(value))
-    return params, losses
+def _trained(tx: optax.GradientTransformation, case: GaugeCase, params: Tree) -> tuple[Tree, np.ndarray]:
+    return train(tx.init, stepper(tx, case.loss), params)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow_rows(
+    "residual_rotation/stacked-*", "product/whole_gpt-*", "product/whole_gpt_linear-*", "product/whole_llama-*"
+)
 @pytest.mark.parametrize(("case", "inner", "dtype"), [
     pytest.param(
         case, inner, dtype, id=f"{case.name}-{inner}-{dtype}",
@@ -164,43 +165,13 @@ def test_twins_train_alike(case: GaugeCase, inner: str, dtype: str) -> None:
         element = gauge.sample(jax.random.key(2), params, 0.5)
         twin = gauge.act(element, params)
         limit = 1e-10 if dtype == "float64" else 1e-4
-        (end, losses), (other, others) = (_trained(INNER[inner](case.gauges()), case, p) for p in (params, twin))
+        tx, adamw = INNER[inner](case.gauges()), optax.adamw(1e-2, weight_decay=0.1)
+        (end, losses), (other, others) = (_trained(tx, case, p) for p in (params, twin))
         assert _apart(gauge.act(element, end), other) <= limit
         np.testing.assert_allclose(others, losses, rtol=limit)
         if inner == "adamw" and not (len(case.gauges()) == 1 and gauge.gauges[0].name in ADAM_SEES_NOTHING):
-            (plain, _), (apart, _) = (_trained(optax.adamw(1e-2, weight_decay=0.1), case, p) for p in (params, twin))
+            (plain, _), (apart, _) = (_trained(adamw, case, p) for p in (params, twin))
             assert _apart(_slice_point(gauge, apart), _slice_point(gauge, plain)) > 1e-4
-
-
-
-
-@pytest.mark.parametrize("config", [
-    lm.LMConfig(vocab=7, d_model=6, layers=2, heads=2, kv_heads=2, d_head=4, d_ff=5, max_len=4, mlp="gelu"),
-    lm.llama_config(vocab=7, d_model=6, layers=2, heads=4, kv_heads=2, d_head=4, d_ff=5, max_len=4),
-], ids=["gpt", "llama"])
-@pytest.mark.slow
-def test_no_coordinate_drifts(config: lm.LMConfig) -> None:
-    """1,000 float32 steps: the coordinates of all scales and shifts stay, and a held stream does not turn."""
-    params, loss = lm.params_and_loss(config, jax.random.key(0))
-    params = jax.tree.map(lambda x, n: x + 0.3 * n, params, _normal(1, params))
-    gauges = lm.whole_gauges(config, linear=False)
-    tokens = jnp.asarray(np.random.default_rng(0).integers(config.vocab, size=(4, config.max_len + 1)))
-    tx = go.quotient(optax.adamw(1e-3), gauges)
-
-    @jit
-    def steps(params: Tree, state: Any) -> tuple[Tree, Any]:
-        def one(carry: Any, _: None) -> tuple[Any, None]:
-            params, state = carry
-            updates, state = tx.update(jax.grad(loss)(params, tokens), state, params)
-            return (optax.apply_updates(params, updates), state), None
-
-        return jax.lax.scan(one, (params, state), length=1000)[0]
-
-    group = go.product(gauges)
-    before = group.coordinates(params)
-    after = group.coordinates(steps(params, tx.init(params))[0])
-    moved = jax.tree.map(lambda x, y: float(jnp.max(jnp.abs(x - y))), before, after)
-    assert max(jax.tree.leaves(moved)) <= 1e-6, moved
 
 
 @pytest.mark.slow
@@ -303,8 +274,7 @@ def test_a_vector_with_an_axis_without_a_name_is_refused(gauge: go.Gauge) -> Non
         gauge.dim({"b": jnp.zeros(3), "table": jnp.zeros((2, 3)), "w": jnp.zeros((3, 4)), "c": jnp.zeros(4)})
 
 
-
-
+@pytest.mark.slow
 def test_transport_through_norms_with_scales_is_refused() -> None:
     gauges = lm.whole_gauges(GPT, linear=False)
     params = lm.params_and_loss(GPT, jax.random.key(0))[0]
@@ -352,6 +322,7 @@ def test_van_nierops_counts() -> None:
     assert "655,360" in str(llama) and "201,314,305" in str(llama)
 
 
+@pytest.mark.slow_rows("mlp bias tied")
 @pytest.mark.parametrize("switches", [
     pytest.param({"mlp": "gelu"}, marks=pytest.mark.slow),
     pytest.param({"mlp": "swiglu", "rope": True, "norm": "rmsnorm", "bias": False}, marks=pytest.mark.slow),
@@ -369,6 +340,7 @@ def test_a_census_explains_every_dead_direction(switches: dict[str, Any]) -> Non
     assert f"{missing.unexplained} unexplained" in str(missing) and row.gauges[1].name in str(missing)
 
 
+@pytest.mark.slow
 def test_a_census_refuses_what_it_cannot_count() -> None:
     row = decoder({"mlp": "gelu"})
     with pytest.raises(ValueError, match="pass more batches"):

@@ -27,14 +27,6 @@ def _close(found: Any, expected: Any, rtol: float = 1e-9) -> None:
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol), dict(found), dict(expected))
 
 
-def test_a_rotation_of_the_stream_turns_no_head() -> None:
-    gauge = go.residual_rotation({"head": "basis _"}, {"embedding": "_ basis"})
-    params = _drawn({"embedding": jnp.zeros((7, 4)), "head": jnp.zeros((4, 7))}, 0)
-    tx = go.measure.track(optax.adam(1e-3), gauge, every=1)
-    _, state = tx.update(params, tx.init(params), params)
-    assert not optax.tree.get(state, "metrics").turning
-
-
 def test_it_records_what_a_penalty_does_to_a_gauge(x64: None) -> None:
     case = CASES["product/llama"]
     params = jax.tree.map(jnp.asarray, case.params(jax.random.key(0)))
@@ -47,6 +39,7 @@ def test_it_records_what_a_penalty_does_to_a_gauge(x64: None) -> None:
         assert any("logit_shift" in name for name in found) and all(x >= 0.0 for x in found.values())
 
 
+@pytest.mark.slow_rows("product/llama")
 @pytest.mark.parametrize("name", CASES)
 def test_figures_are_those_of_measure(name: str, x64: None) -> None:
     case = CASES[name]
@@ -82,6 +75,7 @@ def test_figures_are_those_of_measure(name: str, x64: None) -> None:
             np.testing.assert_allclose(angle, size, rtol=1e-6)
 
 
+@pytest.mark.slow_rows("product/llama")
 @pytest.mark.parametrize("name", CASES)
 def test_twins_have_one_set_of_norms(name: str, x64: None) -> None:
     gauges = go.product(CASES[name].gauges())
@@ -163,21 +157,6 @@ def test_records_every_so_many_steps_and_changes_nothing(large: int, monkeypatch
     assert set(optax.tree.get(other, "drift")) == {"norm_scale", "rescale", "logit_shift/head"}
 
 
-def test_the_slice_does_not_drift_and_adam_does() -> None:
-    params, gauges = _scanned()
-    params = _drawn(params, 3)
-    drifts = []
-    for inner in (optax.adam(0.05), go.quotient_adamw(0.05, gauges)):
-        tx, now = go.measure.track(inner, gauges, every=1), params
-        state, update = tx.init(params), jit(tx.update)
-        for step in range(5):
-            updates, state = update(_drawn(params, step), state, now)
-            now = optax.apply_updates(now, updates)
-        drifts.append(max(float(jnp.abs(x).max()) for x in state.metrics.drift.values()))
-        share = float(state.metrics.relevant_share)
-    assert drifts[0] > 0.05 and drifts[1] < 1e-5 and share > 0.99
-
-
 def test_a_state_has_parameters_mapped_and_hidden_leaves_left_out() -> None:
     params, gauges = _scanned()
     tx = go.measure.track(optax.adam(0.01), gauges)
@@ -197,3 +176,66 @@ def test_errors() -> None:
     tx = go.measure.track(optax.adam(0.01), gauges)
     with pytest.raises(ValueError, match="update was called without params"):
         tx.update(params, tx.init(params))
+
+
+# track_balance ------------------------------------------------------------------------------------
+
+
+BALANCED = [
+    go.multiplier_balance({"{i}/query": "(head _) _"}, {"{i}/key": "head _"}),
+    go.rescale({"{i}/up": "_ channel"}, {"{i}/down": "channel _"}),
+    go.head_rotation({"{i}/value": "_ basis", "{i}/out": "basis _"}),
+]
+
+
+def _blocks(seed: int) -> Tree:
+    rng = np.random.default_rng(seed)
+    shapes = {"query": (4, 3), "key": (2, 3), "up": (3, 5), "down": (5, 2), "value": (3, 2), "out": (2, 3)}
+    return {str(i): {name: jnp.asarray(rng.normal(size=shape)) for name, shape in shapes.items()} for i in range(2)}
+
+
+def _sizes(block: Tree) -> tuple[np.ndarray, np.ndarray]:
+    """Root mean squares of queries and of keys per key head."""
+    query, key = np.asarray(block["query"]).reshape(2, 2, 3), np.asarray(block["key"])
+    return np.sqrt(np.mean(query**2, (1, 2))), np.sqrt(np.mean(key**2, 1))
+
+
+def test_figures_are_those_of_numpy_after_the_step(x64: None) -> None:
+    params, tx = _blocks(0), optax.chain(optax.adam(0.1), go.measure.track_balance(BALANCED))
+    state, update = tx.init(params), jit(tx.update)
+    for step in range(3):
+        updates, state = update(_blocks(step + 1), state, params)
+        params = optax.apply_updates(params, updates)
+    found = optax.tree.get(state, "metrics")
+    assert int(found.recorded_at) == 2
+    assert set(found.product) == {f"{name}/i={i}" for name in ("multiplier_balance", "rescale") for i in range(2)}
+    ratios = []
+    for i in range(2):
+        query, key = _sizes(params[str(i)])
+        np.testing.assert_allclose(found.log_ratio[f"multiplier_balance/i={i}"], np.log(query / key), rtol=1e-12)
+        np.testing.assert_allclose(found.product[f"multiplier_balance/i={i}"], query * key, rtol=1e-12)
+        up, down = (np.asarray(params[str(i)][name]) for name in ("up", "down"))
+        ratio = 0.5 * np.log(np.mean(up**2, 0) / np.mean(down**2, 1))
+        np.testing.assert_allclose(found.log_ratio[f"rescale/i={i}"], ratio, rtol=1e-12)
+        ratios += [np.abs(np.log(query / key)).max(), np.abs(ratio).max()]
+    np.testing.assert_allclose(optax.tree.get(state, "drift"), max(ratios), rtol=1e-12)
+
+
+def test_it_records_when_it_is_due(x64: None) -> None:
+    params, tx = _blocks(0), optax.chain(optax.sgd(0.1), go.measure.track_balance(BALANCED, every=3))
+    state, seen = tx.init(params), []
+    for step in range(5):
+        updates, state = tx.update(_blocks(step + 1), state, params)
+        params = optax.apply_updates(params, updates)
+        seen.append((int(optax.tree.get(state, "recorded_at")), float(optax.tree.get(state, "drift"))))
+    assert [at for at, _ in seen] == [0, 0, 0, 3, 3]
+    assert len({drift for _, drift in seen}) == 2
+
+
+def test_a_side_that_is_zero_has_no_ratio() -> None:
+    params = {"query": jnp.ones((2, 3)), "key": jnp.zeros((2, 3)).at[1].set(4.0)}
+    tx = go.measure.track_balance(go.multiplier_balance({"query": "head _"}, {"key": "head _"}))
+    _, state = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
+    np.testing.assert_allclose(state.metrics.product["multiplier_balance"], [0.0, 4.0])
+    np.testing.assert_allclose(state.metrics.log_ratio["multiplier_balance"], [0.0, -np.log(4.0)], rtol=1e-6)
+    np.testing.assert_allclose(state.metrics.drift, np.log(4.0), rtol=1e-6)

@@ -9,8 +9,9 @@ import optax
 import pytest
 
 import gauge_optax as go
-from tests.quick import jit
+from tests.refusals import refused
 from tests.tolerances import tolerance
+from tests.twins import walk
 
 RATE = 0.05
 
@@ -20,18 +21,7 @@ def _noise(seed: int, *shape: int) -> np.ndarray:
 
 
 def _run(tx: optax.GradientTransformation, params: Any, gradients: Any) -> Any:
-    """The parameters before every step and after the last; gradients are stacked by step."""
-
-    def step(carry: Any, grads: Any) -> Any:
-        params, state = carry
-        updates, state = tx.update(grads, state, params)
-        return (optax.apply_updates(params, updates), state), params
-
-    def run(params: Any, gradients: Any) -> Any:
-        (last, _), before = jax.lax.scan(step, (params, tx.init(params)), gradients)
-        return jax.tree.map(lambda a, b: jnp.concatenate([a, b[None]]), before, last)
-
-    return jit(run)(params, gradients)
+    return walk(tx, params, gradients)[0]
 
 
 def _by_hand(weights: np.ndarray, gradients: np.ndarray, rates: np.ndarray, bound: float, beta: float) -> np.ndarray:
@@ -84,10 +74,8 @@ def test_the_scale_of_the_loss_and_other_leaves() -> None:
 
 @pytest.mark.parametrize("bound", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_bound_is_positive(bound: float) -> None:
-    with pytest.raises(ValueError, match="bad bound") as error:
+    with refused("bad bound", "max_norm", "write bound=1.0"):
         go.norms.max_norm(optax.sgd(0.1), {"w": "_ neuron"}, learning_rate=0.1, bound=bound)
-    for part in ("max_norm", "found:", "expected:", "remedy:", "write bound=1.0"):
-        assert part in str(error.value)
 
 
 # The first steps of weights that start above the bound ------------------------------------------------
@@ -158,10 +146,8 @@ def test_a_state_of_other_vectors_is_refused(other: Any) -> None:
     make = lambda blocks: go.norms.max_norm(optax.sgd(RATE), blocks, learning_rate=RATE)  # noqa: E731
     state = make(other).init(params)
     tx = make({"w": "_ neuron"})
-    with pytest.raises(ValueError, match="max_norm: a state that was made for other vectors") as error:
+    with refused("max_norm: a state that was made for other vectors", "state = tx.init(params)"):
         jax.eval_shape(tx.update, params, state, params)
-    for part in ("found:", "expected:", "remedy:", "state = tx.init(params)"):
-        assert part in str(error.value)
     tx.update(params, tx.init(params), params)
 
 

@@ -63,7 +63,7 @@ def row(
         "compile": statistics.median(a / b for a, b in zip(seconds["this"], seconds["old"], strict=True)),
         "update_s": {side: statistics.median(update.seconds) for side, update in updates.items()},
         "update": quartiles(updates["this"], updates["old"]),
-        "scratch": updates["this"].cost["scratch_mb"] / updates["old"].cost["scratch_mb"],
+        "scratch": updates["this"].scratch_bytes / updates["old"].scratch_bytes,
     }
 
 

@@ -17,7 +17,6 @@ import argparse
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -26,10 +25,11 @@ import numpy as np
 from flax import nnx
 
 import gauge_optax as go
+from benchmarks.timing import RESULTS, benchmark
 from examples.studies import harness
+from examples.studies.report import bare
 from models import lm
 
-RESULTS = Path(__file__).parent / "results"
 SIZES: dict[str, Any] = dict(
     vocab=9, d_model=6, layers=1, heads=2, kv_heads=2, d_head=4, d_ff=7, max_len=5, norm_eps=0.0
 )
@@ -247,16 +247,14 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
         "The design's block has no final norm, so that its head alone sees the stream's mean: a symmetry of d = 6",
         "dimensions, whose gauge this benchmark defines as a user would.",
         "",
-        "| model | parameters | dead | explained by orbits | not reached by a batch | unexplained | outputs change "
-        "along orbits by | singular values: dead, live |",
-        "|---|---|---|---|---|---|---|---|",
     ]
+    table: list[list[Any]] = [
+        ["model", "parameters", "dead", "explained by orbits", "not reached by a batch", "unexplained",
+         "outputs change along orbits by", "singular values: dead, live"]]
     for name, r in rows.items():
-        lines.append(
-            f"| {name} | {r['parameters']} | {r['dead']} | {r['explained']} | {r['unreached']} | "
-            f"**{r['unexplained']}** | {r['seen']:.0e} | {r['gap'][0]:.0e}, {r['gap'][1]:.0e} |"
-        )
-    return "\n".join([*lines, ""])
+        table.append([name, r["parameters"], r["dead"], r["explained"], r["unreached"], f"**{r['unexplained']}**",
+                      f"{r['seen']:.0e}", f"{r['gap'][0]:.0e}, {r['gap'][1]:.0e}"])
+    return "\n".join([*lines, bare(table), ""])
 
 
 def certified(name: str) -> dict[str, Any]:
@@ -292,9 +290,9 @@ def either_page(result: dict[str, Any]) -> str:
     return large_page(result) if "" in result else page(result)
 
 
-STUDY = harness.Study(
+STUDY = benchmark(
     __doc__, lambda c: "census_large" if c.large else "certificates", cells, either_page, page=either_page,
-    config=Config(), seeds=None, precision=None, head=lambda _: {}, folder=RESULTS, partial=True,
+    config=Config(), head=lambda _: {},
 )
 
 if __name__ == "__main__":

@@ -52,14 +52,7 @@ def blocks(sized: Case) -> dict[str, Block]:
         # The base's products are TF32 there, ours float32, as equivariance needs.
         plain["optax.contrib.muon, float32 products"] = at_highest(sized.muon(RATE))
     adamw = optax.adamw(RATE, weight_decay=0.1)
-    beside: Block = {
-        "optax.adamw": adamw,
-        "rotational_adamw": sized.rotational_adamw(RATE),
-        "compress_second_moments(optax.adamw)": go.links.compress_second_moments(adamw),
-        "compress_second_moments(optax.adamw) in uint8": go.links.compress_second_moments(adamw, "uint8"),
-        "hold_products(optax.adamw)": sized.hold_products(adamw),
-    }
-    return {
+    made = {
         "adam": {
             "optax.adamw": adamw,
             "quotient(optax.adamw)": go.quotient(adamw, sized.gauges),
@@ -70,7 +63,16 @@ def blocks(sized: Case) -> dict[str, Block]:
             "quotient_muon": sized.quotient_muon(RATE), "ddc_muon": sized.ddc_muon(RATE),
             "max_norm_muon": sized.max_norm_muon(RATE),
         },
-    } | ({"beside": beside} if sized.tokens is not None else {})
+    }
+    if sized.tokens is not None:  # attention alone has no norms, whose products with kernels could be held
+        made["beside"] = {
+            "optax.adamw": adamw,
+            "rotational_adamw": sized.rotational_adamw(RATE),
+            "compress_second_moments(optax.adamw)": go.links.compress_second_moments(adamw),
+            "compress_second_moments(optax.adamw) in uint8": go.links.compress_second_moments(adamw, "uint8"),
+            "hold_products(optax.adamw)": sized.hold_products(adamw),
+        }
+    return made
 
 
 def at_highest(tx: optax.GradientTransformation) -> optax.GradientTransformation:

@@ -20,7 +20,6 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -30,8 +29,9 @@ from jax.sharding import SingleDeviceSharding
 
 from benchmarks import compare
 from benchmarks.sizes import LABELS, SIZES, Case, Size
-from benchmarks.timing import update_step
+from benchmarks.timing import benchmark, update_step
 from examples.studies import harness
+from examples.studies.report import plain
 from models import lm
 
 Tree = Any
@@ -158,18 +158,14 @@ def page(result: Mapping[str, Any]) -> str:
     for size, by_platform in result["sizes"].items():
         for platform, rows in by_platform.items():
             base = next(iter(rows.values()))
-            lines = [
-                "| update | GFLOP | GB | of the first row's | of the limit | limit GB | kernels | scratch MB "
-                "| state MB | compile s |",
-                "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-            ]
-            lines += [
-                f"| {name} | {r['gflop']:.2f} | {r['gbyte']:.2f} | {r['gbyte'] / base['gbyte']:.2f} | "
-                f"{r['gbyte'] / r['limit_gbyte']:.2f} | {r['limit_gbyte']:.2f} | {r['kernels']} | "
-                f"{r['scratch_mb']:.0f} | {r['state_mb']:.0f} | {r['compile_s']:.0f} |"
-                for name, r in rows.items()
-            ]
-            parts.append(f"## {size}, {PLATFORMS[platform]}\n\n" + "\n".join(lines))
+            lines = [["update", "GFLOP", "GB", "of the first row's", "of the limit", "limit GB", "kernels",
+                      "scratch MB", "state MB", "compile s"]]
+            for name, r in rows.items():
+                twice = (r["gflop"], r["gbyte"], r["gbyte"] / base["gbyte"], r["gbyte"] / r["limit_gbyte"],
+                         r["limit_gbyte"])
+                whole = (r["kernels"], r["scratch_mb"], r["state_mb"], r["compile_s"])
+                lines.append([name, *(f"{x:.2f}" for x in twice), *(f"{x:.0f}" for x in whole)])
+            parts.append(f"## {size}, {PLATFORMS[platform]}\n\n{plain(lines)}")
     return "\n\n".join(parts) + "\n"
 
 
@@ -202,10 +198,9 @@ def cells(c: Config, args: argparse.Namespace) -> harness.Cells:
     return found
 
 
-STUDY = harness.Study(
-    __doc__, "counts", cells, page, page=page, config=Config(), seeds=None, precision=None,
-    folder=Path("benchmarks/results"),
-    head=lambda _: {"versions": harness.versions(), "sizes": {}}, partial=True,
+STUDY = benchmark(
+    __doc__, "counts", cells, page, page=page, config=Config(),
+    head=lambda _: {"versions": harness.versions(), "sizes": {}},
 )
 
 if __name__ == "__main__":

@@ -5,14 +5,11 @@
 Each case runs alone in a fresh process, which compiles everything anew. Finished cases stay in the JSON.
 """
 
-import json
 import os
 import resource
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -22,12 +19,13 @@ import numpy as np
 from flax import nnx
 
 import gauge_optax as go
+from benchmarks import timing
 from benchmarks.sizes import SIZES
 from benchmarks.timing import host
 from examples.studies import harness
+from examples.studies.report import bare
 from models import lm
 
-OUT = Path(__file__).parent / "results"
 WIDTH, HEADS, LAYERS, VOCAB = 64, 4, 2, 256  # of the models that are written in this file
 TOKENS = (2, 2, 16)  # two batches of two sequences
 
@@ -38,6 +36,7 @@ class Arguments(NamedTuple):
     fn: Callable[[Any, Any], Any]
     params: Any
     batches: list[Any]
+    outputs: Any = None
 
 
 class Case(NamedTuple):
@@ -179,7 +178,7 @@ CASES: Mapping[str, Case] = {
 
 def measure(name: str) -> dict[str, Any]:
     """Seconds, memory and the report's counts of one case; runs in a process of its own."""
-    fn, params, batches = CASES[name].build()
+    fn, params, batches, _ = CASES[name].build()
     began, worked = time.perf_counter(), time.process_time()
     report = go.discover(fn, params, batches, progress=sys.stderr.isatty())
     seconds, cpu = time.perf_counter() - began, time.process_time() - worked
@@ -198,11 +197,7 @@ def measure(name: str) -> dict[str, Any]:
 
 def alone(name: str) -> dict[str, Any]:
     """`measure` in a fresh process, without flags and caches of this one."""
-    kept = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS" and not k.startswith("JAX_COMPILATION_CACHE")}
-    source = f"import json; from benchmarks import discover_times as t; print(json.dumps(t.measure({name!r})))"
-    command = [sys.executable, "-c", source]
-    done = subprocess.run(command, env=kept, stdout=subprocess.PIPE, text=True, check=True)
-    row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    row: dict[str, Any] = timing.alone("benchmarks.discover_times", f"measure({name!r})")
     return row
 
 
@@ -215,22 +210,20 @@ def render(result: dict[str, Any]) -> str:
         f"{result['host']}; two batches of two sequences of {TOKENS[-1]} tokens. Every case ran alone in a new",
         "process, which compiled everything. *Load* is the mean number of programs that ran or waited for a core in",
         "the last minute, this one included.", "",
-        "| model | million parameters | seconds | CPU seconds | peak MiB | load | gauges |",
-        "|---|---|---|---|---|---|---|",
     ]
+    rows: list[list[Any]] = [["model", "million parameters", "seconds", "CPU seconds", "peak MiB", "load", "gauges"]]
     for name, case in CASES.items():
         if row := result["cases"].get(name):
-            cells = (
+            rows.append([
                 case.about, f"{row['parameters'] / 1e6:.1f}", f"{row['seconds']:.0f}", f"{row['cpu_seconds']:.0f}",
                 f"{row['peak_mib']:,}", f"{row['load']:.1f}", len(row["gauges"]),
-            )
-            lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines) + "\n"
+            ])
+    return "\n".join([*lines, bare(rows)]) + "\n"
 
 
-STUDY = harness.Study(
+STUDY = timing.benchmark(
     __doc__, "discover", harness.by_name(CASES, lambda c, args, name: alone(name), "cases"), render, page=render,
-    seeds=None, precision=None, head=lambda _: {"host": host(), "cases": {}}, folder=OUT, partial=True,
+    head=lambda _: {"host": host(), "cases": {}},
 )
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ through the function as float64, whatever casts it has. Writes benchmarks/result
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -23,15 +22,15 @@ import optax
 
 import gauge_optax as go
 from benchmarks.certificates import ROWS, SIZES, decoder
-from benchmarks.timing import host
+from benchmarks.timing import benchmark, host
 from examples import released
 from examples.studies import harness
+from examples.studies.report import bare
 from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.discovery.lift import in_double
 from models import lm
 from tests.test_presets import TREES, T, V, stacked_numbers
 
-OUT = Path(__file__).parent / "results"
 LIMITS = {"float64": 1e-12, "float32": 1e-5}
 ROTATIONS = ("residual_rotation", "head_rotation", "head_linear")
 Fn = Callable[[Any, Any], Any]
@@ -164,14 +163,13 @@ def page(result: Mapping[str, Any]) -> str:
     ]
     over = []
     for dtype, limit in LIMITS.items():
-        lines += [f"## {dtype}", "", f"| | {' | '.join(functions)} |", "|---" * (len(functions) + 1) + "|"]
+        rows = [["", *functions]]
         for name, row in result["rows"].items():
             cells = [row[dtype].get(function, "–") for function in functions]
             over += [f"{name}, {f}, {x:.1e}" for f, x in zip(functions, cells, strict=True)
                      if isinstance(x, float) and x > limit]
-            shown = [f"{x:.0e}" if isinstance(x, float) else "–" for x in cells]
-            lines.append(f"| {name} | {' | '.join(shown)} |")
-        lines.append("")
+            rows.append([name, *(f"{x:.0e}" if isinstance(x, float) else "–" for x in cells)])
+        lines += [f"## {dtype}", "", bare(rows), ""]
     numbers = [x for row in result["rows"].values() for d in LIMITS for x in row[d].values() if isinstance(x, float)]
     said = f"{len(numbers)} cells; {'none is' if not over else f'{len(over)} are'} over its limit"
     return "\n".join([*lines, said + (": " + "; ".join(over) if over else "") + "."]) + "\n"
@@ -192,16 +190,10 @@ def measured(name: str) -> dict[str, Any]:
     return row
 
 
-def study(doc: str | None, name: str, row: Callable[[str], Any], page: Callable[[Any], str]) -> harness.Study:
-    """A row per tree."""
-    cells = harness.by_name(models(), lambda _, args, name: row(name), "rows")
-    head = lambda _: {"host": host(), "rows": {}}  # noqa: E731
-    return harness.Study(
-        doc, name, cells, page, page=page, seeds=None, precision=None, head=head, folder=OUT, partial=True
-    )
-
-
-STUDY = study(__doc__, "exactness", measured, page)
+STUDY = benchmark(
+    __doc__, "exactness", harness.by_name(models(), lambda _, args, name: measured(name), "rows"), page, page=page,
+    head=lambda _: {"host": host(), "rows": {}},
+)
 
 if __name__ == "__main__":
     harness.main(STUDY)

@@ -23,6 +23,7 @@ import gauge_optax as go
 from benchmarks import peers
 from benchmarks.timing import host, in_turns, prepared, quartiles
 from examples.studies import harness
+from examples.studies.report import bare
 
 Products = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
@@ -58,13 +59,10 @@ def by_optax(make: Callable[[], Any], dtype: str) -> Products:
 
     @jax.jit
     def train(params: Any, goal: Any) -> Any:
-        def step(_: Any, carry: Any) -> Any:
-            p, state = carry
-            grads = jax.grad(lambda p: 0.5 * jnp.sum(jnp.square(p["b"] @ p["a"] - goal)) / goal.size)(p)
-            updates, state = tx.update(grads, state, p)
-            return optax.apply_updates(p, updates), state
+        def loss(p: Any, goal: Any) -> jax.Array:
+            return 0.5 * jnp.sum(jnp.square(p["b"] @ p["a"] - goal)) / goal.size
 
-        p = jax.lax.fori_loop(0, STEPS, step, (params, tx.init(params)))[0]
+        p, _ = harness.descend(tx, loss, (params, tx.init(params)), lambda n: goal, 0, STEPS)
         return p["a"], p["b"]
 
     def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -170,17 +168,14 @@ def render(result: dict[str, Any]) -> str:
     ]
     for first, by_dtype in result["equivariance"].items():
         for dtype, rows in by_dtype.items():
+            of_condition = [[c, *(f"{row[c]:.1e}" for row in rows.values())] for c in next(iter(rows.values()))]
             lines += [f"## Products of twins apart after {STEPS} steps, start {first}, {dtype}", ""]
-            lines += ["| condition of S | " + " | ".join(rows) + " |", "|---|" + "---|" * len(rows)]
-            for c in next(iter(rows.values())):
-                lines.append(f"| {c} | " + " | ".join(f"{row[c]:.1e}" for row in rows.values()) + " |")
-            lines.append("")
-    lines += ["## One update of 24 pairs, width 768, rank 16, float32", ""]
-    lines += ["| | ms | of LoRA-RITE (quartiles) |", "|---|---|---|"]
+            lines += [bare([["condition of S", *rows], *of_condition]), ""]
+    times = [["", "ms", "of LoRA-RITE (quartiles)"]]
     for name, row in result["speed"].items():
         low, middle, high = row["of_lora_rite"]
-        lines.append(f"| {name} | {row['median_ms']:.1f} | {middle:.2f} ({low:.2f} to {high:.2f}) |")
-    return "\n".join(lines) + "\n"
+        times.append([name, f"{row['median_ms']:.1f}", f"{middle:.2f} ({low:.2f} to {high:.2f})"])
+    return "\n".join([*lines, "## One update of 24 pairs, width 768, rank 16, float32", "", bare(times)]) + "\n"
 
 
 @dataclasses.dataclass(frozen=True)

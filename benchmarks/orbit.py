@@ -8,13 +8,11 @@ in units of the parameters: 1 is the parameters alone, 2 the parameters and the 
 Writes benchmarks/results/orbit.json and orbit.md. Needs Linux, which can say and reset the peak of a process.
 """
 
+import argparse
 import dataclasses
 import functools
 import gc
-import json
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,11 +23,10 @@ import numpy as np
 from flax import nnx
 
 import gauge_optax as go
-from benchmarks.timing import host
-from examples.studies import harness
+from benchmarks.timing import alone, benchmark, host
+from examples.studies import harness, report
 from models import gpt2, lm
 
-OUT = Path(__file__).parent / "results"
 ROTATIONS = ("residual_rotation", "head_rotation")
 
 
@@ -137,39 +134,31 @@ def measured(row: Row, c: Config) -> dict[str, Any]:
 
 def page(result: dict[str, Any]) -> str:
     """Markdown."""
-    lines = [
-        "# Choosing a point of GPT-2's orbit", "",
+    about = (
         f"`python -m benchmarks.orbit`: {result['host']}; float32; {result['layers']} layers of d = "
         f"{result['width']}. The first call compiles. CPU seconds are those of both cores; wall "
         "times include what else the machine did. The peak is resident memory in units of the parameters, which are "
         "among it: 2 is the parameters and the result; for `align`, 3 is both sets of weights and the result. The "
-        "change is the largest one of a log-probability, of the largest log-probability.", "",
-        "| | parameters, millions | first call, s (CPU s) | later, s (CPU s) | peak | change (limit 1e-05) |",
-        "|---|---|---|---|---|---|",
-    ]
+        "change is the largest one of a log-probability, of the largest log-probability."
+    )
+    rows = [["", "parameters, millions", "first call, s (CPU s)", "later, s (CPU s)", "peak", "change (limit 1e-05)"]]
     for name, own in result["rows"].items():
         missed = " **missed**" if own["change"] > 1e-5 else ""
         most = 3.0 if name.startswith("align") else 2.0
         over = f" **over {most:.0f}**" if own["peak"] > most else ""
         times = [f"{own[wall]:.1f} ({own[cpu]:.1f})" for wall, cpu in (("first", "first_cpu"), ("seconds", "cpu"))]
-        lines.append(
-            f"| {name} | {own['parameters'] / 1e6:.1f} | {times[0]} | {times[1]} "
-            f"| {own['peak']:.2f}{over} | {own['change']:.1e}{missed} |"
-        )
-    return "\n".join(lines) + "\n"
+        rows.append([name, f"{own['parameters'] / 1e6:.1f}", *times, f"{own['peak']:.2f}{over}",
+                     f"{own['change']:.1e}{missed}"])
+    return f"# Choosing a point of GPT-2's orbit\n\n{about}\n\n{report.bare(rows)}\n"
 
 
-def in_a_process(c: Config, name: str) -> dict[str, Any]:
+def in_a_process(c: Config, args: argparse.Namespace, name: str) -> Any:
     """`measured` in a new process."""
-    source = f"import json; from benchmarks.orbit import *; print(json.dumps(measured(ROWS[{name!r}], {c!r})))"
-    done = subprocess.run([sys.executable, "-c", source], check=True, capture_output=True, text=True)
-    row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return row
+    return alone("benchmarks.orbit", f"measured(ROWS[{name!r}], {c!r})")
 
 
-STUDY = harness.Study(
-    __doc__, "orbit", harness.by_name(ROWS, lambda c, args, name: in_a_process(c, name), "rows"), page, page=page,
-    config=Config(), seeds=None, precision=None, folder=OUT, partial=True,
+STUDY = benchmark(
+    __doc__, "orbit", harness.by_name(ROWS, in_a_process, "rows"), page, page=page, config=Config(),
     head=lambda c: {"host": host(), "layers": c.layers, "width": c.width, "rows": {}},
 )
 

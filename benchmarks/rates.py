@@ -19,7 +19,7 @@ from benchmarks import tuned
 from benchmarks.track3.arms import PLAIN
 from benchmarks.track3.runs import Task
 from examples.studies import harness
-from examples.studies.harness import Result, key
+from examples.studies.harness import Result, loss_of
 from examples.studies.report import plain
 
 NAME = "rates"
@@ -48,8 +48,8 @@ def train(of_run: tuple[str, float, int]) -> dict[str, Any]:
 
 def losses(result: Result, problem: str) -> dict[float, float]:
     """Rate → loss of what is done, infinite where it diverged."""
-    cells = {rate: result["cells"].get(key((problem, rate, SEED))) for rate in RATES}
-    return {rate: x["validation"] or math.inf for rate, x in cells.items() if x is not None}
+    found = {rate: loss_of(result, (problem, rate, SEED)) for rate in RATES}
+    return {rate: loss for rate, loss in found.items() if loss is not None}
 
 
 def at(curve: Mapping[float, float], rate: float) -> float:

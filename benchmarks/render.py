@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
+from examples.studies.report import plain
+
 Section = dict[str, Any]
 
 _HEADER = """\
@@ -49,13 +51,8 @@ def page(result: Section) -> str:
     return "\n".join(parts).rstrip() + "\n"
 
 
-def _table(columns: str, rows: list[list[str]]) -> Iterator[str]:
-    names = columns.split(", ")
-    yield "| " + " | ".join(names) + " |"
-    yield "| " + " | ".join("---" for _ in names) + " |"
-    for cells in rows:
-        yield "| " + " | ".join(cells) + " |"
-    yield ""
+def _table(columns: str, rows: list[list[str]]) -> str:
+    return plain([columns.split(", "), *rows]) + "\n"
 
 
 def _number(x: float | None) -> str:
@@ -92,7 +89,7 @@ def _size(section: Section) -> Iterator[str]:
                 _number(r["state_mb"]), _number(r["compile_s"]),
             ])
         names = "optimizer, update ms, ratio, step ms, ratio, peak MB, of adamw's, state MB, compile s"
-        yield from _table(names, rows)
+        yield _table(names, rows)
 
 
 def _orthogonalisers(section: Section) -> Iterator[str]:
@@ -108,7 +105,7 @@ def _orthogonalisers(section: Section) -> Iterator[str]:
         ]
         for name, r in section["blocks"]["rows"].items()
     ]
-    yield from _table("row, ms, of plain Muon's, of the scaled polar's, ms beyond it, peak MB, compile s", rows)
+    yield _table("row, ms, of plain Muon's, of the scaled polar's, ms beyond it, peak MB, compile s", rows)
 
 
 def _compile(section: Section) -> Iterator[str]:
@@ -121,7 +118,7 @@ def _compile(section: Section) -> Iterator[str]:
         [name, *(" + ".join(_number(x) for x in seconds) for seconds in r["seconds"]), _number(r["ratio"])]
         for name, r in section["blocks"]["rows"].items()
     ]
-    yield from _table(", ".join(["optimizer", *(f"{n} layers" for n in depths), "ratio"]), rows)
+    yield _table(", ".join(["optimizer", *(f"{n} layers" for n in depths), "ratio"]), rows)
 
 
 def _peers(section: Section) -> Iterator[str]:
@@ -141,7 +138,7 @@ def _peers(section: Section) -> Iterator[str]:
             [n, _number(r["ms"]), _ratio(r["ratio"]), _number(r["state_mb"]), _number(r["compile_s"])]
             for n, r in block.items()
         ]
-        yield from _table("optimizer, update ms, ratio, state MB, compile s", rows)
+        yield _table("optimizer, update ms, ratio, state MB, compile s", rows)
 
 
 def _targets(sections: Section, accelerated: bool) -> Iterator[str]:
@@ -180,7 +177,7 @@ def _targets(sections: Section, accelerated: bool) -> Iterator[str]:
         first, last = deep["depths"][0], deep["depths"][-1]
         rows.append((f"`ddc_adamw`'s compile time at {last} layers, of that at {first}", 3.0, row["ratio"]))
     if rows:
-        yield from _table(
+        yield _table(
             "held to, at most, measured, ",
             [[what, f"{limit:g}", f"{x:.2f}", "" if x <= limit else "**missed**"] for what, limit, x in rows],
         )

@@ -140,9 +140,10 @@ def case(size: Size) -> Case:
         params = attention_kernels(c, jax.random.key(0))
         drawn = jax.tree.map(lambda x: 1e-3 * x, attention_kernels(c, jax.random.key(1)))
         # Horizontal, as the gradient of a loss is: ours do less where there is nothing to project.
-        project = go.gauge_project(attention_gauges())
+        gauges = attention_gauges(c)
+        project = go.gauge_project(gauges)
         grads = jax.jit(lambda drawn, params: project.update(drawn, project.init(params), params)[0])(drawn, params)
-        return Case(params, grads, attention_gauges())
+        return Case(params, grads, gauges)
     params, loss = lm.params_and_loss(c, jax.random.key(0))
     accelerated = int(jax.default_backend() != "cpu")
     few = jax.random.randint(jax.random.key(1), (2, 1 + min(64, size.length[accelerated])), 0, c.vocab)
@@ -164,10 +165,7 @@ def attention_kernels(config: lm.LMConfig, key: jax.Array) -> Tree:
     }
 
 
-def attention_gauges() -> list[go.Gauge]:
+def attention_gauges(config: lm.LMConfig) -> list[go.Gauge]:
     """The rotations of `attention_kernels`: of queries with keys, and of values with outputs."""
-    attn = "blocks/{i}/attn"
-    return [
-        go.head_rotation({f"{attn}/query/kernel": "_ head basis", f"{attn}/key/kernel": "_ head basis"}),
-        go.head_rotation({f"{attn}/value/kernel": "_ head basis", f"{attn}/out/kernel": "head basis _"}),
-    ]
+    plain = dataclasses.replace(config, bias=False)
+    return [gauge for gauge in lm.gauges(plain) if gauge.name == "head_rotation"]

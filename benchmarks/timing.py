@@ -1,7 +1,11 @@
 """Times compiled updates in turns, and reads their memory; `compare` says which updates."""
 
+import functools
+import json
 import os
 import platform
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +18,12 @@ import numpy as np
 import optax
 from tqdm import tqdm
 
+from examples.studies import harness
+
 Tree = Any
+RESULTS = Path(__file__).parent / "results"
+benchmark = functools.partial(harness.Study, seeds=None, precision=None, partial=True, folder=RESULTS)
+"""A study without seeds at the device's own precision of products, whose page stands in `results`."""
 
 
 class Timed(Protocol):
@@ -54,15 +63,9 @@ class Update:
         return time.perf_counter() - start
 
     @property
-    def cost(self) -> dict[str, float]:
-        """What the compiler counts of one call: floating-point operations, bytes, scratch memory."""
-        analysis = self.compiled.cost_analysis()
-        analysis = analysis[0] if isinstance(analysis, list) else analysis
-        return {
-            "gflop": analysis.get("flops", 0.0) / 1e9,
-            "gbyte": analysis.get("bytes accessed", 0.0) / 1e9,
-            "scratch_mb": self.compiled.memory_analysis().temp_size_in_bytes / 1e6,
-        }
+    def scratch_bytes(self) -> int:
+        """What a call holds beside its arguments and results, by the compiler's plan."""
+        return int(self.compiled.memory_analysis().temp_size_in_bytes)
 
     @property
     def peak_bytes(self) -> int:
@@ -166,6 +169,21 @@ def device_peak(update: Update, given: Tree) -> int | None:
     before = count("bytes_in_use")
     update.run(given)
     return nbytes((update.params, update.state, given)) + count("peak_bytes_in_use") - before
+
+
+def alone(module: str, call: str, **env: str) -> Any:
+    """What a call of a module's functions gives in a new process, without this one's flags for XLA and its caches.
+
+    Args:
+      module: its names stand in `call`.
+      call: Python source; it gives what JSON can say.
+      **env: more environment variables.
+    """
+    ours = ("XLA_FLAGS", "JAX_COMPILATION_CACHE", "JAX_PERSISTENT_CACHE")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    source = f"import json; from {module} import *; print(json.dumps({call}))"
+    done = subprocess.run([sys.executable, "-c", source], env=kept | env, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def cores() -> int:

@@ -10,8 +10,7 @@ import argparse
 import itertools
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import flax.linen as nn
@@ -22,25 +21,16 @@ import optax
 from flax import nnx
 
 import gauge_optax as go
-from benchmarks.discover_times import of_equinox
-from benchmarks.timing import Timed, host, in_turns, prepared, quartiles
+from benchmarks.discover_times import Arguments, of_equinox
+from benchmarks.timing import Timed, benchmark, host, in_turns, prepared, quartiles
 from examples.studies import harness
+from examples.studies.report import bare
 
-OUT = Path(__file__).parent / "results"
 D, HEADS, LAYERS, VOCAB, TIME, BATCH, CLASSES = 256, 4, 2, 1024, 64, 16, 10
 ROUNDS = 15
 TOKENS = list(np.random.default_rng(0).integers(0, VOCAB, (2, BATCH, TIME)))
 IMAGES = list(np.random.default_rng(1).standard_normal((2, BATCH, 16, 16, 3), np.float32))
 VECTORS = list(np.random.default_rng(2).standard_normal((2, BATCH, TIME, D), np.float32))
-
-
-class Model(NamedTuple):
-    """A function of parameters and a batch, as `go.discover` takes it, and what its outputs are."""
-
-    fn: Callable[[Any, Any], Any]
-    params: Any
-    batches: list[Any]
-    outputs: Any = None
 
 
 def _kernel(*shape: int, fan: int = D) -> jax.Array:
@@ -82,10 +72,10 @@ class GPT(nnx.Module):
         return self.embed.attend(self.norm(x))
 
 
-def nnx_gpt() -> Model:
+def nnx_gpt() -> Arguments:
     """An NNX GPT."""
     graph, params = nnx.split(GPT(nnx.Rngs(0)))
-    return Model(lambda p, tokens: nnx.merge(graph, p)(tokens), nnx.to_pure_dict(params), TOKENS)
+    return Arguments(lambda p, tokens: nnx.merge(graph, p)(tokens), nnx.to_pure_dict(params), TOKENS)
 
 
 class LlamaBlock(nnx.Module):
@@ -132,10 +122,10 @@ class Llama(nnx.Module):
         return self.head(self.norm(run(self.embed(tokens), self.blocks)))
 
 
-def nnx_llama() -> Model:
+def nnx_llama() -> Arguments:
     """An NNX Llama with QK-norm, scanned."""
     graph, params, *rest = nnx.split(Llama(nnx.Rngs(0)), nnx.Param, ...)
-    return Model(lambda p, t: nnx.merge(graph, p, *rest, copy=True)(t), nnx.to_pure_dict(params), TOKENS)
+    return Arguments(lambda p, t: nnx.merge(graph, p, *rest, copy=True)(t), nnx.to_pure_dict(params), TOKENS)
 
 
 class ViT(nn.Module):
@@ -152,15 +142,15 @@ class ViT(nn.Module):
         return nn.Dense(CLASSES)(jnp.mean(nn.LayerNorm()(x), 1))
 
 
-def linen_vit() -> Model:
+def linen_vit() -> Arguments:
     """A Linen ViT."""
     params = ViT().init(jax.random.key(0), IMAGES[0])["params"]
-    return Model(lambda p, x: ViT().apply({"params": p}, x), params, IMAGES, "logits")
+    return Arguments(lambda p, x: ViT().apply({"params": p}, x), params, IMAGES, "logits")
 
 
-def _equinox(module: Any, batches: list[Any]) -> Model:
+def _equinox(module: Any, batches: list[Any]) -> Arguments:
     arrays, rest = eqx.partition(module, eqx.is_inexact_array)
-    return Model(lambda p, x: jax.vmap(eqx.combine(p, rest))(x), arrays, batches, "logits")
+    return Arguments(lambda p, x: jax.vmap(eqx.combine(p, rest))(x), arrays, batches, "logits")
 
 
 class Mixer(eqx.Module):
@@ -201,13 +191,13 @@ class CNN(nnx.Module):
         return self.head(jnp.mean(x, (1, 2)))
 
 
-def nnx_cnn() -> Model:
+def nnx_cnn() -> Arguments:
     """A CNN with BatchNorm, in training."""
     graph, params, *rest = nnx.split(CNN(nnx.Rngs(0)), nnx.Param, ...)
-    return Model(lambda p, x: nnx.merge(graph, p, *rest, copy=True)(x), nnx.to_pure_dict(params), IMAGES, "logits")
+    return Arguments(lambda p, x: nnx.merge(graph, p, *rest, copy=True)(x), nnx.to_pure_dict(params), IMAGES, "logits")
 
 
-def flow() -> Model:
+def flow() -> Arguments:
     """A velocity field whose norms are scaled and shifted by the time (adaLN)."""
     params = {"in": _kernel(D, D), "time": _kernel(16, 3 * D, fan=16), "bias": jnp.zeros(3 * D), "out": _kernel(D, D),
               "up": _kernel(D, 4 * D), "down": _kernel(4 * D, D, fan=4 * D)}
@@ -219,10 +209,10 @@ def flow() -> Model:
         return (x + gate * (jax.nn.gelu((y * (1 + scale) + shift) @ p["up"]) @ p["down"])) @ p["out"]
 
     times = np.random.default_rng(3).standard_normal((2, BATCH, 16), np.float32)
-    return Model(fn, params, list(zip(VECTORS, times, strict=True)), "predictions")
+    return Arguments(fn, params, list(zip(VECTORS, times, strict=True)), "predictions")
 
 
-def experts() -> Model:
+def experts() -> Arguments:
     """A mixture of four experts, two for each token."""
     params = {"embed": _kernel(VOCAB, D, fan=1), "scale": jnp.ones(D), "router": _kernel(D, 4),
               "gate": _kernel(4, D, D), "up": _kernel(4, D, D), "down": _kernel(4, D, D), "head": _kernel(D, VOCAB)}
@@ -235,10 +225,10 @@ def experts() -> Model:
         hidden = jax.nn.silu(jnp.einsum("btd,ndf->btnf", y, p["gate"])) * jnp.einsum("btd,ndf->btnf", y, p["up"])
         return (x + jnp.einsum("btnf,nfd,btn->btd", hidden, p["down"], share)) @ p["head"]
 
-    return Model(fn, params, TOKENS)
+    return Arguments(fn, params, TOKENS)
 
 
-def gru() -> Model:
+def gru() -> Arguments:
     """Flax's GRU over tokens."""
     class Net(nn.Module):
         @nn.compact
@@ -246,10 +236,10 @@ def gru() -> Model:
             return nn.Dense(VOCAB)(nn.RNN(nn.GRUCell(D))(nn.Embed(VOCAB, D)(tokens)))
 
     params = Net().init(jax.random.key(0), TOKENS[0])["params"]
-    return Model(lambda p, t: Net().apply({"params": p}, t), params, TOKENS)
+    return Arguments(lambda p, t: Net().apply({"params": p}, t), params, TOKENS)
 
 
-def ssm() -> Model:
+def ssm() -> Arguments:
     """A diagonal state-space layer (S4D's kind) between two maps, with a gate."""
     params = {"embed": _kernel(VOCAB, D, fan=1), "scale": jnp.ones(D), "in": _kernel(D, 2 * D), "out": _kernel(D, D),
               "decay": jnp.linspace(1, 3, D), "b": _kernel(D, fan=1), "head": _kernel(D, VOCAB)}
@@ -265,10 +255,10 @@ def ssm() -> Model:
         _, states = jax.lax.scan(step, jnp.zeros_like(u[:, 0]), jnp.swapaxes(u, 0, 1))
         return (x + (jnp.swapaxes(states, 0, 1) * jax.nn.silu(gate)) @ p["out"]) @ p["head"]
 
-    return Model(fn, params, TOKENS)
+    return Arguments(fn, params, TOKENS)
 
 
-MODELS: Mapping[str, Callable[[], Model]] = {
+MODELS: Mapping[str, Callable[[], Arguments]] = {
     "NNX GPT": nnx_gpt, "NNX Llama with QK-norm, scanned": nnx_llama, "Linen ViT": linen_vit,
     "equinox transformer": lambda: _equinox(of_equinox(D, VOCAB).params, TOKENS),
     "equinox MLP-Mixer": lambda: _equinox(Mixer(jax.random.key(0)), VECTORS), "NNX CNN with BatchNorm": nnx_cnn,
@@ -317,20 +307,20 @@ def render(result: dict[str, Any]) -> str:
         "`quotient_adamw` on the list for training and on the whole list (`python -m benchmarks.unprepared`).", "",
         f"{result['host']}; d = {D}, {LAYERS} layers, {BATCH} rows of {TIME} tokens. A step is the gradient and the",
         f"update, in units of AdamW's: the median of {ROUNDS} rounds in turns, with quartiles.", "",
-        "| model | discover, s | gauges | whole list | without a gauge | neurons | Muon's matrices | AdamW, ms "
-        "| gauges' step | whole list's step |", "|" + "---|" * 10,
     ]
+    rows: list[list[Any]] = [["model", "discover, s", "gauges", "whole list", "without a gauge", "neurons",
+                              "Muon's matrices", "AdamW, ms", "gauges' step", "whole list's step"]]
     for name, row in result["cases"].items():
         low, middle, high = zip(row["gauges step"], row["whole step"], strict=True)
         steps = [f"{m:.2f} ({a:.2f} to {b:.2f})" for a, m, b in zip(low, middle, high, strict=True)]
         counts = len(row["gauges"]), len(row["whole"]), len(row["ungauged"]), row["neurons"], row["matrices"]
-        lines.append("| " + " | ".join(map(str, (name, row["seconds"], *counts, row["AdamW ms"], *steps))) + " |")
-    return "\n".join(lines) + "\n"
+        rows.append([name, row["seconds"], *counts, row["AdamW ms"], *steps])
+    return "\n".join([*lines, bare(rows)]) + "\n"
 
 
-STUDY = harness.Study(
+STUDY = benchmark(
     __doc__, "unprepared", harness.by_name(MODELS, make, "cases"), render, page=render,
-    seeds=None, precision=None, head=lambda _: {"host": host(), "cases": {}}, folder=OUT, partial=True,
+    head=lambda _: {"host": host(), "cases": {}},
 )
 
 if __name__ == "__main__":

@@ -316,7 +316,7 @@ def section(result: Mapping[str, Any]) -> str:
 
 def figure(result: Mapping[str, Any], path: Path) -> None:
     """Drift and the share of a step by step, then losses of merged weights."""
-    fig, axes = report.panels(3, "SmolLM2-135M-Instruct: fine-tunings, and their mean")
+    fig, axes = report.panels(3, "SmolLM2-135M-Instruct: fine-tunings, and their mean", grid=True)
     for key, cell in result["cells"].items():
         if "records" in cell:
             label = ", ".join(key.split(" | ")[1:])
@@ -333,8 +333,6 @@ def figure(result: Mapping[str, Any], path: Path) -> None:
         axes[2].bar_label(bars, fmt="%.3f", fontsize=7)
     axes[2].set(title="merged", xticks=range(len(MERGES)), ylabel="loss, nats per token, mean of both texts")
     axes[2].set_xticklabels(list(MERGES), fontsize=7)
-    for axis in axes:
-        axis.grid(alpha=0.3)
     report.save(fig, path)
 
 

@@ -24,7 +24,7 @@ Finished runs are kept in quantize.json; quantize.png is drawn at the end, and t
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 
 import gauge_optax as go
 from examples import data
@@ -62,44 +63,39 @@ def rounded(x: jax.Array, axes: int | tuple[int, ...], bits: jax.Array) -> jax.A
     return x + jax.lax.stop_gradient(jnp.where(bits < _EXACT, jnp.round(x / step) * step - x, 0.0))
 
 
-def product(x: jax.Array, kernel: jax.Array, bits: tuple[jax.Array, jax.Array], seen: list[jax.Array]) -> jax.Array:
-    """x · kernel over the last axis of x and the first of the kernel, both rounded; notes x."""
-    seen.append(x)
-    return jnp.tensordot(rounded(x, -1, bits[1]), rounded(kernel, 0, bits[0]), 1)
+def rounding(bits: Sequence[Any], seen: list[jax.Array] | None = None) -> Callable[..., jax.Array]:
+    """A product of a rounded kernel, a grid per output, and rounded activations, a grid per token.
+
+    Args:
+      bits: of weights and of activations; 16 for no rounding.
+      seen: gets the activations of every product.
+    """
+
+    def product(equation: str, x: jax.Array, kernel: jax.Array) -> jax.Array:
+        if seen is not None:
+            seen.append(x)
+        inputs, output = equation.split("->")
+        pair = inputs.split(",")
+        summed = (set(pair[0]) & set(pair[1])) - set(output)
+        axes = [tuple(n for n, letter in enumerate(letters) if letter in summed) for letters in pair]
+        return jnp.einsum(equation, rounded(x, axes[0], jnp.asarray(bits[1])),
+                          rounded(kernel, axes[1], jnp.asarray(bits[0])))
+
+    return product
+
+
+GRAPH, _ = nnx.split(nnx.eval_shape(lambda: lm.build(CONFIG, nnx.Rngs(0))))
 
 
 def logits(params: Params, tokens: jax.Array, bits: tuple[Any, Any], seen: list[jax.Array] | None = None) -> jax.Array:
-    """`models.lm`'s Llama, with rounded products.
-
-    Args:
-      params: its parameters.
-      tokens: (batch, time).
-      bits: of weights and of activations; 16 for no rounding.
-      seen: gets the input of every product.
-    """
-    bits, seen = (jnp.asarray(bits[0]), jnp.asarray(bits[1])), [] if seen is None else seen
-
-    def norm(x: jax.Array, own: Params) -> jax.Array:
-        return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + lm.NORM_EPS) * own["scale"]
-
-    x = params["embed"]["embedding"][tokens]
-    for number in sorted(params["blocks"]):
-        block = params["blocks"][number]
-        attn, mlp = block["attn"], block["mlp"]
-        y = norm(x, block["norm1"])
-        q, k, v = (product(y, attn[name]["kernel"], bits, seen) for name in ("query", "key", "value"))
-        q, k = lm.rotary(q), lm.rotary(k)
-        q = q.reshape(*k.shape[:3], -1, k.shape[-1])
-        scores = jnp.einsum("btkge,bske->bkgts", q, k) * k.shape[-1] ** -0.5
-        causal = jnp.tri(tokens.shape[1], dtype=bool)
-        weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf))
-        mixed = jnp.einsum("bkgts,bske->btkge", weights, v).reshape(*tokens.shape, -1)
-        x = x + product(mixed, attn["out"]["kernel"].reshape(mixed.shape[-1], -1), bits, seen)
-        y = norm(x, block["norm2"])
-        gate, up = (product(y, mlp[name]["kernel"], bits, seen) for name in ("gate", "up"))
-        hidden = jax.nn.silu(gate) * up
-        x = x + product(hidden, mlp["down"]["kernel"], bits, seen)
-    return norm(x, params["final_norm"]) @ params["lm_head"]["kernel"]
+    """Those of `models.lm`, with rounded products in its blocks; see `rounding`."""
+    model, product = nnx.merge(GRAPH, params), rounding(bits, seen)
+    for block in model.blocks:
+        for layer in (*vars(block.attn).values(), *vars(block.mlp).values()):
+            if isinstance(layer, lm.Linear):
+                layer.product = product
+    out: jax.Array = model(tokens)
+    return out
 
 
 @jax.jit
@@ -140,7 +136,7 @@ def statistics(params: Params, tokens: jax.Array) -> dict[str, jax.Array]:
     return {
         # A block has seven products; its norms are read by the first and by the fifth.
         "kurtosis": jnp.max(jnp.stack([kurtosis(x) for x in [*seen[0::7], *seen[4::7]]])),
-        "SQNR of activations": jnp.mean(jnp.stack([sqnr(x, -1) for x in seen])),
+        "SQNR of activations": jnp.mean(jnp.stack([sqnr(x.reshape(*x.shape[:2], -1), -1) for x in seen])),
         "SQNR of weights": jnp.mean(jnp.stack([sqnr(x, 0) for x in kernels])),
     }
 

@@ -1,14 +1,13 @@
 """What `discover` finds in architectures that pip installs: small random instances, no weights.
 
     pip install "transformers<5" equinox
-    python -m examples.released            # minutes; goes on where it was stopped
+    python -m examples.released            # minutes; goes on where it was stopped; --only GPT-2 BERT runs some
 
 Writes examples/results/released.json and released.md. The modules are called as they are, in float32 and with the casts
 that they have.
 """
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,10 +16,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tqdm.auto import tqdm
 
 import gauge_optax as go
-from examples import cli
+from examples.studies import harness
+from examples.studies.report import bare
 
 RESULT = Path("examples/results/released.json")
 DECODER = dict(vocab_size=13, hidden_size=16, intermediate_size=12, num_hidden_layers=2, num_attention_heads=4,
@@ -118,17 +117,16 @@ def measure(name: str) -> dict[str, Any]:
 
 def section(results: Mapping[str, Any]) -> str:
     """The table."""
-    rows = ["| architecture | leaves | s | gauges | largest change | nearly | no gauge |", "|---" * 7 + "|"]
+    rows: list[list[Any]] = [["architecture", "leaves", "s", "gauges", "largest change", "nearly", "no gauge"]]
     for name, result in results.items():
         if "error" in result:
-            rows.append(f"| {name} | | | {result['error']} | | | |")
+            rows.append([name, "", "", result["error"], "", "", ""])
             continue
         count = ", ".join(f"{result['gauges'].count(kind)} {kind}" for kind in dict.fromkeys(result["gauges"]))
         rest = "; ".join(f"{n} × {kind}" for kind, n in result["ungauged"].items())
-        cells = name, result["leaves"], result["seconds"], count, f"{result['change']:.0e}", len(result["nearly"]), rest
-        rows.append(f"| {' | '.join(map(str, cells))} |")
-    said = "Small random instances, no weights; 2 CPU cores. [Every report](released.md)."
-    return "\n".join([said, "", *rows])
+        numbers = result["leaves"], result["seconds"], count, f"{result['change']:.0e}", len(result["nearly"])
+        rows.append([name, *numbers, rest])
+    return f"Small random instances, no weights; 2 CPU cores. [Every report](released.md).\n\n{bare(rows)}"
 
 
 def markdown(results: Mapping[str, Any]) -> str:
@@ -142,23 +140,18 @@ def markdown(results: Mapping[str, Any]) -> str:
     return "\n".join(["# Released architectures", "", about, "", *reports])
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Runs what has no result yet."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=cli.Help)
-    parser.add_argument("names", nargs="*", help=f"of {', '.join([*MODELS, 'equinox'])}; all by default")
-    parser.add_argument("--out", type=Path, default=RESULT)
-    args = parser.parse_args(arguments)
-    results = json.loads(args.out.read_text()) if args.out.exists() else {}
-    for name in tqdm(args.names or [*MODELS, "equinox"]):
-        if name in results and "error" not in results[name]:
-            continue
-        try:
-            results[name] = measure(name)
-        except (ImportError, TypeError, AttributeError, ValueError) as error:
-            results[name] = {"error": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
-        args.out.write_text(json.dumps(results, indent=1) + "\n")
-        args.out.with_suffix(".md").write_text(markdown(results))
+def attempted(config: None, args: argparse.Namespace, name: str) -> dict[str, Any]:
+    """The same, or what went wrong; to try that again, delete its entry."""
+    try:
+        return measure(name)
+    except (ImportError, TypeError, AttributeError, ValueError) as error:
+        return {"error": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
 
+
+STUDY = harness.Study(
+    __doc__, "released", harness.by_name([*MODELS, "equinox"], attempted, ""), section, page=markdown, seeds=None,
+    precision=None, head=lambda _: {}, folder=RESULT.parent, partial=True,
+)
 
 if __name__ == "__main__":
-    main()
+    harness.main(STUDY)

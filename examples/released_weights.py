@@ -18,18 +18,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import matplotlib
 import numpy as np
 import optax
 
 import gauge_optax as go
 from examples import weights
-from examples.quantize import rounded
+from examples.quantize import rounded, rounding
 from examples.studies import harness
-from examples.studies.report import markdown
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from examples.studies.report import markdown, plt
 
 Params = Any
 Gauges = list[go.Gauge]
@@ -137,20 +133,6 @@ def halved(params: Params) -> Params:
 
 
 # A model that rounds ------------------------------------------------------------------------------------
-
-
-def rounding(bits: tuple[Any, ...]) -> weights.Product:
-    """A product of a rounded kernel, a grid per output, and rounded activations, a grid per token."""
-
-    def product(equation: str, x: jax.Array, kernel: jax.Array) -> jax.Array:
-        inputs, output = equation.split("->")
-        pair = inputs.split(",")
-        summed = (set(pair[0]) & set(pair[1])) - set(output)
-        axes = [tuple(n for n, letter in enumerate(letters) if letter in summed) for letters in pair]
-        return jnp.einsum(equation, rounded(x, axes[0], jnp.asarray(bits[1])),
-                          rounded(kernel, axes[1], jnp.asarray(bits[0])))
-
-    return product
 
 
 def logits(params: Params, tokens: jax.Array, bits: tuple[Any, ...]) -> jax.Array:

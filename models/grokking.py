@@ -21,7 +21,8 @@ import numpy as np
 import optax
 
 import gauge_optax as go
-from models.lm import ACTIVATIONS, LINEAR_INIT, rotary
+from models import blocks
+from models.lm import ACTIVATIONS, rotary
 
 Params = Any
 Pairs = tuple[jax.Array, jax.Array]
@@ -44,33 +45,13 @@ class GrokConfig:
 
 def init(c: GrokConfig, key: jax.Array) -> Params:
     """Parameters as a nested dict."""
-    keys = iter(jax.random.split(key, 3 + 6 * c.layers))
-    d, e = c.d_model, c.d_model // c.heads
-
-    def kernel(*shape: int, inputs: int = 1) -> jax.Array:
-        flat = int(np.prod(shape[:inputs])), int(np.prod(shape[inputs:]))
-        return LINEAR_INIT(next(keys), flat).reshape(shape)
-
-    def norm() -> dict[str, jax.Array]:
-        return {"scale": jnp.ones(d), "bias": jnp.zeros(d)}
-
-    def block() -> dict[str, Any]:
-        heads = {name: {"kernel": kernel(d, c.heads, e)} for name in ("query", "key", "value")}
-        return {
-            "norm1": norm(),
-            "attn": heads | {"out": {"kernel": kernel(c.heads, e, d, inputs=2)}},
-            "norm2": norm(),
-            "mlp": {
-                "up": {"kernel": kernel(d, c.d_ff), "bias": jnp.zeros(c.d_ff)},
-                "down": {"kernel": kernel(c.d_ff, d), "bias": jnp.zeros(d)},
-            },
-        }
-
+    keys, d = iter(jax.random.split(key, 3 + 6 * c.layers)), c.d_model
+    kernel = blocks.lecun(keys)
     params = {"embed": {"embedding": jax.random.normal(next(keys), (c.p, d)) * d**-0.5}}
     if not c.rope:
         params["pos"] = {"embedding": jax.random.normal(next(keys), (LENGTH, d)) * d**-0.5}
     return params | {
-        "blocks": {i: block() for i in range(c.layers)},
+        "blocks": {i: blocks.init(kernel, d, c.heads, c.d_ff) for i in range(c.layers)},
         "lm_head": {"kernel": kernel(d, c.p)},
     }
 
@@ -98,10 +79,7 @@ def features(c: GrokConfig, params: Params, tokens: jax.Array) -> dict[str, jax.
     for i in range(c.layers):
         block, last = params["blocks"][i], i == c.layers - 1
         read = everywhere[-1:] if last else everywhere  # only the last position is read in the end
-        source = _normalised(block["norm1"], x)
-        q, k, v = (
-            jnp.einsum("btd,dhe->bthe", source, block["attn"][name]["kernel"]) for name in ("query", "key", "value")
-        )
+        q, k, v = blocks.heads(block["attn"], blocks.layer_norm(block["norm1"], x))
         if c.rope:
             q, k = rotary(q), rotary(k)
         if i == 0:
@@ -115,7 +93,7 @@ def features(c: GrokConfig, params: Params, tokens: jax.Array) -> dict[str, jax.
         mixed = jnp.sum(weights[..., None] * v[:, None], 2)
         # One axis of pairs and positions: an axis of length 1 between them costs a CPU a fifth of the whole step.
         rows = (x + jnp.einsum("bqhe,hed->bqd", mixed, block["attn"]["out"]["kernel"])).reshape(-1, c.d_model)
-        hidden = _normalised(block["norm2"], rows) @ block["mlp"]["up"]["kernel"] + block["mlp"]["up"]["bias"]
+        hidden = blocks.layer_norm(block["norm2"], rows) @ block["mlp"]["up"]["kernel"] + block["mlp"]["up"]["bias"]
         rows = rows + ACTIVATIONS[c.mlp](hidden) @ block["mlp"]["down"]["kernel"] + block["mlp"]["down"]["bias"]
         x = rows.reshape(x.shape)
         streams.append(x[:, -1])
@@ -183,7 +161,3 @@ def rotations(c: GrokConfig, full_rotation: bool = False) -> list[go.Gauge]:
 def shift() -> go.Gauge:
     """The shift of the logits alone."""
     return go.logit_shift({"lm_head/kernel": "_ vocab"})
-
-
-def _normalised(norm: Params, x: jax.Array) -> jax.Array:
-    return jax.nn.standardize(x, epsilon=1e-5) * norm["scale"] + norm["bias"]

@@ -80,7 +80,12 @@ def _per_head_orthogonal(key: jax.Array, heads: int, rows: int, d_head: int) -> 
 
 
 class Linear(nnx.Module):
-    """A kernel applied by `equation`, an einsum of input and kernel, and perhaps a bias on the output."""
+    """A kernel applied by `equation`, an einsum of input and kernel, and perhaps a bias on the output.
+
+    A study may give a layer another `product`, which takes the equation, the input and the kernel.
+    """
+
+    product: Callable[..., jax.Array] = staticmethod(jnp.einsum)
 
     def __init__(self, equation: str, kernel: jax.Array, bias_shape: tuple[int, ...] | None) -> None:
         self.equation = equation
@@ -89,7 +94,7 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Contract, then add the bias."""
-        y = jnp.einsum(self.equation, x, self.kernel[...])
+        y = self.product(self.equation, x, self.kernel[...])
         return y if self.bias is None else y + self.bias[...]
 
 
@@ -232,15 +237,23 @@ class LM(nnx.Module):
         self.final_norm = Norm(c.norm, c.d_model, c.norm_one_plus, c.bias, c.norm_eps)
         self.lm_head = Head(c, rngs)
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Logits for the token after each prefix."""
-        embedding = self.embed.embedding[...]
-        x = embedding[tokens]
+    def streams(self, tokens: jax.Array) -> list[jax.Array]:
+        """The residual stream (batch, time, d): before the first block, and behind every block."""
+        x = self.embed.embedding[...][tokens]
         if self.pos is not None:
             x = x + self.pos.embedding[: tokens.shape[1]]
+        streams = [x]
         for block in self.blocks:
-            x = block(x)
-        return self.lm_head(self.final_norm(x), embedding)
+            streams.append(block(streams[-1]))
+        return streams
+
+    def logits(self, stream: jax.Array) -> jax.Array:
+        """Logits of a stream behind the last block."""
+        return self.lm_head(self.final_norm(stream), self.embed.embedding[...])
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Logits for the token after each prefix."""
+        return self.logits(self.streams(tokens)[-1])
 
 
 # Building and loss --------------------------------------------------------------------------------

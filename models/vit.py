@@ -11,7 +11,6 @@ Tree (d model, h heads, e = d_head, f hidden, k classes, t patches of s numbers 
 LayerNorm before each block, squared ReLU, the mean over patches before the head.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 import gauge_optax as go
-from models.lm import LINEAR_INIT
+from models import blocks
 
 Params = Any
 
@@ -45,33 +44,13 @@ class ViTConfig:
 
 def init(c: ViTConfig, key: jax.Array) -> Params:
     """Parameters as a nested dict."""
-    keys = iter(jax.random.split(key, 3 + 6 * c.depth))
-    d, e = c.d_model, c.d_model // c.heads
-
-    def kernel(*shape: int, inputs: int = 1) -> jax.Array:
-        flat = math.prod(shape[:inputs]), math.prod(shape[inputs:])
-        return LINEAR_INIT(next(keys), flat).reshape(shape)
-
-    def norm() -> dict[str, jax.Array]:
-        return {"scale": jnp.ones(d), "bias": jnp.zeros(d)}
-
-    def block() -> dict[str, Any]:
-        heads = {name: {"kernel": kernel(d, c.heads, e)} for name in ("query", "key", "value")}
-        return {
-            "norm1": norm(),
-            "attn": heads | {"out": {"kernel": kernel(c.heads, e, d, inputs=2)}},
-            "norm2": norm(),
-            "mlp": {
-                "up": {"kernel": kernel(d, c.d_ff), "bias": jnp.zeros(c.d_ff)},
-                "down": {"kernel": kernel(c.d_ff, d), "bias": jnp.zeros(d)},
-            },
-        }
-
+    keys, d = iter(jax.random.split(key, 3 + 6 * c.depth)), c.d_model
+    kernel = blocks.lecun(keys)
     return {
         "embed": {"kernel": kernel(c.patch**2 * c.channels, d), "bias": jnp.zeros(d)},
         "pos": {"embedding": 0.02 * jax.random.normal(next(keys), (c.patches, d))},
-        "blocks": {i: block() for i in range(c.depth)},
-        "final_norm": norm(),
+        "blocks": {i: blocks.init(kernel, d, c.heads, c.d_ff) for i in range(c.depth)},
+        "final_norm": blocks.norm(d),
         "head": {"kernel": kernel(d, c.classes), "bias": jnp.zeros(c.classes)},
     }
 
@@ -94,18 +73,16 @@ def features(c: ViTConfig, params: Params, images: jax.Array) -> dict[str, jax.A
     x, hidden = x + params["pos"]["embedding"], []
     for i in range(c.depth):
         block = params["blocks"][i]
-        y, attn, mlp = _normalised(block["norm1"], x), block["attn"], block["mlp"]
-        q, k, v = (jnp.einsum("btd,dhe->bthe", y, attn[name]["kernel"]) for name in ("query", "key", "value"))
-        weights = jax.nn.softmax(jnp.einsum("bqhe,bkhe->bhqk", q, k) * q.shape[-1] ** -0.5)
-        x = x + jnp.einsum("bhqk,bkhe,hed->bqd", weights, v, attn["out"]["kernel"])
-        hidden.append(_normalised(block["norm2"], x) @ mlp["up"]["kernel"] + mlp["up"]["bias"])
+        mlp = block["mlp"]
+        x = x + blocks.attention(block["attn"], blocks.layer_norm(block["norm1"], x))
+        hidden.append(blocks.layer_norm(block["norm2"], x) @ mlp["up"]["kernel"] + mlp["up"]["bias"])
         x = x + jnp.square(jax.nn.relu(hidden[-1])) @ mlp["down"]["kernel"] + mlp["down"]["bias"]
     return {"hidden": jnp.stack(hidden), "stream": x}
 
 
 def logits(c: ViTConfig, params: Params, images: jax.Array) -> jax.Array:
     """(batch, side, side, channels) to (batch, classes)."""
-    pooled = jnp.mean(_normalised(params["final_norm"], features(c, params, images)["stream"]), 1)
+    pooled = jnp.mean(blocks.layer_norm(params["final_norm"], features(c, params, images)["stream"]), 1)
     return pooled @ params["head"]["kernel"] + params["head"]["bias"]
 
 
@@ -125,7 +102,3 @@ def multiplicative_gauges() -> list[go.Gauge]:
             {"blocks/{i}/mlp/down/kernel": "channel _"}, degree=2,
         ),
     ]
-
-
-def _normalised(norm: Params, x: jax.Array) -> jax.Array:
-    return jax.nn.standardize(x, epsilon=1e-5) * norm["scale"] + norm["bias"]

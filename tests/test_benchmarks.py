@@ -1,6 +1,7 @@
 """That the benchmarks run and say what they measured; their figures are not tested."""
 
 import json
+import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,12 @@ import pytest
 
 from benchmarks import (
     accelerator,
+    before_parts,
     compare,
     counts,
-    curvature,
-    discover_times,
     exactness,
+    first_step,
     orbit,
-    packing,
     peers,
     sizes,
     timing,
@@ -29,6 +29,55 @@ from examples import released
 from examples.studies import harness
 from models import lm
 from tests.test_presets import TREES
+
+SMALL = ["--layers", "1", "--width", "16", "--repeats", "2", "--step-repeats", "1", "--depths", "1", "2"]
+
+
+@pytest.mark.slow
+def test_both_packages_are_timed(tmp_path: Path) -> None:
+    if subprocess.run(["git", "cat-file", "-e", before_parts.REVISION], check=False, capture_output=True).returncode:
+        pytest.skip("the history has no old package, as in a shallow clone")
+    arguments = ["--layers", "1", "--width", "64", "--vocab", "32", "--repeats", "1", "--compiles", "1"]
+    for part in ("quotient_adamw, pin", "gauge_project"):
+        before_parts.main([*arguments, "--only", part, "--out", str(tmp_path)])
+    result = json.loads((tmp_path / "before_parts.json").read_text())
+    assert list(result["rows"]) == ["quotient_adamw, pin=False", "gauge_project"]
+    assert all(row["compile"] > 0 and row["update_s"]["this"] > 0 for row in result["rows"].values())
+    assert "| gauge_project |" in (tmp_path / "before_parts.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_first_step_is_measured_in_a_new_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--layers", "1", "--width", "32", "--repeats", "1"]
+    harness.main(first_step.STUDY, [*small, "--only", "optax.adamw", "--out", str(tmp_path)])
+    row = json.loads((tmp_path / "first_step.json").read_text())["rows"]["optax.adamw"]
+    (now,), (cached,) = row["now"], row["cached"]
+    assert cached["total"] < now["total"]
+    assert now["total"] == pytest.approx(sum(now[stage] for stage in first_step.STAGES)) and now["programs"] > 0
+    page = (tmp_path / "first_step.md").read_text()
+    assert page in capsys.readouterr().out and f"**{now['total']:.1f}**" in page
+
+
+@pytest.mark.slow
+def test_a_comparison_is_printed_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A later run of other rows adds to the file what it took, and leaves the rest."""
+    out = [*SMALL, "--out", str(tmp_path)]
+    compare.main([*out, "--sizes", "toy", "--tables", "compile", "--only", "contrib.muon, per head", "optax.adamw"])
+    compare.main([*out, "--sizes", "attention", "--tables", "orthogonalisers", "--only", "ddc_muon"])
+    compare.main([*out, "--sizes", "attention", "--tables", "--only", "contrib.muon, per head"])
+    found = json.loads((tmp_path / "compare_cpu.json").read_text())["sections"]
+    assert set(found) == {"toy", "compile", "attention", "orthogonalisers"}
+    assert list(found["toy"]["blocks"]["muon"]) == ["optax.contrib.muon", "optax.contrib.muon, per head"]
+    assert set(found["attention"]["blocks"]["muon"]) == {
+        "optax.contrib.muon", "optax.contrib.muon, per head", "ddc_muon",
+    }
+    for block in found["toy"]["blocks"].values():
+        base, *_ = block.values()
+        assert base["ratio"] == base["step_ratio"] == [1.0, 1.0, 1.0]
+        assert all(row[column] > 0 for row in block.values() for column in ("ms", "step_ms", "peak_mb", "compile_s"))
+    assert found["compile"]["blocks"]["rows"]["optax.adamw"]["ratio"] > 0
+    text = (tmp_path / "compare_cpu.md").read_text()
+    assert text in capsys.readouterr().out and "## toy" in text and "| ddc_muon |" in text
 
 
 def test_what_an_accelerator_is_asked_runs_here_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,38 +176,24 @@ def test_a_device_that_counts_is_believed(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_discover_rejects_nothing() -> None:
-    result = json.loads((discover_times.OUT / "discover.json").read_text())
+    result = json.loads((timing.RESULTS / "discover.json").read_text())
     assert all(not row["rejected"] for row in result["cases"].values())
 
 
-def test_packing_saves_what_its_formula_says() -> None:
-    result = json.loads((packing.OUT / "packing.json").read_text())
-    assert result["formula"] == 1_179_648 and "**" not in packing.page(result)
-
-
 def test_outputs_of_gpt2_stay_at_every_point() -> None:
-    result = json.loads((orbit.OUT / "orbit.json").read_text())
+    result = json.loads((timing.RESULTS / "orbit.json").read_text())
     assert list(result["rows"]) == list(orbit.ROWS) and all(row["change"] <= 1e-5 for row in result["rows"].values())
 
 
 def test_outputs_stay_at_every_point_of_every_tree() -> None:
     """The committed cells: two are over their limits, each by less than a factor of two, and the page says so."""
-    result = json.loads((exactness.OUT / "exactness.json").read_text())
+    result = json.loads((timing.RESULTS / "exactness.json").read_text())
     assert len(result["rows"]) == len(ROWS) + len(TREES) + len(released.MODELS) + 1
     for dtype, limit in exactness.LIMITS.items():
         cells = [x for row in result["rows"].values() for x in row[dtype].values() if isinstance(x, float)]
         assert len(cells) >= 200 and max(cells) <= 2 * limit and sum(x > limit for x in cells) <= 1
 
 
-def test_curvature_is_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matfree")
-    sizes = ["--layers", "1", "--width", "64", "--vocab", "32", "--tokens", "16", "--steps", "3", "--probes", "2"]
-    curvature.main([*sizes, "--out", str(tmp_path)])
-    result = json.loads((tmp_path / "curvature.json").read_text())
-    assert set(result["rows"]) == set(curvature.NAMES) and result["samples"] >= 100 * result["parameters"]
-    assert all(row["seconds"] > 0 for row in result["rows"].values())
-    page = (tmp_path / "curvature.md").read_text()
-    assert page in capsys.readouterr().out and "Lanczos on the quotient" in page
 
 
 def test_what_a_program_moves_is_counted() -> None:

@@ -31,6 +31,7 @@ from examples.studies import (
     tables,
 )
 from examples.studies import twins_benchmark as example
+from models import modular
 from tests.test_training_studies import WHOLE
 from tests.twins import trained
 
@@ -234,9 +235,9 @@ SMALL = example.Config(steps=10, modulus=7, width=8, heads=2)
 
 
 def test_all_its_gauges_are_symmetries(x64: None) -> None:
-    params, data = example.init(SMALL, jax.random.key(0)), example.pairs(SMALL, 0)
-    read = functools.partial(example.logits, SMALL)
-    group = go.product(example.gauges(SMALL)[:-1])
+    params, data = modular.init(SMALL, jax.random.key(0)), example.pairs(SMALL, 0)
+    read = functools.partial(modular.logits, SMALL)
+    group = go.product(modular.gauges()[:-1])
     moved = group.act(group.sample(jax.random.key(1), params), params)
     np.testing.assert_allclose(read(moved, data[2]), read(params, data[2]), rtol=1e-11, atol=1e-12)
     assert max(float(jnp.abs(a - b).max()) for a, b in zip(*map(jax.tree.leaves, (moved, params)), strict=True)) > 0.3
@@ -244,11 +245,11 @@ def test_all_its_gauges_are_symmetries(x64: None) -> None:
 
 def test_the_mask_is_none_and_the_last_position_is_read() -> None:
     """A change of the second number reaches the logits through the first block's first position too."""
-    params, tokens = example.init(SMALL, jax.random.key(0)), jnp.array([[1, 2, 7]])
-    whole = example.logits(SMALL, params, tokens)
+    params, tokens = modular.init(SMALL, jax.random.key(0)), jnp.array([[1, 2, 7]])
+    whole = modular.logits(SMALL, params, tokens)
     kept = {i: jax.tree.map(jnp.zeros_like, block) for i, block in params["blocks"].items()}
-    blind = example.logits(SMALL, params | {"blocks": kept}, tokens)
-    alone = example._normalised(params["norm"], params["embed"]["embedding"][7] + params["pos"]["embedding"][2])
+    blind = modular.logits(SMALL, params | {"blocks": kept}, tokens)
+    alone = modular.rms_norm(params["norm"], params["embed"]["embedding"][7] + params["pos"]["embedding"][2])
     np.testing.assert_allclose(blind[0], alone @ params["lm_head"]["kernel"], rtol=1e-5, atol=1e-6)
     assert float(jnp.abs(whole - blind).max()) > 0.01
 

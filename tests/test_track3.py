@@ -99,7 +99,7 @@ def test_a_sweep_gives_up_where_rates_never_get_worse(monkeypatch: pytest.Monkey
     """And says so in the table."""
     monkeypatch.setattr(f"{__name__}.curve", lambda cell: 1.0 / cell[6])
     result, _ = filled([MUON])
-    assert len(track3.swept_rates(result, MUON)[0]) == 2 + track3.MOST
+    assert len(track3.swept_rates(result, MUON)[0]) == 2 + max(track3.NUMBERS)
     assert ", an end" in track3.section(result)
 
 

@@ -28,13 +28,13 @@ from benchmarks.track3 import arms
 from benchmarks.track3.arms import ARMS, WAYS
 from benchmarks.track3.runs import WARMUP, Task
 from examples.studies import harness, report, starts
-from examples.studies.harness import Result, best_for_all, climb, key
+from examples.studies.harness import Result, best_for_all, climb, loss_of
 from examples.studies.starts import STARTS
 
 NAME = "track3"
 STEPS = {64: 400, 128: 200}
 SEEDS = (42, 142, 242)
-RATIO, MOST = 2.5, 5  # of neighbouring rates; how many on either side of the middle one may be tried
+RATIO, NUMBERS = 2.5, range(-5, 6)  # of neighbouring rates; those that may be tried, the middle one is 0
 DECAYS = (0.0, 0.1, 0.4)
 DECAY = 0.1  # while rates are swept
 LONGEST = 2  # times the usual number of steps
@@ -76,12 +76,6 @@ def train(cell: Cell) -> dict[str, Any]:
 # What to train next -------------------------------------------------------------------------------------
 
 
-def loss_of(result: Result, cell: Cell) -> float | None:
-    """The loss of a finished run, infinite where it diverged; None if it is not finished."""
-    done = result["cells"].get(key(cell))
-    return None if done is None else math.inf if done["validation"] is None else done["validation"]
-
-
 def losses_of(result: Result, group: Group, decay: float, rate: float, steps: int | None = None) -> list[float]:
     """The losses of all seeds that are done."""
     found = (loss_of(result, group.cell(decay, rate, seed, steps)) for seed in result["seeds"])
@@ -93,9 +87,9 @@ def swept_rates(result: Result, group: Group) -> tuple[dict[float, float], list[
     decay, seed = sweep_decay(result, group), result["seeds"][0]
     if decay is None:
         return {}, missing(result, group.narrowest())
-    cells = {n: group.cell(decay, group.rate(n), seed) for n in range(-MOST, MOST + 1)}
+    cells = {n: group.cell(decay, group.rate(n), seed) for n in NUMBERS}
     losses = {n: x for n, cell in cells.items() if (x := loss_of(result, cell)) is not None}
-    absent = climb(losses, 0 if losses else first_rate(result, group), MOST)
+    absent = climb(losses, 0 if losses else first_rate(result, group), NUMBERS)
     return {group.rate(n): losses[n] for n in sorted(losses)}, [cells[n] for n in absent]
 
 

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from benchmarks.track3 import arms
 from benchmarks.track3.arms import Arm
@@ -84,12 +83,7 @@ def program(task: Task, arm: Arm, way: str) -> Any:
 
         tx = arms.optimizer(arm, way, schedule, decay, gauges)
 
-        def step(n: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-            params, state = carry
-            updates, state = tx.update(jax.grad(loss)(params, batches[n]), state, params)
-            return optax.apply_updates(params, updates), state
-
-        params, _ = jax.lax.fori_loop(0, steps, step, (params, tx.init(params)))
+        params, _ = harness.descend(tx, loss, (params, tx.init(params)), lambda n: batches[n], 0, steps)
         return jax.lax.map(functools.partial(loss, params), held_out).mean()
 
     rate = jnp.zeros((arm.kinds,) if arm.kinds else (), jnp.float32)

@@ -20,13 +20,13 @@ from matplotlib.ticker import NullFormatter
 from benchmarks.track3.arms import ARMS, FALLING, FREE, MUP, PLAIN, QUOTIENT, Arm
 from benchmarks.track3.runs import WARMUP, Task
 from examples.studies import harness, report, starts
-from examples.studies.harness import Result, best_for_all, climb, key
+from examples.studies.harness import Result, best_for_all, climb, loss_of
 from examples.studies.starts import STARTS
 
 NAME = "transfer"
 SIZES = (64, 128, 256, 512)
 STEPS, SEED, DECAY = 200, 42, 0.1
-RATIO, MOST = 2.0, 6
+RATIO, NUMBERS = 2.0, range(-6, 7)
 COMPARED: Mapping[str, tuple[Arm, str]] = {
     "AdamW": (ARMS["AdamW"], PLAIN),
     "AdamW, muP": (MUP, PLAIN),
@@ -83,12 +83,8 @@ def rate_of(arm: str, n: int) -> float:
 
 def numbered(result: Result, setting: Setting, size: int, arm: str) -> dict[int, float]:
     """Number of a rate → loss of what is done, infinite where it diverged."""
-    found = {}
-    for n in range(-MOST, MOST + 1):
-        done = result["cells"].get(key(cell(setting, size, arm, rate_of(arm, n))))
-        if done is not None:
-            found[n] = math.inf if done["validation"] is None else done["validation"]
-    return found
+    found = {n: loss_of(result, cell(setting, size, arm, rate_of(arm, n))) for n in NUMBERS}
+    return {n: loss for n, loss in found.items() if loss is not None}
 
 
 def losses(result: Result, setting: Setting, size: int, arm: str) -> dict[float, float]:
@@ -100,22 +96,11 @@ def missing(result: Result, setting: Setting, size: int, arm: str) -> list[float
     """The rates to run next: from the narrowest width's best on, until the best is inside."""
     narrow, done = numbered(result, setting, SIZES[0], arm), numbered(result, setting, size, arm)
     first = min(narrow, key=lambda n: narrow[n]) if narrow else 0
-    wanted = [n for n in (first,) if n not in done] or climb(done, first, MOST)
+    wanted = [n for n in (first,) if n not in done] or climb(done, first, NUMBERS)
     return [rate_of(arm, n) for n in wanted]
 
 
-def best_rate(result: Result, setting: Setting, size: int, arm: str) -> float | None:
-    """The rate of least loss; None before anything is done."""
-    done = losses(result, setting, size, arm)
-    return min(done, key=lambda rate: done[rate]) if done else None
-
-
 # Table and figure ---------------------------------------------------------------------------------------
-
-
-def complete(result: Result, setting: Setting, size: int, arm: str) -> bool:
-    """Whether a sweep is done."""
-    return not missing(result, setting, size, arm)
 
 
 def section(result: Result) -> str:
@@ -134,7 +119,7 @@ def section(result: Result) -> str:
 def _rows(result: Result) -> Iterator[list[str]]:
     for setting in SETTINGS:
         for arm in COMPARED:
-            done = [size for size in SIZES if complete(result, setting, size, arm)]
+            done = [size for size in SIZES if not missing(result, setting, size, arm)]
             if not done:
                 continue
             shown = []
@@ -156,7 +141,7 @@ def _at(of_size: Mapping[float, float]) -> float:
 
 def figure(result: Result, path: Path) -> None:
     """Loss over rate: a panel per setting and arm, a curve per width."""
-    panels = [(s, a) for s in SETTINGS for a in COMPARED if complete(result, s, SIZES[0], a)]
+    panels = [(s, a) for s in SETTINGS for a in COMPARED if not missing(result, s, SIZES[0], a)]
     if not panels:
         return
     fig, axes = report.grid_of_panels(len(panels), "Loss over the peak rate: a curve per width", common=False)

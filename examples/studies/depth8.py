@@ -114,13 +114,8 @@ def section(result: Result) -> str:
     ])
 
 
-def _accuracy(result: Result, arm: str) -> list[float]:
-    return report.settled(result, arm, "test_accuracy")
-
-
 def _higher(result: Result, finding: str, below: str, above: str) -> str:
-    pairs = zip(_accuracy(result, below), _accuracy(result, above), strict=True)
-    return report.paper(finding, [high > low for low, high in pairs], ACCURACY)
+    return report.paper(finding, report.less(result, below, above, "test_accuracy", report.settled), ACCURACY)
 
 
 def torus_above_muon(result: Result) -> str:
@@ -139,7 +134,9 @@ def _decomposition(result: Result) -> str:
         "the RoPE-torus gauge ends above the full rotation": (FULL_ROTATION, TORUS),
     }
     said = [*(_higher(result, finding, *arms) for finding, arms in steps.items()), torus_above_muon(result)]
-    torus, full = (statistics.pvariance(_accuracy(result, arm)) for arm in (TORUS, FULL_ROTATION))
+    torus, full = (
+        statistics.pvariance(report.settled(result, arm, "test_accuracy")) for arm in (TORUS, FULL_ROTATION)
+    )
     halved = [torus <= 0.5 * full]
     by = f"the variance of that accuracy, {report.number(torus)} and {report.number(full)}"
     return " ".join([*said, report.paper("the torus halves the variance between seeds", halved, by, "studies")])

@@ -216,12 +216,12 @@ def sentences(result: Result) -> Iterator[str]:
     """The paper's findings."""
     nodes = {"rank_before": "effective rank before the block", "rank_after": "effective rank behind the block"}
     for key, by in nodes.items():
-        for task, sign, finding in (
-            (MODULAR, 1, "on addition modulo a prime DDC ends at a lower rank than AdamW"),
-            (DIGITS, -1, "on addition of digits DDC ends at a higher rank than AdamW"),
+        for task, lower, higher, finding in (
+            (MODULAR, DDC, ADAMW, "on addition modulo a prime DDC ends at a lower rank than AdamW"),
+            (DIGITS, ADAMW, DDC, "on addition of digits DDC ends at a higher rank than AdamW"),
         ):
-            ours, theirs = (report.settled(result, f"{task}, {name}", key) for name in (DDC, ADAMW))
-            yield report.paper(finding, [sign * a < sign * b for a, b in zip(ours, theirs, strict=True)], by)
+            less = report.less(result, f"{task}, {lower}", f"{task}, {higher}", key, report.settled)
+            yield report.paper(finding, less, by)
     for arm in result["arms"]:
         pairs = zip(report.final(result, arm, "accuracy"), report.final(result, arm, "pruned_accuracy"), strict=True)
         lost = [a - b for a, b in pairs]
@@ -229,8 +229,7 @@ def sentences(result: Result) -> Iterator[str]:
             f"Without its block, {arm} loses {report.span(lost, '.2f')} of training accuracy: at most {SPARE:g} "
             f"{report.on_seeds([x <= SPARE for x in lost])}."
         )
-    ours, theirs = (report.final(result, f"{MODULAR}, {name}", "scale") for name in (DDC, ADAMW))
-    smaller = [a < b for a, b in zip(ours, theirs, strict=True)]
+    smaller = report.less(result, f"{MODULAR}, {DDC}", f"{MODULAR}, {ADAMW}", "scale")
     yield report.paper("the gauge lets weight decay collapse the block", smaller, "scale of the block, beside AdamW's")
 
 STUDY = harness.Study(__doc__, "digit_addition", harness.trained(build), section, figure, config=Config(), full=FULL)

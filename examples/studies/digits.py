@@ -20,34 +20,33 @@ Make = Callable[[optax.Schedule, jax.Array], optax.GradientTransformation]
 
 
 @dataclass(frozen=True)
-class Task:
-    """How long, and how the rate goes: warm-up over a share of the steps, then a cosine to zero, or constant.
+class Warmed:
+    """How long, and how the rate goes: warm-up over a share of the steps, then a cosine to zero, or constant."""
 
-    With `label_noise` that share of labels is drawn anew at every step: gradients stay noise after all is learnt.
-    """
+    steps: int = 400
+    warmup: float = 0.1
+    constant: bool = False
+
+    def schedule(self, rate: Any) -> optax.Schedule:
+        """The learning rate by step."""
+        warm = int(self.warmup * self.steps)
+
+        def at(count: Any) -> jax.Array:
+            rising = jnp.minimum(1.0, (count + 1) / max(1, warm))
+            along = jnp.clip((count - warm) / max(1, self.steps - warm), 0.0, 1.0)
+            return rate * rising * (1.0 if self.constant else 0.5 * (1.0 + jnp.cos(jnp.pi * along)))
+
+        return at
+
+
+@dataclass(frozen=True)
+class Task(Warmed):
+    """With `label_noise` that share of labels is drawn anew at every step: gradients stay noise after all is learnt."""
 
     net: digits.DigitsConfig = digits.NET
     steps: int = 800
     batch: int = 64
-    warmup: float = 0.1
-    constant: bool = False
     label_noise: float = 0.0
-
-    def schedule(self, rate: Any) -> optax.Schedule:
-        """The learning rate by step."""
-        return warmed(rate, self.steps, self.warmup, self.constant)
-
-
-def warmed(rate: Any, steps: int, warmup: float, constant: bool) -> optax.Schedule:
-    """Warm-up over a share of the steps, then a cosine to zero, or constant."""
-    warm = int(warmup * steps)
-
-    def at(count: Any) -> jax.Array:
-        rising = jnp.minimum(1.0, (count + 1) / max(1, warm))
-        along = jnp.clip((count - warm) / max(1, steps - warm), 0.0, 1.0)
-        return rate * rising * (1.0 if constant else 0.5 * (1.0 + jnp.cos(jnp.pi * along)))
-
-    return at
 
 
 def observed(

@@ -297,8 +297,7 @@ def figure(result: Result, path: Path) -> None:
             )
             largest.scatter(np.asarray(cell["drift"]) + 1e-8, np.full(values.size, k + shift), color=hue, marker=mark)
     for axis in (losses, largest):
-        axis.set_yticks(range(len(names)), names)
-        axis.invert_yaxis()
+        report.rows(axis, names)
         axis.grid(alpha=0.3)
     losses.set(title="validation loss; blue float32, red bfloat16", xlabel="nats")
     largest.set(title="largest drift of a run, Eq. (3)", xscale="log")

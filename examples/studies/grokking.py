@@ -133,18 +133,9 @@ RATES, DECAYS = (1e-3, 3e-3, 1e-2), (1.0, 3.0)
 # One run ----------------------------------------------------------------------------------------------
 
 
-class Program(NamedTuple):
-    """What one arm compiles: `advance` over some steps, `read` the curves, `end` the last reading."""
-
-    init: Callable[..., Any]
-    advance: Callable[..., tuple[Params, Any]]
-    read: Callable[..., dict[str, jax.Array]]
-    end: Callable[..., dict[str, jax.Array]]
-
-
 @functools.cache
-def program(config: Config, arm: str) -> Program:
-    """The compiled program of one arm, whatever the rate, the decay and the seed."""
+def program(config: Config, arm: str) -> tuple[Callable[..., Any], Callable[..., tuple[Params, Any]]]:
+    """What one arm compiles, whatever the rate, the decay and the seed: the state at the start, and some steps."""
     c = config.network
 
     @jax.jit
@@ -155,20 +146,13 @@ def program(config: Config, arm: str) -> Program:
     def advance(
         params: Params, state: Any, train: grokking.Pairs, rate: jax.Array, decay: jax.Array
     ) -> tuple[Params, Any]:
-        tx = ARMS[arm](c, rate, decay)
+        loss = functools.partial(grokking.loss, c)
+        return harness.descend(ARMS[arm](c, rate, decay), loss, (params, state), lambda n: train, 0, config.every)
 
-        def step(_: jax.Array, carry: tuple[Params, Any]) -> tuple[Params, Any]:
-            params, state = carry
-            updates, state = tx.update(jax.grad(functools.partial(grokking.loss, c))(params, train), state, params)
-            return optax.apply_updates(params, updates), state
-
-        return jax.lax.fori_loop(0, config.every, step, (params, state))
-
-    return Program(
-        init, advance, jax.jit(functools.partial(reading, c)), jax.jit(functools.partial(last_reading, c))
-    )
+    return init, advance
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def reading(
     c: GrokConfig, start: Params, params: Params, train: grokking.Pairs, test: grokking.Pairs
 ) -> dict[str, jax.Array]:
@@ -208,6 +192,7 @@ def _ratios(c: GrokConfig, params: Params) -> list[jax.Array]:
     return ratios
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def last_reading(c: GrokConfig, params: Params) -> dict[str, jax.Array]:
     """Of the activations on all pairs: effective rank, dead units, and whether dead directions are axes."""
     tokens = jnp.stack(jnp.divmod(jnp.arange(c.p**2), c.p), 1)
@@ -236,17 +221,17 @@ def run_cell(run: Run, config: Config, cell: Cell, of_grid: bool = False) -> dic
       cell: the run.
       of_grid: whether it is one of the grid, which is shorter and keeps no curves.
     """
-    c, compiled = config.network, program(config, cell.arm)
+    c, (init, advance) = config.network, program(config, cell.arm)
     steps = config.grid_steps if of_grid else config.steps
     knobs = jnp.asarray(cell.rate, jnp.float32), jnp.asarray(cell.decay, jnp.float32)
     start = jax.jit(functools.partial(grokking.init, c))(jax.random.key(cell.seed))
     train, test = grokking.data(c, cell.seed)
     (params, _), curves = harness.along(
         range(0, steps + config.every, config.every)[: 1 + math.ceil(steps / config.every)],
-        (start, compiled.init(start, *knobs)), lambda carry, first, last: compiled.advance(*carry, train, *knobs),
-        lambda carry: {key: float(x) for key, x in compiled.read(start, carry[0], train, test).items()}, run.saved,
+        (start, init(start, *knobs)), lambda carry, first, last: advance(*carry, train, *knobs),
+        lambda carry: {key: float(x) for key, x in reading(c, start, carry[0], train, test).items()}, run.saved,
     )
-    last = {key: float(x) for key, x in compiled.end(params).items()}
+    last = {key: float(x) for key, x in last_reading(c, params).items()}
     return record(config, cell, curves, last, with_curves=not of_grid)
 
 
@@ -346,7 +331,7 @@ def section(result: Result) -> str:
         "final accuracy", "shift of logits", "drift, ours", "drift, paper's", "effective rank", "dead units",
         "alignment",
     )
-    rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    rows: list[Sequence[Any]] = [heads]
     for arm, cells in result["cells"].items():
         finals = [cell["final"] for cell in cells.values()]
 
@@ -355,13 +340,12 @@ def section(result: Result) -> str:
             void = [x[key] is None or (diverged(x) and key not in OF_THE_CURVE) for x in finals]
             return ", ".join("–" if no else format(x[key], form) for no, x in zip(void, finals, strict=True))
 
-        cells_of_row = [
+        rows.append([
             arm, f"{finals[0]['rate']:g}, {finals[0]['decay']:g}", len(finals), shown("grokked", ".0f"),
             shown("collapses", ".0f"), shown("below", ".0f"), shown("lowest", ".3f"), shown("test_accuracy", ".3f"),
             shown("shift", ".1e"), shown("anchor", ".1e"), shown("ratio", ".1e"), shown("effective_rank", ".1f"),
             shown("dead_units", ".2f"), shown("alignment", ".2f"),
-        ]
-        rows.append("| " + " | ".join(map(str, cells_of_row)) + " |")
+        ])
     rates, decays = (", ".join(f"{x:g}" for x in numbers) for numbers in (RATES, DECAYS))
     about = (
         f"Addition modulo {c.p} from {GrokConfig().share:.0%} of all pairs, full batch, one block of width "
@@ -369,7 +353,7 @@ def section(result: Result) -> str:
         f"{rates} and decays {decays}, chosen per arm by the mean accuracy along {c.grid_steps:,} steps with seed "
         f"{BEST_SEED}. A number per seed. {report.made_with(result)}"
     )
-    return "\n\n".join([about, "\n".join(rows), " ".join(sentences(result))])
+    return "\n\n".join([about, report.bare(rows), " ".join(sentences(result))])
 
 
 OF_THE_CURVE = ("grokked", "collapses", "below", "lowest")

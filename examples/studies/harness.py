@@ -22,7 +22,7 @@ import re
 import time
 import tomllib
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -130,7 +130,8 @@ def parse(study: Study, argv: Sequence[str] | None) -> tuple[Any, argparse.Names
     parser.add_argument("--show", action="store_true", help="make no cell")
     if study.full is not None:
         parser.add_argument("--full", action="store_true", help="the paper's sizes")
-    sizes = {} if study.config is None else {x.name: getattr(study.config, x.name) for x in _fields(study.config)}
+    fields = () if study.config is None else dataclasses.fields(study.config)
+    sizes = {x.name: getattr(study.config, x.name) for x in fields}
     for name, size in sizes.items():
         more = "" if study.full is None else f"; full: {getattr(study.full, name)}"
         option = f"--{name.replace('_', '-')}"
@@ -144,10 +145,6 @@ def parse(study: Study, argv: Sequence[str] | None) -> tuple[Any, argparse.Names
     given = {name: getattr(args, name) for name in sizes if getattr(args, name) is not None}
     config = study.full if at_full else study.config
     return (dataclasses.replace(config, **given) if given else config), args
-
-
-def _fields(config: Any) -> tuple[dataclasses.Field[Any], ...]:
-    return dataclasses.fields(config)
 
 
 def main(study: Study, argv: Sequence[str] | None = None) -> Result:
@@ -433,15 +430,23 @@ def advance(training: Training, arm: Arm) -> Callable[..., tuple[Params, Any]]:
 
     @jax.jit
     def steps(params: Params, state: Any, data: Data, first: int, last: int) -> tuple[Params, Any]:
-        def step(n: jax.Array, carry: tuple[Params, Any]) -> tuple[Params, Any]:
-            params, state = carry
-            grads = jax.grad(loss)(params, training.batch(data, n))
-            updates, state = arm.tx.update(grads, state, params)
-            return optax.apply_updates(params, updates), state
-
-        return jax.lax.fori_loop(first, last, step, (params, state))
+        return descend(arm.tx, loss, (params, state), lambda n: training.batch(data, n), first, last)
 
     return steps
+
+
+def descend(
+    tx: optax.GradientTransformation, loss: Callable[..., jax.Array], carry: tuple[Params, Any],
+    batch: Callable[[jax.Array], Any], first: Any, last: Any,
+) -> tuple[Params, Any]:
+    """Parameters and state after the steps from number `first` to `last`; to be traced."""
+
+    def step(n: jax.Array, carry: tuple[Params, Any]) -> tuple[Params, Any]:
+        params, state = carry
+        updates, state = tx.update(jax.grad(loss)(params, batch(n)), state, params)
+        return optax.apply_updates(params, updates), state
+
+    return jax.lax.fori_loop(first, last, step, carry)
 
 
 def run_cell(training: Training, arm: Arm, go_on: Callable[..., Any], seed: int, steps: int, saved: Path) -> Any:
@@ -529,14 +534,15 @@ class Sweep(NamedTuple):
     group: Group
     first: float
 
-    def rates(self, low: int, high: int) -> list[float]:
-        """Rates number `low` to `high`, both included, to two digits."""
-        return [float(f"{self.first * RATIO**n:.2g}") for n in range(low, high + 1)]
+    @property
+    def rates(self) -> dict[int, float]:
+        """Every rate that may be tried, to two digits, by its number; the first four are those from 0 on."""
+        return {n: float(f"{self.first * RATIO**n:.2g}") for n in range(-LONGER, RATES + LONGER)}
 
     def losses(self, result: Result) -> dict[float, list[float]]:
         """Rate → validation losses, seed by seed, infinite where not finite; rates that lack a seed are left out."""
         losses = {}
-        for rate in self.rates(-LONGER, RATES - 1 + LONGER):
+        for rate in self.rates.values():
             cells = [result["cells"].get(key((*self.group, rate, seed))) for seed in result["seeds"]]
             if all(cells):
                 losses[rate] = [cell["validation"] if cell["finite"] else math.inf for cell in cells]
@@ -544,19 +550,11 @@ class Sweep(NamedTuple):
 
     def missing(self, result: Result) -> list[Group]:
         """What to train next, group, rate and seed: the first rates, then one more where the best is the last."""
-        low, high, losses = 0, RATES - 1, self.losses(result)
-        while True:
-            wanted = self.rates(low, high)
-            cells = [(*self.group, rate, seed) for rate in wanted if rate not in losses for seed in result["seeds"]]
-            if cells:
-                return [cell for cell in cells if key(cell) not in result["cells"]]
-            at = best({rate: losses[rate] for rate in wanted})
-            if at == wanted[0] and low > -LONGER:
-                low -= 1
-            elif at == wanted[-1] and high < RATES - 1 + LONGER:
-                high += 1
-            else:
-                return []
+        losses = self.losses(result)
+        means = {n: float(np.mean(losses[rate])) for n, rate in self.rates.items() if rate in losses}
+        wanted = [n for n in range(RATES) if n not in means] or climb(means, 0, self.rates)
+        cells = [(*self.group, self.rates[n], seed) for n in wanted for seed in result["seeds"]]
+        return [cell for cell in cells if key(cell) not in result["cells"]]
 
 
 def at_rates(
@@ -615,25 +613,31 @@ def key(cell: Group) -> str:
     return " | ".join([*map(str, group), f"{rate:g}", str(seed)])
 
 
+def loss_of(result: Result, cell: Group) -> float | None:
+    """The loss of a finished run, infinite where it diverged; None if it is not finished."""
+    done = result["cells"].get(key(cell))
+    return None if done is None else math.inf if done["validation"] is None else done["validation"]
+
+
 def best(losses: Mapping[float, Sequence[float]]) -> float:
     """The rate of least mean."""
     return min(losses, key=lambda rate: float(np.mean(losses[rate])))
 
 
-def climb(losses: Mapping[int, float], first: int, most: int) -> list[int]:
+def climb(losses: Mapping[int, float], first: int, numbers: Container[int]) -> list[int]:
     """Which rates of a geometric grid to try next, by number; none once the best has a worse one on both sides.
 
     Args:
       losses: of the rates that are done.
       first: where to begin.
-      most: the largest number on either side of zero.
+      numbers: those that may be tried.
 
-    >>> climb({}, 1, 3), climb({1: 2.0}, 1, 3), climb({0: 2.2, 1: 2.0, 2: 2.1}, 1, 3)
+    >>> climb({}, 1, range(4)), climb({1: 2.0}, 1, range(4)), climb({0: 2.2, 1: 2.0, 2: 2.1}, 1, range(4))
     ([1], [0, 2], [])
     """
     best = min(losses, key=lambda n: losses[n]) if losses else first
     wanted = (best - 1, best + 1) if losses else (best,)
-    return [n for n in wanted if abs(n) <= most and n not in losses]
+    return [n for n in wanted if n in numbers and n not in losses]
 
 
 def best_for_all(swept: Sequence[Mapping[float, float]]) -> tuple[float, float]:

@@ -192,70 +192,50 @@ ARMS = [wrapped for name in INNER for wrapped in (name, f"quotient({name})")]
 # Runs ---------------------------------------------------------------------------------------------------
 
 
-class Problem:
-    """The decoder, its gauges and batches."""
+def network(c: Config) -> lm.LMConfig:
+    """The decoder."""
+    return lm.llama_config(
+        vocab=data.VOCAB, d_model=c.width, layers=1, heads=2, kv_heads=2, d_head=c.width // 2, d_ff=3 * c.width
+    )
 
-    def __init__(self, c: Config) -> None:
-        self.c = c
-        self.config = lm.llama_config(
-            vocab=data.VOCAB, d_model=c.width, layers=1, heads=2, kv_heads=2, d_head=c.width // 2, d_ff=3 * c.width
-        )
-        self.gauges = lm.gauges(self.config)
-        train, held_out = data.batches(c.length, c.batch)
-        self.train = jnp.stack([jnp.asarray(train[n]) for n in range(max(c.steps, c.twin_steps))])
-        self.held_out = jnp.stack([jnp.asarray(x) for x in held_out])
-        self.loss = lm.params_and_loss(self.config, jax.random.key(0))[1]
 
-    def optimizer(self, arm: str, rate: float) -> optax.GradientTransformation:
-        """By its name, plain or inside `quotient`."""
-        name = arm.removeprefix("quotient(").removesuffix(")")
-        inner = INNER[name](rate, self.c.refresh)
-        return inner if name == arm else go.quotient(inner, self.gauges)
-
-    def run(self, arm: str, steps: int) -> Callable[..., Any]:
-        """(parameters, rate) → the end, the loss of every batch, the held-out loss; one program for all rates."""
-
-        def whole(params: Tree, rate: jax.Array) -> Any:
-            tx = self.optimizer(arm, rate)  # type: ignore[arg-type]
-            params, losses = harness.scanned(tx, self.loss, params, self.train[:steps])
-            return params, losses, jax.lax.map(functools.partial(self.loss, params), self.held_out).mean()
-
-        return jax.jit(whole)
+def optimizer(c: Config, arm: str, rate: Any) -> optax.GradientTransformation:
+    """By its name, plain or inside `quotient`."""
+    name = arm.removeprefix("quotient(").removesuffix(")")
+    inner = INNER[name](rate, c.refresh)
+    return inner if name == arm else go.quotient(inner, lm.gauges(network(c)))
 
 
 @functools.cache
-def problem(c: Config) -> Problem:
-    """Built once."""
-    return Problem(c)
+def program(c: Config, arm: str, steps: int, wide: bool) -> Callable[..., Any]:
+    """(parameters, rate) → the end, the loss of every batch, the held-out loss; `wide` keeps float64's apart."""
+    train, held_out = data.batches(c.length, c.batch)
+    batches, others = np.stack([train[n] for n in range(steps)]), np.stack(held_out)
+    _, loss = lm.params_and_loss(network(c), jax.random.key(0))
+
+    @jax.jit
+    def whole(params: Tree, rate: jax.Array) -> Any:
+        params, losses = harness.scanned(optimizer(c, arm, rate), loss, params, batches)
+        return params, losses, jax.lax.map(functools.partial(loss, params), others).mean()
+
+    return whole
 
 
 def cell(c: Config, arm: str, seed: int) -> Cell:
     """Twins in float64, and the held-out loss over rates in float32."""
-    case = problem(c)
-    start, _ = lm.params_and_loss(case.config, jax.random.key(seed))
-    train = _training(c, arm)
+    start, _ = lm.params_and_loss(network(c), jax.random.key(seed))
+    train = program(c, arm, c.steps, False)
     losses = [float(train(start, jnp.float32(rate))[2]) for rate in RATES]
     with jax.enable_x64(True):
-        params, group = in_float64(start), go.product(case.gauges)
+        params, group = in_float64(start), go.product(lm.gauges(network(c)))
         element = group.sample(jax.random.key(seed), params)
-        run = _twins(c, arm)
+        run = program(c, arm, c.twin_steps, True)
         ours, theirs = (run(p, jnp.float64(TWIN_RATE)) for p in (params, group.act(element, params)))
         moved = group.act(element, ours[0])
         pairs = zip(jax.tree.leaves(moved), jax.tree.leaves(theirs[0]), strict=True)
         gap = max(float(jnp.linalg.norm(a - b) / jnp.linalg.norm(a)) for a, b in pairs)
         apart = float(jnp.abs(ours[1] - theirs[1]).max())
-    return {"losses": [float(f"{x:.6g}") for x in losses], "gap": float(f"{gap:.3g}"), "apart": float(f"{apart:.3g}")}
-
-
-@functools.cache
-def _training(c: Config, arm: str) -> Callable[..., Any]:
-    return problem(c).run(arm, c.steps)
-
-
-@functools.cache
-def _twins(c: Config, arm: str) -> Callable[..., Any]:
-    """A program of its own: float64."""
-    return Problem(c).run(arm, c.twin_steps)
+    return {"losses": harness.rounded(losses), "gap": harness.rounded(gap, 3), "apart": harness.rounded(apart, 3)}
 
 
 # Results ------------------------------------------------------------------------------------------------
@@ -314,7 +294,7 @@ def _losses(result: Result) -> str:
 
 def figure(result: Result, path: Path) -> None:
     """Gaps, and losses over rates."""
-    fig, (gaps, losses) = report.panels(2, "Shampoo and SOAP inside quotient")
+    fig, (gaps, losses) = report.panels(2, "Shampoo and SOAP inside quotient", grid=True)
     colors = dict(zip(INNER, ("tab:red", "tab:green", "tab:purple"), strict=True))
     for at, arm in enumerate(result["arms"]):
         color = colors[arm.removeprefix("quotient(").removesuffix(")")]
@@ -323,14 +303,11 @@ def figure(result: Result, path: Path) -> None:
         mean = np.array([found["losses"] for found in result["cells"][arm].values()]).mean(0)
         losses.plot(RATES, mean, "o-" if inside else "s--", color=color, label=arm)
     gaps.set(title="Twins after 20 steps, float64", xscale="log", xlabel="largest relative gap of a leaf")
-    gaps.set_yticks(range(len(result["arms"])), result["arms"])
-    gaps.invert_yaxis()
+    report.rows(gaps, result["arms"])
     losses.set(title="Held-out loss, mean over seeds", xscale="log", xlabel="learning rate", ylabel="nats per byte")
     losses.xaxis.set_minor_formatter("")
     losses.set_xticks(RATES, [f"{rate:g}" for rate in RATES])
     losses.set_ylim(top=SHOWN)
-    for axis in (gaps, losses):
-        axis.grid(alpha=0.3)
     report.save(fig, path)
 
 

@@ -26,6 +26,7 @@ import optax
 
 import gauge_optax as go
 from examples.studies import diagonal_network, harness, report, self_tests, table3
+from examples.studies.digits import observed
 from examples.studies.harness import Result
 from examples.studies.minimum import in_float64
 
@@ -59,12 +60,11 @@ ROUNDING = 1e-10
 def _run(tx: optax.GradientTransformation, loss: Callable[[Params], jax.Array], params: Params, steps: int) -> Any:
     """The end, and before every step the point and the state of the chain's first link."""
 
-    def step(carry: Any, _: None) -> Any:
-        params, state = carry
-        updates, after = tx.update(jax.grad(loss)(params), state, params)
-        return (optax.apply_updates(params, updates), after), (params, state[0] if type(state) is tuple else ())
+    def kept(params: Params, gradient: Params, state: Any, *_: Any) -> Any:
+        return params, state[0] if type(state) is tuple else ()
 
     def whole(params: Params) -> Any:
+        step = observed(tx, lambda params, _: loss(params), kept)
         (end, _), way = jax.lax.scan(step, (params, tx.init(params)), None, steps)
         return end, way
 
@@ -413,7 +413,7 @@ def _switch(result: Result) -> str:
 
 def figure(result: Result, path: Path) -> None:
     """Turns beside their bound, the distance from the flow, stored reads, the switch."""
-    fig, (turns, flow, stored, switch) = report.panels(4, "What the lemmas say, and what is measured")
+    fig, (turns, flow, stored, switch) = report.panels(4, "What the lemmas say, and what is measured", grid=True)
     for found in result["cells"]["Lemma 17"].values():
         turns.plot(found["bounds"], found["turns"], ".", ms=3, color="tab:blue", alpha=0.5)
     ends = np.array([x for found in result["cells"]["Lemma 17"].values() for x in found["bounds"]])
@@ -446,7 +446,6 @@ def figure(result: Result, path: Path) -> None:
     switch.set_xlabel("what has one second moment")
     switch.set_xticks(range(len(SHARES)), list(SHARES.values()))
     for axis in (turns, flow, stored, switch):
-        axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
     report.save_as_is(fig, path)
 

@@ -185,6 +185,7 @@ class OneStep:
             norm="rmsnorm", mlp="relu", bias=False,
         )
         self.graph = nnx.split(lm.build(self.config, nnx.Rngs(0)))[0]
+        self.loss = lm.params_and_loss(self.config, jax.random.key(0))[1]
         gauges = lm.gauges(self.config)
         self.rotations = [gauge for gauge in gauges if gauge.name == "head_rotation"]
         self.rescales = [gauge for gauge in gauges if gauge.name == "rescale"]
@@ -204,11 +205,6 @@ class OneStep:
     def fn(self, params: Tree, tokens: jax.Array) -> jax.Array:
         """Logits."""
         return nnx.merge(self.graph, params)(tokens)
-
-    def loss(self, params: Tree, tokens: jax.Array) -> jax.Array:
-        """Cross-entropy of the next token."""
-        logits = self.fn(params, tokens[:, :-1])
-        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]))
 
     def _train(self, params: Tree, batches: jax.Array) -> Tree:
         order = jnp.arange(self.c.pretraining) % len(batches)
@@ -262,14 +258,13 @@ def one_step(c: Config, name: str, seed: int) -> Cell:
         before, after = np.array(read).reshape(-1, 2).T
         plain = case.steps[name](params, batches)
         motion = go.measure.vertical_motion(params, plain, case.rotations)
-        turned = jnp.sqrt(sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(motion)))
-        length = jnp.sqrt(sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(_of_attention(plain))))
         gaps = {
             move: _gap(go.product(gauges), case.whole[name], params, batches)
             for move, gauges in (("rotation", case.rotations), ("rescale", case.rescales))
         }
         return _numbers(
-            before=before[0], after=after[0], spread=np.ptp(before) / before[0], turned=turned / length,
+            before=before[0], after=after[0], spread=np.ptp(before) / before[0],
+            turned=optax.tree.norm(motion) / optax.tree.norm(_of_attention(plain)),
             loss=case.loss(params, batches[0]), **gaps,
         )
 
@@ -288,16 +283,10 @@ def _gap(group: Any, step: Callable[..., Tree], params: Tree, batches: jax.Array
     twin = group.act(element, params)
     ours = group.act(element, jax.tree.map(jnp.add, params, step(params, batches)))
     theirs = jax.tree.map(jnp.add, twin, step(twin, batches))
-    moved = {path: np.asarray(x) for path, x in _leaves(ours).items()}
-    gaps = []
-    for path, x in _leaves(theirs).items():
-        length = float(np.linalg.norm(moved[path] - np.asarray(_leaves(twin)[path])))
-        gaps.append(float(np.linalg.norm(np.asarray(x) - moved[path])) / max(length, 1e-30))
-    return max(gaps)
-
-
-def _leaves(tree: Tree) -> dict[str, jax.Array]:
-    return {jax.tree_util.keystr(path): x for path, x in jax.tree.leaves_with_path(tree)}
+    leaves = zip(*(map(np.asarray, jax.tree.leaves(tree)) for tree in (ours, theirs, twin)), strict=True)
+    return max(
+        float(np.linalg.norm(b - a)) / max(float(np.linalg.norm(a - start)), 1e-30) for a, b, start in leaves
+    )
 
 
 # Cells --------------------------------------------------------------------------------------------------
@@ -463,7 +452,8 @@ def _largest(result: Result, name: str, key: str) -> float:
 
 def figure(result: Result, path: Path) -> None:
     """Shares, orders, curvatures."""
-    fig, (shares, orders, steps) = report.panels(3, "The minimum: what leaked, of which order, and what a step feels")
+    title = "The minimum: what leaked, of which order, and what a step feels"
+    fig, (shares, orders, steps) = report.panels(3, title, grid=True)
     _dots(shares, result, ISOLATION, {"share": "of the readout", "share_of_step": "of its last step"}, 1e-20)
     shares.set(title="Share along the orbit (C.1)", xscale="log", xlabel="share of the squared norm")
     shares.axvline(FLOOR, color="gray", ls=":", lw=1)
@@ -484,9 +474,7 @@ def _dots(axis: Axes, result: Result, name: str, keys: dict[str, str], least: fl
         for at, arm in enumerate(arms):
             found = np.maximum(values(result, name, arm, key), least)
             axis.plot(found, [at] * len(found), marker, color=color, ms=6, alpha=0.6, label=None if at else label)
-    axis.set_yticks(range(len(arms)), list(arms))
-    axis.invert_yaxis()
-    axis.grid(alpha=0.3)
+    report.rows(axis, arms)
 
 
 STUDY = harness.Study(__doc__, "minimum", harness.by_seed(ARMS, cell), section, figure, config=Config(), full=FULL)

@@ -26,7 +26,7 @@ at 0.03. The training loss at the end would choose 0.001 for both, the smallest 
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,10 +105,7 @@ def build(c: Config) -> Training:
         NO_DECAY: Arm(optax.adamw(c.adam_rate, weight_decay=0.0)),
     }
     graph, _ = nnx.split(lm.build(c.network, nnx.Rngs(0)))
-
-    def loss(params: Params, tokens: jax.Array) -> jax.Array:
-        return lm.loss_fn(nnx.merge(graph, params), tokens)
-
+    _, loss = lm.params_and_loss(c.network, jax.random.key(0))
     return Training(
         arms, functools.partial(make, c), loss, functools.partial(observe, graph),
         functools.partial(batch, c),
@@ -152,15 +149,12 @@ def observe(graph: Any, start: Params, params: Params, data: Data) -> dict[str, 
     model = nnx.merge(graph, params)
     read = {}
     for name, windows in (("train_", data[0][:READ]), ("", data[1][: 4 * READ])):
-        x, streams = model.embed.embedding[...][windows[:, :-1]], []
-        for block in model.blocks:
-            x = block(x)
-            streams.append(x.reshape(-1, x.shape[-1]))
-        logits = model.lm_head(model.final_norm(x), model.embed.embedding[...])
-        targets = windows[:, 1:]
+        _, *streams = model.streams(windows[:, :-1])
+        logits, targets = model.logits(streams[-1]), windows[:, 1:]
         read[f"{name}loss"] = jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, targets))
         read[f"{name}accuracy"] = jnp.mean(jnp.argmax(logits, -1) == targets)
-        for number, stream in enumerate(streams if name else ()):
+        for number, x in enumerate(streams if name else ()):
+            stream = x.reshape(-1, x.shape[-1])
             smallest = go.measure.smallest_singular_value(stream)
             read[f"smallest {number}"] = smallest * len(stream) ** -0.5
             read[f"rank {number}"] = go.measure.effective_rank(stream)
@@ -228,43 +222,40 @@ def section(result: Result) -> str:
 
 def sentences(result: Result) -> Iterator[str]:
     """The paper's findings."""
-
-    def less(ours: Sequence[float], theirs: Sequence[float]) -> list[bool]:
-        return [a < b for a, b in zip(ours, theirs, strict=True)]
-
-    def final(arm: str, key: str) -> list[float]:
-        return report.final(result, arm, key)
-
+    less = functools.partial(report.less, result, key="loss")
     gaps = [a / b for a, b in zip(gap(result, DDC), gap(result, ADAMW), strict=True)]
     yield report.paper("DDC holds the gap between validation and training loss to a ninth of AdamW's (0.67 and 5.88)",
                        [x <= 0.2 for x in gaps], "gap at the end, at most a fifth of AdamW's")
     yield f"The gap under DDC is {report.span(gaps)} times AdamW's."
-    yield report.paper("DDC ends at a lower validation loss than AdamW", less(final(DDC, "loss"), final(ADAMW, "loss")),
-                       "validation loss")
+    yield report.paper("DDC ends at a lower validation loss than AdamW", less(DDC, ADAMW), "validation loss")
     yield report.paper("on Muon the gauge ends at a lower validation loss than the textbook's",
-                       less(final(DDC_MUON, "loss"), final(MUON, "loss")), "validation loss")
+                       less(DDC_MUON, MUON), "validation loss")
     yield report.paper("on Muon the gauge ends at a lower validation loss than its orthogonaliser alone",
-                       less(final(DDC_MUON, "loss"), final(POLAR, "loss")), "validation loss")
-    apart = [abs(a / b - 1.0) for a, b in zip(final(POLAR, "loss"), final(MUON, "loss"), strict=True)]
-    yield report.paper("the orthogonaliser alone ends at the textbook's validation loss", [x <= SAME for x in apart],
-                       f"validation loss, to {SAME:.0%}")
+                       less(DDC_MUON, POLAR), "validation loss")
+    yield report.paper("the orthogonaliser alone ends at the textbook's validation loss",
+                       level(result, POLAR, MUON, SAME), f"validation loss, to {SAME:.0%}")
     yield verdict(result)
     if not any(map(any, (readable(result, arm) for arm in result["arms"]))):
         yield "No cell of any arm is readable, so this statistic does not separate the arms at this size."
     yield controls(result)
 
 
+def level(result: Result, one: str, other: str, within: float) -> list[bool]:
+    """Whether two arms end at one validation loss, seed by seed."""
+    ratios = report.ratios(report.final(result, one, "loss"), report.final(result, other, "loss"))
+    return [abs(x - 1.0) <= within for x in ratios]
+
+
 def controls(result: Result) -> str:
     """Which part of DDC changes the validation loss on the Adam base."""
 
-    def level(one: str, other: str) -> str:
-        pairs = zip(report.final(result, one, "loss"), report.final(result, other, "loss"), strict=True)
-        return report.on_seeds([abs(a / b - 1.0) <= NEAR for a, b in pairs])
+    def near(one: str, other: str) -> str:
+        return report.on_seeds(level(result, one, other, NEAR))
 
     return (
         f"Where it comes from, to {NEAR:.0%} of the validation loss at the end: {NO_DECAY}, ends at DDC-AdamW's "
-        f"{level(NO_DECAY, DDC)}; {NO_NORMS}, ends at AdamW's {level(NO_NORMS, ADAMW)}, and {QUOTIENT} too "
-        f"{level(QUOTIENT, ADAMW)}. A norm and its reader share one scale. DDC decays it once, AdamW on both sides: so "
+        f"{near(NO_DECAY, DDC)}; {NO_NORMS}, ends at AdamW's {near(NO_NORMS, ADAMW)}, and {QUOTIENT} too "
+        f"{near(QUOTIENT, ADAMW)}. A norm and its reader share one scale. DDC decays it once, AdamW on both sides: so "
         f"AdamW decays the size of the logits twice."
     )
 

@@ -54,13 +54,7 @@ def stream() -> Any:
 
     @jax.jit
     def run(params: Params, tokens: jax.Array) -> list[jax.Array]:
-        model = nnx.merge(graph, params)
-        x = model.embed.embedding[...][tokens]
-        behind = []
-        for block in model.blocks:
-            x = block(x)
-            behind.append(x.reshape(-1, x.shape[-1]))
-        return behind
+        return [x.reshape(-1, x.shape[-1]) for x in nnx.merge(graph, params).streams(tokens)[1:]]
 
     return run
 

@@ -125,7 +125,8 @@ def _fitted_slope(steps: list[int], values: list[float]) -> float:
 def figure(result: Result, path: Path) -> None:
     """log s along the run, with the predicted ends."""
     c = Config(**result["settings"])
-    fig, axes = report.panels(2, "A scale that the loss pushes up, under decay: linear settles, log collapses")
+    title = "A scale that the loss pushes up, under decay: linear settles, log collapses"
+    fig, axes = report.panels(2, title, grid=True)
     for axis, degree in zip(axes, DEGREES, strict=True):
         named = {f"{radial}, {match}": arm_name(radial, degree, match) for radial in RADIALS for match in MATCHES}
         part = {"arms": list(named), "cells": {name: result["cells"][arm] for name, arm in named.items()}}

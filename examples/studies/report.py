@@ -53,6 +53,11 @@ def ratios(above: Values, below: Values, least: float = ROUNDING) -> Values:
     return [max(a, least) / max(b, least) for a, b in zip(above, below, strict=True)]
 
 
+def less(result: Result, ours: str, theirs: str, key: str, at: Reading = final) -> list[bool]:
+    """Whether one arm's reading is below another's, seed by seed."""
+    return [a < b for a, b in zip(at(result, ours, key), at(result, theirs, key), strict=True)]
+
+
 def span(values: Sequence[float], form: str = ".2g") -> str:
     """Smallest to largest, or one number where both read the same."""
     low, high = (number(x, form) for x in (min(values), max(values)))
@@ -91,6 +96,12 @@ def markdown(lines: Sequence[Sequence[str]], padded: bool = True) -> str:
 def plain(lines: Sequence[Sequence[str]]) -> str:
     """A table whose columns are not padded."""
     return markdown(lines, padded=False)
+
+
+def bare(lines: Sequence[Sequence[Any]]) -> str:
+    """A table without any padding, of cells that need not be text yet."""
+    head, *rows = (f"| {' | '.join(map(str, line))} |" for line in lines)
+    return "\n".join([head.replace("|  |", "| |"), "|---" * len(lines[0]) + "|", *rows])
 
 
 def table(result: Result, columns: Mapping[str, Column]) -> str:
@@ -169,11 +180,20 @@ def paper(finding: str, holds: Sequence[bool], by: str, cases: str = "seeds") ->
 # Figures ----------------------------------------------------------------------------------------------
 
 
-def panels(count: int, title: str) -> tuple[Figure, list[Axes]]:
+def panels(count: int, title: str, grid: bool = False) -> tuple[Figure, list[Axes]]:
     """A row of panels under one title."""
     fig, axes = plt.subplots(1, count, figsize=(5.2 * count, 4.4), layout="constrained", squeeze=False)
     fig.suptitle(title)
+    for axis in axes[0] if grid else ():
+        axis.grid(alpha=0.3)
     return fig, list(axes[0])
+
+
+def rows(axis: Axes, names: Iterable[str]) -> None:
+    """Names beside the places 0, 1, …, from top to bottom."""
+    shown = list(names)
+    axis.set_yticks(range(len(shown)), shown)
+    axis.invert_yaxis()
 
 
 def grid_of_panels(count: int, title: str, columns: int = 4, common: bool = True) -> tuple[Figure, list[Axes]]:
@@ -224,7 +244,7 @@ def figure(title: str | Callable[[Result], str], *shown: Panel) -> Callable[[Res
     """What draws these panels in a row, under one title."""
 
     def draw(result: Result, path: Path) -> None:
-        fig, axes = panels(len(shown), title if isinstance(title, str) else title(result))
+        fig, axes = panels(len(shown), title if isinstance(title, str) else title(result), grid=True)
         for axis, panel in zip(axes, shown, strict=True):
             curves(axis, result, panel)
         save(fig, path)
@@ -243,7 +263,6 @@ def curves(axis: Axes, result: Result, panel: Panel) -> None:
             values = [max(value, ROUNDING) for value in values] if panel.drift else values
             axis.plot(cell["curves"]["step"], values, color=color, lw=1.3, alpha=0.8, label=None if n else arm)
     axis.set(title=panel.title, xlabel="step", ylabel=panel.ylabel, yscale=panel.scale)
-    axis.grid(alpha=0.3)
     if panel.drift:
         axis.axhline(ROUNDING, color="gray", ls=":", label="rounding of float32")
         axis.set(ylim=(ROUNDING / 2, None), ylabel=panel.ylabel or "distance from the start")

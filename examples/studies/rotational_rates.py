@@ -103,11 +103,15 @@ def means(cell: Cell) -> np.ndarray:
     return finite(cell).mean(1)
 
 
-def lost_without_warmup(cells: dict[str, Cell], task: str, name: str) -> np.ndarray:
-    """By seed: the loss without warm-up over that with it, less one, each at the rate that is best in the mean."""
+def gains_of_warmup(cells: dict[str, Cell], task: str, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Losses without warm-up over those with it, less one: of means, by rate; and by seed.
+
+    Of the latter, both are at the rate that is best in the mean.
+    """
     by_warmup = [finite(cells[f"warm-up {warmup:g}, {task}, {name}"]) for warmup in (0.0, 0.1)]
-    without, with_it = (losses[np.argmin(losses.mean(1))] for losses in by_warmup)
-    return without / with_it - 1.0
+    by_rate = [losses.mean(1) for losses in by_warmup]
+    by_seed = [losses[np.argmin(of_rates)] for losses, of_rates in zip(by_warmup, by_rate, strict=True)]
+    return by_rate[0] / by_rate[1] - 1.0, by_seed[0] / by_seed[1] - 1.0
 
 
 def figure(result: Result, path: Path) -> None:
@@ -145,12 +149,6 @@ def figure(result: Result, path: Path) -> None:
     report.save_as_is(fig, path)
 
 
-def _gain_of_warmup(cells: dict[str, Cell], task: str, name: str) -> np.ndarray:
-    """By rate: how much less the loss is with warm-up, relative."""
-    without, with_it = (means(cells[f"warm-up {warmup:g}, {task}, {name}"]) for warmup in (0.0, 0.1))
-    return without / with_it - 1.0
-
-
 def section(result: Result) -> str:
     """The tables, and what they say."""
     cells, out = result["cells"], [f"{len(result['seeds'])} seeds, float32, {result['machine']}."]
@@ -178,8 +176,7 @@ def section(result: Result) -> str:
         ]
         out.append(f"{task}, with and without warm-up over a tenth of the run, by rate:")
         out.append(report.plain([["", *(f"{rate:g}" for rate in rates)], *rows]))
-        gains = [_gain_of_warmup(cells, task, name) for name in names]
-        best = [lost_without_warmup(cells, task, name) for name in names]
+        gains, best = zip(*(gains_of_warmup(cells, task, name) for name in names), strict=True)
         by = f"{LOSSES[task]} loss without warm-up over that with it, each at its best rate"
         out.append(
             f"Without warm-up the best rate loses {best[0].mean():+.1%} ({names[0]}) and {best[1].mean():+.1%} "

@@ -204,8 +204,7 @@ def _at_the_end(axis: Axes, result: Result) -> None:
     for precision in PRECISIONS:
         axis.axvline(LIMITS[precision], color="gray", ls=":")
     axis.set(title="After the last step: ● float64, ■ float32", xscale="log", xlim=(LEAST, 10), xlabel="gap")
-    axis.set_yticks(range(len(rows)), rows)
-    axis.invert_yaxis()
+    report.rows(axis, rows)
     axis.grid(alpha=0.3)
 
 

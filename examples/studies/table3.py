@@ -71,10 +71,6 @@ def _cross_entropy(logits: jax.Array) -> jax.Array:
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
 
 
-def _standardised(x: jax.Array) -> jax.Array:
-    return jax.nn.standardize(x, axis=-1)
-
-
 def bias_shift(c: Config) -> Problem:
     """A softmax with an output bias: all logits may shift alike."""
 
@@ -119,7 +115,7 @@ def norm_scale(c: Config) -> Problem:
     """A LayerNorm: its scale and bias trade factors with the rows that read them."""
 
     def loss(p: Params) -> jax.Array:
-        x = _standardised(jnp.asarray(_fixed(c.samples, c.width), p["scale"].dtype))
+        x = jax.nn.standardize(jnp.asarray(_fixed(c.samples, c.width), p["scale"].dtype))
         return _distance(jnp.tanh((x * p["scale"] + p["bias"]) @ p["kernel"]))
 
     gauge = go.norm_scale({"scale": "channel", "bias": "channel"}, {"kernel": "channel _"})

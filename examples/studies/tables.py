@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from examples import cli, demo, released
+from examples import cli, demo
 from examples.studies import grokking, harness, table4
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -146,7 +146,7 @@ SECTIONS = [
         ("share along the orbit", "order k", "directional Fisher", "rotation of heads", "gap of twins"),
     ),
     Section("lemmas", "Theorem 1, Lemmas 17 and 23, Remarks 8 and 12"),
-    Section("released", "What discover finds in released architectures", markdown=released.section),
+    Section("released", "What discover finds in released architectures"),
     Section("radial_equilibrium", "B.7 Where decay and loss balance"),
 ]
 TABLE4 = Section(

@@ -12,11 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 
 from examples.studies import starts
-from examples.studies.digits import Make, observed, warmed
+from examples.studies.digits import Make, Warmed, observed
 from models import lm
 from models.weight_standardization import standardize
 
@@ -29,17 +28,10 @@ KERNELS = {
 
 
 @dataclass(frozen=True)
-class Task:
-    """How long, and how the rate goes: warm-up over a share of the steps, then a cosine to zero, or constant."""
+class Task(Warmed):
+    """How long, and whether kernels are weight-standardized."""
 
-    steps: int = 400
-    warmup: float = 0.1
-    constant: bool = False
     standardized: bool = False
-
-    def schedule(self, rate: Any) -> optax.Schedule:
-        """The learning rate by step."""
-        return warmed(rate, self.steps, self.warmup, self.constant)
 
 
 def neurons(standardized: bool = False) -> dict[str, str]:

@@ -29,20 +29,17 @@ import optax
 import gauge_optax as go
 from examples.studies import baselines, harness, kronecker, report
 from examples.studies.harness import Result
+from models.modular import ModularConfig, gauges, init, logits
 
 Tree = Any
 Cell = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(ModularConfig):
     """Sizes: those of the paper."""
 
     steps: int = 1500
-    modulus: int = 47
-    width: int = 64
-    heads: int = 4
-    blocks: int = 2
     share: float = 0.4  # of all pairs, to train on
 
 
@@ -50,67 +47,7 @@ CHECKS = (1, 10, 50, 100, 300, 600, 1000, 1500)
 NOISE = 1e-7
 
 
-# The network ------------------------------------------------------------------------------------------
-
-
-def init(c: Config, key: jax.Array) -> Tree:
-    """Uniform kernels of ±1/√inputs, embeddings of size 1, positions of size 0.02."""
-    keys = iter(jax.random.split(key, 3 + 6 * c.blocks))
-    d, hidden, e = c.width, 4 * c.width, c.width // c.heads
-
-    def kernel(*shape: int, inputs: int = 1) -> dict[str, jax.Array]:
-        bound = math.prod(shape[:inputs]) ** -0.5
-        return {"kernel": jax.random.uniform(next(keys), shape, minval=-bound, maxval=bound)}
-
-    def block() -> dict[str, Any]:
-        heads = {name: kernel(d, c.heads, e) for name in ("query", "key", "value")}
-        return {
-            "norm1": {"scale": jnp.ones(d)},
-            "attn": heads | {"out": kernel(c.heads, e, d, inputs=2)},
-            "norm2": {"scale": jnp.ones(d)},
-            "mlp": {"up": kernel(d, hidden), "down": kernel(hidden, d)},
-        }
-
-    return {
-        "embed": {"embedding": jax.random.normal(next(keys), (c.modulus + 1, d))},
-        "pos": {"embedding": 0.02 * jax.random.normal(next(keys), (3, d))},
-        "blocks": {i: block() for i in range(c.blocks)},
-        "norm": {"scale": jnp.ones(d)},
-        "lm_head": kernel(d, c.modulus),
-    }
-
-
-def logits(c: Config, params: Tree, tokens: jax.Array) -> jax.Array:
-    """(pairs, 3) tokens to (pairs, modulus), read at the last position."""
-    x = params["embed"]["embedding"][tokens] + params["pos"]["embedding"]
-    for i, block in params["blocks"].items():
-        y, attn = _normalised(block["norm1"], x), block["attn"]
-        q, k, v = (jnp.einsum("btd,dhe->bthe", y, attn[name]["kernel"]) for name in ("query", "key", "value"))
-        if i == c.blocks - 1:
-            x, q = x[:, -1:], q[:, -1:]
-        weights = jax.nn.softmax(jnp.einsum("bqhe,bkhe->bhqk", q, k) * q.shape[-1] ** -0.5)
-        x = x + jnp.einsum("bhqk,bkhe,hed->bqd", weights, v, attn["out"]["kernel"])
-        hidden = jax.nn.silu(_normalised(block["norm2"], x) @ block["mlp"]["up"]["kernel"])
-        x = x + hidden @ block["mlp"]["down"]["kernel"]
-    return _normalised(params["norm"], x[:, 0]) @ params["lm_head"]["kernel"]
-
-
-def _normalised(norm: Tree, x: jax.Array) -> jax.Array:
-    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True)) * norm["scale"]
-
-
-def gauges(c: Config) -> list[go.Gauge]:
-    """All continuous symmetries that keep norms: the first one is the paper's."""
-    bases = {name: f"blocks/{{i}}/attn/{name}/kernel" for name in ("query", "key", "value", "out")}
-    readers = {bases[name]: "channel _ _" for name in ("query", "key", "value")}
-    return [
-        go.head_rotation({bases["query"]: "_ head basis", bases["key"]: "_ head basis"}),
-        go.head_rotation({bases["value"]: "_ head basis", bases["out"]: "head basis _"}),
-        go.norm_scale({"blocks/{i}/norm1/scale": "channel"}, readers),
-        go.norm_scale({"blocks/{i}/norm2/scale": "channel"}, {"blocks/{i}/mlp/up/kernel": "channel _"}),
-        go.norm_scale({"norm/scale": "channel"}, {"lm_head/kernel": "channel _"}),
-        go.logit_shift({"lm_head/kernel": "_ vocab"}),
-    ]
+# The task ---------------------------------------------------------------------------------------------
 
 
 def pairs(c: Config, seed: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -168,10 +105,10 @@ PUBLISHED: Mapping[str, Mapping[int, tuple[float, float]]] = {
 def optimizer(c: Config, arm: str) -> optax.GradientTransformation:
     """By its name."""
     if arm == "DDC-AdamW":
-        return go.ddc_adamw(1e-3, gauges(c), weight_decay=0.0)
+        return go.ddc_adamw(1e-3, gauges(), weight_decay=0.0)
     name = arm.removeprefix("quotient(").removesuffix(")")
     inner = (PLAIN | CONTROLS)[name]()  # type: ignore[operator]
-    return inner if name == arm else go.quotient(inner, gauges(c))
+    return inner if name == arm else go.quotient(inner, gauges())
 
 
 # One pair of twins ------------------------------------------------------------------------------------
@@ -212,7 +149,7 @@ def twin(c: Config, kind: str, params: Tree, key: jax.Array) -> Tree:
             return x + NOISE * jax.random.normal(next(keys), x.shape, x.dtype) if chosen else x
 
         return jax.tree.map_with_path(noisy, params)
-    group = go.product(gauges(c)[:1] if kind == "rotated" else gauges(c)[:-1])
+    group = go.product(gauges()[:1] if kind == "rotated" else gauges()[:-1])
     return group.act(group.sample(key, params), params)
 
 
@@ -226,17 +163,12 @@ def program(c: Config, arm: str, wide: bool) -> Callable[..., tuple[Tree, Any]]:
     """The compiled run from one number of steps to another. `wide` keeps float64's apart from float32's."""
     tx = optimizer(c, arm)
 
+    def loss(params: Tree, data: tuple[jax.Array, jax.Array]) -> jax.Array:
+        return optax.softmax_cross_entropy_with_integer_labels(logits(c, params, data[0]), data[1]).mean()
+
     @jax.jit
     def go_on(params: Tree, state: Any, tokens: jax.Array, sums: jax.Array, steps: jax.Array) -> tuple[Tree, Any]:
-        def loss(params: Tree) -> jax.Array:
-            return optax.softmax_cross_entropy_with_integer_labels(logits(c, params, tokens), sums).mean()
-
-        def step(_: jax.Array, carry: tuple[Tree, Any]) -> tuple[Tree, Any]:
-            params, state = carry
-            updates, state = tx.update(jax.grad(loss)(params), state, params)
-            return optax.apply_updates(params, updates), state
-
-        return jax.lax.fori_loop(0, steps, step, (params, state))
+        return harness.descend(tx, loss, (params, state), lambda n: (tokens, sums), 0, steps)
 
     return go_on
 

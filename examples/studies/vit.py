@@ -152,7 +152,7 @@ def _decay(arm: str) -> float:
 
 def figure(result: Result, path: Path) -> None:
     """Loss, dead units and the smallest singular value at the end over the decay, and the loss along the run."""
-    fig, (losses, dead, smallest, along) = report.panels(4, "A vision transformer under weight decay")
+    fig, (losses, dead, smallest, along) = report.panels(4, "A vision transformer under weight decay", grid=True)
     panels = ((losses, "loss", "Validation loss at the end", "nats"),
               (dead, "dead_units", "Dead hidden units", "units"),
               (smallest, "smallest", "Smallest singular value of the stream", "per square root of rows"))
@@ -174,8 +174,6 @@ def figure(result: Result, path: Path) -> None:
     smallest.set_yscale("log")
     along.set(title="Validation loss along the run, first seed", xlabel="step", ylabel="nats", yscale="log")
     along.legend(fontsize=8, ncols=2)
-    for axis in (losses, dead, smallest, along):
-        axis.grid(alpha=0.3)
     dead.legend()
     report.save_as_is(fig, path)
 
@@ -207,8 +205,7 @@ CASES = "pairs of a decay and a seed"
 
 def less(result: Result, key: str) -> list[bool]:
     """Whether DDC ends below AdamW, case by case."""
-    both = [(report.final(result, ours, key), report.final(result, theirs, key)) for ours, theirs in PAIRS]
-    return [x < y for a, b in both for x, y in zip(a, b, strict=True)]
+    return [is_less for ours, theirs in PAIRS for is_less in report.less(result, ours, theirs, key)]
 
 
 def verdict(result: Result) -> str:
@@ -228,8 +225,7 @@ def sentences(result: Result) -> Iterator[str]:
         f"Each at its best decay, the mean validation loss is {best['DDC-AdamW']:.3f} with DDC and {best['AdamW']:.3f} "
         f"with AdamW."
     )
-    units = [[report.final(result, arm, "dead_units") for arm in pair] for pair in PAIRS]
-    dead = [x > y for ours, theirs in units for x, y in zip(ours, theirs, strict=True)]
+    dead = [more for ours, theirs in PAIRS for more in report.less(result, theirs, ours, "dead_units")]
     yield report.paper("DDC compresses harder at matched decay", dead, "number of dead units", CASES)
     for key, by in (("smallest", "smallest singular value"), ("effective_rank", "effective rank")):
         claim = "DDC compresses harder at matched decay"

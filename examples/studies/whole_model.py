@@ -220,8 +220,7 @@ def figure(result: Result, path: Path) -> None:
                 middle = rows[arm]["ratio"][1]
                 cost.barh(row + offset, middle, 0.36, color=COLORS[arm], alpha=shade)
                 cost.text(middle, row + offset, f" {middle:.1f} (d = {width})", va="center", fontsize=8)
-        cost.set_yticks(range(len(ARMS)), list(ARMS))
-        cost.invert_yaxis()
+        report.rows(cost, ARMS)
         cost.margins(x=0.3)
         cost.set(title=f"{name}: time of an update", xlabel="in units of AdamW's")
         for axis in (by_rate, by_seed, cost):

@@ -11,9 +11,9 @@ import numpy as np
 from flax import nnx
 
 import gauge_optax as go
-from benchmarks.fuzz import Spec
 from gauge_optax.gauges.gauge import Gauge
 from models import lm
+from models.random_decoders import Spec
 
 
 class Net(NamedTuple):

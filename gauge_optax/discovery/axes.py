@@ -17,7 +17,7 @@ import numpy as np
 import optax
 
 from gauge_optax.binding import Axes, BlockSpec, bind_leaf, leaves_by_path, match, with_leaves
-from gauge_optax.discovery.calls import template
+from gauge_optax.discovery.calls import CAPTURES, joined, template, with_captures
 from gauge_optax.discovery.places import FREE, Places, varying
 from gauge_optax.discovery.products import Product, Value, Walk
 from gauge_optax.discovery.trace import Trace
@@ -25,11 +25,10 @@ from gauge_optax.parts.matrices import Fused, Matrices, Reading, neuron_matrices
 
 _POINTS = 64  # places at which the numbers along single axes are compared with those of the whole array
 _NAMES = ("head", "group", "unit", "other")  # of output axes before the last one
-_NUMBER, _CAPTURES = re.compile("([0-9]+)"), ("{i}", "{j}", "{k}", "{l}", "{m}", "{n}")
 _PART = re.compile(r"\bpart=[0-9]+\b")
 
 
-class Matrix(NamedTuple):
+class _Matrix(NamedTuple):
     """Entries of a parameter that are one matrix, or several that are alike.
 
     Attributes:
@@ -51,6 +50,14 @@ class LeafAxes:
       embeddings: path or pattern → axes of tables, `token _`, a tied one included.
       readings: path → how Muon reads it as matrices.
       undecided: path → a sentence that says why the function does not decide its axes.
+
+    >>> print(LeafAxes({"{i}/up": "_ neuron"}, {"table": "token _"}))
+    neurons = {
+      '{i}/up': '_ neuron',
+    }
+    embeddings = {
+      'table': 'token _',
+    }
     """
 
     neurons: Mapping[str, Axes] = dataclasses.field(default_factory=dict)
@@ -76,7 +83,7 @@ class LeafAxes:
         return next((pair for pair in both.items() if match("discover", pair[0], path) is not None), None)
 
 
-class Undecided(Exception):
+class _Undecided(Exception):
     """A sentence about a parameter whose axes the function does not decide."""
 
 
@@ -94,6 +101,17 @@ def read_axes(
 
     Returns:
       Mappings with concrete layers merged into captures.
+
+    >>> from gauge_optax.discovery.trace import walked
+    >>> tree = {"table": np.ones((7, 2)), "up": np.ones((2, 3))}
+    >>> fn, batch = lambda p, x: [jnp.tanh(p["table"][x] @ p["up"])], np.array([2, 5])
+    >>> print(read_axes(fn, tree, batch, walked(fn, tree, batch)))
+    neurons = {
+      'up': '_ neuron',
+    }
+    embeddings = {
+      'table': 'token _',
+    }
     """
     structs = {path: jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in shapes.items()}
     closed = jax.make_jaxpr(lambda leaves, batch: fn(dict(zip(structs, leaves, strict=True)), batch))(
@@ -120,10 +138,6 @@ class _Reader:
                 self.uses.setdefault(product.path, []).append(product)
         # A kernel is the last one if no other contracts what it made.
         self.last = self.uses.keys() - {path for product in walk.products for path in product.before - {product.path}}
-        self.read_together = [
-            {self._key(product.path, a) for k in product.inputs if k not in product.window
-             for a in varying(product.ids, k, walk.shapes[product.path])}
-            for products in self.uses.values() for product in products]
 
     def _key(self, path: str, axis: int) -> Any:
         ids = self.trace.leaves[path][axis]
@@ -153,7 +167,7 @@ class _Reader:
                     neurons[path] = self._kernel(path, shape)
                 else:
                     self._neither(path, shape)
-            except Undecided as sentence:
+            except _Undecided as sentence:
                 undecided[path] = str(sentence)
             except (IndexError, KeyError, ValueError):  # a layout that nothing here foresaw
                 undecided[path] = "its layout is not understood: list it by hand"
@@ -197,9 +211,9 @@ class _Reader:
             return ""
         rest = [a for a in free if a not in tokens]
         if not rest:
-            raise Undecided("single entries of it are taken by index, so that it has no vectors: Adam may step it")
+            raise _Undecided("single entries of it are taken by index, so that it has no vectors: Adam may step it")
         if not kernels and not self._vectors(path, free, tokens):
-            raise Undecided(
+            raise _Undecided(
                 "rows of it are taken by index, and no kernel contracts them, as in a table of biases: leave it to "
                 f"Adam, or list it in embeddings={{'{path}': '{self._text(path, shape, tokens)}'}}")
         return self._text(path, shape, tokens)
@@ -227,15 +241,15 @@ class _Reader:
         sides = [[[product.path for product in side] for side in pair] for pair in self.walk.pairs]
         partners = [pair[1 - k][0] for pair in sides for k in (0, 1) if path in pair[k]]
         if path in self.walk.summed:
-            raise Undecided("it multiplies data entry by entry, and the product is summed: if it is a kernel, list it "
-                            "by hand")
+            raise _Undecided("it multiplies data entry by entry, and the product is summed: if it is a kernel, list it "
+                             "by hand")
         if path in self.walk.filters or path in self.walk.added or path in self.walk.multiplied:
             return
         if partners:
-            raise Undecided(f"it is contracted with '{partners[0]}', and the function does not say which of the two is "
-                            "data: list it by hand")
+            raise _Undecided(f"it is contracted with '{partners[0]}', and the function does not say which of the two "
+                             "is data: list it by hand")
         if path in self.walk.unknown:
-            raise Undecided(f"{self.walk.unknown[path]}: list it by hand")
+            raise _Undecided(f"{self.walk.unknown[path]}: list it by hand")
 
     def _kernel(self, path: str, shape: tuple[int, ...]) -> Axes:
         """The axes strings of a kernel's matrices."""
@@ -248,12 +262,12 @@ class _Reader:
         seen = np.zeros(math.prod(shape), np.uint8)
         for ids in found.values():
             if seen[ids].any():
-                raise Undecided(f"it is read in several ways, {' and '.join(map(repr, found))}: list one by hand")
+                raise _Undecided(f"it is read in several ways, {' and '.join(map(repr, found))}: list one by hand")
             seen[ids] = 1
         if not seen.all():
             read = ", ".join(map(repr, found))
-            raise Undecided(f"{int(seen.sum())} of its {len(seen)} entries are matrices, {read}, and nothing says "
-                            "what the others are: list it by hand")
+            raise _Undecided(f"{int(seen.sum())} of its {len(seen)} entries are matrices, {read}, and nothing says "
+                             "what the others are: list it by hand")
         texts = list(found)
         layers = list(dict.fromkeys(_PART.sub("layer", text) for text in texts))
         if len(texts) > 1 and len(layers) == 1 and any(path in product.before for product in uses):
@@ -275,31 +289,29 @@ class _Reader:
                 return [one for single in singles for one in self._singled(single, shape)]
         return [product]
 
-    def _matrices(self, product: Product, shape: tuple[int, ...]) -> list[Matrix]:
+    def _matrices(self, product: Product, shape: tuple[int, ...]) -> list[_Matrix]:
         """The matrices of one contraction."""
         path = product.path
         layers = {a for p, a in self.walk.counted | self.walk.tables if p == path}
         moves = [varying(product.ids, k, shape) for k in range(len(product.ids.shape))]
         _require_grid(product.ids, shape)
         names: dict[int, str] = {}
-        for side in (product.batch, product.outputs[len(product.batch) :], product.inputs):
+        outputs = product.outputs[len(product.batch) :]
+        for side, name in ((product.batch, "expert"), (outputs, "out"), (product.inputs, "_")):
             for a in {a for k in side for a in moves[k]}:
-                mixed = names.get(a)
-                name = "expert" if side is product.batch else "_" if side is product.inputs else "out"
-                if mixed not in (None, name):
-                    raise Undecided(f"axis {a} of {shape} is inputs and outputs at once, or counts matrices beside "
-                                    "them: give it two axes, or list it by hand")
-                names[a] = name
+                if names.setdefault(a, name) != name:
+                    raise _Undecided(f"axis {a} of {shape} is inputs and outputs at once, or counts matrices beside "
+                                     "them: give it two axes, or list it by hand")
         token = product.maxed and product.last and path in self.last
         if self.asked and product.last and path in self.last and not token:
-            raise Undecided("it makes the outputs, and is an unembedding if a softmax of them follows: pass "
-                            "outputs='logits' to discover, or else outputs='predictions'")
+            raise _Undecided("it makes the outputs, and is an unembedding if a softmax of them follows: pass "
+                             "outputs='logits' to discover, or else outputs='predictions'")
         chosen = set() if token else self.chosen  # a softmax over classes chooses no experts
         for a, axis in enumerate(self.trace.leaves[path]):
             atoms = [] if axis is None else self.trace.atom_keys(axis)
             if len(atoms) > 1 and chosen & set(atoms):
-                raise Undecided(f"axis {a} of {shape} counts experts beside other things: give it two axes, or list "
-                                "it by hand")
+                raise _Undecided(f"axis {a} of {shape} counts experts beside other things: give it two axes, or list "
+                                 "it by hand")
         for a, name in list(names.items()):
             others = [b for b, other in names.items() if other == name and b != a]
             if self._key(path, a) in chosen and others and name != "expert":
@@ -323,14 +335,14 @@ class _Reader:
         for mask in masks:
             lines = [np.flatnonzero(mask.any(tuple(j for j in range(mask.ndim) if j != k))) for k in range(mask.ndim)]
             if math.prod(map(len, lines)) != mask.sum():
-                raise Undecided("its outputs are used apart in a way that ranges do not express: list it by hand")
+                raise _Undecided("its outputs are used apart in a way that ranges do not express: list it by hand")
             found.append(lines)
         return sorted(found, key=lambda lines: [line[0] for line in lines]) or [[np.arange(n) for n in sizes]]
 
     def _matrix(
         self, product: Product, shape: tuple[int, ...], names: Mapping[int, str], moves: list[list[int]],
         lines: list[np.ndarray], token: bool, layers: set[int],
-    ) -> Matrix:
+    ) -> _Matrix:
         at = dict(zip(product.outputs, lines, strict=True))
         ids, covered = product.ids, list[np.ndarray]()
         base = np.unravel_index(ids.base, shape)
@@ -355,7 +367,7 @@ class _Reader:
             elif len(covered[a]) < n:
                 name += "=" + "+".join(f"{i}:{j}" for i, j in _ranges(covered[a]))
             words.append(name)
-        return Matrix(" ".join(words), np.ravel_multi_index(np.ix_(*covered), shape).ravel())
+        return _Matrix(" ".join(words), np.ravel_multi_index(np.ix_(*covered), shape).ravel())
 
     def _merged(self, mapping: Mapping[str, Axes]) -> dict[str, Axes]:
         """Layers as captures, where a pattern matches the leaves that have its axes and no others."""
@@ -364,9 +376,8 @@ class _Reader:
             groups.setdefault((template(path), axes), []).append(path)
         merged: dict[str, Axes] = {}
         for (_, axes), paths in groups.items():
-            pieces = [list(piece) for piece in zip(*map(_NUMBER.split, paths), strict=True)]
-            names = iter(_CAPTURES)
-            pattern = "".join(piece[0] if len(set(piece)) == 1 else next(names, "") for piece in pieces)
+            names = iter(CAPTURES)
+            pattern = with_captures(paths, lambda _, names=names: next(names, ""))  # type: ignore[misc]
             same = [path for path in self.walk.shapes if match("discover", pattern, path) is not None]
             merged |= {pattern: axes} if set(same) == set(paths) else dict.fromkeys(paths, axes)
         return merged
@@ -375,13 +386,13 @@ class _Reader:
 def _require_grid(ids: Places, shape: tuple[int, ...]) -> None:
     """Raises where the entries at an operand's places are not all of some indices of each axis."""
     if ids.base < 0 or any((step < FREE // 2).any() for step in ids.steps):
-        raise Undecided("it is used beside entries of others in one matrix: list it by hand")
+        raise _Undecided("it is used beside entries of others in one matrix: list it by hand")
     rng = np.random.default_rng(0)
     base = np.stack(np.unravel_index(ids.base, shape))
     picks = [step[rng.integers(0, len(step), _POINTS)] for step in ids.steps]
     told = sum((np.stack(np.unravel_index(ids.base + x, shape)) - base[:, None] for x in picks), base[:, None])
     if (np.stack(np.unravel_index(ids.base + sum(picks), shape)) != told).any():
-        raise Undecided("its entries are mixed in an order that axes do not express: list it by hand")
+        raise _Undecided("its entries are mixed in an order that axes do not express: list it by hand")
 
 
 def _ranges(index: np.ndarray) -> Iterable[tuple[int, int]]:
@@ -393,7 +404,7 @@ def _ranges(index: np.ndarray) -> Iterable[tuple[int, int]]:
 def _reading(path: str, axes: Axes, shape: tuple[int, ...]) -> Reading | None:
     """How Muon reads a kernel; None for the tokens of an unembedding, which are no matrix to it."""
     stacks: dict[Matrices, None] = {}
-    for text in (axes,) if isinstance(axes, str) else axes:
+    for text in joined((), axes):
         block = bind_leaf("discover", BlockSpec("neurons", path, text), path, shape, {}, "sizes")
         if "token" in block.split_labels:
             return None

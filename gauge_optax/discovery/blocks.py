@@ -29,11 +29,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from scipy.sparse.linalg import LinearOperator, gmres
 from tqdm import tqdm
 
 from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.discovery.calls import template
-from gauge_optax.discovery.trace import Trace
+from gauge_optax.discovery.trace import Trace, walked
+from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauge, product
 from gauge_optax.linalg import singular_vectors
 
@@ -47,6 +49,7 @@ _ROUNDS, _SOLVED = 60, 1e-11  # of the projection onto the span: iterations, and
 _EXHAUSTED = 1e-9  # relative size of an off-diagonal of Lanczos' matrix that says that no direction is left
 _ROUNDOFF, _GAP = 1e-16, 1e3  # relative size of a singular value that is zero; a gap that tells it from others
 _MOST = 8  # unexplained directions of a block that are counted; then it says "or more"
+_SPARE = 64  # rows beyond the entries of a block: random combinations lose no rank
 _FOR_NORMS = 24  # random rows from which the sizes of the Jacobian's columns are estimated
 
 
@@ -56,6 +59,9 @@ class Block(NamedTuple):
     Attributes:
       name: the leaves that it is about.
       entries: leaf path → flat indices of its entries, ascending.
+
+    >>> Block("biases", {"b": np.arange(3)}).size
+    3
     """
 
     name: str
@@ -101,6 +107,12 @@ def blocks_of(trace: Trace, leaves: Leaves, most: int, rng: np.random.Generator)
 
     Returns:
       Blocks, one for layers that are alike.
+
+    >>> from gauge_optax.discovery.trace import walked
+    >>> leaves = {"up": np.ones((2, 3)), "down": np.ones((3, 4))}
+    >>> trace = walked(lambda p, x: [jax.nn.relu(x @ p["up"]) @ p["down"]], leaves, np.ones((5, 2)))
+    >>> [block.name for block in blocks_of(trace, leaves, 100, np.random.default_rng(0))][:2]
+    ['2 of 2 along an axis of up', '3 of 3 along an axis of down, up']
     """
     by_kind: dict[Any, list[Block]] = {}
     for axes in _spaces(trace, leaves):
@@ -136,26 +148,15 @@ Axes = dict[str, list[tuple[int, np.ndarray]]]
 
 def _spaces(trace: Trace, leaves: Leaves) -> list[Axes]:
     """The axes of all leaves, gathered by space: two axes that share an index are of one space."""
-    family: dict[int, int] = {}
-    gathered: dict[int, Axes] = {}
-    for path, leaf in leaves.items():
-        for axis, length in enumerate(leaf.shape):
-            ids = trace.leaves[path][axis]
-            atoms = [] if ids is None else trace.spaces.atoms(ids)
-            grid = np.unravel_index(np.arange(length), [len(atom) for atom in atoms]) if len(atoms) > 1 else ()
-            for number, atom in enumerate(atoms):
-                along = trace.spaces.canon(atom)
-                along = along[grid[number]] if len(atoms) > 1 else along
-                met = {family[x] for x in along.tolist() if x in family}
-                name = min(met, default=int(along[0]))
-                places = gathered.setdefault(name, {})
-                for other in met - {name}:
-                    for where, of_leaf in gathered.pop(other).items():
-                        places.setdefault(where, []).extend(of_leaf)
-                    family.update({x: name for x, of in family.items() if of == other})
-                family.update(dict.fromkeys(along.tolist(), name))
-                places.setdefault(path, []).append((axis, along))
-    return list(gathered.values())
+    gathered = []
+    for places in trace.families(leaves):
+        axes: Axes = {}
+        for path, axis, number in places:
+            components, length = trace.components(path, axis), leaves[path].shape[axis]
+            grid = np.unravel_index(np.arange(length), [len(ids) for ids in components])
+            axes.setdefault(path, []).append((axis, components[number][grid[number]]))
+        gathered.append(axes)
+    return gathered
 
 
 def _by_layer(places: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -182,6 +183,56 @@ def _selected(places: Axes, leaves: Leaves, picked: np.ndarray) -> dict[str, np.
 # Counting in blocks ---------------------------------------------------------------------------------------
 
 
+def dead_in_blocks(
+    fn: Function, leaves: Leaves, point: Any, batches: Sequence[Any], gauges: Sequence[Gauge], cutoff: float, most: int,
+    rng: np.random.Generator, progress: bool, deadline: float,
+) -> tuple[list[BlockCount], np.ndarray, list[str]]:
+    """Counts the dead directions in blocks of entries, until the deadline.
+
+    Args:
+      fn: (leaves, batch) to a list of outputs.
+      leaves: float64 leaves by path.
+      point: the same as a tree.
+      batches: what fn is called on.
+      gauges: those that should explain the directions.
+      cutoff: share of the largest singular value below which one may be zero.
+      most: entries of a block.
+      rng: draws blocks and directions.
+      progress: whether to show a bar.
+      deadline: of `time.monotonic()`, after which no further block is counted.
+
+    Returns:
+      A row per block, the directions that no gauge explains as rows, and the names of blocks that were not counted.
+    """
+    blocks = blocks_of(walked(fn, leaves, batches[0]), leaves, most, rng)
+    needed = max(block.size for block in blocks) + _SPARE
+    outputs = sum(x.size for batch in batches for x in jax.eval_shape(fn, leaves, batch))
+    if outputs < needed:
+        raise too_few(outputs, f"{needed:,} entries of a block")
+    span, rest = _Span(gauges, point, leaves), [np.zeros((0, sum(x.size for x in leaves.values())))]
+    counts, skipped = list[BlockCount](), list[str]()
+    for block, rows in zip(blocks, rows_of(fn, leaves, batches, blocks, needed, rng, progress, deadline), strict=True):
+        if len(rows) < block.size + _SPARE or (counts and time.monotonic() > deadline):
+            skipped.append(block.name)
+            continue
+        dead, reached, gap = _null_space(rows, cutoff)
+        rest.append(_unexplained_in(block, dead, reached, gap[1], span, leaves, rng))
+        unreached = block.size - len(reached)
+        counts.append(BlockCount(block.name, block.size, len(dead) + unreached, unreached, len(rest[-1]), gap))
+    return counts, np.concatenate(rest), skipped
+
+
+def too_few(outputs: int, than: str) -> ValueError:
+    """The error of a function with fewer outputs than are needed.
+
+    >>> print(str(too_few(5, "7 parameters")).splitlines()[0])
+    census: 5 output numbers
+    """
+    return binding_error(
+        "census", f"{outputs:,} output numbers", than, "more outputs than that", "pass more batches, or larger ones"
+    )
+
+
 def rows_of(
     fn: Function, leaves: Leaves, batches: Sequence[Any], blocks: Sequence[Block], count: int,
     rng: np.random.Generator, progress: bool, deadline: float = math.inf,
@@ -189,6 +240,11 @@ def rows_of(
     """For every block, so many random combinations of the rows of its Jacobian, (count, entries).
 
     There are fewer where `time.monotonic()` passes the deadline before all are computed.
+
+    >>> fn, leaves = lambda p, x: [x * p["a"]], {"a": np.ones(4)}
+    >>> block = Block("", {"a": np.arange(2)})
+    >>> rows_of(fn, leaves, [np.ones(4)], [block], 3, np.random.default_rng(0), False)[0].shape
+    (3, 2)
     """
     sizes = [sum(x.size for x in jax.eval_shape(fn, leaves, batch)) for batch in batches]
 
@@ -215,8 +271,13 @@ def rows_of(
     return [np.concatenate([np.zeros((0, block.size)), *rows]) for block, rows in zip(blocks, parts, strict=True)]
 
 
-def null_space(rows: np.ndarray, cutoff: float) -> tuple[np.ndarray, np.ndarray, tuple[float, float]]:
-    """Dead directions of a block: a basis of those that move reached entries, the reached entries, and the gap."""
+def _null_space(rows: np.ndarray, cutoff: float) -> tuple[np.ndarray, np.ndarray, tuple[float, float]]:
+    """Dead directions of a block: a basis of those that move reached entries, the reached entries, and the gap.
+
+    >>> dead, reached, gap = _null_space(np.array([[1.0, -1.0, 0.0], [2.0, -2.0, 0.0], [3.0, -3.0, 0.0]]), 1e-10)
+    >>> dead.round(3), reached
+    (array([[-0.707, -0.707]]), array([0, 1]))
+    """
     norms = np.linalg.norm(rows, axis=0)
     reached = np.flatnonzero(norms > cutoff * norms.max(initial=0.0))
     if not len(reached):
@@ -263,22 +324,35 @@ def inaccuracy(least: float) -> float:
     return float(np.clip(_ERRORS * np.finfo(float).eps / max(least, np.finfo(float).tiny), _INSIDE, 0.1))
 
 
-def spread(block: Block, reached: np.ndarray, direction: np.ndarray, leaves: Leaves) -> np.ndarray:
-    """A direction of a block's reached entries as one of all parameters, flat."""
+def _spread(block: Block, reached: np.ndarray, direction: np.ndarray, leaves: Leaves) -> np.ndarray:
+    """A direction of a block's reached entries as one of all parameters, flat.
+
+    >>> leaves = {"a": np.zeros(2), "b": np.zeros(2)}
+    >>> _spread(Block("", {"b": np.array([1])}), np.array([0]), np.ones(1), leaves)
+    array([0., 0., 0., 1.])
+    """
     inside = np.zeros(block.size)
     inside[reached] = direction
-    cuts = np.cumsum([len(x) for x in block.entries.values()])[:-1]
-    parts = dict(zip(block.entries, np.split(inside, cuts), strict=True))
-    out = []
-    for path, leaf in leaves.items():
-        flat = np.zeros(leaf.size)
-        if path in parts:
-            flat[block.entries[path]] = parts[path]
-        out.append(flat)
-    return np.concatenate(out)
+    out = {path: np.zeros(leaf.size) for path, leaf in leaves.items()}
+    cuts = np.cumsum([len(at) for at in block.entries.values()])[:-1]
+    for (path, at), part in zip(block.entries.items(), np.split(inside, cuts), strict=True):
+        out[path][at] = part
+    return np.concatenate(list(out.values()))
 
 
-class Span:
+def parted(flat: Any, leaves: Leaves) -> dict[str, Any]:
+    """The arrays of which one flat array of all leaves consists, by path and in their shapes.
+
+    >>> parted(np.arange(3), {"a": np.zeros(()), "b": np.zeros((2, 1))})
+    {'a': array(0), 'b': array([[1],
+           [2]])}
+    """
+    starts = itertools.accumulate((x.size for x in leaves.values()), initial=0)
+    return {path: flat[start : start + x.size].reshape(x.shape)
+            for (path, x), start in zip(leaves.items(), starts, strict=False)}
+
+
+class _Span:
     """The span of the orbits of gauges at a point, without a basis of it.
 
     `horizontal` of a list projects along its orbits. Some lists have no common one, because their gauges share leaves
@@ -289,6 +363,11 @@ class Span:
       gauges: any list.
       params: the point.
       leaves: its float64 leaves by path.
+
+    >>> leaves = {"up": np.ones((1, 2)), "down": np.ones((2, 1))}
+    >>> span = _Span([go.rescale({"up": "_ channel"}, {"down": "channel _"})], leaves, leaves)
+    >>> np.allclose(span.outside(np.array([1.0, 0.0, -1.0, 0.0])), 0.0)
+    True
     """
 
     def __init__(self, gauges: Sequence[Gauge], params: Any, leaves: Leaves) -> None:
@@ -306,15 +385,12 @@ class Span:
         self._across = [self._horizontal(g, params) for g in ([product(together)] if together else []) + apart]
 
     def _horizontal(self, gauge: Gauge, params: Any) -> Callable[[np.ndarray], np.ndarray]:
-        cuts = np.cumsum([x.size for x in self._leaves.values()])[:-1]
-        shapes = {path: x.shape for path, x in self._leaves.items()}
 
         @jax.jit
         def across(leaves: Any, flat: jax.Array) -> jax.Array:
-            parts = jnp.split(flat, cuts)
-            tangent = {path: x.reshape(shapes[path]) for path, x in zip(shapes, parts, strict=True)}
-            kept = leaves_by_path(gauge.horizontal(with_leaves(params, leaves), with_leaves(params, tangent)))
-            return jnp.concatenate([kept[path].ravel() for path in shapes])
+            tangent = with_leaves(params, parted(flat, self._leaves))
+            kept = leaves_by_path(gauge.horizontal(with_leaves(params, leaves), tangent))
+            return jnp.concatenate([kept[path].ravel() for path in self._leaves])
 
         return lambda flat: np.asarray(across(dict(self._leaves), flat))
 
@@ -327,23 +403,16 @@ class Span:
 
     def outside(self, direction: np.ndarray) -> np.ndarray:
         """A direction less its part in the span: linear, and zero if and only if the direction is in the span."""
-        rest, inside = self._moved(direction), np.zeros_like(direction)
-        done: list[tuple[np.ndarray, np.ndarray]] = []  # directions of the span, and (I − T) times them, orthonormal
-        while np.linalg.norm(rest) > _SOLVED * np.linalg.norm(direction) and len(done) < _ROUNDS:
-            step, image = rest, self._moved(rest)
-            for _ in range(2):  # once more for roundoff
-                for before, other in done:
-                    along = other @ image
-                    step, image = step - along * before, image - along * other
-            size = np.linalg.norm(image)
-            done.append((step / size, image / size))
-            along = done[-1][1] @ rest
-            rest, inside = rest - along * done[-1][1], inside + along * done[-1][0]
-        return direction - inside
+        size = len(direction)
+        moved = LinearOperator((size, size), matvec=self._moved, dtype=np.float64)
+        most = _SOLVED * float(np.linalg.norm(direction))
+        # Its steps are sums of (I − T)ᵏ times a direction of the span: they stay in the span.
+        inside, _ = gmres(moved, self._moved(direction), rtol=0.0, atol=most, restart=_ROUNDS, maxiter=1)
+        return np.asarray(direction - inside)
 
 
-def unexplained_in(
-    block: Block, dead: np.ndarray, reached: np.ndarray, least: float, span: Span, leaves: Leaves,
+def _unexplained_in(
+    block: Block, dead: np.ndarray, reached: np.ndarray, least: float, span: _Span, leaves: Leaves,
     rng: np.random.Generator,
 ) -> np.ndarray:
     """What the orbits lack of a block's dead directions, an orthonormal basis as rows: at most `_MOST`.
@@ -356,11 +425,17 @@ def unexplained_in(
       span: the orbits.
       leaves: float64 leaves by path.
       rng: draws combinations.
+
+    >>> leaves, block = {"a": np.ones(2)}, Block("", {"a": np.arange(2)})
+    >>> dead = np.array([[0.0, 1.0]])
+    >>> span, rng = _Span([], leaves, leaves), np.random.default_rng(0)
+    >>> _unexplained_in(block, dead, np.arange(2), 1.0, span, leaves, rng).shape
+    (1, 2)
     """
     rest = np.zeros((0, sum(x.size for x in leaves.values())))
     # Random combinations: the first that adds nothing says that none would.
     for _ in range(min(_MOST, len(dead))):
-        direction = spread(block, reached, rng.standard_normal(len(dead)) @ dead, leaves)
+        direction = _spread(block, reached, rng.standard_normal(len(dead)) @ dead, leaves)
         new = span.outside(direction)
         new = new - rest.T @ (rest @ new)
         if np.linalg.norm(new) <= inaccuracy(least) * np.linalg.norm(direction):
@@ -417,9 +492,7 @@ def upper_bound(
     whole = Block("", {path: np.arange(x.size) for path, x in leaves.items()})
     norms = np.sqrt(np.mean(np.square(rows_of(fn, leaves, batches, [whole], _FOR_NORMS, rng, False)[0]), 0))
     inverse = np.where(norms > 0, 1.0 / np.where(norms > 0, norms, 1.0), 1.0)
-    cuts = np.split(inverse, np.cumsum([x.size for x in leaves.values()])[:-1])
-    scales = {path: x.reshape(leaves[path].shape) for path, x in zip(leaves, cuts, strict=True)}
-    shares = []
+    scales, shares = parted(inverse, leaves), list[float]()
     for _ in tqdm(range(probes), desc="census: upper bound", disable=not progress, leave=False):
         probe = {path: rng.standard_normal(x.shape) for path, x in leaves.items()}
         small = lanczos(probe, dict(leaves), scales, list(batches))

@@ -36,7 +36,7 @@ CONSTRUCTORS: Mapping[str, Callable[..., Gauge]] = {
 
 Axes = str | tuple[str, ...]
 Roles = Mapping[str, Mapping[str, Axes]]
-_CAPTURES = "ijklmn"
+CAPTURES = ("{i}", "{j}", "{k}", "{l}", "{m}", "{n}")
 _NUMBER = re.compile("([0-9]+)")
 _RANGE_END = re.compile("(=(?=[0-9]+:)|:|/)([0-9]+)")  # of "=4:16" and "=4:16/64"
 
@@ -47,8 +47,37 @@ def _listed(sizes: Mapping[str, Any]) -> str:
 
 
 def template(path: str) -> str:
-    """A path with `#` in place of its numbers: equal for the same leaf of two layers."""
+    """A path with `#` in place of its numbers: equal for the same leaf of two layers.
+
+    >>> template("layers/11/mlp/w2")
+    'layers/#/mlp/w#'
+    """
     return _NUMBER.sub("#", path)
+
+
+def with_captures(paths: Sequence[str], capture: Callable[[tuple[str, ...]], str]) -> str:
+    """One pattern for paths that differ in numbers alone, with a capture for each number that differs.
+
+    Args:
+      paths: at least one.
+      capture: the capture for numbers that one place has in all paths.
+
+    >>> with_captures(["layer_0/w1", "layer_1/w1"], lambda numbers: "{i}")
+    'layer_{i}/w1'
+    """
+    places = zip(*map(_NUMBER.split, paths), strict=True)
+    return "".join(place[0] if len(set(place)) == 1 else capture(place) for place in places)
+
+
+def joined(before: Axes | None, axes: Axes) -> Axes:
+    """The axes strings of a path, if it has any, followed by more of them.
+
+    >>> joined("_ head=0", ("_ head=1", "_ head=2")), joined(None, "_ head")
+    (('_ head=0', '_ head=1', '_ head=2'), '_ head')
+    """
+    if before is None:
+        return axes
+    return (*((before,) if isinstance(before, str) else before), *((axes,) if isinstance(axes, str) else axes))
 
 
 _TURNING = {"head_linear": "head_rotation", "rope_linear": "rope_torus"}
@@ -64,6 +93,12 @@ class Call:
       options: other keyword arguments.
       sizes: lengths of axes that shapes alone do not fix.
       norms: the calls of the norms that a rotation of the residual stream passes.
+
+    >>> call = Call("head_linear", {"left": {"q": "_ basis"}, "right": {"k": "_ basis"}})
+    >>> call.turning().gauge()
+    go.head_rotation(
+      blocks={'q': '_ basis', 'k': '_ basis'},
+    )
     """
 
     kind: str
@@ -92,9 +127,7 @@ class Call:
             return self
         blocks: dict[str, Axes] = {}
         for path, axes in (item for role in self.roles.values() for item in role.items()):
-            listed = (blocks.get(path, ()), axes)
-            both = tuple(text for x in listed for text in ((x,) if isinstance(x, str) else x))
-            blocks[path] = both[0] if len(both) == 1 else both
+            blocks[path] = joined(blocks.get(path), axes)
         return dataclasses.replace(self, kind=_TURNING[self.kind], roles={"blocks": blocks})
 
     def rebound(self, params: Any, sizes: Mapping[str, int]) -> Call:
@@ -147,7 +180,7 @@ class Call:
         for role in self.roles.values():
             for pattern, axes in role.items():
                 shapes = [leaf_shape(x) for path, x in leaves.items() if match(self.kind, pattern, path) is not None]
-                for text in (axes,) if isinstance(axes, str) else axes:
+                for text in joined((), axes):
                     groups = parse_axes(self.kind, pattern, text).groups
                     for shape in shapes:
                         pairs = zip(groups, shape, strict=False)  # binding names a leaf of another rank
@@ -193,6 +226,11 @@ def bound_copies(gauge: Any, params: Any) -> list[tuple[str, dict[str, int], lis
     """What a gauge binds: key, lengths of the named axes, and blocks of each copy.
 
     A gauge of which only the action is known has one copy.
+
+    >>> gauge = go.rescale({"{i}/up": "_ channel"}, {"{i}/down": "channel _"})
+    >>> tree = {k: {"up": jnp.ones((2, 3)), "down": jnp.ones((3, 2))} for k in "01"}
+    >>> [(key, sizes) for key, sizes, blocks in bound_copies(gauge, tree)]
+    [('i=0', {'channel': 3}), ('i=1', {'channel': 3})]
     """
     (copies,) = gauge._bound(params).copies
     found = []
@@ -203,19 +241,18 @@ def bound_copies(gauge: Any, params: Any) -> list[tuple[str, dict[str, int], lis
 
 
 def captured_blocks(blocks: Mapping[str, Axes]) -> dict[str, Axes]:
-    """Paths that differ in one number, and have the same axes, as one pattern with a capture."""
+    """Paths that differ in one number, and have the same axes, as one pattern with a capture.
+
+    >>> captured_blocks({"layer_0/w": "basis _", "layer_1/w": "basis _", "head": "basis _"})
+    {'layer_{i}/w': 'basis _', 'head': 'basis _'}
+    """
     groups: dict[tuple[str, Axes], list[str]] = {}
     for path, axes in blocks.items():
         groups.setdefault((template(path), axes), []).append(path)
     out: dict[str, Axes] = {}
     for (_, axes), paths in groups.items():
-        slots = list(zip(*(_NUMBER.findall(path) for path in paths), strict=True))
-        varying = [k for k, slot in enumerate(slots) if len(set(slot)) > 1]
-        if len(varying) == 1:
-            texts = _NUMBER.split(paths[0])
-            texts[2 * varying[0] + 1] = "{i}"
-            paths = ["".join(texts)]
-        out |= dict.fromkeys(paths, axes)
+        pattern = with_captures(paths, lambda numbers: "{i}")
+        out |= dict.fromkeys([pattern] if pattern.count("{i}") == 1 else paths, axes)
     return out
 
 
@@ -228,6 +265,11 @@ def merge_layers(calls: Iterable[Call], same: Callable[[Call, list[Call]], bool]
 
     Returns:
       Every call with the calls that it replaces. Calls stay separate where no captures express their numbers.
+
+    >>> calls = [Call("logit_shift", {"blocks": {f"{k}/head": "_ vocab"}}) for k in range(2)]
+    >>> [(call, merged)] = merge_layers(calls, lambda call, group: True)
+    >>> call.paths, len(merged)
+    (['{i}/head'], 2)
     """
     groups: dict[Any, list[Call]] = {}
     for call in calls:
@@ -253,20 +295,20 @@ def _captured(group: Sequence[Call]) -> Call | None:
     """One call for calls that differ in numbers alone; None where captures cannot express it."""
     tables = [[path for blocks in call.roles.values() for path in _ordered(blocks)] for call in group]
     captures: dict[tuple[str, ...], str] = {}  # the numbers that one capture takes, over the group
-    patterns, varying = {}, []
+    patterns, varying, names = dict[str, str](), list[set[tuple[str, ...]]](), iter(CAPTURES)
+
+    def capture(numbers: tuple[str, ...]) -> str:
+        varying[-1].add(numbers)
+        if numbers not in captures:
+            captures[numbers] = next(names, "")
+        return captures[numbers]
+
     for paths in zip(*tables, strict=True):
-        slots = list(zip(*(_NUMBER.findall(path) for path in paths), strict=True))
-        varying.append({slot for slot in slots if len(set(slot)) > 1})
-        for slot in slots:
-            if slot in varying[-1] and slot not in captures:
-                if len(captures) == len(_CAPTURES):
-                    return None
-                captures[slot] = "{" + _CAPTURES[len(captures)] + "}"
-        texts = iter([captures.get(slot, slot[0]) for slot in slots])
-        patterns[paths[0]] = "".join(next(texts) if k % 2 else t for k, t in enumerate(_NUMBER.split(paths[0])))
-    # Every capture has to occur in every pattern, and no two paths of a role may become one.
+        varying.append(set())
+        patterns[paths[0]] = with_captures(paths, capture)
+    # There are captures enough, every one occurs in every pattern, and no two paths of a role become one.
     roles = {role: {patterns[p]: axes for p, axes in blocks.items()} for role, blocks in group[0].roles.items()}
     lost = any(len(roles[role]) < len(blocks) for role, blocks in group[0].roles.items())
-    if lost or any(slots != set(captures) for slots in varying):
+    if "" in captures.values() or lost or any(slots != set(captures) for slots in varying):
         return None
     return dataclasses.replace(group[0], roles=roles)

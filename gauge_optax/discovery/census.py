@@ -19,20 +19,9 @@ from tqdm import tqdm
 
 from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.discovery import checks
-from gauge_optax.discovery.blocks import (
-    BlockCount,
-    Span,
-    blocks_of,
-    inaccuracy,
-    null_space,
-    rank_of,
-    rows_of,
-    unexplained_in,
-    upper_bound,
-)
+from gauge_optax.discovery.blocks import BlockCount, dead_in_blocks, inaccuracy, parted, rank_of, too_few, upper_bound
 from gauge_optax.discovery.checks import Outputs
 from gauge_optax.discovery.lift import in_double
-from gauge_optax.discovery.trace import walk
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauge, Gauges, product
 from gauge_optax.linalg import singular_vectors
@@ -41,7 +30,6 @@ _CHUNK = 128  # rows of the Jacobian that are computed at once
 _MOST = 12_000  # parameters of which the whole Jacobian is made; of larger models, blocks of it
 _SHOWN = 12  # leaves in a figure
 _STEPS = 64  # of Lanczos, for an upper bound
-_SPARE = 64  # rows beyond the entries of a block: random combinations lose no rank
 _SPAN = 1e-9  # relative size below which a direction lies in the span of others
 
 
@@ -235,7 +223,7 @@ def census(
             "census", "too few probes", f"probes={probes}", "0, or at least 2, for a standard error", "pass probes=2"
         )
     with jax.enable_x64(True):
-        stored = {p: np.asarray(x, np.float64) for p, x in leaves_by_path(params).items() if _floating(x)}
+        stored = {p: np.asarray(x, np.float64) for p, x in leaves_by_path(params).items() if checks.is_float(x)}
         total, parts = sum(x.size for x in stored.values()), product(gauges).gauges if gauges else ()
         dtypes = {path: x.dtype for path, x in leaves_by_path(params).items() if path in stored}
         plain = in_double(lambda x, batch: fn(with_leaves(params, x), batch), stored, dtypes, batches[0])
@@ -288,26 +276,9 @@ def _in_blocks(
 ) -> Census:
     """The census of a large model: of each orbit some directions, and all directions of some blocks."""
     total = sum(x.size for x in stored.values())
-    closed = jax.make_jaxpr(lambda *x: fn(dict(zip(stored, x, strict=True)), batches[0]))(*stored.values())
-    blocks = blocks_of(walk(closed, list(stored)), stored, block, rng)
-    needed = max(each.size for each in blocks) + _SPARE
-    outputs = sum(x.size for batch in batches for x in jax.eval_shape(fn, stored, batch))
-    if outputs < needed:
-        raise _too_few(outputs, f"{needed:,} entries of a block")
-    span, rest = Span(gauges, point, stored), np.zeros((0, total))
-    counts: list[BlockCount] = []
-    skipped: list[str] = []
-    for each, rows in zip(blocks, rows_of(fn, stored, batches, blocks, needed, rng, progress, deadline), strict=True):
-        if len(rows) < each.size + _SPARE or (counts and time.monotonic() > deadline):
-            skipped.append(each.name)
-            continue
-        dead, reached, gap = null_space(rows, cutoff)
-        lost = unexplained_in(each, dead, reached, gap[1], span, stored, rng)
-        unreached = each.size - len(reached)
-        counts.append(BlockCount(each.name, each.size, len(dead) + unreached, unreached, len(lost), gap))
-        rest = np.concatenate([rest, lost])
-    # Two blocks may hold the same direction.
-    rest = _basis([rest], total, absolute=1e-3)
+    counts, rest, skipped = dead_in_blocks(
+        fn, stored, point, batches, gauges, cutoff, block, rng, progress, deadline)
+    rest = _basis([rest], total, absolute=1e-3)  # two blocks may hold the same direction
     seen = _seen(fn, stored, point, batches, gauges, rng)
     dims = [gauge.dim(point) for gauge in gauges]
     dead_in_all = sum(dims) + len(rest)
@@ -344,18 +315,7 @@ def _seen(
 
 def _by_leaf(basis: np.ndarray, stored: Mapping[str, np.ndarray]) -> dict[str, float]:
     """How the directions of an orthonormal basis, its rows, are shared out over the leaves."""
-    shares = np.split(np.square(basis).sum(0), np.cumsum([x.size for x in stored.values()])[:-1])
-    return {path: float(x.sum()) for path, x in zip(stored, shares, strict=True)}
-
-
-def _too_few(outputs: int, than: str) -> ValueError:
-    return binding_error(
-        "census", f"{outputs:,} output numbers", than, "more outputs than that", "pass more batches, or larger ones"
-    )
-
-
-def _floating(leaf: Any) -> bool:
-    return jnp.issubdtype(getattr(leaf, "dtype", np.int32), jnp.floating)
+    return {path: float(x.sum()) for path, x in parted(np.square(basis).sum(0), stored).items()}
 
 
 def _jacobian(
@@ -369,7 +329,7 @@ def _jacobian(
 
     sizes = [jax.eval_shape(flat, stored, batch).size for batch in batches]
     if sum(sizes) < total:
-        raise _too_few(sum(sizes), f"{total:,} parameters")
+        raise too_few(sum(sizes), f"{total:,} parameters")
 
     @jax.jit
     def pulled(leaves: Any, batch: Any, weights: jax.Array) -> jax.Array:

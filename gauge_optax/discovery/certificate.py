@@ -12,13 +12,12 @@ import numpy as np
 
 from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.discovery.census import Census, census
-from gauge_optax.discovery.sketch import Function, Leaves, finite_points, generic_point
+from gauge_optax.discovery.sketch import DRAWS, Function, Leaves, finite_points, generic_point
 from gauge_optax.gauges.gauge import Gauge
 from gauge_optax.xla import quick_options
 
 _WHOLE = 6_000  # parameters that are counted at once, which takes a minute; of more, blocks
 _SECONDS = 600.0  # after which no further block is counted
-_DRAWS = 5  # of a point, until the function is finite there
 _POINTS = 6  # at one, a ReLU may be on for every input, or off, and leave directions dead that others do not have
 _PATIENCE = 60.0  # seconds after which no further point is tried
 _NEAR = 0.3  # of the way to a generic point, for vectors
@@ -50,11 +49,11 @@ def certified(
     with jax.enable_x64(True):
         outputs = sum(math.prod(x.shape) for x in jax.eval_shape(fn, leaves, batches[0]))
         count = max(_LEAST, -(-_MARGIN * sum(leaf.size for leaf in leaves.values()) // max(1, outputs)))
-        inputs = [*batches, *(redrawn(batches, rng) for _ in range(count))]
+        inputs = [*batches, *(_redrawn(batches, rng) for _ in range(count))]
         call, started = jax.jit(fn, compiler_options=quick_options()), time.monotonic()
 
         def counted() -> Census:
-            drawn = (_near_vectors(leaves, generic_point(leaves, rng)) for _ in range(_DRAWS))
+            drawn = (_near_vectors(leaves, generic_point(leaves, rng)) for _ in range(DRAWS))
             point = with_leaves(params, finite_points(call, batches, drawn, 1)[0])
             return census(
                 by_tree, point, inputs, gauges, "loss", whole=_WHOLE, seed=seed, progress=progress, seconds=_SECONDS
@@ -64,7 +63,7 @@ def certified(
         for _ in range(_POINTS - 1):
             if best.unexplained and time.monotonic() - started < _PATIENCE:
                 # Scores of a head are known only at the pairs of tokens that occur: twice as many inputs show more.
-                inputs += [redrawn(batches, rng) for _ in inputs]
+                inputs += [_redrawn(batches, rng) for _ in inputs]
                 best = min(best, counted(), key=lambda counts: counts.unexplained)
         return best
 
@@ -78,7 +77,7 @@ def _near_vectors(leaves: Leaves, point: Leaves) -> Leaves:
     return {path: leaves[path] + _NEAR * (x - leaves[path]) if path in near else x for path, x in point.items()}
 
 
-def redrawn(batches: Sequence[Any], rng: np.random.Generator) -> Any:
+def _redrawn(batches: Sequence[Any], rng: np.random.Generator) -> Any:
     """A new batch of the kind of the given ones.
 
     What is equal in all batches, such as positions, stays. Flags and other arrays of two values take, at every place,

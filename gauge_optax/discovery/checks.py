@@ -14,8 +14,8 @@ import numpy as np
 from jax.extend import core
 
 from gauge_optax.binding import leaves_by_path
+from gauge_optax.discovery.interpret import applied, called, equations, interpret, source
 from gauge_optax.discovery.sketch import Leaves
-from gauge_optax.discovery.trace import called_jaxpr, source
 from gauge_optax.errors import binding_error
 from gauge_optax.xla import quick_options
 
@@ -25,7 +25,14 @@ _refusal = functools.partial(binding_error, "discover")
 
 
 def check_function(fn: Any, params: Any, batches: Sequence[Any]) -> None:
-    """Raises unless fn takes parameters and a batch; a module takes the batch alone, because it has its parameters."""
+    """Raises unless fn takes parameters and a batch; a module takes the batch alone, because it has its parameters.
+
+    >>> try:
+    ...     check_function(lambda x: x, {}, [1.0])
+    ... except ValueError as error:
+    ...     print(str(error).splitlines()[0])
+    discover: fn does not take parameters and a batch, <lambda>
+    """
     apart = hasattr(fn, "apply") and hasattr(fn, "init")  # a Linen module; its parameters are a tree beside it
     try:
         inspect.signature(fn).bind(params, batches[0])
@@ -49,7 +56,11 @@ def check_function(fn: Any, params: Any, batches: Sequence[Any]) -> None:
 
 
 def checked_batches(batches: Any, outputs: str | None, near: float, seed: int) -> list[Any]:
-    """The batches as a list; raises for unusable arguments of `discover`."""
+    """The batches as a list; raises for unusable arguments of `discover`.
+
+    >>> checked_batches((1.0, 2.0), "loss", 1e-3, 0)
+    [1.0, 2.0]
+    """
     if hasattr(batches, "ndim"):
         raise _refusal(
             "batches is one array", f"an array of shape {jnp.shape(batches)}, whose rows would be batches",
@@ -73,7 +84,11 @@ def checked_batches(batches: Any, outputs: str | None, near: float, seed: int) -
 
 
 def is_float(x: Any) -> bool:
-    """Whether something is an array of floating-point numbers."""
+    """Whether something is an array of floating-point numbers.
+
+    >>> is_float(jnp.ones(2)), is_float(jnp.arange(2)), is_float("text")
+    (True, False, False)
+    """
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
 
 
@@ -82,6 +97,9 @@ def double_leaves(params: Any, seed: int) -> Leaves:
 
     Raises:
       ValueError: no floating-point leaves; an integer leaf of which only the shape is known.
+
+    >>> double_leaves({"a": jnp.ones(2), "count": jnp.zeros((), int)}, 0)
+    {'a': array([1., 1.])}
     """
     all_leaves, rng = leaves_by_path(params), np.random.default_rng([seed, 13])
 
@@ -119,6 +137,9 @@ def shown_outputs(fn: Callable[..., Any], leaves: Leaves, batch: Any) -> Outputs
       fn: (leaves, batch) to a tree of outputs.
       leaves: by path.
       batch: one of the batches.
+
+    >>> shown_outputs(lambda p, x: jax.nn.softmax(p["a"] * x), {"a": np.ones(3)}, np.arange(3.0))
+    'logprobs'
     """
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(leaves, batch)
     found = {x.shape for x in _output_arrays(shapes)}
@@ -135,11 +156,9 @@ def shown_outputs(fn: Callable[..., Any], leaves: Leaves, batch: Any) -> Outputs
 
 def _looked_up(jaxpr: Any) -> Iterator[tuple[int, ...]]:
     """For every table whose rows are taken by index: the shape of the indices, followed by the number of rows."""
-    for eqn in jaxpr.eqns:
+    for eqn in equations(jaxpr):
         if eqn.primitive.name == "gather" and eqn.params["dimension_numbers"].collapsed_slice_dims == (0,):
             yield (*eqn.invars[1].aval.shape[:-1], eqn.invars[0].aval.shape[0])
-        for inner in core.jaxprs_in_params(eqn.params):
-            yield from _looked_up(inner)
 
 
 def _output_arrays(out: Any) -> list[Any]:
@@ -149,7 +168,11 @@ def _output_arrays(out: Any) -> list[Any]:
 
 
 def compared(out: Any, outputs: Outputs | None) -> list[jax.Array]:
-    """The part of the outputs that is compared: floating-point leaves; logits as log-probabilities."""
+    """The part of the outputs that is compared: floating-point leaves; logits as log-probabilities.
+
+    >>> [x.shape for x in compared({"logits": jnp.ones(3), "count": jnp.zeros((), int)}, "logits")]
+    [(3,)]
+    """
     leaves = _output_arrays(out)
     if not leaves:
         raise _refusal(
@@ -164,7 +187,10 @@ def compared(out: Any, outputs: Outputs | None) -> list[jax.Array]:
 
 
 def check_repeatable(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> None:
-    """Raises where two calls on one input differ by more than roundoff: two compilations may order sums differently."""
+    """Raises where two calls on one input differ by more than roundoff: two compilations may order sums differently.
+
+    >>> check_repeatable([np.ones(2)], [np.ones(2) + 1e-12])
+    """
     for k, (a, b) in enumerate(zip(first, second, strict=True)):
         if not np.allclose(a, b, rtol=0.0, atol=1e-9 * np.abs(a).max(initial=0.0), equal_nan=True):
             raise _refusal(
@@ -174,12 +200,18 @@ def check_repeatable(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) 
 
 
 def check_finite(out: Sequence[np.ndarray], fn: Callable[..., Any], *args: Any) -> None:
-    """Raises where outputs of fn are not finite; names the first operation that makes a NaN, or else an infinity."""
+    """Raises where outputs of fn are not finite; names the first operation that makes a NaN, or else an infinity.
+
+    >>> try:
+    ...     check_finite([np.array([np.nan])], lambda x: jnp.log(x), np.array([-1.0]))
+    ... except ValueError as error:
+    ...     print("`log`" in str(error))
+    True
+    """
     for k, x in enumerate(out):
         if not np.isfinite(x).all():
             closed = jax.make_jaxpr(fn)(*args)
-            origins: dict[str, str] = {}
-            _evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(args), origins)
+            origins = _origins(closed, jax.tree.leaves(args))
             origin = origins.get("NaN") or origins.get("infinity") or "no operation could be identified"
             raise _refusal(
                 "outputs that are not finite",
@@ -189,7 +221,10 @@ def check_finite(out: Sequence[np.ndarray], fn: Callable[..., Any], *args: Any) 
 
 
 def check_gradients(count: int, needed: int) -> None:
-    """Raises where too few gradients are finite."""
+    """Raises where too few gradients are finite.
+
+    >>> check_gradients(24, 24)
+    """
     if count < needed:
         raise _refusal(
             "gradients that are not finite", f"{count} finite ones where {needed} are needed",
@@ -197,19 +232,20 @@ def check_gradients(count: int, needed: int) -> None:
             "guard square roots and divisions at zero, in front of the operation and not behind it")
 
 
-def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], origins: dict[str, str]) -> list[Any]:
-    """Evaluates a jaxpr one operation at a time and notes in `origins` where NaN and infinity first appear."""
-    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
-    for eqn in jaxpr.eqns:
-        ins = [atom.val if hasattr(atom, "val") else values[atom] for atom in eqn.invars]
-        if called := called_jaxpr(eqn):
-            outs = _evaluate(*called, ins[len(ins) - len(called[0].invars) :], origins)
-        else:
-            result = eqn.primitive.bind(*map(jnp.asarray, ins), **eqn.params)
-            outs = result if eqn.primitive.multiple_results else [result]
-        values.update(zip(eqn.outvars, outs, strict=True))
+def _origins(closed: core.ClosedJaxpr, args: Sequence[Any]) -> dict[str, str]:
+    """Evaluates a jaxpr one operation at a time: where NaN and infinity first appear."""
+    origins = dict[str, str]()
+
+    def equation(eqn: Any, ins: list[Any]) -> Sequence[Any]:
+        if call := called(eqn, ins):
+            return run(*call)
+        outs = applied(eqn, ins)
         # Masks put -inf into finite networks, so only NaN and +inf count.
         for kind, test in (("NaN", np.isnan), ("infinity", np.isposinf)):
             if kind not in origins and any(test(np.asarray(x)).any() for x in outs if is_float(x)):
                 origins[kind] = f"the first {kind} comes out of `{eqn.primitive.name}`{source(eqn)}"
-    return [atom.val if hasattr(atom, "val") else values[atom] for atom in jaxpr.outvars]
+        return outs
+
+    run = functools.partial(interpret, constant=lambda x: x, equation=equation)
+    run(closed.jaxpr, closed.consts, args)
+    return origins

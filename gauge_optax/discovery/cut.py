@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from gauge_optax.discovery.trace import called_jaxpr
+from gauge_optax.discovery.interpret import called, interpret
 
 _ALL = -1  # in place of a layer's number: what depends on no layer
 
@@ -30,6 +30,9 @@ class Value(NamedTuple):
     Attributes:
       layer: the last layer that it depends on.
       name: of a leaf, its path with a capture in place of the layer's number.
+
+    >>> Value(0, "layers/{i}/w") == Value(1, "layers/{i}/w")
+    False
     """
 
     layer: int
@@ -69,6 +72,12 @@ def without_layers(closed: core.ClosedJaxpr, leaves: Sequence[Value | None], cou
     Raises:
       Unlike: the layers between the first and the last compute different things, or read others than the first, the
         one before them, and themselves.
+
+    >>> closed = jax.make_jaxpr(lambda a, b, c, d, x: d * (c * (b * (a * x))))(1.0, 2.0, 3.0, 4.0, 5.0)
+    >>> leaves = [Value(k, "w") for k in range(4)]
+    >>> short = without_layers(closed, [*leaves, None], 4)
+    >>> float(core.jaxpr_as_fun(short)(1.0, 2.0, 3.0, 4.0, 5.0)[0])
+    40.0
     """
     closed = _opened(closed, leaves)
     jaxpr, last = closed.jaxpr, count - 1
@@ -157,46 +166,42 @@ def _check_alike(steps: Sequence[Sequence[_Step]]) -> None:
 # Calls --------------------------------------------------------------------------------------------------
 
 
+class _Traced(NamedTuple):
+    """A value while a function is traced anew.
+
+    Attributes:
+      array: the value.
+      layer: the layer whose leaves alone it is made of; None if there is no single one.
+    """
+
+    array: Any
+    layer: int | None = None
+
+
 def _opened(closed: core.ClosedJaxpr, leaves: Sequence[Value | None]) -> core.ClosedJaxpr:
     """The function without calls, such as `jax.jit`'s, that take leaves of several layers: their contents instead."""
+    opened = False
 
-    def run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], layers: Sequence[int | None]) -> list[Any]:
-        values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
-        layer_of = _layers(jaxpr, layers)
-        for eqn in jaxpr.eqns:
-            ins = [atom.val if isinstance(atom, core.Literal) else values[atom] for atom in eqn.invars]
-            if called := _called_with_several(eqn, layer_of):
-                first = len(ins) - len(called[0].invars)
-                of = [None if isinstance(x, core.Literal) else layer_of.get(x) for x in eqn.invars[first:]]
-                outs = run(*called, ins[first:], of)
-            else:
-                given = [x for x in eqn.invars if not isinstance(x, core.Literal)]
-                alone = jaxpr.replace(constvars=(), invars=given, outvars=eqn.outvars, eqns=[eqn])
-                outs = core.jaxpr_as_fun(core.ClosedJaxpr(alone, ()))(*map(values.__getitem__, given))
-            values.update(zip(eqn.outvars, outs, strict=True))
-        return [atom.val if isinstance(atom, core.Literal) else values[atom] for atom in jaxpr.outvars]
+    def equation(eqn: Any, ins: list[_Traced]) -> list[_Traced]:
+        nonlocal opened
+        variables = [x for x in eqn.invars if not isinstance(x, core.Literal)]
+        given = [x for x, atom in zip(ins, eqn.invars, strict=True) if not isinstance(atom, core.Literal)]
+        layers = {x.layer for x in given}
+        if len(layers - {None}) > 1 and (call := called(eqn, ins)):
+            opened = True
+            return run(*call)
+        alone = closed.jaxpr.replace(constvars=(), invars=variables, outvars=eqn.outvars, eqns=[eqn])
+        outs = core.jaxpr_as_fun(core.ClosedJaxpr(alone, ()))(*(x.array for x in given))
+        layer = layers.pop() if len(layers) == 1 else None
+        return [_Traced(out, layer) for out in outs]
 
-    layers = [None if leaf is None else leaf.layer for leaf in leaves]
-    layer_of = _layers(closed.jaxpr, layers)
-    if not any(_called_with_several(eqn, layer_of) for eqn in closed.jaxpr.eqns):
-        return closed
-    return jax.make_jaxpr(lambda *args: run(closed.jaxpr, closed.consts, args, layers))(*closed.in_avals)
+    def function(*args: Any) -> list[Any]:
+        given = [_Traced(x, None if leaf is None else leaf.layer) for x, leaf in zip(args, leaves, strict=True)]
+        return [out.array for out in run(closed.jaxpr, closed.consts, given)]
 
-
-def _layers(jaxpr: Any, layers: Sequence[int | None]) -> dict[Any, int]:
-    """The layer of every variable that is made of one layer's leaves alone, given that of the inputs."""
-    layer_of = {v: layer for v, layer in zip(jaxpr.invars, layers, strict=True) if layer is not None}
-    for eqn in jaxpr.eqns:
-        of = {layer_of.get(atom) for atom in eqn.invars if not isinstance(atom, core.Literal)}
-        if len(of) == 1 and (layer := of.pop()) is not None:
-            layer_of.update(dict.fromkeys(eqn.outvars, layer))
-    return layer_of
-
-
-def _called_with_several(eqn: Any, layer_of: Mapping[Any, int]) -> tuple[Any, Sequence[Any]] | None:
-    """The function that an equation calls with leaves of several layers, if it does."""
-    layers = {layer_of[atom] for atom in eqn.invars if not isinstance(atom, core.Literal) and atom in layer_of}
-    return called_jaxpr(eqn) if len(layers) > 1 else None
+    run = functools.partial(interpret, constant=_Traced, equation=equation)
+    whole = jax.make_jaxpr(function)(*closed.in_avals)
+    return whole if opened else closed
 
 
 # Equality -----------------------------------------------------------------------------------------------

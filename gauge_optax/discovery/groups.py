@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import scipy.linalg
 
 from gauge_optax.discovery.sketch import Leaves
 from gauge_optax.discovery.spaces import Space
@@ -38,7 +39,13 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
 
 
 class Term(NamedTuple):
-    """A piece that moves, how, and with which exponent."""
+    """A piece that moves, how, and with which exponent.
+
+    >>> from gauge_optax.discovery.views import Atom, View, Window
+    >>> up = View("up", (2, 3), (Window(0, 2, (Atom(None, 2),)), Window(0, 3, (Atom((5, 6, 7), 3),))))
+    >>> Term(Piece(up, 1, ()), "scale", -1.0).piece.path
+    'up'
+    """
 
     piece: Piece
     mode: str
@@ -56,6 +63,12 @@ class Copy:
       terms: the pieces that move.
       residual: what the gradients see of the motion, relative to a column.
       along: pieces without effect on the outputs that should move too, such as a key bias, which softmax hides.
+
+    >>> from gauge_optax.discovery.views import Atom, View, Window
+    >>> up = View("up", (2, 3), (Window(0, 2, (Atom(None, 2),)), Window(0, 3, (Atom((5, 6, 7), 3),))))
+    >>> scale = Copy("diagonal", (5, 6, 7), (), (Term(Piece(up, 1, ()), "scale", 1.0),), 0.0)
+    >>> scale.tangent({"up": np.full((2, 3), 2.0)}, np.array([[1.0, 0.0, -1.0]]))["up"]
+    array([ 2.,  0., -2.,  2.,  0., -2.])
     """
 
     family: str
@@ -102,9 +115,9 @@ class Copy:
             flat = out[piece.path].reshape(-1).copy()
             values, scale = flat[piece.entries], modes.get("scale", 0.0)
             if matrix := modes.get("vector", 0.0):
-                values = _exponential(matrix * element).swapaxes(-1, -2) @ values
+                values = scipy.linalg.expm(matrix * element).swapaxes(-1, -2) @ values
             elif matrix := modes.get("covector", 0.0):
-                values = _exponential(-matrix * element) @ values
+                values = scipy.linalg.expm(-matrix * element) @ values
             elif scale:  # about a centre, if there is an offset too
                 centre = -modes.get("offset", 0.0) / scale
                 values = centre + (values - centre) * np.exp(scale * element[:, :, None])
@@ -130,14 +143,24 @@ class Copy:
 
 
 def draw(rng: np.random.Generator, family: str, space: Space, beside: Sequence[Space]) -> np.ndarray:
-    """A random element of a family's algebra for each index of the companions: (many, n) or (many, n, n)."""
+    """A random element of a family's algebra for each index of the companions: (many, n) or (many, n, n).
+
+    >>> element = draw(np.random.default_rng(0), "orthogonal", (0, 1, 2), ())
+    >>> np.allclose(element, -element.swapaxes(1, 2))
+    True
+    """
     n, many = len(space), math.prod(map(len, beside))
     shape = (many, n) if family in ("diagonal", "per_plane") else (many, n, n)
     return _projected(family, space, rng.standard_normal(shape))
 
 
 def direction(mode: str, values: np.ndarray, element: np.ndarray) -> np.ndarray:
-    """What the generator of an element does to a piece: (companions, space, rest)."""
+    """What the generator of an element does to a piece: (companions, space, rest).
+
+    >>> direction("scale", np.full((1, 2, 3), 2.0), np.array([[1.0, -1.0]]))[0]
+    array([[ 2.,  2.,  2.],
+           [-2., -2., -2.]])
+    """
     if mode == "vector":
         return element.swapaxes(-1, -2) @ values
     if mode == "covector":
@@ -180,6 +203,14 @@ def independent(
       rng: source of their elements.
       before: symmetries that hold already.
       dead: masks of entries without effect, which do not count.
+
+    >>> from gauge_optax.discovery.views import Atom, View, Window
+    >>> up = View("up", (2, 3), (Window(0, 2, (Atom(None, 2),)), Window(0, 3, (Atom((5, 6, 7), 3),))))
+    >>> scale = Copy("diagonal", (5, 6, 7), (), (Term(Piece(up, 1, ()), "scale", 1.0),), 0.0)
+    >>> matrix = Copy("linear", (5, 6, 7), (), (Term(Piece(up, 1, ()), "vector", 1.0),), 0.0)
+    >>> point, rng = {"up": np.arange(1.0, 7.0).reshape(2, 3)}, np.random.default_rng(0)
+    >>> [one.family for one in independent([scale, matrix], point, rng)]
+    ['linear']
     """
     kept, families = list(before), list(FAMILIES)
     order = sorted(symmetries, key=lambda s: (-s.dim, families.index(s.family), -len(s.beside), len(s.terms)))
@@ -240,16 +271,3 @@ def _contained(
 
 def _squared(arrays: Iterable[np.ndarray]) -> float:
     return float(sum(np.square(x).sum() for x in arrays))
-
-
-def _exponential(a: np.ndarray) -> np.ndarray:
-    """exp(A) of matrices (…, d, d): the series of A/2ᵏ, whose norm is below 1/2, squared k times."""
-    halvings = max(0, math.ceil(math.log2(max(float(np.abs(a).sum(-1).max(initial=0.0)), 1e-30))) + 1)
-    small = a / 2.0**halvings
-    term = total = np.broadcast_to(np.eye(a.shape[-1]), a.shape)
-    for n in range(1, 15):  # 2⁻¹⁴/14! is below the roundoff of float64
-        term = term @ small / n
-        total = total + term
-    for _ in range(halvings):
-        total = total @ total
-    return np.asarray(total)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +21,7 @@ from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.discovery.axes import LeafAxes
 from gauge_optax.discovery.calls import Axes, Call
 from gauge_optax.discovery.cut import Unlike, Value, without_layers
+from gauge_optax.discovery.interpret import equations
 from gauge_optax.discovery.trace import traced_once
 
 _KEPT = 3  # layers: a first one, a last one and one between them
@@ -54,6 +55,10 @@ class Shallow:
       fn: function of the tree and a batch.
       tree: the parameters without the other layers.
       patterns: for each list that is shorter, a layer's number in a path.
+
+    >>> short = Shallow(lambda tree, x: x, {}, (re.compile("(layer_)[0-9]+(/)"),))
+    >>> short.with_captures("layer_0/w"), short.names_one("head/w")
+    ('layer_{i}/w', False)
     """
 
     fn: Callable[[Any, Any], Any]
@@ -128,6 +133,14 @@ def shallower(fn: Callable[[Any, Any], Any], params: Any, batch: Any) -> Shallow
     Returns:
       The function on the shorter tree: fn where it takes that tree, else what is left of its operations. None where no
       list has more than three layers that are alike, and where fn treats some in another way.
+
+    >>> tree = [{"a": jnp.ones((2, 2))} for _ in range(5)]
+    >>> def fn(layers, x):
+    ...     for layer in layers:
+    ...         x = jnp.tanh(x @ layer["a"])
+    ...     return x
+    >>> len(shallower(fn, tree, jnp.ones(2)).tree)
+    3
     """
     lists = _lists(params)
     if not lists:
@@ -230,14 +243,9 @@ def _places(paths: Sequence[str], short: Shallow, group: Sequence[int]) -> dict[
 
 def _operations(fn: Callable[[Any, Any], Any], params: Any, batch: Any) -> _Operations:
     """How often each operation occurs in a function, on which shapes."""
-
-    def within(jaxpr: core.Jaxpr) -> Iterator[tuple[str, ...]]:
-        for eqn in jaxpr.eqns:
-            yield eqn.primitive.name, *(str(v.aval) for v in (*eqn.invars, *eqn.outvars))
-            for inner in core.jaxprs_in_params(eqn.params):
-                yield from within(inner)
-
-    return collections.Counter(within(jax.make_jaxpr(fn)(params, batch).jaxpr))
+    return collections.Counter(
+        (eqn.primitive.name, *(str(v.aval) for v in (*eqn.invars, *eqn.outvars)))
+        for eqn in equations(jax.make_jaxpr(fn)(params, batch).jaxpr))
 
 
 def _alike(node: Any) -> dict[tuple[str, str], list[Any]]:

@@ -7,7 +7,6 @@ exact symmetry from a near one. The jaxpr says which function of real numbers it
 from __future__ import annotations
 
 import functools
-import itertools
 import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -18,10 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from gauge_optax.discovery.interpret import applied, called, interpret, loop_parts, source
 from gauge_optax.discovery.sketch import Function, Leaves
-from gauge_optax.discovery.trace import called_jaxpr, source
 from gauge_optax.errors import binding_error
-from gauge_optax.traced import loop_counts
 
 _LEAVES, _BATCH, _DRAWN = 1, 2, 4  # marks: what a value depends on; the third is noise from a captured key
 _DRAWS = ("random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform")
@@ -46,6 +44,13 @@ def in_double(fn: Function, leaves: Leaves, dtypes: Mapping[str, Any], batch: An
       ValueError: random numbers from a key that fn captures; a captured variable that fn changes; integer products of
         eight bits or less; an operation of unknown contents, or a loop without a derivative, in a function of less
         than double precision.
+
+    >>> fn = lambda p, x: [(x @ p["a"].astype(jnp.bfloat16)).astype(jnp.float32)]
+    >>> tree, x = {"a": np.full((3, 2), 1 / 3)}, np.ones((1, 3), np.float32)
+    >>> with jax.enable_x64(True):
+    ...     double = in_double(fn, tree, {"a": np.dtype(np.float32)}, x)
+    ...     print(double(tree, x)[0].dtype)
+    float64
     """
 
     def given(leaves: Mapping[str, Any], batch: Any) -> Any:
@@ -138,30 +143,25 @@ def _checked(fn: Function, leaves: Any, batch: Any) -> list[tuple[Any, str]]:
 
 def _mark(jaxpr: core.Jaxpr, marks: Sequence[int], marked: list[tuple[Any, int, str]], within: str = "") -> list[int]:
     """Adds every equation with the mark of its inputs and its line to `marked`; returns the marks of the outputs."""
-    marks_of: dict[Any, int] = dict(zip(jaxpr.invars, marks, strict=True))
 
-    def read(atom: Any) -> int:
-        return 0 if isinstance(atom, core.Literal) else marks_of.get(atom, 0)
-
-    for eqn in jaxpr.eqns:
-        ins, name = [read(atom) for atom in eqn.invars], eqn.primitive.name
-        mark = functools.reduce(operator.or_, ins, 0)
+    def equation(eqn: Any, ins: list[int]) -> list[int]:
+        name, mark = eqn.primitive.name, functools.reduce(operator.or_, ins, 0)
         where = source(eqn) or within  # what JAX itself jits has no line of the user's
         marked.append((eqn, mark, where))
-        drawn = name in _DRAWS and not mark & (_LEAVES | _BATCH)
-        outs = [mark | _DRAWN * drawn] * len(eqn.outvars)
-        if inlined := called_jaxpr(eqn):
-            outs = _mark(inlined[0], ins[len(ins) - len(inlined[0].invars) :], marked, where)
-        elif name == "scan":
-            first, carried = itertools.accumulate(loop_counts(eqn.params))
+        if call := called(eqn, ins):
+            return _mark(call[0], call[2], marked, where)
+        if name == "scan":
+            body, consts, carry, rows = loop_parts(eqn, ins)
             for _ in range(2):  # the second turn sees what the first brings into the carry
-                outs = _mark(eqn.params["jaxpr"].jaxpr, ins, marked, where)
-                ins[first:carried] = [a | b for a, b in zip(ins[first:carried], outs, strict=False)]
-        else:
-            for inner in core.jaxprs_in_params(eqn.params):
-                _mark(inner, [mark] * len(inner.invars), marked, where)
-        marks_of.update(zip(eqn.outvars, outs, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+                outs = _mark(body.jaxpr, [*consts, *carry, *rows], marked, where)
+                carry = [a | b for a, b in zip(carry, outs, strict=False)]
+            return outs
+        for inner in core.jaxprs_in_params(eqn.params):
+            _mark(inner, [mark] * len(inner.invars), marked, where)
+        drawn = name in _DRAWS and not mark & (_LEAVES | _BATCH)
+        return [mark | _DRAWN * drawn] * len(eqn.outvars)
+
+    return interpret(jaxpr, jaxpr.constvars, marks, lambda _: 0, equation)
 
 
 def _float_dtypes(eqn: Any) -> list[Any]:
@@ -186,30 +186,28 @@ def _doubled(x: Any) -> Any:
 
 def _evaluate(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
     """A jaxpr's outputs, every float a float64."""
-    values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*map(_doubled, consts), *args), strict=True))
-    for eqn in jaxpr.eqns:
-        ins = [_doubled(atom.val) if isinstance(atom, core.Literal) else values[atom] for atom in eqn.invars]
-        values.update(zip(eqn.outvars, map(_doubled, _applied(eqn, ins)), strict=True))
-    return [_doubled(atom.val) if isinstance(atom, core.Literal) else values[atom] for atom in jaxpr.outvars]
+    return interpret(jaxpr, consts, args, _doubled, lambda eqn, ins: list(map(_doubled, _applied(eqn, ins))))
+
+
+def _function(closed: core.ClosedJaxpr) -> Callable[..., Any]:
+    return lambda *args: _evaluate(closed.jaxpr, closed.consts, args)
 
 
 def _applied(eqn: Any, ins: list[Any]) -> Sequence[Any]:
     """One equation."""
     name, params = eqn.primitive.name, eqn.params
     if name in _CONTROL:
-        return _CONTROL[name](params, ins)
-    if inlined := called_jaxpr(eqn):
-        return _evaluate(*inlined, ins[len(ins) - len(inlined[0].invars) :])
+        return _CONTROL[name](eqn, ins)
+    if call := called(eqn, ins):
+        return _evaluate(*call)
     if name == "reduce_precision":
         return ins
     if name == "bitcast_convert_type":  # random bits become floats by the layout of their dtype
-        ins = [ins[0].astype(eqn.invars[0].aval.dtype)]
-        return [eqn.primitive.bind(*ins, **params)]
+        return applied(eqn, [ins[0].astype(eqn.invars[0].aval.dtype)])
     try:
-        outs = eqn.primitive.bind(*map(jnp.asarray, ins), **{key: _wide_param(x) for key, x in params.items()})
+        return applied(eqn, ins, **{key: _wide_param(x) for key, x in params.items()})
     except (TypeError, ValueError, NotImplementedError) as error:
         raise _fixed_precision(eqn, source(eqn)) from error
-    return outs if eqn.primitive.multiple_results else [outs]
 
 
 def _fixed_precision(eqn: Any, where: str) -> ValueError:
@@ -223,7 +221,7 @@ def _wide_param(x: Any) -> Any:
     """A parameter of an equation, with dtypes and inner functions in double precision."""
     if isinstance(x, core.ClosedJaxpr):
         shapes = [jax.ShapeDtypeStruct(v.aval.shape, _wide(v.aval.dtype)) for v in x.jaxpr.invars]
-        return jax.make_jaxpr(lambda *args: _evaluate(x.jaxpr, x.consts, args))(*shapes)
+        return jax.make_jaxpr(_function(x))(*shapes)
     if isinstance(x, core.Jaxpr):
         return _wide_param(core.ClosedJaxpr(x, ())).jaxpr
     if isinstance(x, jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset):
@@ -231,30 +229,26 @@ def _wide_param(x: Any) -> Any:
     return _wide(np.dtype(x)) if isinstance(x, np.dtype) or (isinstance(x, type) and issubclass(x, np.generic)) else x
 
 
-def _scan(params: Mapping[str, Any], ins: list[Any]) -> Sequence[Any]:
-    body, (first, split) = params["jaxpr"], itertools.accumulate(loop_counts(params))
+def _scan(eqn: Any, ins: list[Any]) -> Sequence[Any]:
+    body, consts, start, rows = loop_parts(eqn, ins)
 
     def step(carry: Any, xs: Any) -> Any:
-        outs = _evaluate(body.jaxpr, body.consts, [*ins[:first], *carry, *xs])
-        return outs[: split - first], outs[split - first :]
+        outs = _function(body)(*consts, *carry, *xs)
+        return outs[: len(start)], outs[len(start) :]
 
-    carry, ys = jax.lax.scan(step, ins[first:split], ins[split:], params["length"], params["reverse"])
+    carry, ys = jax.lax.scan(step, start, rows, eqn.params["length"], eqn.params["reverse"])
     return [*carry, *ys]
 
 
-def _while(params: Mapping[str, Any], ins: list[Any]) -> Sequence[Any]:
-    test, body, first = params["cond_jaxpr"], params["body_jaxpr"], params["cond_nconsts"]
-    second = first + params["body_nconsts"]
+def _while(eqn: Any, ins: list[Any]) -> Sequence[Any]:
+    body, consts, start, _ = loop_parts(eqn, ins)
+    test, of_test = _function(eqn.params["cond_jaxpr"]), ins[: eqn.params["cond_nconsts"]]
     return jax.lax.while_loop(
-        lambda carry: _evaluate(test.jaxpr, test.consts, [*ins[:first], *carry])[0],
-        lambda carry: _evaluate(body.jaxpr, body.consts, [*ins[first:second], *carry]),
-        ins[second:],
-    )
+        lambda carry: test(*of_test, *carry)[0], lambda carry: _function(body)(*consts, *carry), start)
 
 
-def _cond(params: Mapping[str, Any], ins: list[Any]) -> Sequence[Any]:
-    branches = [functools.partial(lambda b, *args: _evaluate(b.jaxpr, b.consts, args), b) for b in params["branches"]]
-    return jax.lax.switch(ins[0], branches, *ins[1:])
+def _cond(eqn: Any, ins: list[Any]) -> Sequence[Any]:
+    return jax.lax.switch(ins[0], list(map(_function, eqn.params["branches"])), *ins[1:])
 
 
 _CONTROL: Mapping[str, Callable[..., Sequence[Any]]] = {"scan": _scan, "while": _while, "cond": _cond}

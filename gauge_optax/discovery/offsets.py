@@ -36,7 +36,15 @@ _MOST = 96  # columns of one flow: more of them mean a residual stream that ever
 
 
 class Shifts:
-    """Leaves whose gradients sum to zero along one space: a constant along it leaves the outputs unchanged."""
+    """Leaves whose gradients sum to zero along one space: a constant along it leaves the outputs unchanged.
+
+    >>> from gauge_optax.discovery.trace import walked
+    >>> tree = {"head": np.ones((2, 3))}
+    >>> shifts = Shifts(walked(lambda p, x: [jax.nn.log_softmax(x @ p["head"])], tree, np.ones(2)), tree)
+    >>> shifts.observe({"head": np.array([[[1.0, 1.0, -2.0], [0.0, 3.0, -3.0]]])})
+    >>> [[view.path for view, _ in places] for places, residual in shifts.solve(softmax=True)]
+    [['head']]
+    """
 
     def __init__(self, trace: Trace, leaves: Leaves) -> None:
         returned = {space for axis in trace.returned for space in trace.atom_keys(axis)}
@@ -102,18 +110,25 @@ class Flow:
       kind: what it is, in words.
       make: (point, generator) to motions, in a fixed order.
       columns: how many motions.
-      write: (coefficients of columns that take part, columns that nothing depends on) to their gauge. A key bias, on
-        which nothing depends, takes up a norm's bias as the query's does.
       belongs: whether a combination of these columns belongs to this flow and not to another.
+      write: (coefficients of columns that take part, columns that nothing depends on) to their gauge. A key bias, on
+        which nothing depends, takes up a norm's bias as the query's does. None where the library has no such gauge.
       products: products of gradients with the motions, chunk after chunk.
       squares: expected squares of the columns.
+
+    >>> from gauge_optax.discovery.trace import walked
+    >>> tree = {"a": np.ones(2), "up": np.ones((2, 3)), "b": np.ones(3)}
+    >>> trace = walked(lambda p, x: [(x + p["a"]) @ p["up"] + p["b"]], tree, np.ones((5, 2)))
+    >>> absorbed = flows(trace, tree)[0]
+    >>> [path for path, motion in absorbed.make(tree, np.random.default_rng(0))]
+    ['a', 'b']
     """
 
     kind: str
     make: Callable[[Leaves, np.random.Generator], list[Motion]]
     columns: int
-    write: Callable[[Coefficients, list[int]], Call]
     belongs: Callable[[list[int]], bool]
+    write: Callable[[Coefficients, list[int]], Call] | None = None
     products: list[np.ndarray] = dataclasses.field(default_factory=list)
     squares: np.ndarray | float = 0.0
 
@@ -144,6 +159,8 @@ class Flow:
 
     def call(self, row: np.ndarray) -> Call:
         """The gauge of a combination. Raises `Unwritable` if there is none."""
+        if self.write is None:
+            raise Unwritable(self.kind)
         taken = {int(k): float(row[k]) for k in np.nonzero(row)[0]}
         return self.write(taken, [k for k in range(len(row)) if k not in self._alive])
 
@@ -160,8 +177,71 @@ class Flow:
         return list(dict.fromkeys(path for (path, _), factor in zip(motions, row, strict=True) if factor))
 
 
+class _Norm(NamedTuple):
+    """A centred norm: a vector of it, and what its scale is: the vector plus `plus`, or one if that is None."""
+
+    vector: View
+    plus: float | None
+
+    @property
+    def labels(self) -> Labels:
+        """Those of the vector."""
+        return self.vector.labels
+
+    def inverse(self, point: Leaves) -> np.ndarray:
+        """1/γ; zero where γ is zero. A random γ may be small: the kernel's gradient there has the factor γ, so that no
+        product of the two is large."""
+        values = _tensor(self.vector, point)
+        scale = np.ones_like(values) if self.plus is None else values + self.plus
+        return 1.0 / np.where(np.abs(scale) > 1e-9, scale, np.inf)
+
+
+class _Column(NamedTuple):
+    """A motion of a leaf that is linear in an array: it times the leaves, or norms' inverse scales, in `factors`.
+
+    Attributes:
+      view: what moves, along its own labels alone: others are summed, and what has none of them is broadcast.
+      factors: views of other leaves, and norms.
+    """
+
+    view: View
+    factors: tuple[View | _Norm, ...] = ()
+
+    def motion(self, labels: Labels, array: np.ndarray, point: Leaves) -> Motion:
+        """The motion that an array with these labels makes at a point."""
+        tensors = [x.inverse(point) if isinstance(x, _Norm) else _tensor(x, point) for x in self.factors]
+        terms = [(labels, array), *((x.labels, tensor) for x, tensor in zip(self.factors, tensors, strict=True))]
+        known = {label for names, _ in terms for label in names}
+        made = _einsum(terms, [label for label in self.view.labels if label in known])
+        lengths = zip(self.view.labels, self.view.lengths, strict=True)
+        made = made.reshape([n if label in known else 1 for label, n in lengths])
+        return _motion(self.view, np.broadcast_to(made, self.view.lengths))
+
+
+def _linear(
+    kind: str, labels: Labels, columns: Sequence[_Column], belongs: Callable[[list[int]], bool],
+    write: Callable[[Coefficients, list[int]], Call] | None = None, constant: bool = False,
+) -> Flow:
+    """The flow whose columns are made of one random array with these labels, or of one of equal entries."""
+    lengths = {label: n for one in columns for label, n in zip(one.view.labels, one.view.lengths, strict=True)}
+
+    def make(point: Leaves, rng: np.random.Generator) -> list[Motion]:
+        shape = [lengths[label] for label in labels]
+        array = np.ones(shape) if constant else rng.standard_normal(shape)
+        return [column.motion(labels, array, point) for column in columns]
+
+    return Flow(kind, make, len(columns), belongs, write)
+
+
 def flows(trace: Trace, leaves: Leaves) -> list[Flow]:
-    """Everything that is tried."""
+    """Everything that is tried.
+
+    >>> from gauge_optax.discovery.trace import walked
+    >>> tree = {"a": np.ones(2), "up": np.ones((2, 3)), "b": np.ones(3)}
+    >>> trace = walked(lambda p, x: [(x + p["a"]) @ p["up"] + p["b"]], tree, np.ones((5, 2)))
+    >>> flows(trace, tree)[0].kind
+    'a bias that flows into the biases behind it'
+    """
     searched, views, parts = set(spaces_with_companions(trace)), list[View](), list[View]()
     for path, leaf in leaves.items():  # one view per leaf that reads all of it, each axis along a space of its own
         numbered = [_with_numbered_parts(view, trace) for view in views_of(trace, path, leaf.shape, searched)]
@@ -214,7 +294,7 @@ def _mapped_to_zero(vector: View, kernel: View, layers: set[Space]) -> list[Flow
     if not set(vector.labels) < set(kernel.labels):
         return []
     to_vector = [vector.labels.index(label) for label in (*stacked, *inputs)]
-    kind, first = "a part of a bias that the kernel behind it maps to nothing that is read", _with_the_first(1)
+    kind = "a part of a bias that the kernel behind it maps to nothing that is read"
 
     def weights(point: Leaves, output: Space | None, centred: bool) -> np.ndarray:
         summed = [label for label in others if label != output]
@@ -229,32 +309,27 @@ def _mapped_to_zero(vector: View, kernel: View, layers: set[Space]) -> list[Flow
         kept = np.linalg.qr(weights(point, output, centred))[0]
         free = rng.standard_normal((*kept.shape[:2], 1))
         free -= kept @ (kept.swapaxes(1, 2) @ free)
-        lengths = [_tensor(vector, point).shape[k] for k in to_vector]
+        lengths = [vector.lengths[k] for k in to_vector]
         return [_motion(vector, free.reshape(lengths).transpose(np.argsort(to_vector)))]
 
-    def write(taken: Coefficients, unread: list[int]) -> Call:
-        raise Unwritable(kind)
-
-    sizes = dict(zip(kernel.labels, [atom.size for atom in kernel.atoms.values()], strict=True))
+    sizes = dict(zip(kernel.labels, kernel.lengths, strict=True))
     length = math.prod(sizes[label] for label in inputs)
     ways = [(out, centred) for out in others for centred in (False, True) if length + centred > sizes[out]]
-    return [Flow(kind, functools.partial(make, *way), 1, write, first) for way in ways]
+    return [Flow(kind, functools.partial(make, *way), 1, _with_the_first(1)) for way in ways]
 
 
 def _absorbed(vector: View, kernels: Sequence[View], behind: Mapping[str, Sequence[View]], layers: set[Space]) -> Flow:
     """A shift of a vector, undone behind the kernels that read it."""
     pairs = _pairs(vector, kernels, behind, layers)
-
-    def make(point: Leaves, rng: np.random.Generator) -> list[Motion]:
-        return _shifted_behind(vector, pairs, rng.standard_normal(_tensor(vector, point).shape), point)
+    columns = [_Column(vector), *(_Column(b, (kernel,)) for kernel, b in pairs)]
 
     def write(taken: Coefficients, unread: list[int]) -> Call:
         used = [pairs[k - 1] for k in sorted([*taken, *unread]) if k > 0]
         blocks = {"bias": [vector], "through": [k for k, _ in used], "into": [b for _, b in used]}
-        return _call("bias_absorption", blocks, _axis_names(vector, layers))
+        return _call("bias_absorption", blocks, _names(vector.labels, layers))
 
-    kind, count = "a bias that flows into the biases behind it", 1 + len(pairs) if pairs else 0
-    return Flow(kind, make, count, write, _with_the_first(2))
+    kind = "a bias that flows into the biases behind it"
+    return _linear(kind, vector.labels, columns if pairs else [], _with_the_first(2), write)
 
 
 def _carried_on(
@@ -265,11 +340,7 @@ def _carried_on(
     pairs = _pairs(vector, kernels, behind, layers)
     later = [view for view in vectors if view.path != vector.path and set(view.labels) == set(vector.labels)]
     first = 1 + len(pairs)
-
-    def make(point: Leaves, rng: np.random.Generator) -> list[Motion]:
-        shift = rng.standard_normal(_tensor(vector, point).shape)
-        same = [_motion(view, _einsum(vector.labels, (), view.labels, shift, np.ones(()))) for view in later]
-        return _shifted_behind(vector, pairs, shift, point) + same
+    columns = [_Column(vector), *(_Column(b, (kernel,)) for kernel, b in pairs), *map(_Column, later)]
 
     def write(taken: Coefficients, unread: list[int]) -> Call:
         # A key bias, on which nothing depends, need not take up anything either.
@@ -277,12 +348,12 @@ def _carried_on(
         if len(gained) != 1 or any(abs(taken[k] + taken[0]) > 1e-6 * abs(taken[0]) for k in taken if k):
             raise Unwritable(ON_STREAM)
         blocks = {"bias": [vector], "through": [k for k, _ in used], "into": [b for _, b in used], "residual": gained}
-        return _call("bias_absorption", blocks, _axis_names(vector, layers))
+        return _call("bias_absorption", blocks, _names(vector.labels, layers))
 
     def belongs(taken: list[int]) -> bool:
         return len(taken) > 2 and taken[0] == 0 and taken[1] < first <= taken[-1]
 
-    return Flow(ON_STREAM, make, first + len(later) if pairs and later else 0, write, belongs)
+    return _linear(ON_STREAM, vector.labels, columns if pairs and later else [], belongs, write)
 
 
 def _pairs(
@@ -299,29 +370,6 @@ def _pairs(
     return pairs
 
 
-def _shifted_behind(
-    vector: View, pairs: Sequence[tuple[View, View]], shift: np.ndarray, point: Leaves
-) -> list[Motion]:
-    """A shift of a vector, and what it adds behind each kernel."""
-    return [_motion(vector, shift)] + [
-        _motion(b, _einsum(vector.labels, k.labels, b.labels, shift, _tensor(k, point))) for k, b in pairs
-    ]
-
-
-class _Norm(NamedTuple):
-    """A centred norm: a vector of it, and what its scale is: the vector plus `plus`, or one if that is None."""
-
-    vector: View
-    plus: float | None
-
-    def inverse(self, point: Leaves) -> np.ndarray:
-        """1/γ; zero where γ is zero. A random γ may be small: the kernel's gradient there has the factor γ, so that no
-        product of the two is large."""
-        values = _tensor(self.vector, point)
-        scale = np.ones_like(values) if self.plus is None else values + self.plus
-        return 1.0 / np.where(np.abs(scale) > 1e-9, scale, np.inf)
-
-
 def _hidden_by_norm(
     kernel: View, norm: _Norm, beside: Sequence[View], behind: Sequence[View], layers: set[Space]
 ) -> Flow:
@@ -329,19 +377,9 @@ def _hidden_by_norm(
     vector, scaled = norm.vector, norm.plus is not None
     read = set(vector.labels) - layers
     rest = tuple(label for label in kernel.labels if label not in read)
-    stacked = tuple(label for label in vector.labels if label in layers)
     biases = [b for b in beside if (b.path == vector.path) != scaled and set(b.labels) == set(vector.labels)]
     pairs = [(beta, b) for beta in biases for b in behind if set(b.labels) == set(rest)]
-
-    def make(point: Leaves, rng: np.random.Generator) -> list[Motion]:
-        shape = zip(kernel.labels, _tensor(kernel, point).shape, strict=True)
-        free = rng.standard_normal([n for label, n in shape if label not in read])
-        inverse = norm.inverse(point)
-        motions = [_motion(kernel, _einsum(vector.labels, rest, kernel.labels, inverse, free))]
-        for beta, b in pairs:
-            total = _einsum(beta.labels, vector.labels, stacked, _tensor(beta, point), inverse)
-            motions.append(_motion(b, _einsum(stacked, rest, b.labels, total, free)))
-        return motions
+    columns = [_Column(kernel, (norm,)), *(_Column(b, (beta, norm)) for beta, b in pairs)]
 
     def write(taken: Coefficients, unread: list[int]) -> Call:
         used = [pairs[k - 1] for k in taken if k > 0]
@@ -349,10 +387,10 @@ def _hidden_by_norm(
         blocks = {"read": [kernel]} | ({"scale": [vector]} if scaled else {})
         if used:
             blocks |= {"bias": [beta for beta, _ in used], "into": [b for _, b in used]}
-        return _call("norm_read_shift", blocks, _axis_names(vector, layers), [vector.path] if norm.plus else [])
+        return _call("norm_read_shift", blocks, _names(vector.labels, layers), [vector.path] if norm.plus else [])
 
     kind, least = "a direction that a centred norm hides from the kernel behind it", 1 if scaled else 2
-    return Flow(kind, make, 1 + len(pairs) if scaled or pairs else 0, write, _with_the_first(least))
+    return _linear(kind, rest, columns if scaled or pairs else [], _with_the_first(least), write)
 
 
 def _hidden_and_absorbed(
@@ -369,37 +407,25 @@ def _hidden_and_absorbed(
         shift = rng.standard_normal(inverse.shape)
         along = (shift * inverse).sum(axis, keepdims=True) / np.square(inverse).sum(axis, keepdims=True)
         shift = shift - along * inverse
-        total = _einsum(bias.labels, norm.vector.labels, stacked, _tensor(bias, point), inverse)
+        total = _einsum([(bias.labels, _tensor(bias, point)), (norm.labels, inverse)], stacked)
         motions = [_motion(bias, shift)]
         for kernel in readers:
-            out = tuple(label for label in kernel.labels if label not in set(bias.labels) - set(stacked))
-            flow = _einsum(bias.labels, kernel.labels, out, shift, _tensor(kernel, point))
-            for b in biases[kernel.path]:
-                motions.append(_motion(b, _einsum(stacked, out, b.labels, np.ones_like(total), flow)))
+            motions += [_Column(b, (kernel,)).motion(bias.labels, shift, point) for b in biases[kernel.path]]
             if not biases[kernel.path]:
-                taken = _einsum(stacked, out, out, 1.0 / np.where(total == 0, np.inf, total), flow)
-                motions.append(_motion(kernel, _einsum(norm.vector.labels, out, kernel.labels, inverse, taken)))
+                out = tuple(label for label in kernel.labels if label not in set(bias.labels) - set(stacked))
+                share = stacked, 1.0 / np.where(total == 0, np.inf, total)
+                taken = _einsum([(bias.labels, shift), (kernel.labels, _tensor(kernel, point)), share], out)
+                motions.append(_Column(kernel, (norm,)).motion(out, taken, point))
         return motions
-
-    def write(taken: Coefficients, unread: list[int]) -> Call:
-        raise Unwritable(kind)
 
     kind = "a norm's bias that the kernels without a bias behind it take up in the direction that the norm hides"
     count = 1 + sum(max(1, len(biases[k.path])) for k in readers)
-    return Flow(kind, make, count if not all(biases.values()) else 0, write, _with_the_first(2))
+    return Flow(kind, make, count if not all(biases.values()) else 0, _with_the_first(2))
 
 
 def _common_row(spaces: Sequence[Space], tables: Sequence[View], layers: set[Space]) -> Flow:
     """One array on several tables, the same at all indices of the axes that the tables do not share."""
     lone = len(set(spaces) - layers) == 1
-
-    def make(point: Leaves, rng: np.random.Generator) -> list[Motion]:
-        lengths = dict(zip(tables[0].labels, _tensor(tables[0], point).shape, strict=True))
-        row, motions = rng.standard_normal([lengths[space] for space in spaces]), []
-        for view in tables:
-            ones = np.ones(_tensor(view, point).shape)
-            motions.append(_motion(view, _einsum(spaces, view.labels, view.labels, row, ones)))
-        return motions
 
     def write(taken: Coefficients, unread: list[int]) -> Call:
         if len(taken) != 2:
@@ -413,7 +439,7 @@ def _common_row(spaces: Sequence[Space], tables: Sequence[View], layers: set[Spa
             return False
         return frozenset.intersection(*(frozenset(tables[k].labels) for k in taken)) == set(spaces)
 
-    return Flow("one vector on every row of several leaves", make, len(tables), write, belongs)
+    return _linear("one vector on every row of several leaves", spaces, [*map(_Column, tables)], belongs, write)
 
 
 def _read_past_norms(space: Space, views: Sequence[View]) -> Flow:
@@ -424,8 +450,7 @@ def _read_past_norms(space: Space, views: Sequence[View]) -> Flow:
     """
 
     def make(point: Leaves, rng: np.random.Generator) -> list[Motion]:
-        length, motions = _tensor(views[0], point).shape[views[0].labels.index(space)], list[Motion]()
-        free = rng.standard_normal((length,))
+        free, motions = rng.standard_normal((views[0].lengths[views[0].labels.index(space)],)), list[Motion]()
         free -= free.mean()
         for view, (seen, put) in itertools.product(views, [(free, np.ones_like(free)), (np.ones_like(free), -free)]):
             tensor, axis = _tensor(view, point), view.labels.index(space)
@@ -433,14 +458,11 @@ def _read_past_norms(space: Space, views: Sequence[View]) -> Flow:
             motions.append(_motion(view, total * put.reshape([-1 if k == axis else 1 for k in range(tensor.ndim)])))
         return motions
 
-    def write(taken: Coefficients, unread: list[int]) -> Call:
-        raise Unwritable(PAST_NORMS)
-
     def belongs(taken: list[int]) -> bool:
         """Some leaf writes, and another reads."""
         return len({k % 2 for k in taken}) == 2 and len({k // 2 for k in taken}) > 1
 
-    return Flow(PAST_NORMS, make, 2 * len(views) if len(views) > 1 else 0, write, belongs)
+    return Flow(PAST_NORMS, make, 2 * len(views) if len(views) > 1 else 0, belongs)
 
 
 def _passed_on(space: Space, views: Sequence[View], behind: Mapping[str, Sequence[View]], constant: bool) -> Flow:
@@ -453,25 +475,13 @@ def _passed_on(space: Space, views: Sequence[View], behind: Mapping[str, Sequenc
       constant: whether the vector has equal entries, which centred norms hide, or any.
     """
     pairs = [(kernel, b) for kernel in views for b in behind.get(kernel.path, []) if set(b.labels) < set(kernel.labels)]
-    kind = PAST_NORMS if constant else ON_STREAM
-
-    def make(point: Leaves, rng: np.random.Generator) -> list[Motion]:
-        length = _tensor(views[0], point).shape[views[0].labels.index(space)]
-        vector, motions = np.ones((length,)) if constant else rng.standard_normal((length,)), list[Motion]()
-        for view in views:
-            tensor = _tensor(view, point)
-            motions.append(_motion(view, _einsum((space,), view.labels, view.labels, vector, np.ones(tensor.shape))))
-        flows = [_einsum((space,), kernel.labels, b.labels, vector, _tensor(kernel, point)) for kernel, b in pairs]
-        return motions + [_motion(b, flow) for (_, b), flow in zip(pairs, flows, strict=True)]
-
-    def write(taken: Coefficients, unread: list[int]) -> Call:
-        raise Unwritable(kind)
+    columns = [*map(_Column, views), *(_Column(b, (kernel,)) for kernel, b in pairs)] if len(views) > 1 else []
 
     def belongs(taken: list[int]) -> bool:
         """What one leaf adds and another takes away, without a bias behind a kernel, is a common row."""
         return len(taken) > 1 and (constant or taken[-1] >= len(views))
 
-    return Flow(kind, make, len(views) + len(pairs) if len(views) > 1 else 0, write, belongs)
+    return _linear(PAST_NORMS if constant else ON_STREAM, (space,), columns, belongs, constant=constant)
 
 
 def _with_the_first(least: int) -> Callable[[list[int]], bool]:
@@ -490,6 +500,12 @@ def unread_bias_call(trace: Trace, path: str, mask: np.ndarray) -> Call | None:
     Returns:
       The call; None where the leaf is added to nothing that a kernel makes, or where its other entries are no whole
       part.
+
+    >>> from gauge_optax.discovery.trace import walked
+    >>> tree = {"key": np.ones((2, 3)), "bias": np.ones(3)}
+    >>> trace = walked(lambda p, x: [x @ p["key"] + p["bias"]], tree, np.ones(2))
+    >>> unread_bias_call(trace, "bias", np.ones(3, bool)).roles
+    {'blocks': {'bias': '_'}}
     """
     if all(added != path for _, added in trace.added_behind):
         return None
@@ -501,7 +517,13 @@ def unread_bias_call(trace: Trace, path: str, mask: np.ndarray) -> Call | None:
 
 
 def merged_reads(calls: Sequence[Call]) -> list[Call]:
-    """One `norm_read_shift` for all kernels that read one norm."""
+    """One `norm_read_shift` for all kernels that read one norm.
+
+    >>> norm = {"scale": {"norm": "channel"}}
+    >>> calls = [Call("norm_read_shift", {"read": {path: "channel _"}} | norm) for path in ("q", "k")]
+    >>> [call.roles["read"] for call in merged_reads(calls)]
+    [{'q': 'channel _', 'k': 'channel _'}]
+    """
     out: dict[Any, Call] = {}
     for number, call in enumerate(calls):
         norm = [tuple(call.roles.get(role, {}).items()) for role in ("scale", "bias")]
@@ -530,15 +552,10 @@ def _with_numbered_parts(view: View, trace: Trace) -> View:
     return dataclasses.replace(view, windows=windows)
 
 
-def _axis_names(vector: View, layers: set[Space]) -> dict[Space, str]:
-    """Names of a vector's axes."""
-    return _names([label for label in vector.labels if label is not None], layers)
-
-
-def _names(spaces: Sequence[Space], layers: set[Space]) -> dict[Space, str]:
+def _names(spaces: Labels, layers: set[Space]) -> dict[Space, str]:
     """Names of axes: `layer` for stacked layers, `channel` for the only other one, `head` and so on for several."""
-    names = {space: "layer" for space in spaces if space in layers}
-    others = [space for space in spaces if space not in layers]
+    names = {space: "layer" for space in spaces if space is not None and space in layers}
+    others = [space for space in spaces if space is not None and space not in layers]
     words = ["channel"] if len(others) == 1 else ["head", "entry", "part", "slot"]
     return names | dict(zip(others, words, strict=False))
 
@@ -577,7 +594,9 @@ def _motion(view: View, tensor: np.ndarray) -> Motion:
     return view.path, motion.reshape(view.shape)
 
 
-def _einsum(one: Labels, other: Labels, out: Labels, *factors: np.ndarray) -> np.ndarray:
-    names = {label: chr(ord("a") + k) for k, label in enumerate(dict.fromkeys([*one, *other, *out]))}
-    terms = ["".join(names[label] for label in labels) for labels in (one, other, out)]
-    return np.einsum(f"{terms[0]},{terms[1]}->{terms[2]}", *factors)
+def _einsum(terms: Sequence[tuple[Labels, np.ndarray]], out: Labels) -> np.ndarray:
+    """The product of arrays with labelled axes, summed over the labels that the result lacks."""
+    labels = dict.fromkeys(label for names, _ in terms for label in names)
+    letters = {label: chr(ord("a") + k) for k, label in enumerate(labels)}
+    texts = ["".join(letters[label] for label in names) for names in (*(names for names, _ in terms), out)]
+    return np.asarray(np.einsum(f"{','.join(texts[:-1])}->{texts[-1]}", *(array for _, array in terms)))

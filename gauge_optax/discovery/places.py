@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gauge_optax.discovery.spaces import equal_runs
+
 FREE = -(2**58)  # added where no entry stands
 
 
@@ -17,6 +19,10 @@ class Places(NamedTuple):
     Attributes:
       base: the number at the places where nothing is added.
       steps: per axis, what each index adds; far below zero where no entry stands.
+
+    >>> moved = Places.of((2, 3)).reshape((3, 2)).take(0, 1)
+    >>> moved.numbers()
+    array([2, 3])
     """
 
     base: int
@@ -79,6 +85,10 @@ class Places(NamedTuple):
         """Some indices of an axis."""
         return Places(self.base, tuple(x[index] if k == axis else x for k, x in enumerate(self.steps)))
 
+    def parts(self, ranges: Sequence[range]) -> Places:
+        """Some indices of every axis."""
+        return Places(self.base, tuple(x[np.array(taken, int)] for x, taken in zip(self.steps, ranges, strict=True)))
+
     def spread(self, shape: Sequence[int]) -> Places:
         """Axes of length one repeated."""
         pairs = zip(self.steps, shape, strict=True)
@@ -93,23 +103,19 @@ class Places(NamedTuple):
 
     def reshape(self, shape: Sequence[int]) -> Places | None:
         """In another shape, run by run of axes of equal size."""
-        steps: list[np.ndarray] = []
-        base, i, j = self.base, 0, 0
-        while i < len(self.steps) or j < len(shape):
-            a, b = min(i + 1, len(self.steps)), min(j + 1, len(shape))
-            while (before := math.prod(map(len, self.steps[i:a]))) != (after := math.prod(shape[j:b])):
-                a, b = (a + 1, b) if before < after else (a, b + 1)
-            if b - j == a - i == 1:
-                steps.append(self.steps[i])
-            elif b > j:
-                low = -sum(min(0, int(x[x > FREE // 2].min(initial=0))) for x in self.steps[i:a])
-                made = Places.found(Places(low, self.steps[i:a]).numbers().reshape(shape[j:b]))
+        base, steps = self.base, list[np.ndarray]()
+        for before, after in equal_runs(self.shape, shape):
+            run = self.steps[before.start : before.stop]
+            if len(before) == len(after) == 1:
+                steps += run
+            elif after:
+                low = -sum(min(0, int(x[x > FREE // 2].min(initial=0))) for x in run)
+                made = Places.found(Places(low, run).numbers().reshape([shape[k] for k in after]))
                 if made is None:
                     return None
                 base, steps = base + made.base - low, [*steps, *made.steps]
             else:
-                base += int(sum(x[0] for x in self.steps[i:a]))
-            i, j = a, b
+                base += int(sum(x[0] for x in run))
         return Places(base, tuple(steps))
 
 
@@ -120,6 +126,9 @@ def varying(ids: Places, axis: int, shape: Sequence[int]) -> list[int]:
       ids: the parameter's entries in the array.
       axis: of the array.
       shape: the parameter's.
+
+    >>> varying(Places.of((2, 3)).reshape((6,)), 0, (2, 3))
+    [0, 1]
     """
     line = ids.line(axis)
     at = np.unravel_index(line[line >= 0], shape)

@@ -18,9 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from gauge_optax.discovery.interpret import CONTROL, applied, called, interpret, loop_parts, ranges_taken
 from gauge_optax.discovery.places import FREE, Places, varying
-from gauge_optax.discovery.trace import called_jaxpr
-from gauge_optax.traced import loop_counts
 
 _CONSTANT = 100_000  # entries of index arithmetic that is evaluated
 
@@ -44,6 +43,9 @@ class Value(NamedTuple):
       row: whether its parameters are rows that were taken by index.
       terms: (product, number of a mask): what was contracted with data to make it. Two terms of a sum are one
         contraction, of both at once.
+
+    >>> Value((2, 3), {"up": Places.of((2, 3))}, params=True).leaves()["up"].shape
+    (2, 3)
     """
 
     shape: tuple[int, ...]
@@ -81,6 +83,11 @@ class Product:
       maxed: whether a maximum is taken over its outputs, as a softmax does.
       last: whether its outputs are the function's, up to a softmax and sums.
       terms: masks of outputs that were contracted with data.
+
+    >>> product = Product("up", Places.of((2, 3)), (0,), (), frozenset())
+    >>> product.read_together(np.array([True, True, False]))
+    >>> product.outputs, product.settled
+    ((1,), False)
     """
 
     path: str
@@ -139,6 +146,13 @@ class Walk:
       filters: kernels of depthwise convolutions.
       unknown: parameters in operations that are not understood, with a sentence.
       pairs: parameters that are contracted with each other, those of either side.
+
+    >>> walk = Walk({"up": (2, 3)})
+    >>> closed = jax.make_jaxpr(lambda a, x: x @ a)(np.ones((2, 3)), np.ones(2))
+    >>> args = [Value((2, 3), {"up": Places.of((2, 3))}, params=True), Value((2,), data=True)]
+    >>> out = walk.run(closed.jaxpr, closed.consts, args)
+    >>> [(product.path, product.inputs) for product in walk.products]
+    [('up', (0,))]
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -155,48 +169,33 @@ class Walk:
 
     def run(self, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Value]) -> list[Value]:
         """Walks a jaxpr."""
-        values: dict[Any, Value] = dict(zip(jaxpr.constvars, map(_constant, consts), strict=True))
-        values.update(zip(jaxpr.invars, args, strict=True))
+        return interpret(jaxpr, consts, args, _constant, self._equation)
 
-        def read(atom: Any) -> Value:
-            return _constant(atom.val) if isinstance(atom, core.Literal) else values[atom]
-
-        for eqn in jaxpr.eqns:
-            outs = self._outputs(eqn, [read(atom) for atom in eqn.invars])
-            values.update(zip(eqn.outvars, outs, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
-
-    def _outputs(self, eqn: Any, ins: list[Value]) -> list[Value]:
+    def _equation(self, eqn: Any, ins: list[Value]) -> list[Value]:
         name, avals = eqn.primitive.name, [out.aval for out in eqn.outvars]
-        if name in _CONTROL:
-            return _CONTROL[name](self, eqn, ins)
+        if name in CONTROL:
+            return (_branches if name == "cond" else _loop)(self, eqn, ins)
         whole = all(x.constant is not None for x in ins)
         integer = all(getattr(getattr(a, "dtype", None), "kind", "") in ("i", "u", "b") for a in avals)
         if whole and integer and sum(math.prod(a.shape) for a in avals) <= _CONSTANT:
-            outs = eqn.primitive.bind(*[jnp.asarray(x.constant) for x in ins], **eqn.params)
-            return [_constant(np.asarray(x)) for x in (outs if eqn.primitive.multiple_results else [outs])]
-        if inlined := called_jaxpr(eqn):
-            return self.run(*inlined, ins[len(ins) - len(inlined[0].invars) :])
+            return [_constant(np.asarray(x)) for x in applied(eqn, [x.constant for x in ins])]
+        if call := called(eqn, ins):
+            return self.run(*call)
         try:
             found = _RULES.get(name, _elementwise)(self, eqn, ins)
         except (IndexError, KeyError, TypeError, ValueError):  # a form of the operation that its rule does not know
             found = _unknown(self, eqn, ins)
-        common = Value(
-            (), {}, any(x.params for x in ins), any(x.data for x in ins), None,
-            frozenset().union(*(x.before for x in ins)))
+        found = [out if isinstance(out, Value) else Value((), out, terms=self._terms(name, ins)) for out in found]
         self._lost(ins, found)
-        one_hot = any(x.one_hot for x in ins) and name in (*_MOVES, "convert_element_type", "copy")
-        row = any(x.row for x in ins)
-        outs = []
-        for aval, out in zip(avals, found, strict=True):
-            tags, before = (out.tags, out.before) if isinstance(out, Value) else (out, frozenset())
-            terms = out.terms if isinstance(out, Value) else self._terms(name, ins)
-            outs.append(common._replace(
-                terms=terms,
-                shape=tuple(getattr(aval, "shape", ())), tags=tags, before=common.before | before,
-                one_hot=one_hot or (isinstance(out, Value) and out.one_hot),
-                row=row or (isinstance(out, Value) and out.row)))
-        return outs
+        before = frozenset[str]().union(*(x.before for x in ins))
+        one_hot = any(x.one_hot for x in ins) and name in (*_MOVES, "slice", "rev", "convert_element_type", "copy")
+        return [
+            out._replace(
+                shape=tuple(getattr(aval, "shape", ())), params=any(x.params for x in ins),
+                data=any(x.data for x in ins), before=before | out.before, one_hot=one_hot or out.one_hot,
+                row=out.row or any(x.row for x in ins))
+            for aval, out in zip(avals, found, strict=True)
+        ]
 
     def _terms(self, name: str, ins: Sequence[Value]) -> frozenset[tuple[int, int]]:
         """What was contracted to make a sum, or one value that is moved or scaled."""
@@ -207,11 +206,10 @@ class Walk:
         moving = [x for x in ins if x.data and x.params]
         return frozenset().union(*(x.terms for x in moving)) if name in _SUMS or len(moving) == 1 else frozenset()
 
-    def _lost(self, ins: Sequence[Value], outs: Sequence[Any]) -> None:
+    def _lost(self, ins: Sequence[Value], outs: Sequence[Value]) -> None:
         """An operation behind which places are no longer known reads them; a parameter is named."""
-        after = [out.tags if isinstance(out, Value) else out for out in outs]
         for own, places in ((own, x) for value in ins for own, x in value.tags.items() if x is not None):
-            if any(own in tags and tags[own] is None for tags in after):
+            if any(own in out.tags and out.tags[own] is None for out in outs):
                 if isinstance(own, int):
                     self.products[own].meet([places])
                 else:
@@ -257,14 +255,8 @@ def _constant(number: Any) -> Value:
 
 def _general(eqn: Any, x: Places, *operands: Any) -> Places | None:
     """What a primitive does to an array of numbers."""
-    params = eqn.params | ({"fill_value": -1} if eqn.primitive.name == "gather" else {})
-    return Places.found(np.asarray(eqn.primitive.bind(jnp.asarray(x.numbers()), *operands, **params)))
-
-
-def _sliced(x: Places, p: Mapping[str, Any]) -> Places:
-    for k, cut in enumerate(zip(p["start_indices"], p["limit_indices"], p["strides"] or x.shape, strict=True)):
-        x = x.part(k, slice(*cut[:2], cut[2] if p["strides"] else 1))
-    return x
+    filled = {"fill_value": -1} if eqn.primitive.name == "gather" else {}
+    return Places.found(np.asarray(applied(eqn, [x.numbers(), *operands], **filled)[0]))
 
 
 def _squeezed(x: Places, p: Mapping[str, Any]) -> Places:
@@ -273,17 +265,11 @@ def _squeezed(x: Places, p: Mapping[str, Any]) -> Places:
     return x
 
 
-def _reversed(x: Places, p: Mapping[str, Any]) -> Places:
-    for k in p["dimensions"]:
-        x = x.part(k, slice(None, None, -1))
-    return x
-
-
 _MOVES: Mapping[str, Callable[[Places, Mapping[str, Any]], Places | None]] = {
     "broadcast_in_dim": lambda x, p: x.at(p["broadcast_dimensions"], p["shape"]),
     "reshape": lambda x, p: x.reshape(p["new_sizes"]),
     "transpose": lambda x, p: Places(x.base, tuple(x.steps[k] for k in p["permutation"])),
-    "squeeze": _squeezed, "rev": _reversed, "slice": _sliced,
+    "squeeze": _squeezed,
 }
 
 
@@ -293,14 +279,12 @@ def _move(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags]:
 
 
 def _padded(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags]:
-    filled = jnp.asarray(-1)
-    return [ins[0].moved(lambda x: _general(eqn, x, filled) if eqn.primitive.name == "pad" else _general(eqn, x))]
+    filled = [-1] if eqn.primitive.name == "pad" else []
+    return [ins[0].moved(lambda x: _general(eqn, x, *filled))]
 
 
-def _split(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags]:
-    axis, ends = eqn.params["axis"], np.cumsum(eqn.params["sizes"])
-    return [ins[0].moved(lambda x, cut=slice(end - n, end): x.part(axis, cut))  # type: ignore[misc]
-            for n, end in zip(eqn.params["sizes"], ends, strict=True)]
+def _parts(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags]:
+    return [ins[0].moved(lambda x, ranges=ranges: x.parts(ranges)) for ranges in ranges_taken(eqn)]  # type: ignore[misc]
 
 
 def _unstack(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags]:
@@ -331,7 +315,7 @@ def _indexed(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags | Value]:
             for a in varying(ids, k, walk.shapes[path])}
     if all(x.constant is not None for x in index) and source.tags:
         walk.tables |= set() if single or source.data else axes
-        return [source.moved(lambda x: _general(eqn, x, *(jnp.asarray(y.constant) for y in index)))]
+        return [source.moved(lambda x: _general(eqn, x, *(y.constant for y in index)))]
     if source.data or not source.leaves():
         walk.sight(source)
         return [dict.fromkeys(source.tags)]
@@ -402,7 +386,7 @@ _SUMS = ("add", "sub", "add_any", "select_n", "concatenate")
 def _reduced(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags]:
     """A sum or a maximum over axes: places that differ along them meet."""
     gone, tags = tuple(eqn.params.get("axes", ())), dict[Owner, Places | None]()
-    value, maximum = ins[0], eqn.primitive.name not in ("reduce_sum", "cumsum")
+    value, maximum = ins[0], eqn.primitive.name != "reduce_sum"
     for own, x in value.tags.items():
         same = x is not None and not any((x.steps[k] != x.steps[k][:1]).any() for k in gone)
         if isinstance(own, int):
@@ -537,7 +521,8 @@ _RULES: Mapping[str, Callable[[Walk, Any, list[Value]], Sequence[Any]]] = {
     **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min", "argmax", "argmin", "reduce_prod"), _reduced),
     **dict.fromkeys(("sort", "top_k", "reduce_and", "reduce_or"), _sorted),
     "optimization_barrier": lambda walk, eqn, ins: [x.tags for x in ins],
-    "split": _split, "unstack": _unstack, "eq": _compared, "dot_general": _dot, "ragged_dot": _ragged,
+    **dict.fromkeys(("slice", "split", "rev"), _parts),
+    "unstack": _unstack, "eq": _compared, "dot_general": _dot, "ragged_dot": _ragged,
     "ragged_dot_general": _ragged, "conv_general_dilated": _convolution,
 }
 
@@ -556,49 +541,33 @@ def _either(*lists: Sequence[Value]) -> list[Value]:
     ]
 
 
-def _loop(walk: Walk, body: Any, consts: list[Value], carry: list[Value], xs: list[Value]) -> list[Value]:
-    """A loop's body; what it notes counts once the carry's marks no longer change."""
-    carry = [value._replace(constant=None) for value in carry]
-    while True:
-        start = len(walk.products), len(walk.pairs)
-        outs = walk.run(body.jaxpr, body.consts, [*consts, *carry, *xs])
-        after = _either(carry, outs[: len(carry)])
-        same = all((a.params, a.data, a.before) == (b.params, b.data, b.before)
-                   for a, b in zip(carry, after, strict=True))
-        if same:
-            return after + outs[len(carry) :]
-        carry = [value._replace(tags={own: x for own, x in value.tags.items() if own in before.tags})
-                 for value, before in zip(after, carry, strict=True)]
-        del walk.products[start[0] :], walk.pairs[start[1] :]
-
-
-def _scan(walk: Walk, eqn: Any, ins: list[Value]) -> list[Value]:
-    first, count = loop_counts(eqn.params)
-    slices = []
-    for value in ins[first + count :]:
+def _loop(walk: Walk, eqn: Any, ins: list[Value]) -> list[Value]:
+    """A scan or a while; what its body notes counts once the carry's marks no longer change."""
+    body, consts, carry, stacks = loop_parts(eqn, ins)
+    rows = []
+    for value in stacks:
         if not value.data:
             walk.counted |= {(path, a) for path, ids in value.leaves().items()
                              for a in varying(ids, 0, walk.shapes[path])}
         tags = value.moved(lambda x: x.take(0, 0))
-        slices.append(value._replace(shape=value.shape[1:], tags=tags, constant=None))
-    outs = _loop(walk, eqn.params["jaxpr"], ins[:first], ins[first : first + count], slices)
-    length = eqn.params["length"]
-    return outs[:count] + [
-        value._replace(shape=(length, *value.shape), constant=None, tags=value.moved(
-            lambda x: Places(x.base, (np.zeros(length, int), *x.steps))))
-        for value in outs[count:]
+        rows.append(value._replace(shape=value.shape[1:], tags=tags, constant=None))
+    carry, same = [value._replace(constant=None) for value in carry], False
+    while not same:
+        start = len(walk.products), len(walk.pairs)
+        outs = walk.run(body.jaxpr, body.consts, [*consts, *carry, *rows])
+        after = _either(carry, outs[: len(carry)])
+        same = all((a.params, a.data, a.before) == (b.params, b.data, b.before)
+                   for a, b in zip(carry, after, strict=True))
+        if not same:
+            carry = [value._replace(tags={own: x for own, x in value.tags.items() if own in before.tags})
+                     for value, before in zip(after, carry, strict=True)]
+            del walk.products[start[0] :], walk.pairs[start[1] :]
+    return after + [
+        value._replace(shape=(eqn.params["length"], *value.shape), constant=None, tags=value.moved(
+            lambda x: Places(x.base, (np.zeros(eqn.params["length"], int), *x.steps))))
+        for value in outs[len(carry) :]
     ]
 
 
-def _while(walk: Walk, eqn: Any, ins: list[Value]) -> list[Value]:
-    first, second = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
-    return _loop(walk, eqn.params["body_jaxpr"], ins[first:second], ins[second:], [])
-
-
-def _cond(walk: Walk, eqn: Any, ins: list[Value]) -> list[Value]:
+def _branches(walk: Walk, eqn: Any, ins: list[Value]) -> list[Value]:
     return _either(*(walk.run(branch.jaxpr, branch.consts, ins[1:]) for branch in eqn.params["branches"]))
-
-
-_CONTROL: Mapping[str, Callable[[Walk, Any, list[Value]], list[Value]]] = {
-    "scan": _scan, "while": _while, "cond": _cond,
-}

@@ -33,6 +33,10 @@ class Held(NamedTuple):
       residual: the singular value: what gradients see of its generators, relative to what they see of one leaf's part.
       change: largest relative change of the outputs under a random finite move, over points and batches.
       parts: the same for every layer that it merges; () if it merges none.
+
+    >>> call = Call("logit_shift", {"blocks": {"head": "_ vocab"}})
+    >>> print(Held(call.gauge(), call, {"head": 1.0}, 0.0, 1e-15))
+    logit_shift: head  (moves the outputs by 1.0e-15)
     """
 
     gauge: Gauge
@@ -56,6 +60,15 @@ class Prover:
       batches: at least two.
       large: whether moves run operation by operation, as those of many copies do: a program for many unrolled layers
         compiles for longer than it runs.
+
+    >>> fn = lambda p, x: [jax.nn.relu(x @ p["up"]) @ p["down"]]
+    >>> tree = {"up": np.ones((2, 3)), "down": np.ones((3, 2))}
+    >>> rng, calls = np.random.default_rng(0), [Call("rescale", {"up": {"up": "_ c"}, "down": {"down": "c _"}})]
+    >>> with jax.enable_x64(True):
+    ...     prover = Prover(fn, tree, [rng.normal(size=(4, 2)) for _ in range(2)])
+    ...     prover.place_at([tree, tree])
+    ...     print(prover.changes(calls, rng)[0] < 1e-12)
+    True
     """
 
     def __init__(self, fn: Function, params: Any, batches: Sequence[Any], large: bool = False) -> None:

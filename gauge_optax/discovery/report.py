@@ -15,36 +15,26 @@ import numpy as np
 from tqdm import tqdm
 
 from gauge_optax.binding import leaves_by_path, with_leaves
-from gauge_optax.discovery import checks, scaled_products, search
+from gauge_optax.discovery import checks, offsets, scaled_products, search
 from gauge_optax.discovery.axes import LeafAxes, Mappings, read_axes
 from gauge_optax.discovery.calls import Call, merge_layers
 from gauge_optax.discovery.census import Census
 from gauge_optax.discovery.certificate import certified
 from gauge_optax.discovery.checks import Outputs
 from gauge_optax.discovery.cut import Unlike
-from gauge_optax.discovery.groups import STILL, ZERO, Copy, draw, independent
+from gauge_optax.discovery.groups import STILL, ZERO, Copy, independent
 from gauge_optax.discovery.layers import Shallow, shallower
 from gauge_optax.discovery.lift import in_double
-from gauge_optax.discovery.offsets import (
-    ON_STREAM,
-    PAST_NORMS,
-    Flow,
-    Shifts,
-    flows,
-    merged_reads,
-    unread_bias_call,
-)
 from gauge_optax.discovery.prove import Held, Prover
 from gauge_optax.discovery.shrink import LARGE, smaller
-from gauge_optax.discovery.sketch import Function, Gradients, Leaves, generic_point, squared_gradients
+from gauge_optax.discovery.sketch import DRAWS, Function, Gradients, Leaves, generic_point, squared_gradients
 from gauge_optax.discovery.stream import passed, rotation_call, stream_rotations
-from gauge_optax.discovery.trace import Trace, traced_once, walk
+from gauge_optax.discovery.trace import Trace, traced_once, walked
 from gauge_optax.discovery.write import Unwritable, shift_call, write_shift_calls, written
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauge
 
 _POINTS = 5  # one alone can have dead units, whose null vectors are accidents
-_DRAWS = 5  # of a point, until the function is finite there
 _CLOSE = 12  # candidates for what nearly holds
 _REACH = 2  # points at which a large instance is asked what its batches reach
 _ROWS = 1.5  # gradients for each column: with fewer rows than columns, any columns have null vectors
@@ -57,7 +47,11 @@ _REST = ("residual_rotation", "norm_read_shift", "norm_write_shift", "embedding_
 
 
 class Uncovered(NamedTuple):
-    """Elements of a leaf that no batch reaches, such as rows of an embedding, positions, experts."""
+    """Elements of a leaf that no batch reaches, such as rows of an embedding, positions, experts.
+
+    >>> Uncovered("table", 3, 7).entries
+    3
+    """
 
     path: str
     entries: int
@@ -271,13 +265,13 @@ def _discovered(
     double = _in_double(searched, tree, leaves, batches[0])
     outputs = outputs or checks.shown_outputs(double, leaves, batches[0])
     by_leaves = _comparable(double, outputs)
-    trace = _walked(by_leaves, leaves, batches[0])
+    trace = walked(by_leaves, leaves, batches[0])
     axes = read_axes(by_leaves, leaves, batches[0], trace, asked=outputs is None)
     small, on_few, given = smaller(by_leaves, trace, leaves, batches), by_leaves, batches
     bar.update()
     if small is not None:
         tree, leaves, given, on_few = with_leaves(tree, small.leaves), small.leaves, small.batches, small.fn
-        trace = _walked(on_few, leaves, given[0])
+        trace = walked(on_few, leaves, given[0])
     report = _searched(on_few, tree, leaves, given, trace, near, seed, bar)
     census = functools.partial(certified, on_few, tree, leaves, given, report.whole, seed, not bar.disable)
     report = dataclasses.replace(report, census=census, axes=axes, outputs=outputs)
@@ -327,12 +321,6 @@ def _comparable(double: Function, outputs: Outputs | None) -> Function:
     return traced_once(lambda leaves, batch: checks.compared(double(leaves, batch), outputs))
 
 
-def _walked(fn: Function, leaves: Leaves, batch: Any) -> Trace:
-    """The walk over a function's jaxpr."""
-    closed = jax.make_jaxpr(lambda *x: fn(dict(zip(leaves, x, strict=True)), batch))(*leaves.values())
-    return walk(closed, list(leaves))
-
-
 def _searched(
     fn: Function, params: Any, leaves: Leaves, batches: Sequence[Any], trace: Trace, near: float, seed: int, bar: Any
 ) -> Report:
@@ -357,34 +345,28 @@ def _searched(
 
     prover = Prover(fn, params, batches)
     prover.check_outputs(leaves)
-    prover.place_at(generic_point(leaves, rng(1, k)) for k in range(100, 100 + _DRAWS))
+    prover.place_at(generic_point(leaves, rng(1, k)) for k in range(100, 100 + DRAWS))
 
     bar.set_postfix_str("gradients")
     tried = search.candidates(trace, leaves)
-    offsets, shifts = flows(trace, leaves), Shifts(trace, leaves)
+    flows, shifts = offsets.flows(trace, leaves), offsets.Shifts(trace, leaves)
     gradients = Gradients(fn, batches)
-    columns = max([*(len(one.columns) for one in tried), *(flow.columns for flow in offsets)])
+    columns = max([*(len(one.columns) for one in tried), *(flow.columns for flow in flows)])
     rows = max(24, int(_ROWS * columns) + 8)
     # Gradients at one point are independent up to the number of outputs: a scalar loss needs more points.
     at_once = min(-(-rows // _POINTS), gradients.outputs(leaves) * len(batches))
     bar.total = bar.n + 3 + (count := -(-rows // at_once))
     squares = {path: np.zeros(leaf.shape) for path, leaf in leaves.items()}
-    seen = 0
-    for k in range(_DRAWS * count):
-        if seen >= rows:
-            break
-        bar.set_postfix_str(f"gradients at point {k + 1} of {count}, for {len(tried)} groups of motions")
-        point = generic_point(leaves, rng(1, k))
-        elements = [draw(rng(3, k, n), one.family, one.space, one.beside) for n, one in enumerate(tried)]
-        for chunk, gradient in enumerate(gradients.at(point, at_once, rng(2, k))):
-            seen += len(next(iter(gradient.values())))
-            shifts.observe(gradient)
-            squares = {path: x + np.square(gradient[path]).sum(0) for path, x in squares.items()}
-            for n, flow in enumerate(offsets):
-                flow.observe(point, gradient, rng(9, k, n))
-            search.observe(tried, point, elements, gradient, first=chunk == 0)
-        bar.update(k < count)
-    checks.check_gradients(seen, rows)
+
+    def point_at(number: int) -> Leaves:
+        bar.set_postfix_str(f"gradients at point {number + 1} of {count}, for {len(tried)} groups of motions")
+        bar.update(number < count)
+        return generic_point(leaves, rng(1, number))
+
+    for k, point, gradient in search.sketched(tried, gradients, at_once, rows, point_at, squares, rng, (2, 3)):
+        shifts.observe(gradient)
+        for n, flow in enumerate(flows):
+            flow.observe(point, gradient, rng(9, k, n))
 
     bar.set_postfix_str("null spaces")
     masks, dead, uncovered, rejected = _unreached(prover, squares, rng(4))
@@ -412,10 +394,10 @@ def _searched(
     rejected += [_refuted(call, change) for call, change in failed if change > 10 * near]
     nearly, _ = _proved(prover, [*almost, *_claims(close, trace, positive)[0]], 10 * near, rng(6))
     matrices = [set(symmetry.paths) for symmetry in exact if symmetry.family == "linear"]
-    additions = _additions(trace, masks, offsets, shifts, prover.points[0], matrices)
+    additions = _additions(trace, masks, flows, shifts, prover.points[0], matrices)
     norms = passed([one.call for one in proved if one.call.kind == "norm_scale"], params)
     turns = _turns(trace, leaves, gradients, at_once, norms, params, exact, masks, rng, ungauged)
-    calls = merged_reads([addition.call for addition in additions if addition.call is not None])
+    calls = offsets.merged_reads([addition.call for addition in additions if addition.call is not None])
     flat = [_Claim(call, dict.fromkeys(call.paths, 1.0), 0.0) for call in calls]
     more, failed = _proved(prover, [*turns, *flat], STILL, rng(17))
     rejected += [_refuted(call, change) for call, change in failed if np.isfinite(change)]
@@ -425,7 +407,8 @@ def _searched(
     along_orbits = prover.along_orbits(held)
     for addition in additions:
         where = ungauged.get(addition.kind, [])
-        if addition.where in where or (addition.kind == PAST_NORMS and addition.where in ungauged.get(ON_STREAM, [])):
+        vectors = ungauged.get(offsets.ON_STREAM, []) if addition.kind == offsets.PAST_NORMS else []
+        if addition.where in (*where, *vectors):
             continue  # a vector on these leaves has the constants among its moves
         moved = [addition.move(point) for point in prover.points] if addition.move is not None else []
         if not moved or (prover.change(moved) <= STILL and not along_orbits(moved[0])):
@@ -456,15 +439,15 @@ class _Addition(NamedTuple):
 
 
 def _additions(
-    trace: Trace, dead: Mapping[str, np.ndarray], offsets: Sequence[Flow], shifts: Shifts, point: Leaves,
-    matrices: Sequence[set[str]],
+    trace: Trace, dead: Mapping[str, np.ndarray], flows: Sequence[offsets.Flow], shifts: offsets.Shifts,
+    point: Leaves, matrices: Sequence[set[str]],
 ) -> list[_Addition]:
     """What gradients do not see of additions to leaves.
 
     Args:
       trace: the walk.
       dead: masks of entries without effect.
-      offsets: additions, with what gradients see of them.
+      flows: additions, with what gradients see of them.
       shifts: constants along an axis, with what gradients see of them.
       point: where leaves are named at.
       matrices: the leaves of each symmetry by all matrices, which contains what is found between the same leaves.
@@ -475,7 +458,7 @@ def _additions(
         additions += [_Addition(kind, call.paths[0], call, None) for call in write_shift_calls(places)]
         additions += [_Addition(scaled_products.KIND, where, None, move)
                       for where, move in scaled_products.turned_products(shifts, places)]
-    for k, flow in enumerate(offsets):
+    for k, flow in enumerate(flows):
         for row in flow.solve():
             if set(flow.paths(row, point)) in matrices:
                 continue
@@ -493,7 +476,7 @@ def _additions(
         kind = "one constant on all entries of a table, which a centred norm and a softmax hide"
         call = Call("norm_write_shift", {"tied": {path: axes}}) if axes else None
         additions.append(_Addition(kind, path, call, functools.partial(_raised, path)))
-    unread = [unread_bias_call(trace, path, mask) for path, mask in dead.items() if mask.any()]
+    unread = [offsets.unread_bias_call(trace, path, mask) for path, mask in dead.items() if mask.any()]
     additions += [_Addition("a bias without effect", one.paths[0], one, None) for one in unread if one is not None]
     return additions
 
@@ -558,7 +541,7 @@ def _carried(
     prover.check_outputs(on_device(lambda leaf: leaf))
     squares, doubtful = dict[str, np.ndarray](), list(leaves_by_path(params))
     for _ in range(_REACH):
-        prover.place_at((on_device(lambda leaf: generic_point(leaf, rng)) for _ in range(_DRAWS)), count=1)
+        prover.place_at((on_device(lambda leaf: generic_point(leaf, rng)) for _ in range(DRAWS)), count=1)
         asked = [path for path in prover.points[0] if path in doubtful]
         for path, square in squared_gradients(fn, batches, prover.points[0], rng, asked).items():
             squares[path] = squares[path] + square if path in squares else square

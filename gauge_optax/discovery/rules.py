@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from gauge_optax.discovery.interpret import ranges_taken
 from gauge_optax.discovery.spaces import Axis
 
 if TYPE_CHECKING:
@@ -29,6 +30,9 @@ class Value(NamedTuple):
       leaf: the parameter that it is, with at most its entries moved; "" if it is none.
       writers: kernels whose products it contains.
       vectors: parameters that were added to it or multiplied with it since a kernel or a nonlinearity.
+
+    >>> Value([None, np.arange(3)], leaf="kernel").depends
+    False
     """
 
     axes: Axes
@@ -40,29 +44,37 @@ class Value(NamedTuple):
 
 
 Rule = Callable[["Trace", Any, list[Value]], list[Axes]]
-RULES: dict[str, Rule] = {}
+_RULES: dict[str, Rule] = {}
 
 
 _Function = TypeVar("_Function")
 
 
 def registering(registry: dict[str, _Function]) -> Callable[..., Callable[[_Function], _Function]]:
-    """A decorator of functions, which takes the names of the primitives that they are registered for."""
+    """A decorator of functions, which takes the names of the primitives that they are registered for.
 
-    def rule(*names: str) -> Callable[[_Function], _Function]:
+    >>> known = {}
+    >>> @registering(known)("add", "sub")
+    ... def sums():
+    ...     pass
+    >>> sorted(known)
+    ['add', 'sub']
+    """
+
+    def named(*names: str) -> Callable[[_Function], _Function]:
         def register(function: _Function) -> _Function:
             registry.update(dict.fromkeys(names, function))
             return function
 
         return register
 
-    return rule
+    return named
 
 
-rule = registering(RULES)
+_rule = registering(_RULES)
 
 
-def shapes(atoms: Sequence[Any]) -> list[tuple[int, ...]]:
+def _shapes(atoms: Sequence[Any]) -> list[tuple[int, ...]]:
     """Shapes of an equation's operands or results."""
     return [tuple(atom.aval.shape) for atom in atoms]
 
@@ -70,9 +82,9 @@ def shapes(atoms: Sequence[Any]) -> list[tuple[int, ...]]:
 # Primitives without a rule ------------------------------------------------------------------------
 
 
-def default(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
+def _default(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     """Unites axis by axis where all operands have the results' shape, up to axes of length one; else guesses."""
-    results, operands = shapes(eqn.outvars), shapes(eqn.invars)
+    results, operands = _shapes(eqn.outvars), _shapes(eqn.invars)
     fits = (not s or (len(s) == len(results[0]) and all(n in (1, m) for n, m in zip(s, results[0], strict=True)))
             for s in operands)
     if len(set(results)) != 1 or not all(fits):
@@ -84,10 +96,10 @@ def default(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     return [list(out) for _ in eqn.outvars]
 
 
-@rule("mul")
+@_rule("mul")
 def _product(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     """Entries that a constant multiplies by zero are no longer those of the other factor: planes that do not turn."""
-    (axes,) = default(trace, eqn, ins)
+    (axes,) = _default(trace, eqn, ins)
     constant = next((np.asarray(value.constant) for value in ins if value.constant is not None), None)
     if constant is None or constant.ndim != len(axes):
         return [axes]
@@ -102,7 +114,7 @@ def _product(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
 def _opaque(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     """An operation whose body is not visible: axes of equal length in equal positions count as one space."""
     trace.opaque.add(eqn.primitive.name)
-    operands, results, spaces = shapes(eqn.invars), shapes(eqn.outvars), trace.spaces
+    operands, results, spaces = _shapes(eqn.invars), _shapes(eqn.outvars), trace.spaces
     rank = max(map(len, operands), default=0)
     outs: list[Axes] = [[None] * len(shape) for shape in results]
     for k in range(rank):
@@ -125,12 +137,12 @@ def _opaque(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     return outs
 
 
-@rule("optimization_barrier", "tie", "stage")
+@_rule("optimization_barrier", "tie", "stage")
 def _same(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     return [list(value.axes) for value in ins]
 
 
-@rule("iota", "random_bits", "random_wrap", "random_unwrap", "random_seed", "random_fold_in", "random_split",
+@_rule("iota", "random_bits", "random_wrap", "random_unwrap", "random_seed", "random_fold_in", "random_split",
       "threefry2x32", "rng_bit_generator", "create_token")
 def _nothing(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     return [[None] * len(getattr(out.aval, "shape", ())) for out in eqn.outvars]
@@ -139,58 +151,41 @@ def _nothing(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
 # Entries moved ------------------------------------------------------------------------------------
 
 
-@rule("broadcast_in_dim")
+@_rule("broadcast_in_dim")
 def _broadcast(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     out: Axes = [None] * len(eqn.params["shape"])
     for k, at in enumerate(eqn.params["broadcast_dimensions"]):
-        if shapes(eqn.invars)[0][k] == eqn.params["shape"][at]:
+        if _shapes(eqn.invars)[0][k] == eqn.params["shape"][at]:
             out[at] = ins[0].axes[k]
     return [out]
 
 
-@rule("reshape")
+@_rule("reshape")
 def _reshape(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
-    return [trace.spaces.reshape(ins[0].axes, shapes(eqn.invars)[0], eqn.params["new_sizes"])]
+    return [trace.spaces.reshape(ins[0].axes, _shapes(eqn.invars)[0], eqn.params["new_sizes"])]
 
 
-@rule("transpose")
+@_rule("transpose")
 def _transpose(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     return [[ins[0].axes[k] for k in eqn.params["permutation"]]]
 
 
-@rule("squeeze")
+@_rule("squeeze")
 def _squeeze(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     return [[axis for k, axis in enumerate(ins[0].axes) if k not in eqn.params["dimensions"]]]
 
 
-@rule("rev")
-def _reverse(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
-    back = eqn.params["dimensions"]
-    return [[axis[::-1] if axis is not None and k in back else axis for k, axis in enumerate(ins[0].axes)]]
+@_rule("slice", "split", "rev")
+def _parts(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
+    return [[trace.pick(axis, np.array(part), length)
+             for axis, part, length in zip(ins[0].axes, ranges, _shapes(eqn.invars)[0], strict=True)]
+            for ranges in ranges_taken(eqn)]
 
 
-@rule("slice")
-def _slice(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
-    p, shape = eqn.params, shapes(eqn.invars)[0]
-    limits = zip(p["start_indices"], p["limit_indices"], p["strides"] or [1] * len(shape), strict=True)
-    cut = zip(ins[0].axes, limits, shape, strict=True)
-    return [[trace.pick(axis, np.arange(*limit), length) for axis, limit, length in cut]]
-
-
-@rule("split")
-def _split(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
-    at, axes, outs, start = eqn.params["axis"], ins[0].axes, [], 0
-    for size in eqn.params["sizes"]:
-        part = trace.pick(axes[at], np.arange(start, start + size), shapes(eqn.invars)[0][at])
-        outs.append([*axes[:at], part, *axes[at + 1 :]])
-        start += size
-    return outs
-
-
-@rule("dynamic_slice")
+@_rule("dynamic_slice")
 def _dynamic_slice(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     out: Axes = []
-    slices = zip(ins[0].axes, shapes(eqn.invars)[0], eqn.params["slice_sizes"], ins[1:], strict=True)
+    slices = zip(ins[0].axes, _shapes(eqn.invars)[0], eqn.params["slice_sizes"], ins[1:], strict=True)
     for axis, length, size, at in slices:
         if size == length:
             out.append(axis)
@@ -208,10 +203,10 @@ def _dynamic_slice(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
 SCATTERS = ("scatter", "scatter-add", "scatter-mul", "scatter-max", "scatter-min")
 
 
-@rule("dynamic_update_slice", *SCATTERS)
+@_rule("dynamic_update_slice", *SCATTERS)
 def _update(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     at = 1 if eqn.primitive.name == "dynamic_update_slice" else 2
-    target, update = shapes(eqn.invars)[0], shapes(eqn.invars)[at]
+    target, update = _shapes(eqn.invars)[0], _shapes(eqn.invars)[at]
     if at == 2 and ins[1].depends:  # parameters choose where it goes: an axis of experts
         out = list(ins[0].axes)
         for k in eqn.params["dimension_numbers"].scatter_dims_to_operand_dims:
@@ -225,61 +220,61 @@ def _update(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     return [[trace.spaces.unify(a, b) if n == m else a for a, b, n, m in pairs]]
 
 
-@rule("concatenate")
+@_rule("concatenate")
 def _concatenate(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     at = eqn.params["dimension"]
     aligned = enumerate(zip(*(value.axes for value in ins), strict=True))
     out = [None if k == at else trace.spaces.unify(*axes) for k, axes in aligned]
-    parts = [(value.axes[at], shape[at]) for value, shape in zip(ins, shapes(eqn.invars), strict=True)]
+    parts = [(value.axes[at], shape[at]) for value, shape in zip(ins, _shapes(eqn.invars), strict=True)]
     if any(axis is not None for axis, _ in parts):
         out[at] = np.concatenate([trace.spaces.fresh(n) if axis is None else axis for axis, n in parts])
     return [out]
 
 
-@rule("stack")
+@_rule("stack")
 def _stack(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     out = [trace.spaces.unify(*axes) for axes in zip(*(value.axes for value in ins), strict=True)]
     out.insert(eqn.params["axis"], None)
     return [out]
 
 
-@rule("unstack")
+@_rule("unstack")
 def _unstack(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     out = list(ins[0].axes)
     trace.pick(out.pop(eqn.params["axis"]), np.zeros(1, int), len(eqn.outvars))
     return [list(out) for _ in eqn.outvars]
 
 
-@rule("tile")
+@_rule("tile")
 def _tile(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
-    tiles = zip(ins[0].axes, shapes(eqn.invars)[0], eqn.params["reps"], strict=True)
+    tiles = zip(ins[0].axes, _shapes(eqn.invars)[0], eqn.params["reps"], strict=True)
     return [[axis if times == 1 else trace.spaces.join([(None, times), (axis, n)]) for axis, n, times in tiles]]
 
 
-@rule("pad")
+@_rule("pad")
 def _pad(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     out, fresh = list(ins[0].axes), trace.spaces.fresh
     for k, (low, high, inner) in enumerate(eqn.params["padding_config"]):
-        axis, length = out[k], shapes(eqn.invars)[0][k]
+        axis, length = out[k], _shapes(eqn.invars)[0][k]
         if axis is not None:
             kept = axis[max(0, -low) : length + min(0, high)]
             out[k] = None if inner else np.concatenate([fresh(max(low, 0)), kept, fresh(max(high, 0))])
     return [out]
 
 
-@rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "select_and_gather_add",
+@_rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "select_and_gather_add",
       "reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min")
 def _window(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
-    lengths = zip(ins[0].axes, shapes(eqn.invars)[0], shapes(eqn.outvars)[0], strict=True)
+    lengths = zip(ins[0].axes, _shapes(eqn.invars)[0], _shapes(eqn.outvars)[0], strict=True)
     kept = [axis if n == m else None for axis, n, m in lengths]
     return [list(kept) for _ in eqn.outvars]
 
 
-@rule("eq")
+@_rule("eq")
 def _compare(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     """A comparison of what parameters choose with all numbers of a range, as in a one-hot code, has an axis of its own.
     """
-    (axes,) = default(trace, eqn, ins)
+    (axes,) = _default(trace, eqn, ins)
     constant = next((value.constant for value in ins if value.constant is not None), None)
     if any(value.depends for value in ins) and constant is not None and np.ndim(constant) == len(axes):
         for k, axis in enumerate(axes):
@@ -290,11 +285,11 @@ def _compare(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     return [axes]
 
 
-@rule("gather")
+@_rule("gather")
 def _gather(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
-    table, index, shape = ins[0].axes, ins[1], shapes(eqn.invars)[0]
-    indexed, out = numbers.start_index_map, list[Axis]([None] * len(shapes(eqn.outvars)[0]))
+    table, index, shape = ins[0].axes, ins[1], _shapes(eqn.invars)[0]
+    indexed, out = numbers.start_index_map, list[Axis]([None] * len(_shapes(eqn.outvars)[0]))
     gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
     for at, k in zip(numbers.offset_dims, [k for k in range(len(sizes)) if k not in gone], strict=True):
         if sizes[k] == shape[k]:
@@ -334,14 +329,13 @@ def _constant_rows(trace: Trace, out: Axes, spread: list[int], axis: Any, length
 # Axes contracted ----------------------------------------------------------------------------------
 
 
-@rule("dot_general")
+@_rule("dot_general")
 def _dot(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     (left_sum, right_sum), (left_batch, right_batch) = eqn.params["dimension_numbers"]
     left, right = ins[0].axes, ins[1].axes
     if ins[0].leaf or ins[1].leaf:
         pairs = [(left[a], right[b]) for a, b in zip(left_sum, right_sum, strict=True)]
         both = [(a, b) for a, b in pairs if a is not None and b is not None]
-        trace.read += [axis for pair in both for axis in pair]
         trace.readers += [(value.leaf, pair[k]) for k, value in enumerate(ins) if value.leaf for pair in both]
     batch = [trace.spaces.unify(left[a], right[b]) for a, b in zip(left_batch, right_batch, strict=True)]
     summed = [trace.spaces.unify(left[a], right[b]) for a, b in zip(left_sum, right_sum, strict=True)]
@@ -354,7 +348,7 @@ def _dot(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     return [[*batch, *spare_left, *spare_right]]
 
 
-@rule("ragged_dot", "ragged_dot_general")
+@_rule("ragged_dot", "ragged_dot_general")
 def _ragged_dot(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     """Rows times the matrix of their group: (rows, k) and (groups, k, columns)."""
     left, (groups, inner, columns) = ins[0].axes, ins[1].axes
@@ -364,7 +358,7 @@ def _ragged_dot(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     return [[left[0], columns]]
 
 
-@rule("conv_general_dilated")
+@_rule("conv_general_dilated")
 def _convolution(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     numbers, groups = eqn.params["dimension_numbers"], eqn.params["feature_group_count"]
     data, kernel = ins[0].axes, ins[1].axes
@@ -378,7 +372,7 @@ def _convolution(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     return [out]
 
 
-@rule("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin",
+@_rule("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin",
       "reduce_precision", "reduce")
 def _reduce(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     gone = eqn.params.get("axes", eqn.params.get("dimensions", ()))
@@ -389,7 +383,7 @@ def _reduce(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     return [[axis for k, axis in enumerate(ins[0].axes) if k not in gone] for _ in eqn.outvars]
 
 
-@rule("top_k", "sort")
+@_rule("top_k", "sort")
 def _sort(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     outs = [list(value.axes) for value in ins]
     for axes in outs:
@@ -401,6 +395,19 @@ def _sort(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     return (outs * len(eqn.outvars))[: len(eqn.outvars)]
 
 
+def rule_of(name: str) -> Rule:
+    """The rule of a primitive; of one without a rule, a guess.
+
+    >>> rule_of("tanh") is rule_of("an operation of tomorrow")
+    True
+    """
+    return _RULES.get(name, _default)
+
+
 def is_elementwise(name: str) -> bool:
-    """Whether entries of a primitive's results depend on the entries of its operands in the same places."""
-    return RULES.get(name, default) in (default, _product, _compare, _same)
+    """Whether entries of a primitive's results depend on the entries of its operands in the same places.
+
+    >>> is_elementwise("tanh"), is_elementwise("dot_general")
+    (True, False)
+    """
+    return rule_of(name) in (_default, _product, _compare, _same)

@@ -71,6 +71,12 @@ def along_the_curve(product: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     Returns:
       Products (d,), and an orthogonal matrix A (d, d) that keeps the vector of ones: Aᵀ·D′·A is D on vectors that sum
       to zero.
+
+    >>> scales = np.array([1.0, 2.0, 3.0, 4.0])
+    >>> other, turn = along_the_curve(scales)
+    >>> centred = np.eye(4) - 0.25
+    >>> np.allclose(centred @ turn.T * other @ turn @ centred, centred * scales @ centred)
+    True
     """
     size = len(product)
     centred = np.linalg.qr(np.eye(size) - 1 / size)[0][:, : size - 1]

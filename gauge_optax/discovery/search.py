@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
-from gauge_optax.discovery.groups import FAMILIES, WHOLE, ZERO, Copy, Term, direction
-from gauge_optax.discovery.sketch import Leaves
+from gauge_optax.discovery.checks import check_gradients
+from gauge_optax.discovery.groups import FAMILIES, WHOLE, ZERO, Copy, Term, direction, draw
+from gauge_optax.discovery.sketch import DRAWS, Gradients, Leaves
 from gauge_optax.discovery.spaces import Space
 from gauge_optax.discovery.trace import Trace
 from gauge_optax.discovery.views import Piece, View, part, runs, views_of
@@ -32,7 +33,7 @@ Column = tuple[Piece, str]  # a piece and its mode
 
 
 @dataclasses.dataclass
-class Candidate:
+class _Candidate:
     """Pieces that share a space and companions, with the products of gradients and a family's motions on them.
 
     Attributes:
@@ -98,8 +99,42 @@ class Candidate:
         return symmetries
 
 
-def observe(
-    candidates: Sequence[Candidate], point: Leaves, elements: Sequence[np.ndarray], gradients: Leaves, first: bool
+def sketched(
+    tried: Sequence[_Candidate], gradients: Gradients, at_once: int, needed: int, points: Callable[[int], Leaves],
+    squares: Leaves, rng: Callable[..., np.random.Generator], purposes: tuple[int, int],
+) -> Iterator[tuple[int, Leaves, Leaves]]:
+    """Gradients at one point after the other, until there are enough; candidates take their products with them.
+
+    Args:
+      tried: candidates, which observe all gradients.
+      gradients: of the function.
+      at_once: gradients at a point.
+      needed: gradients in all.
+      points: the point of a number.
+      squares: arrays of the leaves' shapes, to which squared gradients are added.
+      rng: a generator per purpose.
+      purposes: those of the gradients, and of the candidates' elements.
+
+    Yields:
+      The number of a point, the point, and some of the gradients there.
+    """
+    seen = 0
+    for k in range(DRAWS * -(-needed // at_once)):
+        if seen >= needed:
+            break
+        point = points(k)
+        elements = [draw(rng(purposes[1], k, n), one.family, one.space, one.beside) for n, one in enumerate(tried)]
+        for chunk, gradient in enumerate(gradients.at(point, at_once, rng(purposes[0], k))):
+            seen += len(next(iter(gradient.values())))
+            for path, x in gradient.items():
+                squares[path] += np.square(x).sum(0)
+            _observe(tried, point, elements, gradient, first=chunk == 0)
+            yield k, point, gradient
+    check_gradients(seen, needed)
+
+
+def _observe(
+    candidates: Sequence[_Candidate], point: Leaves, elements: Sequence[np.ndarray], gradients: Leaves, first: bool
 ) -> None:
     """Adds the products of some gradients at a point with every candidate's motions.
 
@@ -138,7 +173,13 @@ def observe(
 
 
 def spaces_with_companions(trace: Trace) -> dict[Space, set[Space]]:
-    """Spaces that are contracted, gathered or returned, and what runs beside each."""
+    """Spaces that are contracted, gathered or returned, and what runs beside each.
+
+    >>> from gauge_optax.discovery.trace import walked
+    >>> trace = walked(lambda p, x: [x @ p["a"]], {"a": np.ones((2, 3))}, np.ones(2))
+    >>> [len(space) for space in spaces_with_companions(trace)]
+    [2, 3]
+    """
     spaces: dict[Space, set[Space]] = {}
     for axis, beside in trace.contracted:
         atoms = [atom for atom in trace.atom_keys(axis) if len(atom) > 1]
@@ -153,7 +194,7 @@ def spaces_with_companions(trace: Trace) -> dict[Space, set[Space]]:
     return spaces
 
 
-def candidates(trace: Trace, leaves: Leaves, stream: bool = False) -> list[Candidate]:
+def candidates(trace: Trace, leaves: Leaves, stream: bool = False) -> list[_Candidate]:
     """Everything that is tried.
 
     Args:
@@ -161,9 +202,15 @@ def candidates(trace: Trace, leaves: Leaves, stream: bool = False) -> list[Candi
       leaves: the parameters by path.
       stream: whether to try the rotations of a residual stream, an axis that kernels read and that all heads share, as
         they show at points where norms' scales are one; else everything but these is tried.
+
+    >>> from gauge_optax.discovery.trace import walked
+    >>> tree = {"up": np.ones((2, 3)), "down": np.ones((3, 4))}
+    >>> trace = walked(lambda p, x: [jax.nn.relu(x @ p["up"]) @ p["down"]], tree, np.ones((5, 2)))
+    >>> sorted({len(one.space) for one in candidates(trace, tree) if one.family == "linear"})
+    [2, 3, 4]
     """
     spaces = spaces_with_companions(trace)
-    read = {space for axis in trace.read for space in trace.atom_keys(axis)}
+    read = {space for _, axis in trace.readers for space in trace.atom_keys(axis)}
     searched = set(spaces)
     views = [view for path, leaf in leaves.items() for view in views_of(trace, path, leaf.shape, searched)]
     labels = {label for view in views for label in view.labels if label is not None}
@@ -176,7 +223,7 @@ def candidates(trace: Trace, leaves: Leaves, stream: bool = False) -> list[Candi
     whole = {view.path: Piece(view, None, ()) for view in reversed(views)}
     # A vector may be stored less one: its scale is then a constant added as well.
     scales = [(piece, mode) for piece in whole.values() for mode in ("scale", "offset")[: 1 + piece.lone]]
-    tried = [] if stream else [Candidate("diagonal", WHOLE, (), scales)]
+    tried = [] if stream else [_Candidate("diagonal", WHOLE, (), scales)]
     for space, companions in sorted(spaces.items(), key=lambda item: (-len(item[0]), item[0])):
         near = companions | _beside_companions(space, companions, views)
         present = sorted(c for c in near if any({space, c} <= set(v.labels) for v in views))
@@ -191,7 +238,7 @@ def candidates(trace: Trace, leaves: Leaves, stream: bool = False) -> list[Candi
                 of_stream = family in ("orthogonal", "centred") and not beside and space in read
                 if of_stream == stream and (fits or family == "diagonal"):
                     columns = [(piece, m) for piece in pieces for m in modes if m != "offset" or piece.lone]
-                    tried.append(Candidate(family, space, beside, columns))
+                    tried.append(_Candidate(family, space, beside, columns))
     return tried
 
 
@@ -239,6 +286,10 @@ def echelon(null: np.ndarray, sizes: np.ndarray, zero: float) -> tuple[np.ndarra
 
     Returns:
       Its rows, in units of one, and the columns of their pivots.
+
+    >>> row = np.array([[1.0, -1.0]]) / np.sqrt(2)
+    >>> echelon(row, np.ones(2), 1e-5)
+    (array([[ 1., -1.]]), [0])
     """
     rows, pivots = list[np.ndarray](), list[int]()
     for j in range(null.shape[1]):
@@ -258,6 +309,10 @@ def sparse(rows: np.ndarray, beside: np.ndarray | None = None) -> np.ndarray:
 
     Returns:
       Rows whose smallest entry is ±1 and whose first is positive.
+
+    >>> sparse(np.array([[1.0, 1.0, 2.0], [0.0, 1.0, 2.0]]))
+    array([[1., 0., 0.],
+           [0., 1., 2.]])
     """
     together = rows.copy() if beside is None else np.concatenate([rows, beside])
     for _ in range(_PASSES):

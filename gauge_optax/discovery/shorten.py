@@ -9,7 +9,6 @@ in `shrink`.
 from __future__ import annotations
 
 import inspect
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -19,11 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from gauge_optax.discovery.interpret import applied, called, interpret, loop_parts, ranges_taken
 from gauge_optax.discovery.rules import SCATTERS, Axes, Value, is_elementwise, registering
 from gauge_optax.discovery.sketch import Function, Leaves
 from gauge_optax.discovery.spaces import Axis, Spaces
-from gauge_optax.discovery.trace import PASSES, Trace, called_jaxpr, literal, traced_once
-from gauge_optax.traced import loop_counts
+from gauge_optax.discovery.trace import Trace, literal, traced_once, walk
 
 _MEANS = {"broadcast_in_dim", "reshape", "squeeze", "transpose", "convert_element_type", "copy", "neg"}
 
@@ -32,7 +31,7 @@ class Refused(Exception):
     """An operation has no shorter form, or it is not known."""
 
 
-class Short(NamedTuple):
+class _Short(NamedTuple):
     """A value of the shorter program.
 
     Attributes:
@@ -60,37 +59,31 @@ def shorter(fn: Function, leaves: Leaves, batch: Any, dropped: Callable[[Trace],
 
     Raises:
       Refused: an operation has no shorter form.
-    """
-    paths, spaces, number = sorted(leaves), Spaces(), len(leaves)  # in the order of a flat dict
-    axes: list[Axes] = [[spaces.fresh(n) if n > 1 else None for n in leaves[path].shape] for path in paths]
 
-    def values(of: Sequence[Any]) -> list[Value]:
-        of_leaves = [Value(list(own), None, True, path) for own, path in zip(axes, paths, strict=True)]
-        return [*of_leaves, *(Value([None] * len(x.shape)) for x in of[number:])]
+    >>> tree = {"up": np.ones((2, 3)), "down": np.ones((3, 2))}
+    >>> fn = lambda p, x: [jax.nn.relu(x @ p["up"]).reshape(5, 3) @ p["down"]]
+    >>> short, leaves = shorter(fn, tree, np.ones((5, 2)), lambda trace: {trace.spaces.key(trace.leaves["up"][1])[2]})
+    >>> leaves["up"].shape, short(leaves, np.ones((5, 2)))[0][0].tolist()
+    ((2, 2), [4.0, 4.0])
+    """
+    paths, number = sorted(leaves), len(leaves)  # in the order of a flat dict
 
     def traced(flat: Sequence[Any], structure: Any) -> core.ClosedJaxpr:
         return jax.make_jaxpr(lambda *x: list(inspect.unwrap(fn)(*jax.tree.unflatten(structure, x))))(*flat)
 
     flat, structure = jax.tree.flatten((dict(leaves), batch))
-    whole, before = traced(flat, structure), -1
-    for _ in range(PASSES):
-        if before == spaces.changes:
-            break
-        before, trace = spaces.changes, Trace(spaces, dict(zip(paths, axes, strict=True)))
-        trace.run(whole.jaxpr, whole.consts, values([*flat[:number], *map(jnp.asarray, flat[number:])]))
-        spaces.close()
-    kept = _Kept(spaces, dropped(trace))
-    small = {path: _taken(leaves[path], own, kept) for path, own in zip(paths, axes, strict=True)}
+    trace = walk(traced(flat, structure), paths)
+    kept = _Kept(trace.spaces, dropped(trace))
+    small = {path: _taken(leaves[path], axes, kept) for path, axes in trace.leaves.items()}
     shapes = [jax.ShapeDtypeStruct(leaves[path].shape, leaves[path].dtype) for path in paths]
     order = list(leaves)
     del leaves, flat  # the function needs no large leaf
 
     def function(given: Any, batch: Any) -> Any:
         arrays, structure = jax.tree.flatten(({path: given[path] for path in paths}, batch))
-        full = shapes + [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays[number:]]
-        closed = traced(full, structure)
-        args = [Short(value, x) for value, x in zip(values(full), arrays, strict=True)]
-        return [out.array for out in _Evaluation(spaces, kept).run(closed.jaxpr, closed.consts, args)]
+        closed = traced(shapes + [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays[number:]], structure)
+        args = map(_Short, trace.inputs(closed.jaxpr.invars), arrays)
+        return [out.array for out in _Evaluation(trace.spaces, kept).run(closed.jaxpr, closed.consts, list(args))]
 
     return traced_once(function), {path: small[path] for path in order}
 
@@ -143,55 +136,41 @@ class _Evaluation:
     def __init__(self, spaces: Spaces, kept: _Kept) -> None:
         self.trace, self.kept = Trace(spaces, {}), kept
 
-    def run(self, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Short]) -> list[Short]:
+    def run(self, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[_Short]) -> list[_Short]:
         """The outputs."""
-        values: dict[Any, Short] = {v: Short(literal(x), x) for v, x in zip(jaxpr.constvars, consts, strict=True)}
-        values.update(zip(jaxpr.invars, args, strict=True))
+        return interpret(jaxpr, consts, args, lambda x: _Short(literal(x), x), self._equation)
 
-        def read(atom: Any) -> Short:
-            return Short(literal(atom.val), atom.val) if isinstance(atom, core.Literal) else values[atom]
-
-        for eqn in jaxpr.eqns:
-            values.update(zip(eqn.outvars, self._equation(eqn, list(map(read, eqn.invars))), strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
-
-    def _equation(self, eqn: Any, ins: list[Short]) -> list[Short]:
+    def _equation(self, eqn: Any, ins: list[_Short]) -> list[_Short]:
         name = eqn.primitive.name
-        if name in ("scan", "cond"):
-            try:
+        try:
+            if name in ("scan", "cond"):
                 return (self._scan if name == "scan" else self._cond)(eqn, ins)
-            except (TypeError, ValueError, IndexError) as error:
-                raise Refused(f"{name}: {error}") from error
-        if inlined := called_jaxpr(eqn):
-            return self.run(*inlined, ins[len(ins) - len(inlined[0].invars) :])
-        found = self.trace.outputs(eqn, [x.value for x in ins])
-        depends = any(x.value.depends for x in ins)
-        outs = [value if value.constant is not None else value._replace(depends=depends) for value in found]
-        arrays: Sequence[Any]
-        if all(value.constant is not None for value in outs):
-            arrays = [value.constant for value in outs]
-        else:
-            try:
+            if call := called(eqn, ins):
+                return self.run(*call)
+            outs = self.trace.equation(eqn, [x.value for x in ins])
+            arrays: Sequence[Any] = [value.constant for value in outs]
+            if any(x is None for x in arrays):
                 arrays = self._arrays(eqn, ins, [value.axes for value in outs])
-            except (TypeError, ValueError, IndexError) as error:
-                raise Refused(f"{name}: {error}") from error
-            arrays = [self._mean(eqn, ins, x) for x in arrays]
-        return [
-            self._checked(name, Short(value, x, self._summed(eqn, ins)), variable.aval)
-            for value, x, variable in zip(outs, arrays, eqn.outvars, strict=True)
-        ]
+                arrays = [self._mean(eqn, ins, x) for x in arrays]
+        except (TypeError, ValueError, IndexError) as error:
+            raise Refused(f"{name}: {error}") from error
+        return self._results(eqn, outs, arrays, self._summed(eqn, ins))
 
-    def _checked(self, name: str, out: Short, aval: Any) -> Short:
-        """The value, if its array has the entries that its axes say."""
-        if getattr(aval, "shape", None) is not None and jnp.shape(out.array) != self.left(out.value.axes, aval.shape):
-            raise Refused(f"{name}: {jnp.shape(out.array)} in place of {self.left(out.value.axes, aval.shape)}")
-        return out
+    def _results(
+        self, eqn: Any, values: Sequence[Value], arrays: Sequence[Any], summed: tuple[int, int] = (1, 1)
+    ) -> list[_Short]:
+        """The results of an equation, if their arrays have the entries that their axes say."""
+        for value, x, variable in zip(values, arrays, eqn.outvars, strict=True):
+            shape = getattr(variable.aval, "shape", None)
+            if shape is not None and jnp.shape(x) != self.left(value.axes, shape):
+                raise Refused(f"{eqn.primitive.name}: {jnp.shape(x)} in place of {self.left(value.axes, shape)}")
+        return [_Short(value, x, summed) for value, x in zip(values, arrays, strict=True)]
 
     def left(self, axes: Axes, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape that is left."""
         return tuple(n if axis is None else len(self.kept(axis)) for axis, n in zip(axes, shape, strict=True))
 
-    def aligned(self, x: Short, axes: Sequence[Axis]) -> Any:
+    def aligned(self, x: _Short, axes: Sequence[Axis]) -> Any:
         """An array without the entries that others drop along axes of which it has no ids."""
         array = x.array
         for k, (own, axis) in enumerate(zip(x.value.axes, axes, strict=True)):
@@ -199,24 +178,23 @@ class _Evaluation:
                 array = jnp.take(jnp.asarray(array), self.kept(axis), k)
         return array
 
-    def meeting(self, x: Short, other: Short, pairs: Sequence[tuple[int, int]]) -> Any:
+    def meeting(self, x: _Short, other: _Short, pairs: Sequence[tuple[int, int]]) -> Any:
         """An array without what another value drops along the axes at which the two meet, each an axis of either."""
         axes: Axes = [None] * len(x.value.axes)
         for mine, its in pairs:
             axes[mine] = other.value.axes[its]
         return self.aligned(x, axes)
 
-    def _arrays(self, eqn: Any, ins: list[Short], outs: list[Axes]) -> Sequence[Any]:
+    def _arrays(self, eqn: Any, ins: list[_Short], outs: list[Axes]) -> Sequence[Any]:
         """What an equation computes, on what is kept of its inputs."""
         name = eqn.primitive.name
-        if name in _PARTS:
-            return _PARTS[name](self.kept, eqn, ins[0])
+        if name in ("slice", "split"):
+            return [_part(self.kept, ins[0], eqn.invars[0].aval.shape, ranges) for ranges in ranges_taken(eqn)]
         default = _elementwise if is_elementwise(name) else _unchanged
         arrays, params = _SHORTER.get(name, default)(self, eqn, ins, outs)
-        out = eqn.primitive.bind(*map(jnp.asarray, arrays), **{**eqn.params, **params})
-        return out if eqn.primitive.multiple_results else [out]
+        return applied(eqn, arrays, **params)
 
-    def _summed(self, eqn: Any, ins: list[Short]) -> tuple[int, int]:
+    def _summed(self, eqn: Any, ins: list[_Short]) -> tuple[int, int]:
         """Over how many entries the result is a sum, of all and of those that are kept."""
         name, shapes = eqn.primitive.name, [getattr(v.aval, "shape", ()) for v in eqn.invars]
         if name == "reduce_sum":
@@ -227,7 +205,7 @@ class _Evaluation:
                     return _times(one.summed, shape, jnp.shape(one.array), axes)
         return ins[0].summed if name in _MEANS else (1, 1)
 
-    def _mean(self, eqn: Any, ins: list[Short], x: Any) -> Any:
+    def _mean(self, eqn: Any, ins: list[_Short], x: Any) -> Any:
         """A sum over the number of its entries, which the function has as a constant: over the number that is left."""
         name = eqn.primitive.name
         if name == "dot_general":
@@ -246,19 +224,17 @@ class _Evaluation:
 
     # Control flow -------------------------------------------------------------------------------------
 
-    def _scan(self, eqn: Any, ins: list[Short]) -> list[Short]:
-        first, count = loop_counts(eqn.params)
-        consts, carry, xs = ins[:first], ins[first : first + count], ins[first + count :]
-        outs = self.trace.outputs(eqn, [x.value for x in ins])
-        body = eqn.params["jaxpr"]
+    def _scan(self, eqn: Any, ins: list[_Short]) -> list[_Short]:
+        body, consts, carry, xs = loop_parts(eqn, ins)
+        count, outs = len(carry), self.trace.equation(eqn, [x.value for x in ins])
         start = [self.aligned(x, value.axes) for x, value in zip(carry, outs, strict=False)]
         lead = self.trace.spaces.unify(*(x.value.axes[0] for x in xs))
         slices = [self.aligned(x, [lead, *x.value.axes[1:]]) for x in xs]
         inner = [value._replace(axes=value.axes[1:]) for value in outs[count:]]
 
         def step(arrays: Any, slices: Any) -> Any:
-            before = [Short(value, x) for value, x in zip(outs, arrays, strict=False)]
-            taken = [Short(x.value._replace(axes=x.value.axes[1:], constant=None), y)
+            before = [_Short(value, x) for value, x in zip(outs, arrays, strict=False)]
+            taken = [_Short(x.value._replace(axes=x.value.axes[1:], constant=None), y)
                      for x, y in zip(xs, slices, strict=True)]
             found = self.run(body.jaxpr, body.consts, [*consts, *before, *taken])
             ends = [self.aligned(x, value.axes) for x, value in zip(found, [*outs[:count], *inner], strict=True)]
@@ -267,11 +243,10 @@ class _Evaluation:
         length = eqn.params["length"] if lead is None else len(self.kept(lead))
         after, stacked = jax.lax.scan(
             step, list(map(jnp.asarray, start)), slices, length=length, reverse=eqn.params["reverse"])
-        return [self._checked("scan", Short(value, x), variable.aval)
-                for value, x, variable in zip(outs, [*after, *stacked], eqn.outvars, strict=True)]
+        return self._results(eqn, outs, [*after, *stacked])
 
-    def _cond(self, eqn: Any, ins: list[Short]) -> list[Short]:
-        outs = self.trace.outputs(eqn, [x.value for x in ins])
+    def _cond(self, eqn: Any, ins: list[_Short]) -> list[_Short]:
+        outs = self.trace.equation(eqn, [x.value for x in ins])
 
         def of(branch: Any) -> Callable[..., Any]:
             def run(*arrays: Any) -> Any:
@@ -282,50 +257,49 @@ class _Evaluation:
             return run
 
         found = jax.lax.switch(ins[0].array, list(map(of, eqn.params["branches"])), *(x.array for x in ins[1:]))
-        return [self._checked("cond", Short(value, x), variable.aval)
-                for value, x, variable in zip(outs, found, eqn.outvars, strict=True)]
+        return self._results(eqn, outs, found)
 
 
 # Operations that name lengths, or whose operands meet along other axes than the results' ------------------
 
 Operands = tuple[Sequence[Any], dict[str, Any]]
 """An operation's operands without what is dropped, and those of its parameters that change."""
-Rule = Callable[["_Evaluation", Any, list[Short], list[Axes]], Operands]
+Rule = Callable[["_Evaluation", Any, list[_Short], list[Axes]], Operands]
 _SHORTER: dict[str, Rule] = {}
 _operation = registering(_SHORTER)
 
 
-def _unchanged(run: _Evaluation, eqn: Any, ins: list[Short], outs: list[Axes]) -> Operands:
+def _unchanged(run: _Evaluation, eqn: Any, ins: list[_Short], outs: list[Axes]) -> Operands:
     """Whether the results have the entries that they should is seen from their shapes."""
     return [x.array for x in ins], {}
 
 
-def _elementwise(run: _Evaluation, eqn: Any, ins: list[Short], outs: list[Axes]) -> Operands:
+def _elementwise(run: _Evaluation, eqn: Any, ins: list[_Short], outs: list[Axes]) -> Operands:
     return [run.aligned(x, outs[0]) if x.value.axes else x.array for x in ins], {}
 
 
 @_operation("while")
-def _while(run: _Evaluation, eqn: Any, ins: list[Short], outs: list[Axes]) -> Operands:
+def _while(run: _Evaluation, eqn: Any, ins: list[_Short], outs: list[Axes]) -> Operands:
     if any(run.kept.cuts(axis) for x in ins for axis in x.value.axes):
         raise Refused("a loop with a condition")
     return _unchanged(run, eqn, ins, outs)
 
 
 @_operation("broadcast_in_dim", "reshape")
-def _shaped(run: _Evaluation, eqn: Any, ins: list[Short], outs: list[Axes]) -> Operands:
+def _shaped(run: _Evaluation, eqn: Any, ins: list[_Short], outs: list[Axes]) -> Operands:
     name = "shape" if "shape" in eqn.params else "new_sizes"
     return [x.array for x in ins], {name: run.left(outs[0], eqn.outvars[0].aval.shape)}
 
 
 @_operation("dot_general")
-def _dot(run: _Evaluation, eqn: Any, ins: list[Short], outs: list[Axes]) -> Operands:
+def _dot(run: _Evaluation, eqn: Any, ins: list[_Short], outs: list[Axes]) -> Operands:
     (left, right), (left_batch, right_batch) = eqn.params["dimension_numbers"]
     pairs = [*zip(left, right, strict=True), *zip(left_batch, right_batch, strict=True)]
     return [run.meeting(ins[0], ins[1], pairs), run.meeting(ins[1], ins[0], [pair[::-1] for pair in pairs])], {}
 
 
 @_operation("conv_general_dilated")
-def _convolution(run: _Evaluation, eqn: Any, ins: list[Short], outs: list[Axes]) -> Operands:
+def _convolution(run: _Evaluation, eqn: Any, ins: list[_Short], outs: list[Axes]) -> Operands:
     numbers, groups = eqn.params["dimension_numbers"], eqn.params["feature_group_count"]
     if groups == 1:
         pair = numbers.lhs_spec[1], numbers.rhs_spec[1]
@@ -336,7 +310,7 @@ def _convolution(run: _Evaluation, eqn: Any, ins: list[Short], outs: list[Axes])
 
 
 @_operation("gather")
-def _gather(run: _Evaluation, eqn: Any, ins: list[Short], outs: list[Axes]) -> Operands:
+def _gather(run: _Evaluation, eqn: Any, ins: list[_Short], outs: list[Axes]) -> Operands:
     numbers, (table, index) = eqn.params["dimension_numbers"], ins
     sizes = []
     for k, (size, length) in enumerate(zip(eqn.params["slice_sizes"], eqn.invars[0].aval.shape, strict=True)):
@@ -353,7 +327,7 @@ def _gather(run: _Evaluation, eqn: Any, ins: list[Short], outs: list[Axes]) -> O
 
 
 @_operation("dynamic_slice")
-def _dynamic_slice(run: _Evaluation, eqn: Any, ins: list[Short], outs: list[Axes]) -> Operands:
+def _dynamic_slice(run: _Evaluation, eqn: Any, ins: list[_Short], outs: list[Axes]) -> Operands:
     found, lengths = list(eqn.params["slice_sizes"]), eqn.invars[0].aval.shape
     for k, (size, axis) in enumerate(zip(found, ins[0].value.axes, strict=True)):
         if size == lengths[k]:
@@ -364,7 +338,7 @@ def _dynamic_slice(run: _Evaluation, eqn: Any, ins: list[Short], outs: list[Axes
 
 
 @_operation("dynamic_update_slice", *SCATTERS)
-def _update(run: _Evaluation, eqn: Any, ins: list[Short], outs: list[Axes]) -> Operands:
+def _update(run: _Evaluation, eqn: Any, ins: list[_Short], outs: list[Axes]) -> Operands:
     arrays, at = [x.array for x in ins], 1 if eqn.primitive.name == "dynamic_update_slice" else 2
     if len(ins[0].value.axes) == len(ins[at].value.axes):
         arrays[0], arrays[at] = (run.aligned(ins[k], outs[0]) for k in (0, at))
@@ -372,36 +346,20 @@ def _update(run: _Evaluation, eqn: Any, ins: list[Short], outs: list[Axes]) -> O
 
 
 @_operation("concatenate")
-def _concatenate(run: _Evaluation, eqn: Any, ins: list[Short], outs: list[Axes]) -> Operands:
+def _concatenate(run: _Evaluation, eqn: Any, ins: list[_Short], outs: list[Axes]) -> Operands:
     others = [None if k == eqn.params["dimension"] else axis for k, axis in enumerate(outs[0])]
     return [run.aligned(x, others) for x in ins], {}
 
 
 @_operation("stack")
-def _stack(run: _Evaluation, eqn: Any, ins: list[Short], outs: list[Axes]) -> Operands:
+def _stack(run: _Evaluation, eqn: Any, ins: list[_Short], outs: list[Axes]) -> Operands:
     return [run.aligned(x, [axis for k, axis in enumerate(outs[0]) if k != eqn.params["axis"]]) for x in ins], {}
 
 
 # Parts of axes --------------------------------------------------------------------------------------------
 
 
-def _slice(kept: _Kept, eqn: Any, x: Short) -> list[Any]:
-    params, full = eqn.params, eqn.invars[0].aval.shape
-    strides = params["strides"] or [1] * len(full)
-    return [_part(kept, x, full, list(map(range, params["start_indices"], params["limit_indices"], strides)))]
-
-
-def _split(kept: _Kept, eqn: Any, x: Short) -> list[Any]:
-    full, ends = eqn.invars[0].aval.shape, np.cumsum([0, *eqn.params["sizes"]]).tolist()
-    taken = [[range(*part) if k == eqn.params["axis"] else range(n) for k, n in enumerate(full)]
-             for part in itertools.pairwise(ends)]
-    return [_part(kept, x, full, ranges) for ranges in taken]
-
-
-_PARTS = {"slice": _slice, "split": _split}
-
-
-def _part(kept: _Kept, x: Short, full: Sequence[int], ranges: Sequence[range]) -> Any:
+def _part(kept: _Kept, x: _Short, full: Sequence[int], ranges: Sequence[range]) -> Any:
     """What is kept of some entries of every axis."""
     array = x.array
     for k, (axis, taken) in enumerate(zip(x.value.axes, ranges, strict=True)):

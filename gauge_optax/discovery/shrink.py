@@ -19,7 +19,7 @@ import numpy as np
 from gauge_optax.discovery.calls import template
 from gauge_optax.discovery.shorten import Refused, shorter
 from gauge_optax.discovery.sketch import Function, Leaves
-from gauge_optax.discovery.trace import Trace
+from gauge_optax.discovery.trace import Place, Trace
 
 LARGE = 400_000  # entries of all leaves; smaller trees are searched as they are
 _TABLE = 16  # rows that a table keeps at least, so that tokens stay different
@@ -35,6 +35,9 @@ class Small:
       leaves: float64 leaves by path.
       batches: batches whose indices are within the shorter axes.
       lengths: prime of the small instance → length of the large one, per set of axes that were shortened.
+
+    >>> Small(lambda p, x: x, {}, [], {11: 768}).full(22)
+    1536
     """
 
     fn: Function
@@ -61,7 +64,7 @@ class _Group:
       table: whether rows are taken from it by index, as from an embedding.
     """
 
-    places: list[tuple[str, int, int]]
+    places: list[Place]
     length: int
     unit: int
     table: bool
@@ -91,6 +94,13 @@ def smaller(fn: Function, trace: Trace, leaves: Leaves, batches: Sequence[Any]) 
     Returns:
       The small instance; None for small trees, and for functions whose operations have no shorter form. Its function is
       fn, called on shorter axes; for a function that refuses these, its traced operations on them (`shorten`).
+
+    >>> from gauge_optax.discovery.trace import walked
+    >>> fn = lambda p, x: [jnp.tanh(x @ p["up"]) @ p["down"]]
+    >>> tree, x = {"up": np.ones((32, 8192)), "down": np.ones((8192, 32))}, np.ones((4, 32))
+    >>> small = smaller(fn, walked(fn, tree, x), tree, [x, x])
+    >>> {path: leaf.shape for path, leaf in small.leaves.items()}
+    {'up': (5, 11), 'down': (11, 7)}
     """
     total = sum(leaf.size for leaf in leaves.values())
     if total < LARGE:
@@ -115,7 +125,7 @@ def smaller(fn: Function, trace: Trace, leaves: Leaves, batches: Sequence[Any]) 
             own = _atoms(walked, leaves)
             groups = []
             for group in _groups(walked, own):
-                counts = [len(_ids(walked, place)) for place in group.places]
+                counts = [len(_indices(walked, place)) for place in group.places]
                 groups.append(dataclasses.replace(group, unit=math.gcd(group.unit, *counts)))
             while True:
                 chosen[:] = _chosen(groups, own, of_batches)
@@ -171,63 +181,39 @@ def _split(trace: Trace, one: _Short) -> tuple[set[int], set[int]]:
     """The indices of a group that are kept, and all others."""
     first, every = set[int](), set[int]()
     for place in one.group.places:
-        ids = _ids(trace, place)
+        ids = _indices(trace, place)
         first |= set(ids[: len(ids) // one.group.unit * one.unit])
         every |= set(ids)
     return first, every - first
 
 
 def _atoms(trace: Trace, leaves: Leaves) -> Atoms:
-    return {(path, k): _lengths(trace, path, k, n) for path, x in leaves.items() for k, n in enumerate(x.shape)}
+    return {(path, k): [len(ids) for ids in trace.components(path, k)] or [n]
+            for path, x in leaves.items() for k, n in enumerate(x.shape)}
 
 
-def _ids(trace: Trace, place: tuple[str, int, int]) -> list[int]:
+def _indices(trace: Trace, place: Place) -> list[int]:
     """The indices of a component of an axis, each once, in their order."""
     path, axis, number = place
-    ids = trace.leaves[path][axis]
-    atoms = [] if ids is None else trace.spaces.atoms(ids)
-    return list(dict.fromkeys(trace.spaces.canon(atoms[number]).tolist()))
-
-
-def _lengths(trace: Trace, path: str, axis: int, length: int) -> list[int]:
-    ids = trace.leaves[path][axis]
-    return [length] if ids is None else [len(atom) for atom in trace.spaces.atoms(ids)]
+    return list(dict.fromkeys(trace.components(path, axis)[number].tolist()))
 
 
 def _groups(trace: Trace, atoms: Atoms) -> list[_Group]:
     """Components that share an index, and those of other layers in their places, without those that must stay."""
-    of_id: dict[int, int] = {}
-    families: dict[int, set[tuple[str, int, int]]] = {}
-    fixed: set[int] = set()
     tables = {x for axis in trace.tables for atom in trace.atom_keys(axis) for x in atom}
-    rows: set[int] = set()
-    for path, axis in atoms:
-        ids = trace.leaves[path][axis]
-        for number, atom in enumerate([] if ids is None else trace.spaces.atoms(ids)):
-            key = set(trace.spaces.key(atom))
-            joined = {of_id[x] for x in key if x in of_id}
-            name = min(joined, default=min(key))
-            places = families.setdefault(name, set())
-            for other in joined - {name}:
-                places |= families.pop(other)
-                of_id.update({x: name for x, family in of_id.items() if family == other})
-            fixed.update([name] if joined & fixed else [])
-            rows.update([name] if joined & rows or not tables.isdisjoint(key) else [])
-            places.add((path, axis, number))
-            of_id.update(dict.fromkeys(key, name))
-            # Single entries are taken from it, or parts of it are grids of their own, as in a fused kernel.
-            if not trace.spaces.picked.isdisjoint(key) or not trace.spaces.grids.keys().isdisjoint(key):
-                fixed.add(name)
-    by_places: dict[Any, list[int]] = {}
-    for name, places in families.items():
+    # Single entries are taken from these, or parts of them are grids of their own, as in a fused kernel.
+    fixed = trace.spaces.picked | trace.spaces.grids.keys()
+    by_kind: dict[Any, list[list[Place]]] = {}
+    for places in trace.families(dict.fromkeys(path for path, _ in atoms)):
         kind = frozenset((template(path), axis, number) for path, axis, number in places)
-        by_places.setdefault(kind, []).append(name)
+        by_kind.setdefault(kind, []).append(sorted(places))
     groups = []
-    for names in by_places.values():
-        members = [place for name in names for place in sorted(families[name])]
+    for families in by_kind.values():
+        members = [place for places in families for place in places]
+        ids = {x for place in members for x in _indices(trace, place)}
         lengths = [atoms[path, axis][number] for path, axis, number in members]
-        if (unit := math.gcd(*lengths)) > 1 and fixed.isdisjoint(names):
-            groups.append(_Group(members, max(lengths), unit, not rows.isdisjoint(names)))
+        if (unit := math.gcd(*lengths)) > 1 and fixed.isdisjoint(ids):
+            groups.append(_Group(members, max(lengths), unit, not tables.isdisjoint(ids)))
     return groups
 
 

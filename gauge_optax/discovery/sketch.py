@@ -17,6 +17,7 @@ from gauge_optax.xla import quick_options
 
 Leaves = dict[str, np.ndarray]
 Function = Callable[[Mapping[str, Any], Any], Any]
+DRAWS = 5  # of a point, until the function is finite there; and times as many gradients as are needed, at most
 _SPREAD = 0.5  # noise around the given point, relative to a leaf's RMS
 _CHUNK = 2**29  # bytes of gradients that are held at a time
 
@@ -32,6 +33,10 @@ def generic_point(leaves: Mapping[str, np.ndarray], rng: np.random.Generator) ->
       Leaves plus normal noise of half their RMS, and of at least the size at which a kernel keeps the scale of its
       input (initial values of 0.02 make layers that the outputs hardly depend on). Leaves that are positive throughout
       (norms' scales, variances) are multiplied by the noise's exponential instead, so that they stay positive.
+
+    >>> point = generic_point({"scale": np.ones(3), "bias": np.zeros(3)}, np.random.default_rng(0))
+    >>> bool((point["scale"] > 0).all()), bool(point["bias"].any())
+    (True, True)
     """
 
     def moved(leaf: np.ndarray) -> np.ndarray:
@@ -51,6 +56,10 @@ def finite_points(
     """The first so many points at which the outputs are finite; if there are fewer, the last point fills their places.
 
     A norm without eps may meet a layer of which no unit is alive.
+
+    >>> points = [{"a": np.zeros(())}, {"a": np.ones(())}]
+    >>> finite_points(lambda p, x: x / p["a"], [jnp.ones(2)], points, 1)
+    [{'a': array(1.)}]
     """
     found, last = list[Leaves](), dict[str, np.ndarray]()
     for last in points:
@@ -79,6 +88,11 @@ def squared_gradients(
 
     Returns:
       Arrays of the leaves' shapes by path; a gradient that is not finite counts as zero.
+
+    >>> fn, point = lambda p, x: [x * p["a"]], {"a": np.ones(2), "b": np.ones(2)}
+    >>> squares = squared_gradients(fn, [np.ones(2)], point, np.random.default_rng(0), ["a", "b"])
+    >>> {path: bool(x.all()) for path, x in squares.items()}
+    {'a': True, 'b': False}
     """
     groups, held = [list[str]()], 0
     for path in paths:
@@ -110,6 +124,10 @@ class Gradients:
     Args:
       fn: (leaves, batch) to a tree of outputs.
       batches: what it is called on.
+
+    >>> gradients = Gradients(lambda p, x: [x * p["a"]], [np.ones(2), np.ones(2)])
+    >>> [chunk["a"].shape for chunk in gradients.at({"a": np.ones(2)}, 6, np.random.default_rng(0))]
+    [(6, 2)]
     """
 
     def __init__(self, fn: Function, batches: Sequence[Any]) -> None:

@@ -2,7 +2,7 @@
 
 An axis of a parameter, or of anything computed from parameters, is a vector of ids, one per entry; it is None where no
 parameter varies along it. Ids that an operation combines are united. An axis that a reshape makes out of others keeps
-its components (one `Grid` per id), so that a later split recovers them; ids with equal components are equal.
+its components (one `_Grid` per id), so that a later split recovers them; ids with equal components are equal.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ Space = tuple[int, ...]  # an axis as a hashable value: the representatives of i
 MOST_IDS = 200_000  # per joined axis: longer products are batch sizes in practice, never a basis or channels
 
 
-class Grid(NamedTuple):
+class _Grid(NamedTuple):
     """An id as one cell of a grid: the ids of its components, the grid's sizes, the cell's row-major number."""
 
     components: tuple[int, ...]
@@ -35,12 +35,20 @@ class Spaces:
       changes: number of unions and splits so far; the walk over the jaxpr stops when it no longer rises.
       picked: ids of axes from which single indices are taken.
       grids: the grid of each id that is a cell of one.
+
+    >>> spaces = Spaces()
+    >>> rows, columns = spaces.fresh(2), spaces.fresh(3)
+    >>> one, other = spaces.join([(rows, 2), (columns, 3)]), spaces.fresh(6)
+    >>> spaces.key(spaces.unify(one, other)) == spaces.key(other)
+    True
+    >>> [len(atom) for atom in spaces.atoms(other)]
+    [2, 3]
     """
 
     def __init__(self) -> None:
         self.changes = 0
         self.picked: set[int] = set()
-        self.grids: dict[int, Grid] = {}
+        self.grids: dict[int, _Grid] = {}
         self._parent = np.arange(1024)
         self._count = 0
         # By components, sizes, and how many cells before it have the same: those of a rotary plane are two.
@@ -145,7 +153,7 @@ class Spaces:
             self.changes += 1
             for place, at in enumerate(np.ndindex(*sizes)):
                 components = tuple(int(part[k]) for part, k in zip(parts, at, strict=True))
-                self.grids[ids[place]] = Grid(components, tuple(sizes), place)
+                self.grids[ids[place]] = _Grid(components, tuple(sizes), place)
         return parts
 
     def join(self, axes: Sequence[tuple[Axis, int]]) -> Axis:
@@ -167,7 +175,7 @@ class Spaces:
             number[components] += 1
             if cell not in self._joined:
                 self._joined[cell] = int(self.fresh(1)[0])
-                self.grids[self._joined[cell]] = Grid(components, sizes, place)
+                self.grids[self._joined[cell]] = _Grid(components, sizes, place)
             ids.append(self._joined[cell])
         return np.array(ids)
 
@@ -175,7 +183,7 @@ class Spaces:
         """Unites cells with equal components until nothing changes (congruence closure)."""
         before = -1
         while before != self.changes:
-            before, cells = self.changes, dict[Grid, int]()
+            before, cells = self.changes, dict[_Grid, int]()
             for x, grid in list(self.grids.items()):
                 cell = grid._replace(components=self.key(np.array(grid.components)))
                 self.unite(cells.setdefault(cell, x), x)
@@ -187,18 +195,12 @@ class Spaces:
     def reshape(self, axes: Sequence[Axis], shape: Sequence[int], new: Sequence[int]) -> list[Axis]:
         """The axes of a reshaped array."""
         out: list[Axis] = [None] * len(new)
-        i = j = 0
-        while i < len(shape) or j < len(new):
-            # The shortest runs of old axes i to a and new axes j to b with equal numbers of entries.
-            a, b = min(i + 1, len(shape)), min(j + 1, len(new))
-            while (before := math.prod(shape[i:a])) != (after := math.prod(new[j:b])):
-                a, b = (a + 1, b) if before < after else (a, b + 1)
-            source = [(axes[k], shape[k]) for k in range(i, a) if shape[k] > 1]
-            target = [k for k in range(j, b) if new[k] > 1]
+        for before, after in equal_runs(shape, new):
+            source = [(axes[k], shape[k]) for k in before if shape[k] > 1]
+            target = [k for k in after if new[k] > 1]
             if any(axis is not None for axis, _ in source):
                 for k, axis in zip(target, self._recut(source, [new[k] for k in target]), strict=True):
                     out[k] = axis
-            i, j = a, b
         return out
 
     def _recut(self, source: Sequence[tuple[Axis, int]], lengths: Sequence[int]) -> list[Axis]:
@@ -227,6 +229,21 @@ class Spaces:
             out += self.split(atom, [b // a for a, b in itertools.pairwise(within)][::-1])
             outer = inner
         return out
+
+
+def equal_runs(shape: Sequence[int], new: Sequence[int]) -> Iterator[tuple[range, range]]:
+    """The shortest runs of axes of two shapes that have equal numbers of entries.
+
+    >>> list(equal_runs((4, 6, 5), (2, 12, 5)))
+    [(range(0, 2), range(0, 2)), (range(2, 3), range(2, 3))]
+    """
+    i = j = 0
+    while i < len(shape) or j < len(new):
+        a, b = min(i + 1, len(shape)), min(j + 1, len(new))
+        while (before := math.prod(shape[i:a])) != (after := math.prod(new[j:b])):
+            a, b = (a + 1, b) if before < after else (a, b + 1)
+        yield range(i, a), range(j, b)
+        i, j = a, b
 
 
 def _common_cuts(one: Sequence[int], other: Sequence[int]) -> list[int] | None:

@@ -7,22 +7,19 @@ have shown to be movable into their readers, and the finite move that proves the
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from gauge_optax.discovery.calls import Axes, Call, bound_copies, captured_blocks
-from gauge_optax.discovery.checks import check_gradients
-from gauge_optax.discovery.groups import ZERO, Copy, draw, independent
-from gauge_optax.discovery.search import candidates, observe
+from gauge_optax.discovery.calls import Axes, Call, bound_copies, captured_blocks, joined
+from gauge_optax.discovery.groups import ZERO, Copy, independent
+from gauge_optax.discovery.search import candidates, sketched
 from gauge_optax.discovery.sketch import Gradients, Leaves, generic_point
 from gauge_optax.discovery.trace import Trace
-from gauge_optax.discovery.write import Unwritable, axes_text, joined, whole_leaves
+from gauge_optax.discovery.write import Unwritable, axes_text, whole_leaves
 
 _POINTS = 3
-_DRAWS = 5  # times as many gradients as are needed are drawn, until enough are finite
 
 
 def stream_rotations(
@@ -52,20 +49,15 @@ def stream_rotations(
         return []
     columns = max(len(one.columns) for one in tried)
     squares = {path: np.zeros(leaf.shape) for path, leaf in leaves.items()}
-    needed, seen = max(_POINTS * at_once, int(rows * columns) + 8), 0
-    for k in itertools.count():
-        if seen >= needed or k * at_once > _DRAWS * needed:
-            break
-        point = _with_ones(generic_point(leaves, rng(13, k)), ones)
-        elements = [draw(rng(14, k, n), one.family, one.space, one.beside) for n, one in enumerate(tried)]
-        for chunk, gradient in enumerate(gradients.at(point, at_once, rng(15, k))):
-            seen += len(next(iter(gradient.values())))
-            squares = {path: x + np.square(gradient[path]).sum(0) for path, x in squares.items()}
-            observe(tried, point, elements, gradient, first=chunk == 0)
-    check_gradients(seen, needed)
+
+    def point(number: int) -> Leaves:
+        return _with_ones(generic_point(leaves, rng(13, number)), ones)
+
+    needed = max(_POINTS * at_once, int(rows * columns) + 8)
+    for _ in sketched(tried, gradients, at_once, needed, point, squares, rng, (15, 14)):
+        pass  # nothing else observes these gradients
     symmetries = [symmetry for one in tried for symmetry in one.solve(squares, dead, 10 * ZERO)]
-    point = _with_ones(generic_point(leaves, rng(13, 0)), ones)
-    return independent([s for s in symmetries if s.residual < ZERO], point, rng(16), before, dead)
+    return independent([s for s in symmetries if s.residual < ZERO], point(0), rng(16), before, dead)
 
 
 def rotation_call(symmetry: Copy, trace: Trace, norms: Sequence[Call], params: Any) -> Call:
@@ -108,7 +100,12 @@ def rotation_call(symmetry: Copy, trace: Trace, norms: Sequence[Call], params: A
 
 
 def passed(norms: Iterable[Call], params: Any) -> list[Call]:
-    """The norms whose gauges move every channel of the scale alone, so that it can be divided out."""
+    """The norms whose gauges move every channel of the scale alone, so that it can be divided out.
+
+    >>> norms = [Call("norm_scale", {"scale": {"norm": "channel"}, "into": {"up": "channel _"}})]
+    >>> [norm.kind for norm in passed(norms, {"norm": np.ones(2), "up": np.ones((2, 3))})]
+    ['norm_scale']
+    """
 
     def blocks(norm: Call) -> list[Any]:
         return [block for _, _, copy in bound_copies(norm.gauge(), params) for block in copy if block.role == "up"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from gauge_optax.discovery.rules import RULES, Axes, Value, default
+from gauge_optax.discovery.interpret import CONTROL, applied, called, interpret, loop_parts
+from gauge_optax.discovery.rules import Axes, Value, rule_of
 from gauge_optax.discovery.spaces import Axis, Space, Spaces
-from gauge_optax.traced import loop_counts
 
 # Primitives that move the entries of a parameter but compute nothing.
 _MOVES = {"transpose", "reshape", "convert_element_type", "squeeze", "slice", "split", "dynamic_slice",
@@ -29,8 +29,9 @@ _CONTRACTIONS = {"dot_general", "conv_general_dilated"}
 # Primitives of which tables of cosines and sines are made.
 _TABLES = {*_MOVES, "mul", "div", "neg", "exp", "log", "pow", "integer_pow", "cos", "sin", "concatenate", "iota",
            "dot_general", "add", "sub"}
-PASSES = 6  # walks, at most; two or three reach the fixed point
+_PASSES = 6  # walks, at most; two or three reach the fixed point
 _MOST_CONSTANT = 100_000  # entries of index arithmetic that is evaluated
+Place = tuple[str, int, int]  # a component of a leaf's axis: path, axis, number
 
 
 class Trace:
@@ -48,14 +49,19 @@ class Trace:
       stacked: all axes that are scanned over.
       tables: axes of which rows are taken by index.
       returned: axes of the outputs.
-      read: axes along which a parameter contracts a value that parameters made, as a kernel does the residual stream.
-      readers: (kernel, axis): the leaves that contract such a value, and along which of their axes.
+      readers: (kernel, axis): the leaves that contract a value that parameters made, as kernels do the residual stream,
+        and along which of their axes.
       vector_reads: (vector, kernel): the kernel contracts what the vector was added to or multiplied with.
       added_behind: (kernel, vector): the vector is added to the kernel's product.
       added: parameters that are added to a value which depends on others, as a bias is and a norm's scale is not.
       opaque: names of primitives whose effect was guessed.
       ranked: axes that are sorted, or of which the largest entry is taken.
       summed: axes that are summed over.
+
+    >>> tree = {"up": np.ones((2, 3)), "down": np.ones((3, 4))}
+    >>> trace = walked(lambda p, x: [jax.nn.relu(x @ p["up"]) @ p["down"]], tree, np.ones((5, 2)))
+    >>> trace.families(tree)
+    [[('up', 0, 0)], [('up', 1, 0), ('down', 0, 0)], [('down', 1, 0)]]
     """
 
     def __init__(self, spaces: Spaces, leaves: dict[str, Axes]) -> None:
@@ -65,7 +71,6 @@ class Trace:
         self.stacked: list[np.ndarray] = []
         self.tables: list[np.ndarray] = []
         self.returned: list[np.ndarray] = []
-        self.read: list[np.ndarray] = []
         self.readers: list[tuple[str, np.ndarray]] = []
         self.vector_reads: set[tuple[str, str]] = set()
         self.added_behind: set[tuple[str, str]] = set()
@@ -96,30 +101,60 @@ class Trace:
         """Axes along which a softmax or a sort chooses, such as experts and classes."""
         return {self.spaces.key(axis) for axis in self.ranked} & {self.spaces.key(axis) for axis in self.summed}
 
+    def components(self, path: str, axis: int) -> list[np.ndarray]:
+        """The axes of which an axis of a leaf is a grid, as representatives; none for a length of one."""
+        ids = self.leaves[path][axis]
+        return [] if ids is None else [self.spaces.canon(atom) for atom in self.spaces.atoms(ids)]
+
+    def families(self, paths: Iterable[str]) -> list[list[Place]]:
+        """The components of leaves' axes, those together that share an index with each other or with a third one."""
+        family_of: dict[int, int] = {}
+        families: dict[int, list[Place]] = {}
+        for path, axis in ((leaf, axis) for leaf in paths for axis in range(len(self.leaves[leaf]))):
+            for number, component in enumerate(self.components(path, axis)):
+                ids = component.tolist()
+                met = {family_of[x] for x in ids if x in family_of}
+                name = min(met, default=min(ids))
+                places = families.setdefault(name, [])
+                for other in met - {name}:
+                    places += families.pop(other)
+                    family_of.update({x: name for x, family in family_of.items() if family == other})
+                places.append((path, axis, number))
+                family_of.update(dict.fromkeys(ids, name))
+        return list(families.values())
+
     def atom_keys(self, axis: np.ndarray) -> list[Space]:
         """The components of an axis, as spaces."""
         return [self.spaces.key(atom) for atom in self.spaces.atoms(axis)]
 
+    def inputs(self, shaped: Sequence[Any]) -> list[Value]:
+        """The inputs of a function: the leaves, and other values with shapes, which are data."""
+        leaves = [Value(list(axes), None, True, path) for path, axes in self.leaves.items()]
+        return [*leaves, *(Value([None] * len(x.aval.shape)) for x in shaped[len(leaves) :])]
+
     def run(self, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Value]) -> list[Value]:
         """Walks a jaxpr."""
-        values: dict[Any, Value] = dict(zip(jaxpr.constvars, map(literal, consts), strict=True))
-        values.update(zip(jaxpr.invars, args, strict=True))
+        return interpret(jaxpr, consts, args, literal, self.equation)
 
-        def read(atom: Any) -> Value:
-            return literal(atom.val) if isinstance(atom, core.Literal) else values[atom]
-
-        for eqn in jaxpr.eqns:
-            ins = [read(atom) for atom in eqn.invars]
-            outs = self.outputs(eqn, ins)
-            depends = any(value.depends for value in ins)
-            leaf = next((value.leaf for value in ins if value.leaf), "") if eqn.primitive.name in _MOVES else ""
-            writers, vectors = self._parameters_in(eqn.primitive.name, ins)
-            inlined = eqn.primitive.name in _CONTROL or called_jaxpr(eqn) is not None
-            for variable, out in zip(eqn.outvars, outs, strict=True):
-                if out.constant is None and not inlined:
-                    out = out._replace(depends=depends, leaf=leaf, writers=writers, vectors=vectors)
-                values[variable] = out
-        return [read(atom) for atom in jaxpr.outvars]
+    def equation(self, eqn: Any, ins: list[Value]) -> list[Value]:
+        """The results of an equation."""
+        name = eqn.primitive.name
+        if name in CONTROL:
+            return (_branches if name == "cond" else _loop)(self, eqn, ins)
+        avals = [out.aval for out in eqn.outvars]
+        # Index arithmetic is evaluated: a gather by known rows can be a repeat or a slice. So are rotary tables.
+        integer = all(jnp.issubdtype(a.dtype, jnp.integer) or jnp.issubdtype(a.dtype, jnp.bool_) for a in avals)
+        constant = all(value.constant is not None for value in ins)
+        if (integer or name in _TABLES) and constant and sum(math.prod(a.shape) for a in avals) <= _MOST_CONSTANT:
+            with jax.ensure_compile_time_eval():  # `shorten` walks while it traces
+                return [literal(np.asarray(x)) for x in applied(eqn, [value.constant for value in ins])]
+        if call := called(eqn, ins):
+            return self.run(*call)
+        depends = any(value.depends for value in ins)
+        leaf = next((value.leaf for value in ins if value.leaf), "") if name in _MOVES else ""
+        outs = rule_of(name)(self, eqn, ins)
+        writers, vectors = self._parameters_in(name, ins)
+        return [Value(axes, None, depends, leaf, writers, vectors) for axes in outs]
 
     def _parameters_in(self, name: str, ins: Sequence[Value]) -> tuple[frozenset[str], frozenset[str]]:
         """The kernels and vectors in a result; records which vector a kernel reads, and which is added behind it."""
@@ -141,48 +176,46 @@ class Trace:
         linear = name in _LINEAR or (name in ("mul", "div") and not product)
         return (writers if linear else frozenset(), vectors if linear or product else frozenset())
 
-    def outputs(self, eqn: Any, ins: list[Value]) -> list[Value]:
-        """The results of an equation."""
-        name = eqn.primitive.name
-        if name in _CONTROL:
-            return _CONTROL[name](self, eqn, ins)
-        avals = [out.aval for out in eqn.outvars]
-        # Index arithmetic is evaluated: a gather by known rows can be a repeat or a slice. So are rotary tables.
-        integer = all(jnp.issubdtype(a.dtype, jnp.integer) or jnp.issubdtype(a.dtype, jnp.bool_) for a in avals)
-        constant = all(value.constant is not None for value in ins)
-        if (integer or name in _TABLES) and constant and sum(math.prod(a.shape) for a in avals) <= _MOST_CONSTANT:
-            with jax.ensure_compile_time_eval():  # `shorten` walks while it traces
-                outs = eqn.primitive.bind(*[jnp.asarray(value.constant) for value in ins], **eqn.params)
-            return [literal(np.asarray(x)) for x in (outs if eqn.primitive.multiple_results else [outs])]
-        if inlined := called_jaxpr(eqn):
-            return self.run(*inlined, ins[len(ins) - len(inlined[0].invars) :])
-        return [Value(axes) for axes in RULES.get(name, default)(self, eqn, ins)]
-
 
 def walk(closed: core.ClosedJaxpr, paths: Sequence[str]) -> Trace:
     """Index spaces of a function of leaves, as a fixed point over walks.
 
     Args:
-      closed: the function's jaxpr; one input per leaf.
+      closed: the function's jaxpr; one input per leaf, and perhaps others that are data.
       paths: the leaves' paths, in the order of the inputs.
 
     Returns:
       The last walk.
+
+    >>> trace = walk(jax.make_jaxpr(lambda a, x: x @ a)(np.ones((2, 3)), np.ones(2)), ["a"])
+    >>> len(trace.contracted), len(trace.returned)
+    (2, 1)
     """
-    spaces = Spaces()
-    axes = [[spaces.fresh(n) if n > 1 else None for n in v.aval.shape] for v in closed.jaxpr.invars]
+    spaces, inputs = Spaces(), closed.jaxpr.invars
+    leaves = {path: [spaces.fresh(n) if n > 1 else None for n in v.aval.shape]
+              for path, v in zip(paths, inputs, strict=False)}
     before = -1
-    for _ in range(PASSES):
+    for _ in range(_PASSES):
         if before == spaces.changes:
             break
-        before, trace = spaces.changes, Trace(spaces, dict(zip(paths, axes, strict=True)))
-        args = [Value(list(leaf), None, True, path) for leaf, path in zip(axes, paths, strict=True)]
-        for out in trace.run(closed.jaxpr, closed.consts, args):
+        before, trace = spaces.changes, Trace(spaces, leaves)
+        for out in trace.run(closed.jaxpr, closed.consts, trace.inputs(inputs)):
             for axis in out.axes:
                 trace.note(axis)
                 trace.returned += [axis] if axis is not None else []
         spaces.close()
     return trace
+
+
+def walked(fn: Callable[..., Any], leaves: Mapping[str, Any], batch: Any) -> Trace:
+    """The walk over the jaxpr of a function (leaves, batch); the batch is constant.
+
+    >>> trace = walked(lambda p, x: [p["table"][x]], {"table": np.ones((7, 3))}, np.array([2, 5]))
+    >>> [len(axis) for axis in trace.tables]
+    [7]
+    """
+    closed = jax.make_jaxpr(lambda *x: fn(dict(zip(leaves, x, strict=True)), batch))(*leaves.values())
+    return walk(closed, list(leaves))
 
 
 def traced_once(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -219,27 +252,12 @@ def traced_once(fn: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def called_jaxpr(eqn: Any) -> tuple[core.Jaxpr, Sequence[Any]] | None:
-    """The function that an equation calls once (pjit, remat, custom derivatives), with its constants."""
-    body = next((eqn.params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in eqn.params), None)
-    if body is None or eqn.primitive.name in (*_CONTROL, "pallas_call"):
-        return None
-    # The jaxpr of a reduction takes two numbers, that of a sharded map one device's part: these are no calls.
-    inner = body.jaxpr if hasattr(body, "jaxpr") else body
-    shapes = [[getattr(v.aval, "shape", None) for v in variables] for variables in (inner.outvars, eqn.outvars)]
-    return (inner, getattr(body, "consts", ())) if shapes[0] == shapes[1] else None
-
-
-def source(eqn: Any) -> str:
-    """Where in the user's files an equation comes from, as far as the traceback tells."""
-    traceback = getattr(eqn.source_info, "traceback", None)
-    outside = [f for f in (traceback.frames if traceback is not None else []) if "site-packages" not in f.file_name]
-    frames = [f for f in outside if "gauge_optax" not in f.file_name] or outside
-    return f" at {frames[0].file_name}:{frames[0].line_num}, in {frames[0].function_name}" if frames else ""
-
-
 def literal(number: Any) -> Value:
-    """A constant: its numbers, where they are few."""
+    """A constant: its numbers, where they are few.
+
+    >>> literal(np.ones(3)).constant
+    array([1., 1., 1.])
+    """
     small = np.size(number) <= _MOST_CONSTANT and not jnp.issubdtype(jnp.result_type(number), jax.dtypes.extended)
     return Value([None] * np.ndim(number), np.asarray(number) if small else None)
 
@@ -258,38 +276,22 @@ def _united(trace: Trace, *lists: Sequence[Value]) -> list[Value]:
     return out
 
 
-def _loop(trace: Trace, body: Any, consts: list[Value], carry: list[Value], xs: list[Value]) -> list[Value]:
-    """A loop's body: the carry has the same ids before and after it."""
-    depth = len(trace.layers)
+def _loop(trace: Trace, eqn: Any, ins: list[Value]) -> list[Value]:
+    """A scan or a while: the carry has the same ids before and after the body, which takes one of the layers."""
+    body, consts, carry, stacks = loop_parts(eqn, ins)
+    lead, depth = trace.spaces.unify(*(value.axes[0] for value in stacks)), len(trace.layers)
+    layers = [] if lead is None else [lead]
+    trace.stacked += layers
+    rows = [value._replace(axes=value.axes[1:], constant=None) for value in stacks]
     carry = [value._replace(constant=None) for value in carry]
     for _ in range(2):  # the second turn sees the ids that the first brings into the carry
-        outs = trace.run(body.jaxpr, body.consts, [*consts, *carry, *xs])
+        trace.layers += layers
+        outs = trace.run(body.jaxpr, body.consts, [*consts, *carry, *rows])
         carry = _united(trace, carry, outs[: len(carry)])
         del trace.layers[depth:]
-    return carry + outs[len(carry) :]
+    stacked = outs[len(carry) :]
+    return carry + [value._replace(axes=[lead, *value.axes], constant=None, leaf="") for value in stacked]
 
 
-def _scan(trace: Trace, eqn: Any, ins: list[Value]) -> list[Value]:
-    first, count = loop_counts(eqn.params)
-    second = first + count
-    lead = trace.spaces.unify(*(value.axes[0] for value in ins[second:]))
-    if lead is not None:
-        trace.stacked.append(lead)
-        trace.layers.append(lead)
-    slices = [value._replace(axes=value.axes[1:], constant=None) for value in ins[second:]]
-    outs = _loop(trace, eqn.params["jaxpr"], ins[:first], ins[first:second], slices)
-    if lead is not None:
-        trace.layers.pop()
-    return outs[:count] + [value._replace(axes=[lead, *value.axes], constant=None, leaf="") for value in outs[count:]]
-
-
-def _while(trace: Trace, eqn: Any, ins: list[Value]) -> list[Value]:
-    first, second = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
-    return _loop(trace, eqn.params["body_jaxpr"], ins[first:second], ins[second:], [])
-
-
-def _cond(trace: Trace, eqn: Any, ins: list[Value]) -> list[Value]:
+def _branches(trace: Trace, eqn: Any, ins: list[Value]) -> list[Value]:
     return _united(trace, *(trace.run(branch.jaxpr, branch.consts, ins[1:]) for branch in eqn.params["branches"]))
-
-
-_CONTROL = {"scan": _scan, "while": _while, "cond": _cond}

@@ -31,6 +31,9 @@ class Atom(NamedTuple):
       size: how many of its indices are read.
       pick: the one index that is selected instead.
       span: where it is a part of a longer component, its ranges there and that component's length.
+
+    >>> Atom(None, 3).selection, Atom(None, 3, pick=2).selection
+    (slice(0, 3, None), slice(2, 3, None))
     """
 
     space: Space | None
@@ -53,7 +56,11 @@ class Atom(NamedTuple):
 
 
 class Window(NamedTuple):
-    """Entries start to stop of a leaf axis, as a grid of atoms."""
+    """Entries start to stop of a leaf axis, as a grid of atoms.
+
+    >>> Window(4, 8, (Atom(None, 4),)).stop
+    8
+    """
 
     start: int
     stop: int
@@ -69,6 +76,11 @@ class View:
       shape: its shape.
       windows: one per axis.
       other: the axis that is read in another way than the first; None for the leaf's main views.
+
+    >>> view = View("up", (2, 3), (Window(0, 2, (Atom(None, 2),)), Window(1, 3, (Atom((5, 6), 2),))))
+    >>> view.read(np.arange(6).reshape(1, 2, 3))
+    array([[[1, 2],
+            [4, 5]]])
     """
 
     path: str
@@ -98,16 +110,21 @@ class View:
         return self.path.rpartition("/")[0] or self.path
 
     @property
+    def lengths(self) -> tuple[int, ...]:
+        """Lengths of the atoms that are not picked."""
+        return tuple(atom.size for atom in self.atoms.values())
+
+    @property
     def size(self) -> int:
         """How many entries are selected."""
-        return math.prod(atom.size for atom in self.atoms.values())
+        return math.prod(self.lengths)
 
     def read(self, values: np.ndarray) -> np.ndarray:
         """Selected entries of (rows, *shape) as (rows, *atoms), without a copy where windows are whole."""
         cut = values[(slice(None), *(slice(w.start, w.stop) for w in self.windows))]
         atoms = [atom for window in self.windows for atom in window.atoms]
         grid = selected(cut.reshape(len(values), *(atom.full for atom in atoms)), atoms, first=1)
-        return grid.reshape(len(values), *(atom.size for atom in atoms if atom.pick is None))
+        return grid.reshape(len(values), *self.lengths)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +135,10 @@ class Piece:
       view: the view.
       at: which of its atoms the group acts on; None for one scale of the whole leaf.
       beside: which atoms index the group's copies.
+
+    >>> view = View("up", (2, 3), (Window(0, 2, (Atom(None, 2),)), Window(0, 3, (Atom((5, 6, 7), 3),))))
+    >>> Piece(view, 1, ()).entries.shape
+    (1, 3, 2)
     """
 
     view: View
@@ -169,6 +190,11 @@ def views_of(trace: Trace, path: str, shape: tuple[int, ...], searched: set[Spac
       path: the leaf's path.
       shape: its shape.
       searched: the spaces on which symmetries are looked for; spaces that only a view shows are added.
+
+    >>> from gauge_optax.discovery.trace import walked
+    >>> trace = walked(lambda p, x: [x @ p["a"]], {"a": np.ones((2, 3))}, np.ones(2))
+    >>> [view.labels for view in views_of(trace, "a", (2, 3), {(0, 1), (2, 3, 4)})]
+    [((0, 1), (2, 3, 4))]
     """
     ways = [_readings(trace, axis, n, searched) for axis, n in zip(trace.leaves[path], shape, strict=True)]
     main = [way[0] for way in ways]
@@ -180,7 +206,11 @@ def views_of(trace: Trace, path: str, shape: tuple[int, ...], searched: set[Spac
 
 
 def selected(grid: np.ndarray, atoms: Sequence[Atom], first: int = 0) -> np.ndarray:
-    """What atoms read of an array, one per axis from `first` on; picked axes have length 1."""
+    """What atoms read of an array, one per axis from `first` on; picked axes have length 1.
+
+    >>> selected(np.arange(6).reshape(2, 3), [Atom(None, 2, pick=1), Atom(None, 3)])
+    array([[3, 4, 5]])
+    """
     for axis, atom in enumerate(atoms, start=first):
         entries = atom.selection
         grid = grid[(*[slice(None)] * axis, entries)] if isinstance(entries, slice) else grid.take(entries, axis)
@@ -192,6 +222,9 @@ def runs(space: Space) -> list[Ranges]:
 
     A run counts only if its ids occur nowhere else. Runs of one kind also count together: rotary embeddings that turn
     some planes leave entries of both halves alone.
+
+    >>> runs((7, 8, 7, 8, 5, 6))
+    [((0, 4),), ((4, 6),)]
     """
     times = [space.count(x) for x in space]
     cuts = [0, *(k for k in range(1, len(space)) if times[k] != times[k - 1]), len(space)]
@@ -204,7 +237,11 @@ def runs(space: Space) -> list[Ranges]:
 
 
 def part(space: Space, ranges: Ranges) -> Space:
-    """The ids in some ranges of a space."""
+    """The ids in some ranges of a space.
+
+    >>> part((5, 6, 7, 8), ((0, 1), (2, 4)))
+    (5, 7, 8)
+    """
     return tuple(x for a, b in ranges for x in space[a:b])
 
 

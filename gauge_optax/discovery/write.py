@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from gauge_optax.discovery.calls import Axes, Call, template
+from gauge_optax.discovery.calls import Axes, Call, joined, template
 from gauge_optax.discovery.groups import Copy, Term
 from gauge_optax.discovery.spaces import Space
 from gauge_optax.discovery.views import Atom, Piece, View, Window, selected
@@ -38,6 +38,15 @@ def written(symmetry: Copy, layers: set[Space], positive: Collection[str]) -> Ca
 
     Raises:
       Unwritable: there is no such gauge.
+
+    >>> up = View("up", (2, 3), (Window(0, 2, (Atom(None, 2),)), Window(0, 3, (Atom((5, 6, 7), 3),))))
+    >>> down = View("down", (3, 2), up.windows[::-1])
+    >>> terms = Term(Piece(up, 1, ()), "scale", 1.0), Term(Piece(down, 0, ()), "scale", -1.0)
+    >>> written(Copy("diagonal", (5, 6, 7), (), terms, 0.0), set(), ()).gauge()
+    go.rescale(
+      up={'up': '_ channel'},
+      down={'down': 'channel _'},
+    )
     """
     names = _Names(symmetry, layers, positive)
     if symmetry.family in ("diagonal", "per_plane"):
@@ -115,13 +124,23 @@ def _trade_call(terms: Sequence[Term], names: _Names) -> Call:
 
 
 def shift_call(places: Sequence[tuple[View, int]]) -> Call:
-    """The gauge of a constant along one space of several leaves: their views, and each view's atom for that space."""
+    """The gauge of a constant along one space of several leaves: their views, and each view's atom for that space.
+
+    >>> head = View("head", (2, 3), (Window(0, 2, (Atom(None, 2),)), Window(0, 3, (Atom((5, 6, 7), 3),))))
+    >>> shift_call([(head, 1)]).roles
+    {'blocks': {'head': '_ vocab'}}
+    """
     blocks, sizes = _constants(places, "vocab")
     return Call("logit_shift", {"blocks": blocks}, {}, sizes)
 
 
 def write_shift_calls(places: Sequence[tuple[View, int]]) -> list[Call]:
-    """The gauges of a constant along an axis that only centred norms read: one for each leaf that has it."""
+    """The gauges of a constant along an axis that only centred norms read: one for each leaf that has it.
+
+    >>> out = View("out", (2, 3), (Window(0, 2, (Atom(None, 2),)), Window(0, 3, (Atom((5, 6, 7), 3),))))
+    >>> [(call.kind, call.roles) for call in write_shift_calls([(out, 1)])]
+    [('norm_write_shift', {'write': {'out': '_ channel'}})]
+    """
     calls = []
     for path in dict.fromkeys(view.path for view, _ in places):
         blocks, sizes = _constants([place for place in places if place[0].path == path], "channel")
@@ -140,13 +159,6 @@ def _constants(places: Sequence[tuple[View, int]], name: str) -> tuple[dict[str,
             counts[term.piece.entries] = True
     names = _Names(Copy("shift", (), (), tuple(terms), 0.0), set(), ())
     return names.role(whole_leaves(terms), name), names.sizes
-
-
-def joined(before: Axes | None, axes: Axes) -> Axes:
-    """The axes strings of one path, with more strings added."""
-    if before is None:
-        return axes
-    return (*((before,) if isinstance(before, str) else before), *((axes,) if isinstance(axes, str) else axes))
 
 
 def _order(terms: Sequence[Term]) -> tuple[Any, ...]:
@@ -236,6 +248,10 @@ def axes_text(view: View, names: Mapping[Space, str], only: bool = False) -> tup
       view: the view.
       names: spaces that have a name; all others are free.
       only: whether to write an axis of length 1 as its one index, so that it is no free axis.
+
+    >>> view = View("up", (6,), (Window(0, 6, (Atom((0, 1), 2), Atom(None, 3))),))
+    >>> axes_text(view, {(0, 1): "channel"})
+    ('(channel _)', {'channel': 2})
     """
     items, sizes = [], dict[str, int]()
     for k, (length, window) in enumerate(zip(view.shape, view.windows, strict=True)):
@@ -290,7 +306,14 @@ def _axis_text(
 
 
 def whole_leaves(terms: Sequence[Term]) -> list[Term]:
-    """Merges terms that move all parts of an axis equally into one term on the whole axis."""
+    """Merges terms that move all parts of an axis equally into one term on the whole axis.
+
+    >>> rows = [Window(0, 2, (Atom((8, 9), 2, row),)) for row in range(2)]
+    >>> views = [View("pair", (2, 3), (row, Window(0, 3, (Atom((5, 6, 7), 3),)))) for row in rows]
+    >>> (term,) = whole_leaves([Term(Piece(view, 0, ()), "scale", 1.0) for view in views])
+    >>> term.piece.view.size
+    6
+    """
     merged = list(terms)
     for axis in range(max(len(term.piece.view.shape) for term in terms)):
         groups: dict[Any, list[Term]] = {}

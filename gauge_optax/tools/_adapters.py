@@ -36,17 +36,21 @@ class Adapter(NamedTuple):
       a: path of A.
       b: path of B.
       module: names of the module that holds both.
-      left: axes of A.
-      right: axes of B.
+      left: axes of A; "" before they are known.
+      right: axes of B, likewise.
       sizes: lengths of axes in parentheses.
+
+    >>> adapter = Adapter("m/lora_a", "m/lora_b", ("m",), "_ basis", "basis _", {})
+    >>> adapter.side("m/lora_a", (8, 2)), adapter.rank(2)
+    ((2, (), (8,)), 2)
     """
 
     a: str
     b: str
     module: tuple[str, ...]
-    left: str
-    right: str
-    sizes: Mapping[str, int]
+    left: str = ""
+    right: str = ""
+    sizes: Mapping[str, int] = {}
 
     def side(self, path: str, shape: Shape) -> tuple[int, Shape, Shape]:
         """The length of the axis that holds the rank, named axes with one to themselves, and free axes, of a factor."""
@@ -73,12 +77,19 @@ class Adapter(NamedTuple):
 
 
 def pattern_of(module: Collection[str]) -> str:
-    """A pattern for the `axes` of a module."""
+    """A pattern for the `axes` of a module.
+
+    >>> pattern_of(("layer_0", "mlp")), pattern_of(())
+    ('layer_0/mlp', '**')
+    """
     return "/".join(module) or "**"
 
 
 def refuse_method(prefix: str, a: str, b: str) -> None:
-    """Raises ValueError for factors of methods that are no product of two, by the prefix of their names."""
+    """Raises ValueError for factors of methods that are no product of two, by the prefix of their names.
+
+    >>> refuse_method("lora_", "lora_a", "lora_b")
+    """
     hit = re.search(r"([A-Za-z]*)lora_(?:embedding_)?$", prefix)
     if (hit and hit[1].lower() not in ("", "q", "rs")) or re.search(r"(^|_)poly_lora_$", prefix):
         raise binding_error(
@@ -89,7 +100,11 @@ def refuse_method(prefix: str, a: str, b: str) -> None:
 
 
 def by_module(leaves: Mapping[str, Shape]) -> Modules:
-    """All leaves of every module: paths, and names within the module."""
+    """All leaves of every module: paths, and names within the module.
+
+    >>> by_module({"mlp/lora_a": (8, 2)})
+    {(): [('mlp/lora_a', ('mlp', 'lora_a'))], ('mlp',): [('mlp/lora_a', ('lora_a',))]}
+    """
     out: Modules = {}
     for path in leaves:
         names = tuple(re.split("[/.]", path))
@@ -108,6 +123,10 @@ def refuse_between(
       leaves: shapes of all leaves, by path.
       modules: the leaves of every module.
       bound: paths of all factors, and of biases that move with them.
+
+    >>> leaves = {"m/lora_a": (8, 2), "m/lora_b": (2, 8), "m/kernel": (8, 8)}
+    >>> adapter = Adapter("m/lora_a", "m/lora_b", ("m",), "_ basis", "basis _", {})
+    >>> refuse_between(adapter, leaves, by_module(leaves), ["m/lora_a", "m/lora_b"])
     """
     flat, batch, inputs = adapter.side(adapter.a, leaves[adapter.a])
     _, _, outputs = adapter.side(adapter.b, leaves[adapter.b])
@@ -210,6 +229,10 @@ def refuse_flattened(adapter: Adapter, leaves: Mapping[str, Shape], modules: Mod
     """Raises ValueError if two matrices hold the factors of several blocks or experts, or may, and nobody said so.
 
     The size of the adapted kernel tells, if it is in the tree. Otherwise the module's name has to.
+
+    >>> leaves = {"m/lora_a": (8, 2), "m/lora_b": (2, 8), "m/kernel": (8, 8)}
+    >>> adapter = Adapter("m/lora_a", "m/lora_b", ("m",), "_ basis", "basis _", {})
+    >>> refuse_flattened(adapter, leaves, by_module(leaves))
     """
     a, b = leaves[adapter.a], leaves[adapter.b]
     flat, batch, _ = adapter.side(adapter.a, a)

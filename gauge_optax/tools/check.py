@@ -5,7 +5,7 @@ refutes every gauge, because that of an invariant loss has no part along an orbi
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -23,7 +23,7 @@ from gauge_optax.linalg import real_dtype
 from gauge_optax.parts.part import changed
 from gauge_optax.slice import Frame
 from gauge_optax.tools.mappings import require_no_contradiction
-from gauge_optax.tools.plan import gauges_of, said_by
+from gauge_optax.tools.plan import aligned, gauges_of, said_by
 from gauge_optax.transformation import LeafRule, listening, require_gradients, require_params, require_values
 from gauge_optax.wrapped import transformations_of
 from gauge_optax.xla import quick_options
@@ -68,11 +68,9 @@ class Report:
 
     def __repr__(self) -> str:
         rows = [("gauge", "leaves", "asymmetry"), *((g, leaves, f"{x:.1e}") for g, leaves, x in self.asymmetries)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        table = ["  ".join(x.ljust(n) for x, n in zip(row, widths, strict=True)).rstrip() for row in rows]
         limit = f"limit: {self.limit:.0e}, the roundoff of {self.precision}"
         frozen = [f"left alone, because they never change: {', '.join(self.frozen)}"] if self.frozen else []
-        return "\n".join([*table, limit, *frozen, *self.notes])
+        return "\n".join([aligned(rows), limit, *frozen, *self.notes])
 
 
 def check(
@@ -198,6 +196,12 @@ class _Share(NamedTuple):
         return said
 
 
+def _copies(gauge: Any, params: Any) -> Iterator[tuple[Any, tuple[str, ...]]]:
+    """The copies of a gauge, each with the leaves that it moves."""
+    for copy in bound((gauge,), params).copies[0]:
+        yield copy, tuple(dict.fromkeys(path for part in copy.parts for path in changed(part)))
+
+
 def _row(gauge: Any, copies: Mapping[str, _Share]) -> tuple[str, str, float]:
     if not copies:  # all of them are left alone, or the group has no directions
         return gauge.name, "left alone", 0.0
@@ -241,8 +245,7 @@ def _shares(
     shares = []
     for gauge, (numbers, nonzero) in zip(gauges, numbers_of, strict=True):
         of_gauge = {}
-        for copy in bound((gauge,), params).copies[0]:
-            paths = tuple(dict.fromkeys(path for part in copy.parts for path in changed(part)))
+        for copy, paths in _copies(gauge, params):
             still = tuple(path for path in paths if path in zero) if not zero >= set(paths) else ()
             real = any(bool(nonzero[path]) for path in paths)
             if copy.key in numbers and not frozen & set(paths):
@@ -298,7 +301,7 @@ def _in_double(
         }
         doubled |= {path: 0.1 * draw(size=doubled[path].shape) for path in sorted(empty)}
         lifted = in_double(fn, doubled, dtypes, batch)
-        real = {path: x for path, x in doubled.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+        real = {path: x for path, x in doubled.items() if _is_real(x)}
         gradient = jax.jit(jax.grad(lambda x: jnp.sum(lifted(doubled | x, batch)[0])), compiler_options=quick_options())
         zeros = {path: np.zeros_like(x) for path, x in doubled.items()}
         grads = with_leaves(params, zeros | gradient(real))
@@ -310,7 +313,7 @@ def _precision(grads: Any) -> tuple[float, str]:
 
     Weights in float32 may have gradients that were computed in bfloat16. Their mantissas end in zeros.
     """
-    leaves = [np.asarray(x) for x in jax.tree.leaves(grads) if jnp.issubdtype(jnp.result_type(x), jnp.floating)]
+    leaves = [np.asarray(x) for x in jax.tree.leaves(grads) if _is_real(x)]
     coarse = min((x.dtype for x in leaves), key=lambda dtype: jnp.finfo(dtype).nmant, default=np.dtype(np.float64))
     used = np.concatenate([_used_bits(x) for x in leaves] or [np.zeros(0)])
     if used.size >= _FEW and np.median(used) < jnp.finfo(coarse).nmant - _TRAILING:
@@ -370,10 +373,9 @@ def _require_no_mask_outside(tx: Any, gauges: Sequence[Any], params: Any, frozen
     """Raises ValueError where a mask behind a step drops what one side of a gauge was to take."""
     outside = frozen_leaves("check", tx, params) - frozen
     for gauge in gauges if outside else ():
-        for copy in bound((gauge,), params).copies[0]:
-            paths = {path for part in copy.parts for path in changed(part)}
-            if outside & paths and not outside >= paths:
-                still, other = min(outside & paths), min(paths - outside)
+        for _, paths in _copies(gauge, params):
+            if not outside.isdisjoint(paths) and not outside.issuperset(paths):
+                still, other = min(outside.intersection(paths)), min(set(paths) - outside)
                 raise binding_error(
                     "check", f"'{still}' is frozen outside the optimizer that moves {gauge.name}",
                     f"a step that is zero on '{still}' after a step that {gauge.name} shares with '{other}'",
@@ -408,8 +410,8 @@ def _require_none_frozen_unseen(
     for number, ((given, steps, point), (_, other, _)) in enumerate(zip(heard, others, strict=True)):
         g, u, v, at = (leaves_by_path(tree) if tree is not None else {} for tree in (given, steps, other, point))
         for gauge in gauges:
-            for copy in bound((gauge,), params).copies[0]:
-                paths = [p for p in dict.fromkeys(p for part in copy.parts for p in changed(part)) if p in g]
+            for copy, moved in _copies(gauge, params):
+                paths = [p for p in moved if p in g]
                 if frozen & set(paths) or len(paths) < 2:
                     continue
                 sizes = {p: _most(g[p]) for p in paths}
@@ -476,7 +478,7 @@ def _require_state_of(tx: Any, state: Any, params: Any) -> None:
         return _require_sizes(state, fresh, _OTHER_SIZE if counted else _OTHER_WEIGHTS)
     disturbed = jax.tree.leaves(init(_disturbed(params)))
     for (keys, a), b, c in zip((p for p, _ in pairs), jax.tree.leaves(fresh), disturbed, strict=True):
-        if not jnp.issubdtype(jnp.result_type(a), jnp.floating):
+        if not _is_real(a):
             continue
         size = float(np.linalg.norm(np.asarray(b, np.float64)))
         # A head with equal eigenvalues has no basis of its own: roundoff chooses one, and it proves nothing.
@@ -490,8 +492,8 @@ def _disturbed(params: Any) -> Any:
     """Weights that differ by roundoff."""
 
     def moved(key: jax.Array, leaf: Any) -> Any:
-        real = jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
-        return (leaf * (1.0 + _NOISE * jax.random.normal(key, jnp.shape(leaf)))).astype(leaf.dtype) if real else leaf
+        noise = jax.random.normal(key, jnp.shape(leaf))
+        return (leaf * (1.0 + _NOISE * noise)).astype(leaf.dtype) if _is_real(leaf) else leaf
 
     leaves, structure = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(0), max(1, len(leaves)))

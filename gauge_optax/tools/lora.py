@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from gauge_optax.binding import leaf_shape, leaves_by_path, match
 from gauge_optax.binding.axes import parse_axes
@@ -17,6 +17,7 @@ from gauge_optax.discovery.calls import Call, merge_layers
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauge
 from gauge_optax.tools import _adapters
+from gauge_optax.tools._adapters import Adapter
 
 # Names without a prefix are `a` and `b` only: bare `down` and `up` are the layers of an MLP.
 _NAMES = re.compile(
@@ -74,7 +75,7 @@ def lora(
     """
     leaves = {path: leaf_shape(leaf) for path, leaf in leaves_by_path(params).items()}
     axes, sizes = axes or {}, sizes or {}
-    calls, pairs, used, bound = [], [], set[str](), set[str]()
+    calls, adapters, used, bound = [], [], set[str](), set[str]()
     for pair in _pairs(leaves):
         patterns = _patterns_of(pair, axes)
         left, right = axes[patterns[0]] if patterns else _axes_of(pair, leaves)
@@ -88,7 +89,7 @@ def lora(
         used |= set(given)
         calls.append(Call("head_linear", {"left": blocks, "right": {pair.b: right}}, sizes=given))
         bound |= {*blocks, pair.b}
-        pairs.append((pair, left, right, bool(patterns)))
+        adapters.append((pair._replace(left=left, right=right, sizes=sizes), bool(patterns)))
     if not calls:
         raise binding_error(
             "lora", "no pair of factors", f"leaves {', '.join(list(leaves)[:6])}",
@@ -98,11 +99,10 @@ def lora(
         for unused in (x for x in given_names if x not in used):
             raise binding_error(
                 "lora", f"{name} for '{unused}', which is no {kind}",
-                f"pairs {', '.join(repr(pair.a) for pair, *_ in pairs[:4])}", f"the {kind}",
+                f"pairs {', '.join(repr(pair.a) for pair, _ in adapters[:4])}", f"the {kind}",
                 "correct the pattern" if name == "axes" else "name the axis inside parentheses in axes={...}")
     modules = _adapters.by_module(leaves)
-    for pair, left, right, told in pairs:
-        adapter = _adapters.Adapter(pair.a, pair.b, pair.module, left, right, sizes)
+    for adapter, told in adapters:
         _adapters.refuse_between(adapter, leaves, modules, bound)
         if not told:
             _adapters.refuse_flattened(adapter, leaves, modules)
@@ -115,21 +115,13 @@ def lora(
     return [call.gauge() for call, _ in merge_layers(calls, same)]
 
 
-class _Pair(NamedTuple):
-    """Two factors: their paths, and the names of the module that holds both."""
-
-    a: str
-    b: str
-    module: tuple[str, ...]
-
-
 def _items(axes: str) -> list[str]:
     """The items of an axes string, one per axis."""
     return re.findall(r"\([^()]*\)|\S+", axes)
 
 
-def _pairs(leaves: Mapping[str, Shape]) -> Iterator[_Pair]:
-    """Pairs of factors, in tree order."""
+def _pairs(leaves: Mapping[str, Shape]) -> Iterator[Adapter]:
+    """Pairs of factors, in tree order, without their axes."""
     paired = set[str]()
     for path, shape in leaves.items():
         pieces = re.split(r"([/.])", path)  # names, with the separators between them
@@ -152,7 +144,7 @@ def _pairs(leaves: Mapping[str, Shape]) -> Iterator[_Pair]:
             rank = leaves[a][layouts[0][0].split().index("basis")] if layouts else math.inf
             if hit["prefix"] or "lora" in path.lower() or rank < min(max(leaves[a]), max(leaves[b])):
                 paired |= {a, b}
-                yield _Pair(a, b, tuple(pieces[:at:2]))
+                yield Adapter(a, b, tuple(pieces[:at:2]))
                 break
 
 
@@ -193,14 +185,14 @@ def _joined(lead: int, left: list[str], right: list[str]) -> Axes:
     return " ".join([*shared, *left]), " ".join([*shared, *right])
 
 
-def _patterns_of(pair: _Pair, axes: Mapping[str, Axes]) -> list[str]:
+def _patterns_of(pair: Adapter, axes: Mapping[str, Axes]) -> list[str]:
     """The user's patterns for the module of a pair, or for one that holds it."""
     texts = {tuple(pair.a.split("/")), tuple(re.split("[/.]", pair.a))}
     modules = {"/".join(names[:k]) for names in texts for k in range(len(names))}
     return [pattern for pattern in axes if any(match("lora", pattern, module) is not None for module in modules)]
 
 
-def _axes_of(pair: _Pair, leaves: Mapping[str, Shape]) -> Axes:
+def _axes_of(pair: Adapter, leaves: Mapping[str, Shape]) -> Axes:
     """Axes of A and B, the only ones that the shapes allow."""
     path, a, b = pair.a, leaves[pair.a], leaves[pair.b]
     layouts, key = _layouts(path, a, b), _adapters.pattern_of(pair.module)

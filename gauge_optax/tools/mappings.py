@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -111,10 +110,8 @@ def _kinds(block: Block) -> set[Kinds]:
                 parts.append([kind, size, picked])
         if block.ranges[axis] is not None and len(parts) == 1:
             parts[0] = [parts[0][0], block.shape[axis], (block.ranges[axis],)]
-        single = [[kind, size, picked] for kind, size, picked in parts]
-        counts = math.prod(size for kind, size, _ in single if kind == "count")
-        if len(single) == 1 and single[0][0] == "count" and single[0][2] is None and counts <= _MOST_ALIKE:
-            options.append([(("index", counts, i),) for i in range(counts)])
+        if len(parts) == 1 and parts[0][0] == "count" and parts[0][2] is None and parts[0][1] <= _MOST_ALIKE:
+            options.append([(("index", parts[0][1], i),) for i in range(parts[0][1])])
         else:
-            options.append([tuple(map(tuple, single))])
+            options.append([tuple(map(tuple, parts))])
     return set(itertools.product(*options))

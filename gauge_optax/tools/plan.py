@@ -147,12 +147,18 @@ class Plan:
 
     def __str__(self) -> str:
         tables, notes = self._tables_and_notes()
-        texts = []
-        for table in tables:
-            widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-            rows = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in table]
-            texts.append("\n".join(rows))
-        return "\n\n".join([*texts, *notes])
+        return "\n\n".join([*map(aligned, tables), *notes])
+
+
+def aligned(table: Sequence[Sequence[str]]) -> str:
+    """Rows of text whose columns start at the same places.
+
+    >>> print(aligned([("leaf", "shape"), ("a", "(2, 3)")]))
+    leaf  shape
+    a     (2, 3)
+    """
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in table)
 
 
 def plan(
@@ -234,7 +240,13 @@ def _axes_of(report: Any, path: str) -> str:
 
 
 def gauges_of(tx: Any) -> list[Any]:
-    """The gauges of an optimizer, in the order of appearance, each once."""
+    """The gauges of an optimizer, in the order of appearance, each once.
+
+    >>> gauges_of(optax.chain(go.quotient_adamw(1e-3, go.logit_shift({"head": "_ vocab"})), optax.scale(0.5)))
+    [go.logit_shift(
+      blocks={'head': '_ vocab'},
+    )]
+    """
     gauges: dict[Gauge, None] = {}
 
     def keep(thing: Any) -> bool:
@@ -249,7 +261,11 @@ def gauges_of(tx: Any) -> list[Any]:
 
 
 def said_by(tx: Any, params: Any) -> Mapping[str, LeafRule]:
-    """What the outermost transformation that knows says of every leaf; nothing where several stand side by side."""
+    """What the outermost transformation that knows says of every leaf; nothing where several stand side by side.
+
+    >>> said_by(optax.sgd(1e-3), {"head": jnp.ones((2, 3))})
+    {}
+    """
     found: list[Any] = []
 
     def keep(thing: Any) -> bool:

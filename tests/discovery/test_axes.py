@@ -17,7 +17,8 @@ from benchmarks.track3.optimizers import EMBEDDINGS, NEURONS, TOKENS
 from gauge_optax.binding import leaves_by_path, match, with_leaves
 from gauge_optax.discovery import checks
 from gauge_optax.discovery.axes import LeafAxes, read_axes
-from gauge_optax.discovery.report import Report, _walked
+from gauge_optax.discovery.report import Report
+from gauge_optax.discovery.trace import walked
 from models import digits
 from tests import test_presets
 from tests.discovery.axes_nets import CASES, Case, D, F, features, tokens
@@ -39,7 +40,7 @@ def axes_of(fn: Callable[..., Any], params: Any, batch: Any, outputs: Any = "log
         def compared(leaves: Any, batch: Any) -> Any:
             return checks.compared(fn(with_leaves(params, leaves), batch), outputs)
 
-        return read_axes(compared, leaves, batch, _walked(compared, leaves, batch))
+        return read_axes(compared, leaves, batch, walked(compared, leaves, batch))
 
 
 def spread(mapping: Mapping[str, Any], params: Any) -> dict[str, Any]:

@@ -1,0 +1,126 @@
+"""One loop over the equations of a jaxpr, for all that evaluate it, or follow what is known of its values."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import jax.numpy as jnp
+from jax.extend import core
+
+from gauge_optax.traced import loop_counts
+
+CONTROL = ("scan", "while", "cond")
+_V = TypeVar("_V")
+
+
+def interpret(
+    jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[_V], constant: Callable[[Any], _V],
+    equation: Callable[[Any, list[_V]], Sequence[_V]],
+) -> list[_V]:
+    """The outputs of a jaxpr whose values are of any kind, such as arrays, or sets of what they depend on.
+
+    Args:
+      jaxpr: its equations are gone through in their order.
+      consts: its constants.
+      args: its inputs.
+      constant: the value of a constant, or of a literal.
+      equation: (equation, values of its inputs) to the values of its outputs.
+
+    >>> def depth(eqn, ins):
+    ...     return [1 + max(ins)] * len(eqn.outvars)
+    >>> closed = jax.make_jaxpr(lambda x: jnp.sin(2.0 * x) + x)(1.0)
+    >>> interpret(closed.jaxpr, closed.consts, [0], lambda number: 0, depth)
+    [3]
+    """
+    values: dict[Any, _V] = dict(
+        zip((*jaxpr.constvars, *jaxpr.invars), (*map(constant, consts), *args), strict=True))
+
+    def read(atom: Any) -> _V:
+        return constant(atom.val) if isinstance(atom, core.Literal) else values[atom]
+
+    for eqn in jaxpr.eqns:
+        values.update(zip(eqn.outvars, equation(eqn, list(map(read, eqn.invars))), strict=True))
+    return list(map(read, jaxpr.outvars))
+
+
+def equations(jaxpr: core.Jaxpr) -> Iterator[Any]:
+    """All equations of a jaxpr, each followed by those of the functions in it.
+
+    >>> [eqn.primitive.name for eqn in equations(jax.make_jaxpr(jax.jit(jnp.sin))(1.0).jaxpr)][1:]
+    ['sin']
+    """
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in core.jaxprs_in_params(eqn.params):
+            yield from equations(inner)
+
+
+def called(eqn: Any, ins: list[_V]) -> tuple[core.Jaxpr, Sequence[Any], list[_V]] | None:
+    """The function that an equation calls once (pjit, remat, custom derivatives), its constants and its arguments.
+
+    >>> (call,) = jax.make_jaxpr(jax.jit(jnp.sin))(1.0).eqns
+    >>> [eqn.primitive.name for eqn in called(call, ["x"])[0].eqns]
+    ['sin']
+    """
+    body = next((eqn.params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in eqn.params), None)
+    if body is None or eqn.primitive.name in (*CONTROL, "pallas_call"):
+        return None
+    # The jaxpr of a reduction takes two numbers, that of a sharded map one device's part: these are no calls.
+    inner = body.jaxpr if hasattr(body, "jaxpr") else body
+    shapes = [[getattr(v.aval, "shape", None) for v in variables] for variables in (inner.outvars, eqn.outvars)]
+    if shapes[0] != shapes[1]:
+        return None
+    return inner, getattr(body, "consts", ()), ins[len(ins) - len(inner.invars) :]
+
+
+def loop_parts(eqn: Any, ins: list[_V]) -> tuple[core.ClosedJaxpr, list[_V], list[_V], list[_V]]:
+    """The body of a scan or a while, and its inputs: constants, what a turn hands to the next, what it has one row of.
+
+    >>> scan = jax.make_jaxpr(lambda a, x: jax.lax.scan(lambda c, y: (a * c + y, c), 0.0, x))(2.0, jnp.ones(3)).eqns[0]
+    >>> loop_parts(scan, ["a", "c", "x"])[1:]
+    (['a'], ['c'], ['x'])
+    """
+    if eqn.primitive.name == "while":
+        first, second = itertools.accumulate((eqn.params["cond_nconsts"], eqn.params["body_nconsts"]))
+        return eqn.params["body_jaxpr"], ins[first:second], ins[second:], []
+    first, second = itertools.accumulate(loop_counts(eqn.params))
+    return eqn.params["jaxpr"], ins[:first], ins[first:second], ins[second:]
+
+
+def applied(eqn: Any, arrays: Sequence[Any], **changed: Any) -> Sequence[Any]:
+    """The results of an equation's operation on arrays, with some of its parameters changed.
+
+    >>> (add,) = jax.make_jaxpr(lambda x: x + 1)(1).eqns
+    >>> [int(x) for x in applied(add, [2, 3])]
+    [5]
+    """
+    out = eqn.primitive.bind(*map(jnp.asarray, arrays), **{**eqn.params, **changed})
+    return out if eqn.primitive.multiple_results else [out]
+
+
+def ranges_taken(eqn: Any) -> list[list[range]]:
+    """Which entries of every axis of its operand each result of a `slice`, a `split` or a `rev` takes.
+
+    >>> (halves,) = jax.make_jaxpr(lambda x: jnp.split(x, 2, 1))(jnp.ones((2, 6))).jaxpr.eqns
+    >>> ranges_taken(halves)
+    [[range(0, 2), range(0, 3)], [range(0, 2), range(3, 6)]]
+    """
+    params, shape = eqn.params, eqn.invars[0].aval.shape
+    if eqn.primitive.name == "slice":
+        steps = params["strides"] or [1] * len(shape)
+        return [list(map(range, params["start_indices"], params["limit_indices"], steps))]
+    if eqn.primitive.name == "rev":
+        return [[range(n)[::-1] if k in params["dimensions"] else range(n) for k, n in enumerate(shape)]]
+    ends = itertools.accumulate(params["sizes"], initial=0)
+    return [[range(*part) if k == params["axis"] else range(n) for k, n in enumerate(shape)]
+            for part in itertools.pairwise(ends)]
+
+
+def source(eqn: Any) -> str:
+    """Where in the user's files an equation comes from, as far as the traceback tells."""
+    traceback = getattr(eqn.source_info, "traceback", None)
+    outside = [f for f in (traceback.frames if traceback is not None else []) if "site-packages" not in f.file_name]
+    frames = [f for f in outside if "gauge_optax" not in f.file_name] or outside
+    return f" at {frames[0].file_name}:{frames[0].line_num}, in {frames[0].function_name}" if frames else ""

@@ -200,28 +200,44 @@ def _one_by_one(make: Callable[..., T], *stacks: jax.Array) -> T:
         leading = P(*args[0].sharding.spec[:1])
         return mesh, loop, *jax.tree.map(lambda _: NamedSharding(mesh, leading), (result, tuple(args)))
 
+    shapes = [*stacks, *jax.tree.leaves(jax.eval_shape(loop, *stacks))]
+    # "n a0 b0, n a1 b1 -> n a2": the leading axis may be divided among devices, all others are whole.
+    whole = [[f"{'abcd'[axis]}{number}" for axis in range(x.ndim - 1)] for number, x in enumerate(shapes)]
+    names = [" ".join(["n", *axes]) for axes in whole]
+    rule = f"{', '.join(names[: len(stacks)])} -> {', '.join(names[len(stacks) :])}"
+    return _partitioned(loop, partition, rule, tuple(itertools.chain(*whole)))(*stacks)
+
+
+def _partitioned(
+    function: Callable[..., T], partition: Callable[..., Any], rule: str, whole: tuple[str, ...] = ()
+) -> Callable[..., T]:
+    """Returns a function that every device of a mesh computes by a part, with the rules that `custom_partitioning`
+    lacks: for `vmap`, which adds matrices to the stacks, and for derivatives.
+
+    Args:
+      function: takes stacks, (n, rows, columns), and returns a tree of arrays with n in front.
+      partition: what a device computes, as `custom_partitioning` takes it.
+      rule: the names of all axes, likewise.
+      whole: the names of those that are never divided.
+    """
+
     @jax.custom_batching.custom_vmap
     def divided(*stacks: jax.Array) -> T:
-        shapes = [*stacks, *jax.tree.leaves(jax.eval_shape(loop, *stacks))]
-        # "n a0 b0, n a1 b1 -> n a2": the leading axis may be divided among devices, all others are whole.
-        whole = [[f"{'abcd'[axis]}{number}" for axis in range(x.ndim - 1)] for number, x in enumerate(shapes)]
-        names = [" ".join(["n", *axes]) for axes in whole]
-        rule = f"{', '.join(names[: len(stacks)])} -> {', '.join(names[len(stacks) :])}"
-        call = custom_partitioning(loop)
-        call.def_partition(partition, sharding_rule=rule, need_replication_factors=tuple(itertools.chain(*whole)))
+        call = custom_partitioning(function)
+        call.def_partition(partition, sharding_rule=rule, need_replication_factors=whole)
         return call(*stacks)
 
-    # `custom_partitioning` knows no rules for `vmap` and derivatives. The first adds matrices to the stacks.
+    differentiable = jax.custom_jvp(divided)
+    differentiable.defjvp(lambda primals, tangents: jax.jvp(function, primals, tangents))
+
     @divided.def_vmap
     def _(size: int, batched: Sequence[bool], *stacks: jax.Array) -> tuple[T, T]:
         flat = [x if b else jnp.broadcast_to(x, (size, *x.shape)) for x, b in zip(stacks, batched, strict=True)]
-        made = _one_by_one(make, *(x.reshape(-1, *x.shape[2:]) for x in flat))
+        made = differentiable(*(x.reshape(-1, *x.shape[2:]) for x in flat))
         made = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), made)
         return made, jax.tree.map(lambda _: True, made)
 
-    differentiable = jax.custom_jvp(divided)
-    differentiable.defjvp(lambda primals, tangents: jax.jvp(loop, primals, tangents))
-    return differentiable(*stacks)
+    return differentiable
 
 
 def svd(m: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -598,22 +614,7 @@ def _orthogonalised(schedule: Schedule, x: jax.Array) -> jax.Array:
         sharding = NamedSharding(mesh, P(n, rows, columns))
         return mesh, on_one_device, sharding, (sharding,)
 
-    @jax.custom_batching.custom_vmap
-    def divided(x: jax.Array) -> jax.Array:
-        call = custom_partitioning(lambda x: steps(x))
-        call.def_partition(partition, sharding_rule="n r h -> n r h")
-        out: jax.Array = call(x)
-        return out
-
-    # `custom_partitioning` knows no rules for `vmap` and derivatives. The first adds matrices to the stack.
-    @divided.def_vmap
-    def _(size: int, batched: Sequence[bool], x: jax.Array) -> tuple[jax.Array, bool]:
-        del size, batched
-        return _orthogonalised(schedule, x.reshape(-1, *x.shape[2:])).reshape(x.shape), True
-
-    differentiable = jax.custom_jvp(divided)
-    differentiable.defjvp(lambda primals, tangents: jax.jvp(steps, primals, tangents))
-    return differentiable(x)
+    return _partitioned(lambda x: steps(x), partition, "n r h -> n r h")(x)
 
 
 def _mesh_axes(entry: Any) -> tuple[str, ...]:
@@ -705,13 +706,8 @@ def nearly_orthogonal(r: jax.Array) -> jax.Array:
     return 1.5 * r - 0.5 * matmul(matmul(r, transpose(r)), r)
 
 
-def skew_exponential(a: jax.Array) -> jax.Array:
-    """Returns the rotations exp(A) of antisymmetric matrices (…, d, d); see `serial`."""
-    return matrix_exponential(a)
-
-
 def matrix_exponential(a: jax.Array) -> jax.Array:
-    """Returns exp(A) of matrices (…, d, d); see `serial`."""
+    """Returns exp(A) of matrices (…, d, d), which are rotations where A is antisymmetric; see `serial`."""
     return serial(jax.scipy.linalg.expm, a)
 
 
@@ -729,8 +725,7 @@ def orthogonal_logarithm(r: jax.Array) -> jax.Array:
     """
     eye = jnp.eye(r.shape[-1], dtype=r.dtype)
     for _ in range(3):
-        u, _, vt = svd(eye + r)
-        r = matmul(u, vt)
+        r = orthogonal_factor(eye + r)
     power = total = cayley = skew(solve(eye + r, r - eye))
     square = matmul(cayley, cayley)
     for order in range(3, 22, 2):

@@ -37,7 +37,7 @@ from gauge_optax.binding import Block, leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.linalg import real_dtype, roundoff
 from gauge_optax.parts import heads
-from gauge_optax.parts.order import Place, check_commute, in_order, label_of, others_of, place_of, turns_by_class
+from gauge_optax.parts.order import Place, by_label, check_commute, in_order, others_of, place_of, turns_by_class
 from gauge_optax.parts.part import Arrays, Constant, Part, Size, Turn, changed, moves, name_of
 from gauge_optax.xla import recomputed_after
 
@@ -190,7 +190,7 @@ class Slice:
             tuple(first),
             tuple(later),
             turns_by_class(turns),
-            tuple(p for p in sorted(kept, key=label_of) if not isinstance(p, Constant | Size | Turn)),
+            tuple(p for p in sorted(kept, key=by_label) if not isinstance(p, Constant | Size | Turn)),
             passed,
             alone,
             following,

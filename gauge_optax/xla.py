@@ -100,8 +100,7 @@ def fixed_noise(block: int, rows: int, columns: int, draw: int | jax.Array = 0) 
 
     It hashes positions. `jax.random` has a loop, which on a CPU can block for ever if another loop runs beside it.
     """
-    bits = _mixed(jnp.arange(rows * columns, dtype=jnp.uint32), block, draw)
-    return (bits.astype(jnp.float32) / 2.0**31 - 1.0).reshape(rows, columns)
+    return hashed_positions((rows, columns), block, draw).astype(jnp.float32) / 2.0**31 - 1.0
 
 
 def hashed_positions(shape: Sequence[int], block: int, draw: int | jax.Array) -> jax.Array:
@@ -113,10 +112,6 @@ def hashed_positions(shape: Sequence[int], block: int, draw: int | jax.Array) ->
     for axis in reversed(range(len(shape))):
         iota = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
         position, stride = position + iota * jnp.uint32(stride % 2**32), stride * shape[axis]
-    return _mixed(position, block, draw)
-
-
-def _mixed(position: jax.Array, block: int, draw: int | jax.Array) -> jax.Array:
     x = position + jnp.uint32((_KEY + block * 0x9E3779B9) % 2**32)
     x = x ^ (jnp.uint32(0xC2B2AE35) * jnp.asarray(draw, jnp.uint32))
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):

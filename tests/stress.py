@@ -50,7 +50,8 @@ def programs(devices: int) -> dict[str, Callable[[Any], Any]]:
         spd = linalg.symmetric(stacks[0]) + 20.0 * jnp.eye(BASIS)
         return (
             linalg.symmetric_eigen(spd), linalg.svd(stacks[1]), linalg.qr(stacks[2]), linalg.solve(spd, stacks[3]),
-            linalg.skew_exponential(linalg.skew(stacks[4])), linalg.inverse(spd), linalg.balance(stacks[1], stacks[2]),
+            linalg.matrix_exponential(linalg.skew(stacks[4])), linalg.inverse(spd),
+            linalg.balance(stacks[1], stacks[2]),
         )
 
     return {

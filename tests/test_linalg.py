@@ -25,7 +25,7 @@ lyapunov = jit(linalg.lyapunov)
 eigen = jit(linalg.symmetric_eigen)
 by_products = jit(linalg.inverse_sqrt_by_products, static_argnames="least")
 logarithm = jit(linalg.orthogonal_logarithm)
-exponential = jit(linalg.skew_exponential)
+exponential = jit(linalg.matrix_exponential)
 
 
 @pytest.fixture(params=["float64", "float32"])
@@ -248,8 +248,8 @@ DOORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         lambda m: linalg.symmetric_eigen(linalg.symmetric(m)),
         lambda m: tuple(x[..., ::-1] for x in jnp.linalg.eigh(linalg.symmetric(m))),
     ),
-    "skew_exponential": (
-        lambda m: linalg.skew_exponential(linalg.skew(m)),
+    "matrix_exponential": (
+        lambda m: linalg.matrix_exponential(linalg.skew(m)),
         lambda m: jax.scipy.linalg.expm(linalg.skew(m)),
     ),
 }

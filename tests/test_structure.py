@@ -164,13 +164,13 @@ def test_nobody_but_gauges_and_parts_asks_of_what_kind_a_part_is() -> None:
         for question in questions(path.read_text())
     }  # fmt: skip
     roles = {"slice.py"}
-    moves = {"states/moves.py", "states/hold_products.py"}
+    moves = {"states/moves.py"}
     assert {file for file, _ in found} <= roles | moves
     assert {question for file, question in found if file in roles} == {
         "isinstance(p, Constant)", "isinstance(p, Size)", "isinstance(p, Turn)",
         "isinstance(p, Constant | Size | Turn)",
     }
-    assert {question for file, question in found if file in moves} == {"part.effect in effects"}
+    assert {question for file, question in found if file in moves} == {"moving.effect in effects"}
     assert list(questions("isinstance(part, Factor) or gauge.effect == 'shift'")) != []
 
 

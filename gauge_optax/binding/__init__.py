@@ -5,6 +5,7 @@ from gauge_optax.binding.leaves import (
     Block,
     bind_leaf,
     is_empty,
+    laid_out,
     leaf_shape,
     leaves_by_path,
     mask_by_path,
@@ -18,7 +19,7 @@ from gauge_optax.binding.specs import Axes, BlockSpec, block_specs, check_specs,
 
 __all__ = [
     "Axes", "Binding", "Block", "BlockSpec", "Instance", "bind", "bind_leaf", "block_specs",
-    "check_specs", "frozen_sizes", "group_axes", "hidden_match", "instance_key", "is_empty",
+    "check_specs", "frozen_sizes", "group_axes", "hidden_match", "instance_key", "is_empty", "laid_out",
     "leaf_shape", "leaves_by_path", "mask_by_path", "match", "nearest", "overlap", "shown_and_hidden", "values_at",
     "with_leaves",
 ]

@@ -248,7 +248,7 @@ def divided(
         for block in turn.blocks:
             if block.path in squares:  # matrices under Muon have no second moment
                 rows = block.rows(squares[block.path])
-                own = turn.block_sums(block, rows) / (turn.row_count(block) * turn.size)
+                own = block.row_sums(turn.named, rows) / (turn.row_count(block) * turn.size)
                 variance = own if pooled is None else pooled
                 spread = jnp.broadcast_to(turn.per_head(block, variance), rows.shape)
                 squares[block.path] = block.write(squares[block.path], spread)

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 
 from gauge_optax.gauges.by_action import OfUser
 from gauge_optax.linalg import balance, real_dtype, triangular_factor
-from gauge_optax.parts.part import Arrays, Part, overlaps
+from gauge_optax.parts.order import others_of
+from gauge_optax.parts.part import Anchor, Arrays, Part, changed
 from gauge_optax.parts.sizes import Factor, Stretch
 from gauge_optax.slice import Elements, Slice
 
@@ -31,10 +32,11 @@ def balanced(part: Part[Any], x: Arrays) -> Any:
 
 @balanced.register
 def _of_factor(part: Factor, x: Arrays) -> jax.Array:
-    up, down = compared(part, x)
+    (up, entries), (down, entries_down) = _squares(part, x)
     if not part.down:
-        entries = sum(block.entries(part.named) for block in part.up)
         return jnp.where(up > 0, jnp.sqrt(jnp.where(up > 0, up, 1.0) / entries), 1.0)
+    if part.by_entry:
+        up, down = up / entries, down / entries_down
     whole = (up > 0) & (down > 0)
     up, down = (jnp.where(whole, y, 1.0) for y in (up, down))
     p = part.degree
@@ -52,50 +54,49 @@ def _of_user(part: OfUser, x: Arrays) -> Any:
     return part.inverse(part.gauge.balance(part.tree(x)))
 
 
-def compared(part: Factor, x: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """The sizes of both sides that balance compares, per channel.
+def _squares(part: Factor, x: Mapping[str, jax.Array]) -> tuple[tuple[jax.Array, int], tuple[jax.Array, int]]:
+    """Per side of a scale, the sum of squares of every channel, and the number of its entries.
 
-    Args:
-      part: a scale.
-      x: a point.
-
-    Returns:
-      Sums of squares of the whole sides; mean squares of each side's first block for multipliers.
+    For multipliers it is that of the side's first block, because their balance compares root mean squares.
     """
-    sizes = []
-    for side in (part.up[:1], part.down[:1]) if part.by_entry else (part.up, part.down):
-        total = sum((b.total(part.named, jnp.square(x[b.path])) for b in side), jnp.zeros(part.shape, real_dtype()))
-        sizes.append(total / sum(b.entries(part.named) for b in side) if part.by_entry else total)
-    return sizes[0], sizes[1]
+
+    def of_side(side: Anchor) -> tuple[jax.Array, int]:
+        blocks = side[:1] if part.by_entry else side
+        totals = (b.total(part.named, jnp.square(x[b.path])) for b in blocks)
+        return sum(totals, jnp.zeros(part.shape, real_dtype())), sum(b.entries(part.named) for b in blocks)
+
+    return of_side(part.up), of_side(part.down)
 
 
-@functools.singledispatch
-def log_sizes(part: Part[Any], x: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+def log_sizes(part: Any, x: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Logs of both sides' root mean squares, per channel.
 
     Args:
-      part: any part.
+      part: a `Factor` with two sides.
       x: a point.
 
     Returns:
-      Minus infinity on both sides, for a channel with a side that is zero or for what has no two sides. For
-      multipliers, the sizes are those of the first blocks of both sides.
+      Minus infinity on both sides, for a channel with a side that is zero. For multipliers, the sizes are those of the
+      first blocks of both sides.
     """
-    nothing = jnp.full(part.shape, -jnp.inf)
-    return nothing, nothing
-
-
-@log_sizes.register
-def _of_two_sides(part: Factor, x: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    sides = (part.up[:1], part.down[:1]) if part.by_entry else (part.up, part.down)
-    if not all(sides):
-        nothing = jnp.full(part.shape, -jnp.inf)
-        return nothing, nothing
-    counts = [1 if part.by_entry else sum(b.entries(part.named) for b in side) for side in sides]
-    means = [total / count for total, count in zip(compared(part, x), counts, strict=True)]
-    whole = (means[0] != 0) & (means[1] != 0)
-    logs = [jnp.where(whole, 0.5 * jnp.log(jnp.where(whole, y, 1.0)), -jnp.inf) for y in means]
+    up, down = (total / entries for total, entries in _squares(part, x))
+    whole = (up != 0) & (down != 0)
+    logs = [jnp.where(whole, 0.5 * jnp.log(jnp.where(whole, y, 1.0)), -jnp.inf) for y in (up, down)]
     return logs[0], logs[1]
+
+
+def balance_beside(gauge: Any, params: Any, frozen: frozenset[str] = frozenset()) -> Any:
+    """The public element that balances a point, with the identity for copies of a gauge that move a frozen leaf.
+
+    Args:
+      gauge: a `SliceGauge`.
+      params: the point.
+      frozen: paths of leaves that never change.
+    """
+    b = gauge._bound(params)
+    s = Slice.of([part for part in b.whole.acting if not frozen & set(changed(part))]) if frozen else b.slice
+    elements = b.public(balanced_elements(s, s.values(params)))
+    return gauge.inverse(jax.tree.map(jnp.real, elements))  # balances are positive
 
 
 def balanced_elements(s: Slice, x: Arrays) -> Elements:
@@ -110,10 +111,7 @@ def balanced_elements(s: Slice, x: Arrays) -> Elements:
 @functools.partial(jax.jit, static_argnums=0)  # outside jit, a loop would be compiled anew at every call
 def _rounds(s: Slice, x: Arrays) -> tuple[Any, ...]:
     parts = [part for part, _, _ in s.sizes]
-    blocks = [(number, block) for number, part in enumerate(parts) for block in part.blocks]
-    coupled = any(
-        a != b and y.path == z.path and overlaps(y, z) for at, (a, y) in enumerate(blocks) for b, z in blocks[:at]
-    )
+    coupled = any(others_of(part, part.blocks, parts) for part in parts)
 
     def one_round(carry: _Carry) -> _Carry:
         elements, point, _, count = carry

@@ -146,31 +146,27 @@ class Bound:
 
     def public(self, elements: Mapping[str, Any]) -> Any:
         """The public element of elements by label; parts that are absent move nothing."""
+        return self.by_gauge(lambda copy: copy.join(_of_copy(copy, elements)))
 
-        def joined(copy: Copy) -> Any:
-            return copy.join([elements[p.label] if p.label in elements else p.identity() for p in copy.parts])
-
-        out = self.by_gauge(joined)
-        return out[0] if self.single else out
-
-    def by_gauge(self, value: Any) -> tuple[Any, ...]:
-        """One value per gauge, with the structure of an element, from a function of copies; None leaves a copy out."""
-        pairs = zip(self.gauges, self.copies, strict=True)
-        return tuple(gauge._join(copies, [value(copy) for copy in copies]) for gauge, copies in pairs)
-
-    def coordinates(self, elements: Mapping[str, Any]) -> tuple[Any, ...]:
+    def coordinates(self, elements: Mapping[str, Any]) -> Any:
         """Per gauge, the coordinates whose change is drift, of a point that reads as these elements."""
+        return self.by_gauge(lambda copy: copy.coordinate(_of_copy(copy, elements)))
 
-        def coordinate(copy: Copy) -> Any:
-            return copy.coordinate([elements[p.label] if p.label in elements else p.identity() for p in copy.parts])
-
-        return self.by_gauge(coordinate)
+    def by_gauge(self, value: Callable[[Copy], Any]) -> Any:
+        """What has the structure of an element, from a function of copies, which returns None to leave a copy out."""
+        pairs = zip(self.gauges, self.copies, strict=True)
+        values = tuple(gauge._join(copies, [value(copy) for copy in copies]) for gauge, copies in pairs)
+        return values[0] if self.single else values
 
     def stored(self, x: Arrays, params: Params) -> Params:
         """Values of bound leaves as a tree stores them: less one where it does, in the leaves' dtypes."""
         leaves, added = leaves_by_path(params), self.whole.added
         values = {p: y - added[p] if np.any(added[p]) else y for p, y in x.items()}
         return with_leaves(params, {p: y.astype(leaves[p].dtype) for p, y in values.items()})
+
+
+def _of_copy(copy: Copy, elements: Mapping[str, Any]) -> list[Any]:
+    return [elements[p.label] if p.label in elements else p.identity() for p in copy.parts]
 
 
 def bound(gauges: Sequence[Any], params: Any, frozen: frozenset[str] = frozenset(), single: bool = False) -> Bound:
@@ -223,7 +219,7 @@ def slice_of_frame(frame: Frame, params: Any) -> Slice:
 
 
 def _asymmetry(gauge: Any, params: Any, grads: Any) -> dict[str, jax.Array]:
-    b = bound((gauge,), params)
+    b = gauge._bound(params)
     s, (copies,) = b.whole, b.copies
     # Squares of gradients of 1e-20 or 1e20 are no numbers of float32; the asymmetry does not depend on their size.
     real = [y for y in map(jnp.asarray, leaves_by_path(grads).values()) if jnp.issubdtype(y.dtype, jnp.floating)]
@@ -266,7 +262,7 @@ def _by_generators(gauge: Any, b: Bound, params: Any, x: Arrays) -> Callable[[Ar
         return lambda covector: {}
 
     def moved(coordinates: Any) -> Arrays:
-        return b.whole.act(b.elements((gauge.exponential(coordinates, params, near=True),)), x)
+        return b.whole.act(b.elements(gauge.exponential(coordinates, params, near=True)), x)
 
     transposed = jax.vjp(moved, zero)[1]
     return lambda covector: transposed(covector)[0]

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.binding import Block, leaves_by_path, with_leaves
+from gauge_optax.binding import Block, BlockSpec, bind_leaf, leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.copies import Copy, Effect, Matched
 from gauge_optax.linalg import real_dtype
@@ -108,7 +108,7 @@ class UserCopy(Copy):
                 found.gauge, f"not on real numbers: '{wrong[0]}'" if wrong else "no leaf",
                 f"{by_path[wrong[0]].dtype}" if wrong else "an action that computes with no leaf",
                 "an action and a reading of some floating-point leaves", "leave all others as they are")
-        bound = {path: _whole_leaf(path, by_path[path].shape) for path in paths}
+        bound = {path: _whole_leaf(found.gauge, path, by_path[path].shape) for path in paths}
         anchor = tuple(bound[path] for number, path in enumerate(by_path) if number in reading)
         name = f"{found.gauge}[].{whole._checksum(bound.values())}.v{VERSION}"
         kind = _BY_EFFECT.get(whole.effect, OfUser)
@@ -169,6 +169,5 @@ def _used(function: Any, shapes: Any, outputs: int | None) -> set[int]:
     return {number for number, x in enumerate(traced.invars) if x in used}
 
 
-def _whole_leaf(path: str, shape: tuple[int, ...]) -> Block:
-    free, whole = ("_",) * len(shape), (None,) * len(shape)
-    return Block(path, "", " ".join(free), shape, shape, tuple(((0, n),) for n in shape), free, False, whole)
+def _whole_leaf(gauge: str, path: str, shape: tuple[int, ...]) -> Block:
+    return bind_leaf(gauge, BlockSpec("", path, " ".join("_" * len(shape))), path, shape, {})

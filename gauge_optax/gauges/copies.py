@@ -7,7 +7,6 @@ public elements: their dimension, how a random one is drawn, and how one is spli
 import abc
 import dataclasses
 import math
-import operator
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 from gauge_optax.binding import Block, BlockSpec
 from gauge_optax.errors import binding_error
 from gauge_optax.linalg import real_dtype
-from gauge_optax.parts.part import Part, name_of
+from gauge_optax.parts.part import Additive, Part, name_of
 from gauge_optax.slice import VERSION
 
 Effect = Literal["still", "shift", "diagonal", "permutation", "orthogonal", "linear"]
@@ -74,7 +73,7 @@ class Matched(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Copy(abc.ABC):
+class Copy(Additive, abc.ABC):
     """One copy of a gauge on a tree. By default its group is addition, and its element is that of its one part.
 
     Attributes:
@@ -162,15 +161,7 @@ class Copy(abc.ABC):
 
     # Laws of public elements, which need no tree ------------------------------------------------------------
 
-    @staticmethod
-    def inverse(element: Any) -> Any:
-        """The public element that undoes another."""
-        return jax.tree.map(operator.neg, element)
-
-    @staticmethod
-    def compose(a: Any, b: Any) -> Any:
-        """The public element that acts as `a` after `b`."""
-        return jax.tree.map(operator.add, a, b)
+    # `inverse` and `compose` are those of `Additive`, unless a kind has another law.
 
     @staticmethod
     def power(element: Any, exponent: float | jax.Array) -> Any:
@@ -182,15 +173,10 @@ class Copy(abc.ABC):
         """h·g·h⁻¹ for a public element g: g itself except for shifts. `moved(path, leaf)` applies h's linear part."""
         return element
 
-    @staticmethod
-    def axis_sizes(named: tuple[str, ...], element: Any) -> dict[str, int]:
-        """Lengths of axes, read off a public element."""
-        return dict(zip(named, element.shape, strict=True))
-
     @classmethod
-    def effect_of(cls, element: Any) -> Effect:
-        """The effect of one public element, which may be a special case of `effect`."""
-        return cls.effect
+    def axis_sizes(cls, named: tuple[str, ...], element: Any) -> dict[str, int]:
+        """Lengths of axes, read off a public element."""
+        return dict(zip((*named, *cls.acting), element.shape, strict=False))
 
 
 @dataclasses.dataclass(frozen=True)

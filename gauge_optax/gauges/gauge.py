@@ -41,7 +41,7 @@ from gauge_optax.binding import (
 )
 from gauge_optax.binding import bind as bind_blocks
 from gauge_optax.errors import binding_error
-from gauge_optax.gauges.balance import balanced_elements
+from gauge_optax.gauges.balance import balance_beside
 from gauge_optax.gauges.bound import Bound, bound, require_nonzero_norms
 from gauge_optax.gauges.by_action import UserCopy
 from gauge_optax.gauges.copies import Copy, Effect, Matched
@@ -260,7 +260,7 @@ class Gauge(abc.ABC):
           A shift's coordinate is the mean along `vocab` of the stored leaf.
         """
         b = self._bound(params)
-        return self._packed(b.coordinates(b.slice.read(b.slice.values(params), turning=False).elements))
+        return b.coordinates(b.slice.read(b.slice.values(params), turning=False).elements)
 
     def muon_dimension_numbers(self, params: Any) -> Any:
         """How `optax.contrib.muon` should read the gauge's leaves: as one matrix per head where a rotation binds them.
@@ -317,11 +317,7 @@ class Gauge(abc.ABC):
 
     def _bound(self, params: Any) -> Bound:
         """This gauge, or the gauges of a product, on a tree."""
-        return bound(self._gauges, params)
-
-    def _packed(self, elements: Sequence[Element]) -> Element:
-        """Makes an element of one value per gauge of a product."""
-        return elements[0]
+        return bound(self._gauges, params, single=not isinstance(self, Product))
 
     def _join(self, copies: Sequence[Copy], values: Sequence[Any]) -> Element:
         """The element made of one value per copy; None where a copy has none."""
@@ -339,25 +335,25 @@ class Gauge(abc.ABC):
         """Applies the linear part of a move to a leaf, or to a part of a leaf along an axis that is not moved."""
         return leaf
 
-    def _effect_of(self, element: Element) -> Effect:
-        """The effect of one element, which may be a special case of `effect`."""
-        return self.effect
-
 
 Gauges = Gauge | Sequence[Gauge]
 """What every transformation, assertion and measure takes: one gauge, or several that mean their product."""
 
 
 class SliceGauge(Gauge):
-    """A gauge whose `read` and `balance` are those of its parts: a `BlockGauge`, or a product."""
+    """A gauge that moves and reads a point as its parts do: a `BlockGauge`, or a product."""
+
+    def act(self, element: Element, params: Params) -> Params:
+        return self._bound(params).act(element, params)
 
     def read(self, params: Any) -> Element:
-        return self._packed(self._bound(params).read(params))
+        return self._bound(params).read(params)
+
+    def dim(self, params: Any) -> int:
+        return self._bound(params).dim
 
     def balance(self, params: Any) -> Element:
-        b = self._bound(params)
-        elements = b.public(balanced_elements(b.slice, b.slice.values(params)))
-        return self.inverse(self._packed(jax.tree.map(jnp.real, elements)))  # balances are positive
+        return balance_beside(self, params)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -434,15 +430,11 @@ class BlockGauge(SliceGauge):
         """See `Gauge`."""
         return self.kind.breaks
 
-    @property
-    def _reserved(self) -> tuple[str, ...]:
-        return self.kind.acting
-
     def _copies(self, params: Any) -> tuple[Copy, ...]:
         kind, options = self.kind, dict(self.options)
         if "norms" in options:  # gauges that this one needs on the same tree
             options["norms"] = tuple(copy for norm in options["norms"] for copy in norm._copies(params))
-        binding = bind_blocks(self.name, self.specs, self.sizes, params, self._reserved, kind.joined, kind.partial)
+        binding = bind_blocks(self.name, self.specs, self.sizes, params, kind.acting, kind.joined, kind.partial)
         instances = [Matched(self.name, i.key, binding.named, dict(i.sizes), i.blocks) for i in binding.instances]
         return tuple(kind.of(found, **options) for found in instances)
 
@@ -453,9 +445,6 @@ class BlockGauge(SliceGauge):
         return tuple(element[copy.key] for copy in copies)
 
     # Loops over copies ------------------------------------------------------------------------------------
-
-    def act(self, element: Element, params: Params) -> Params:
-        return self._bound(params).act((element,), params)
 
     def _by_copy(self, params: Any) -> tuple[Copy, ...]:
         (copies,) = self._bound(params).copies
@@ -487,9 +476,6 @@ class BlockGauge(SliceGauge):
     def normalized(self, element: Element, params: Any) -> Element:
         return {copy.key: copy.normalized(element[copy.key]) for copy in self._by_copy(params)}
 
-    def dim(self, params: Any) -> int:
-        return self._bound(params).dim
-
     def _conjugated(self, element: Element, by: Sequence[tuple[Gauge, Element]]) -> Element:
         def moved(path: str, leaf: jax.Array) -> jax.Array:
             for gauge, other in by:
@@ -502,7 +488,7 @@ class BlockGauge(SliceGauge):
         if self.effect == "shift":
             return leaf
         # There is no tree here, so that lengths of axes come from the element and the leaf.
-        named = group_axes(self.name, self.specs, self._reserved)
+        named = group_axes(self.name, self.specs, self.kind.acting)
         for key, x in element.items():
             sizes = self.kind.axis_sizes(named, x)
             hits = [(spec, instance_key(self.specs, spec, path)) for spec in self.specs]
@@ -514,10 +500,6 @@ class BlockGauge(SliceGauge):
                 for part, e in reversed(list(zip(copy.parts, copy.split(x), strict=True))):
                     leaf = part.act(e, {path: leaf})[path]
         return leaf
-
-    def _effect_of(self, element: Element) -> Effect:
-        effects = {self.kind.effect_of(x) for x in element.values()}
-        return effects.pop() if len(effects) == 1 else self.effect
 
 
 def block_gauge(
@@ -632,12 +614,6 @@ class Product(SliceGauge):
     def _gauges(self) -> tuple[Gauge, ...]:
         return self.gauges
 
-    def _packed(self, elements: Sequence[Element]) -> Element:
-        return tuple(elements)
-
-    def act(self, element: Element, params: Params) -> Params:
-        return self._bound(params).act(element, params)
-
     def sample(self, key: jax.Array, params: Any, scale: float = 1.0) -> Element:
         keys = jax.random.split(key, max(1, len(self.gauges)))
         return tuple(gauge.sample(k, params, scale) for gauge, k in zip(self.gauges, keys, strict=False))
@@ -676,9 +652,6 @@ class Product(SliceGauge):
 
     def normalized(self, element: Element, params: Any) -> Element:
         return tuple(gauge.normalized(x, params) for gauge, x in zip(self.gauges, element, strict=True))
-
-    def dim(self, params: Any) -> int:
-        return sum(gauge.dim(params) for gauge in self.gauges)
 
     def _pairs(self, element: Element) -> list[tuple[Gauge, Element]]:
         return list(zip(self.gauges, element, strict=True))

@@ -25,7 +25,7 @@ from gauge_optax.gauges.copies import Effect, Matched, drawn
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
 from gauge_optax.gauges.rotation import HeadRotation
 from gauge_optax.linalg import haar, inverse, matmul, matrix_exponential, symmetric_eigen, transpose
-from gauge_optax.parts.heads import BASIS, Rotation, Side
+from gauge_optax.parts.heads import BASIS, Heads, Rotation
 from gauge_optax.parts.sizes import Stretch
 
 
@@ -72,7 +72,7 @@ class Linear(HeadRotation):
     @classmethod
     def of(cls, found: Matched, **options: Any) -> "Linear":
         named, shape, size, name = found.named, found.shape, found.sizes[BASIS], found.label()
-        left, right = (Side(named, shape, side, size) for side in found.of_role("left", "right"))
+        left, right = (Heads(named, shape, side, size) for side in found.of_role("left", "right"))
         stretch = Stretch(f"{name} stretch", named, shape, found.blocks, left, right)
         turn = Rotation(f"{name} rotation", named, shape, (*left.blocks, *right.blocks), size, of_linear=True)
         return cls(found.key, (stretch, turn))

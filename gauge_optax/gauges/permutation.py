@@ -24,7 +24,7 @@ from gauge_optax.errors import binding_error
 from gauge_optax.gauges.copies import Compact, Effect, Matched
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
 from gauge_optax.linalg import real_dtype
-from gauge_optax.parts.permutation import Permutation
+from gauge_optax.parts.permutation import Permutation, Renumbering
 
 
 def permutation(
@@ -71,7 +71,7 @@ def permutation(
 
 
 @dataclasses.dataclass(frozen=True)
-class Order(Compact):
+class Order(Renumbering, Compact):
     """One copy: indices, (*shape, n)."""
 
     parts: tuple[Permutation]
@@ -109,10 +109,3 @@ class Order(Compact):
     def exponential(self, coordinates: Any, near: bool = False) -> jax.Array:
         return self.identity()
 
-    @staticmethod
-    def inverse(element: jax.Array) -> jax.Array:
-        return jnp.argsort(element, -1).astype(element.dtype)
-
-    @staticmethod
-    def compose(a: jax.Array, b: jax.Array) -> jax.Array:
-        return jnp.take_along_axis(b, a, -1)  # (θ∘b)∘a

@@ -24,12 +24,13 @@ import jax.numpy as jnp
 
 from gauge_optax.binding import Axes, Block, overlap
 from gauge_optax.errors import binding_error
-from gauge_optax.gauges.copies import Copy, Matched
+from gauge_optax.gauges.copies import Matched
 from gauge_optax.gauges.gauge import BlockGauge, Gauges, block_gauge, product
-from gauge_optax.gauges.rotation import HeadRotation, random_rotation
+from gauge_optax.gauges.rotation import HeadRotation, random_rotation, rotation_of
 from gauge_optax.gauges.scale import Scale
-from gauge_optax.linalg import nearly_orthogonal, real_dtype, skew, skew_exponential
+from gauge_optax.linalg import nearly_orthogonal, real_dtype
 from gauge_optax.parts.heads import BASIS
+from gauge_optax.parts.sizes import Factor
 from gauge_optax.parts.stream import READ, WRITE, Stream
 
 
@@ -107,8 +108,8 @@ class ResidualRotation(HeadRotation):
                 "write '_' for every axis but basis; one rotation serves all layers and heads",
             )
         moved, scales = list(blocks), []
-        for norm in norms:
-            scale, *biases = _sides(norm)[0]
+        for (norm,) in (copy.parts for copy in norms):
+            scale, *biases = norm.up
             if "_" in scale.labels:
                 raise binding_error(
                     gauge, f"a norm whose scale '{scale.path}' has a free axis", f"'{scale.axes}'",
@@ -116,7 +117,7 @@ class ResidualRotation(HeadRotation):
                     f"name the axis: scale={{'{scale.path}': 'channel'}}, and in `into` the axis that it multiplies",
                 )
             behind = [dataclasses.replace(b, role=WRITE) for b in biases]
-            for reader in _sides(norm)[1]:
+            for reader in norm.down:
                 if any(b.role == READ and overlap(b, reader) for b in blocks):
                     behind.append(dataclasses.replace(reader, role=READ))
             stream = _stream_axis(norm, blocks)
@@ -144,27 +145,15 @@ class ResidualRotation(HeadRotation):
         return jnp.zeros((self._free, self._free), real_dtype())
 
     def exponential(self, coordinates: jax.Array, near: bool = False) -> jax.Array:
-        generator = skew(coordinates)
-        eye = jnp.eye(len(generator), dtype=generator.dtype)
-        return self.parts[0].embedded(eye + generator if near else skew_exponential(generator))
+        return self.parts[0].embedded(rotation_of(coordinates, near))
 
     def normalized(self, element: jax.Array) -> jax.Array:
         return self.parts[0].embedded(nearly_orthogonal(self.parts[0].restricted(element)))
 
-    @staticmethod
-    def axis_sizes(named: tuple[str, ...], element: jax.Array) -> dict[str, int]:
-        return {BASIS: element.shape[-1]}
 
-
-def _sides(norm: Copy) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
-    """The norm's own leaves, its scale first, and the kernels that read it."""
-    blocks = norm.blocks
-    return tuple(b for b in blocks if b.role == "up"), tuple(b for b in blocks if b.role == "down")
-
-
-def _stream_axis(norm: Copy, blocks: Sequence[Block]) -> str:
+def _stream_axis(norm: Factor, blocks: Sequence[Block]) -> str:
     """The name that a norm's gauge gives to the stream's axis; of stacked layers the norm names their axis too."""
-    for reader in _sides(norm)[1]:
+    for reader in norm.down:
         for block in blocks:
             if block.role == READ and overlap(block, reader) and block.split == reader.split:
                 return reader.split_labels[block.split_labels.index(BASIS)]

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from gauge_optax.binding import Axes
 from gauge_optax.gauges.copies import Copy, Effect, Matched, drawn
@@ -88,12 +87,6 @@ class ComplexScale(Copy):
     def coordinate(self, elements: Sequence[Any]) -> None:
         return None
 
-    @staticmethod
-    def axis_sizes(named: tuple[str, ...], element: jax.Array) -> dict[str, int]:
-        return Torus.axis_sizes(named, element[..., 0])
-
     @classmethod
-    def effect_of(cls, element: jax.Array) -> Effect:
-        """Returns "diagonal" for an element that is known not to turn, and "linear" for any other."""
-        turns = isinstance(element, jax.core.Tracer) or np.any(np.asarray(element)[..., 1])
-        return "linear" if turns else "diagonal"
+    def axis_sizes(cls, named: tuple[str, ...], element: jax.Array) -> dict[str, int]:
+        return Torus.axis_sizes(named, element[..., 0])

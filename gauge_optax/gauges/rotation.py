@@ -13,12 +13,14 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 
 from gauge_optax.binding import Axes
 from gauge_optax.gauges.copies import Compact, Effect, Matched, normal
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
-from gauge_optax.linalg import haar, matmul, nearly_orthogonal, skew, skew_exponential, transpose
+from gauge_optax.linalg import haar, matrix_exponential, nearly_orthogonal, skew, transpose
 from gauge_optax.parts.heads import BASIS, Rotation
+from gauge_optax.parts.part import Orthogonal
 
 
 def head_rotation(blocks: Mapping[str, Axes], *, sizes: Mapping[str, int] | None = None) -> BlockGauge:
@@ -46,7 +48,7 @@ def head_rotation(blocks: Mapping[str, Axes], *, sizes: Mapping[str, int] | None
 
 
 @dataclasses.dataclass(frozen=True)
-class HeadRotation(Compact):
+class HeadRotation(Orthogonal, Compact):
     """One copy: an orthogonal matrix per head, (*shape, d_h, d_h)."""
 
     effect: ClassVar[Effect] = "orthogonal"
@@ -76,23 +78,16 @@ class HeadRotation(Compact):
         return 0.0 * self.identity()
 
     def exponential(self, coordinates: jax.Array, near: bool = False) -> jax.Array:
-        generator = skew(coordinates)
-        return self.identity() + generator if near else skew_exponential(generator)
+        return rotation_of(coordinates, near)
 
     def normalized(self, element: jax.Array) -> jax.Array:
         return nearly_orthogonal(element)
 
-    @staticmethod
-    def inverse(element: jax.Array) -> jax.Array:
-        return transpose(element)
 
-    @staticmethod
-    def compose(a: jax.Array, b: jax.Array) -> jax.Array:
-        return matmul(b, a)  # W ↦ (W·b)·a
-
-    @staticmethod
-    def axis_sizes(named: tuple[str, ...], element: jax.Array) -> dict[str, int]:
-        return dict(zip((*named, BASIS), element.shape, strict=False))
+def rotation_of(coordinates: jax.Array, near: bool) -> jax.Array:
+    """The rotations exp(A), (…, d, d), A the antisymmetric part of the coordinates; to first order in A if `near`."""
+    generator = skew(coordinates)
+    return jnp.eye(generator.shape[-1], dtype=generator.dtype) + generator if near else matrix_exponential(generator)
 
 
 def random_rotation(key: jax.Array, shape: tuple[int, ...], scale: float) -> jax.Array:
@@ -101,4 +96,4 @@ def random_rotation(key: jax.Array, shape: tuple[int, ...], scale: float) -> jax
     if scale >= 1:
         return haar(key, shape)
     drawn = normal(key, shape, 1.0)
-    return skew_exponential(scale * (drawn - transpose(drawn)) / math.sqrt(2 * shape[-1]))
+    return matrix_exponential(scale * (drawn - transpose(drawn)) / math.sqrt(2 * shape[-1]))

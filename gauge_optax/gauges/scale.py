@@ -186,6 +186,8 @@ def keeps_product(gauge: Any) -> bool:
 class Scale(Copy):
     """One copy: a `Factor`."""
 
+    parts: tuple[Factor]
+
     effect: ClassVar[Effect] = "diagonal"
     balancing: ClassVar[Effect] = "diagonal"
     breaks: ClassVar[str] = (
@@ -209,11 +211,7 @@ class Scale(Copy):
 
     def join(self, elements: Sequence[jax.Array]) -> jax.Array:
         (alpha,) = elements
-        return to_log(alpha) if self._signed else jnp.log(alpha)
-
-    @property
-    def _signed(self) -> bool:
-        return bool(getattr(self.parts[0], "signed", False))
+        return to_log(alpha) if self.parts[0].signed else jnp.log(alpha)
 
     def identity(self) -> jax.Array:
         return self.coordinate([part.identity() for part in self.parts])

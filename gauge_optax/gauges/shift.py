@@ -195,8 +195,8 @@ class Shift(Copy):
 
         return {path: after(path, shift) for path, shift in element.items()}
 
-    @staticmethod
-    def axis_sizes(named: tuple[str, ...], element: jax.Array) -> dict[str, int]:
+    @classmethod
+    def axis_sizes(cls, named: tuple[str, ...], element: jax.Array) -> dict[str, int]:
         return {}  # the leaf alone determines all of them
 
 

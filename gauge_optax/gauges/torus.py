@@ -86,8 +86,8 @@ class Torus(Compact):
     def sample(self, key: jax.Array, scale: float, leaves: Mapping[str, Any]) -> jax.Array:
         return random_angles(key, self.shape, scale)
 
-    @staticmethod
-    def axis_sizes(named: tuple[str, ...], element: jax.Array) -> dict[str, int]:
+    @classmethod
+    def axis_sizes(cls, named: tuple[str, ...], element: jax.Array) -> dict[str, int]:
         return dict(zip(named, element.shape, strict=False)) | {BASIS: 2 * element.shape[-1]}
 
 

@@ -139,7 +139,7 @@ class Orbit:
         self.vectors, point, identity = b.slice.vectors, b.slice.values(params), parts[0].identity(params)
 
         def act(element: Element) -> Arrays:
-            return b.slice.act(b.elements((element,)), point)
+            return b.slice.act(b.elements(element), point)
 
         _, self._push = jax.linearize(act, identity)
         _, self._pull = jax.vjp(act, identity)

@@ -25,9 +25,9 @@ from gauge_optax.gauges.torus import Torus
 from gauge_optax.linalg import (
     inverse_pair_sums,
     matmul,
+    matrix_exponential,
     orthogonal_logarithm,
     skew,
-    skew_exponential,
     svd,
     symmetric,
     symmetric_eigen,
@@ -260,7 +260,7 @@ def _along_stream(part: Stream, start: Arrays, end: Arrays) -> tuple[Any, Arrays
     gram, step = (part.restricted(rows.gram(here, x))[None] for x in (here, change))
     (turn,) = _logarithm(gram, step)
     still = part.embedded(jnp.zeros_like(turn))
-    return part.embedded(turn) - still, part.undo(part.embedded(skew_exponential(turn)), end)
+    return part.embedded(turn) - still, part.undo(part.embedded(matrix_exponential(turn)), end)
 
 
 # Turning --------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import functools
 from typing import Any
 
 from gauge_optax.binding import Block
-from gauge_optax.parts.heads import Side
+from gauge_optax.parts.heads import Heads
 from gauge_optax.parts.part import Part
 from gauge_optax.parts.sizes import Factor, Stretch
 
@@ -24,11 +24,11 @@ def _sides_of_factor(part: Factor) -> tuple[Blocks, Blocks] | None:
 
 
 @functools.singledispatch
-def matrix_sides(part: Part[Any]) -> tuple[Side, Side] | None:
+def matrix_sides(part: Part[Any]) -> tuple[Heads, Heads] | None:
     """The rows that are multiplied by a matrix S, and those that are multiplied by S⁻ᵀ; None for other kinds."""
     return None
 
 
 @matrix_sides.register
-def _sides_of_stretch(part: Stretch) -> tuple[Side, Side]:
+def _sides_of_stretch(part: Stretch) -> tuple[Heads, Heads]:
     return part.left, part.right

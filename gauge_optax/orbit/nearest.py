@@ -28,7 +28,7 @@ from gauge_optax.linalg import (
     transpose,
 )
 from gauge_optax.orbit.renumber import assigned, renumbers
-from gauge_optax.parts.heads import Planes, Rotation, Side
+from gauge_optax.parts.heads import Heads, Planes, Rotation
 from gauge_optax.parts.part import Arrays, Part, changed
 from gauge_optax.parts.permutation import Permutation
 from gauge_optax.parts.sizes import Factor, Stretch
@@ -129,7 +129,7 @@ def _nearest_stream_rotation(
 
     With scales of norms that are not 1, this is the nearest element of the divided weights, not of the stored ones.
     """
-    seen = Side((), (), apart_from(part.blocks, others), part.size)
+    seen = Heads((), (), apart_from(part.blocks, others), part.size)
     inside = (part.divided(x, x) for x in (point, target))
     return part.embedded(orthogonal_factor(part.restricted(seen.gram(*inside))))
 

@@ -7,19 +7,18 @@
 * `ReadShift`: what a centred norm hides from the kernels that read it.
 """
 
+import abc
 import dataclasses
 import itertools
-import operator
-import string
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.binding import Block
+from gauge_optax.binding import Block, laid_out
 from gauge_optax.linalg import HIGHEST, real_dtype, safe_divide
-from gauge_optax.parts.part import Anchor, Arrays, Constant, Part, moves
+from gauge_optax.parts.part import Additive, Anchor, Arrays, Constant, Part, moves
 
 CHANNEL = "channel"
 
@@ -39,22 +38,38 @@ def what_is_left(after: jax.Array, before: jax.Array, axis: tuple[int, ...] = ()
     return jnp.where(sizes[0] <= least * sizes[1], 0.0, after)
 
 
+def plus(x: Arrays, added: Iterable[tuple[Block, jax.Array]]) -> Arrays:
+    """Leaves with something added to the views of blocks."""
+    out = dict(x)
+    for b, shift in added:
+        out[b.path] = b.write(out[b.path], b.view(out[b.path]) + shift)
+    return out
+
+
 def _without(b: Block, axes: tuple[str, ...]) -> list[int]:
     """The shape of a block's view with length 1 along some axes."""
     return [1 if label in axes else n for n, label in zip(b.view_shape, b.labels, strict=True)]
 
 
-class Sum(Constant[Any]):
-    """A constant whose elements add: arrays of `shape`, or tuples of arrays."""
+class Sum(Additive, Constant[Any]):
+    """A constant whose elements add: arrays of `shape`, or tuples of arrays. It says what it adds to which block."""
 
     def identity(self) -> Any:
         return jnp.zeros(self.shape, real_dtype())
 
-    def inverse(self, e: Any) -> Any:
-        return jax.tree.map(operator.neg, e)
+    @abc.abstractmethod
+    def added(self, e: Any, x: Arrays) -> Iterable[tuple[Block, jax.Array]]:
+        """Blocks, each with what is added to its view."""
 
-    def compose(self, a: Any, b: Any) -> Any:
-        return jax.tree.map(operator.add, a, b)
+    def act(self, e: Any, x: Arrays) -> Arrays:
+        return plus(x, self.added(e, x))
+
+    def undo(self, e: Any, x: Arrays) -> Arrays:
+        out = dict(x)
+        for b, shift in self.added(self.inverse(e), x):
+            axes, rows = tuple(k for k, label in enumerate(b.labels) if label in self.along), b.view(out[b.path])
+            out[b.path] = b.write(out[b.path], what_is_left(rows + shift, rows, axes))
+        return out
 
 
 class Translation(Sum):
@@ -92,22 +107,12 @@ class Mean(Translation):
     def identity(self) -> tuple[jax.Array, ...]:
         return tuple(jnp.zeros(_without(b, self.over), real_dtype()) for b in self.blocks)
 
-    def act(self, e: Any, x: Arrays) -> Arrays:
-        out = dict(x)
-        for b, shift in zip(self.blocks, e, strict=True):
-            out[b.path] = b.write(out[b.path], b.view(out[b.path]) + shift)
-        return out
+    def added(self, e: Any, x: Arrays) -> Iterable[tuple[Block, jax.Array]]:
+        return zip(self.blocks, e, strict=True)
 
     def read(self, anchor: Anchor, x: Arrays) -> tuple[jax.Array, ...]:
         views = [(b.view(x[b.path]), tuple(map(b.labels.index, self.over))) for b in self.blocks]
         return tuple(jnp.mean(v, axes, keepdims=True) if axes else v for v, axes in views)
-
-    def undo(self, e: Any, x: Arrays) -> Arrays:
-        out = dict(x)
-        for b, shift in zip(self.blocks, e, strict=True):
-            rows = b.view(out[b.path])
-            out[b.path] = b.write(out[b.path], what_is_left(rows - shift, rows, tuple(map(b.labels.index, self.over))))
-        return out
 
     def quiet(self, g: Arrays) -> Arrays:
         return self.undo(self.read(self.blocks, g), g)
@@ -153,11 +158,8 @@ class Trade(Translation):
         down, up = (all(any(moves(m, (b,)) for m in means) for b in self._side(role)) for role in ("down", "up"))
         return dataclasses.replace(self, hidden=len(self.named) == 1 and down and not up)
 
-    def act(self, e: jax.Array, x: Arrays) -> Arrays:
-        out = dict(x)
-        for b in self.blocks:
-            out[b.path] = out[b.path] + b.spread(self.named, e if b.role == "up" else -e)
-        return out
+    def added(self, e: jax.Array, x: Arrays) -> Iterable[tuple[Block, jax.Array]]:
+        return [(b, laid_out(e if b.role == "up" else -e, self.named, b.labels)) for b in self.blocks]
 
     def read(self, anchor: Anchor, x: Arrays) -> jax.Array:
         if not self.hidden:
@@ -193,33 +195,21 @@ class Absorption(Sum):
         source = anchor[0]
         return source.view(x[source.path]).transpose([source.labels.index(name) for name in self.named])
 
-    def act(self, e: jax.Array, x: Arrays) -> Arrays:
+    def added(self, e: jax.Array, x: Arrays) -> Iterable[tuple[Block, jax.Array]]:
         source, *targets = self.blocks
-        moved = source.view(x[source.path]) + self._laid_out(e, source)
-        out = x | {source.path: source.write(x[source.path], moved)}
+        yield source, laid_out(e, self.named, source.labels)
         for w, c in itertools.zip_longest(self.kernels, targets):
-            t = self._laid_out(e, c) if w is None else self._through(e, w, c, x[w.path])
-            out[c.path] = c.write(out[c.path], c.view(out[c.path]) - t)
-        return out
-
-    def undo(self, e: jax.Array, x: Arrays) -> Arrays:
-        out = self.act(self.inverse(e), x)
-        return out | {p: what_is_left(out[p], x[p]) for p in dict.fromkeys(b.path for b in self.blocks[1:])}
-
-    def _laid_out(self, e: jax.Array, block: Block) -> jax.Array:
-        return e.transpose([self.named.index(name) for name in block.labels])
+            yield c, -(laid_out(e, self.named, c.labels) if w is None else self._through(e, w, c, x[w.path]))
 
     def _through(self, e: jax.Array, kernel: Block, target: Block, leaf: jax.Array) -> jax.Array:
         """t·W, laid out like the bias behind this kernel."""
-        letters = iter(string.ascii_lowercase)
-        letter_of = {name: next(letters) for name in self.named}
-        axes = [letter_of.get(label) or next(letters) for label in kernel.labels]
-        free = [x for x, label in zip(axes, kernel.labels, strict=True) if label not in self.named]
+        named = [*range(len(self.named))]  # the axes of the product by number, those of t first
+        axes = [self.named.index(x) if x in self.named else len(named) + k for k, x in enumerate(kernel.labels)]
+        free = [k for k in axes if k not in named]
         # The axes of a target are the last free axes of its kernel; the sum runs over the earlier ones.
         kept = iter(free[len(free) - sum(label not in self.named for label in target.labels) :])
-        laid = [letter_of.get(label) or next(kept) for label in target.labels]
-        spec = f"{''.join(letter_of[n] for n in self.named)},{''.join(axes)}->{''.join(laid)}"
-        return jnp.einsum(spec, e, kernel.view(leaf), precision=HIGHEST)
+        laid = [self.named.index(label) if label in self.named else next(kept) for label in target.labels]
+        return jnp.einsum(e, named, kernel.view(leaf), axes, laid, precision=HIGHEST)
 
     def beside_frozen(self, frozen: frozenset[str]) -> Part[Any] | None:
         return None if frozen & {b.path for b in self.blocks[1:]} else self
@@ -273,38 +263,25 @@ class ReadShift(Sum):
 
     def _laid(self, values: jax.Array, labels: Sequence[str]) -> jax.Array:
         """Numbers, (*named) or (*named, channel), laid out to broadcast with axes of these labels."""
-        kept = (*self.named, CHANNEL)[: values.ndim]
-        ordered = values.transpose([kept.index(label) for label in labels if label in kept])
-        lengths = iter(ordered.shape)
-        return ordered.reshape([next(lengths) if label in kept else 1 for label in labels])
+        return laid_out(values, (*self.named, CHANNEL)[: values.ndim], labels)
 
-    def _added(self, e: Any, x: Arrays, to_kernel: jax.Array, to_bias: jax.Array) -> Arrays:
-        out = dict(x)
+    def _times(self, e: Any, to_kernel: jax.Array, to_bias: jax.Array) -> Iterable[tuple[Block, jax.Array]]:
         for b, shift in zip(self.kernels, e, strict=True):
-            out[b.path] = b.write(out[b.path], b.view(out[b.path]) + shift * self._laid(to_kernel, b.labels))
+            yield b, shift * self._laid(to_kernel, b.labels)
         for b, c, shift in zip(self.kernels, self.blocks[self.count :], e, strict=False):
             outputs = [label for label in b.labels if label != CHANNEL]
-            taken = shift.squeeze(b.labels.index(CHANNEL)) * self._laid(jnp.sum(to_bias, -1), outputs)
-            out[c.path] = c.write(out[c.path], c.view(out[c.path]) - taken)
-        return out
+            yield c, -shift.squeeze(b.labels.index(CHANNEL)) * self._laid(jnp.sum(to_bias, -1), outputs)
 
-    def act(self, e: Any, x: Arrays) -> Arrays:
+    def added(self, e: Any, x: Arrays) -> Iterable[tuple[Block, jax.Array]]:
         scale, bias = self._of_norm(x, 1.0)
-        return self._added(e, x, safe_divide(jnp.ones((), scale.dtype), scale), safe_divide(bias, scale))
-
-    def undo(self, e: Any, x: Arrays) -> Arrays:
-        out = self.act(self.inverse(e), x)
-        for b in self.blocks:
-            axis = tuple(k for k, label in enumerate(b.labels) if label == CHANNEL)
-            out[b.path] = b.write(out[b.path], what_is_left(b.view(out[b.path]), b.view(x[b.path]), axis))
-        return out
+        return self._times(e, safe_divide(jnp.ones((), scale.dtype), scale), safe_divide(bias, scale))
 
     def push(self, e: Any, u: Arrays, at: Arrays) -> Arrays:
         """act(e, at + u) − act(e, at), as `act` is not affine in γ. With γ′ = γ + dγ, 1/γ′ − 1/γ is −dγ/(γγ′)."""
         (scale, bias), (ds, db) = self._of_norm(at, 1.0), self._of_norm(u, 0.0)
         after = scale + ds
         to_bias = safe_divide(db - safe_divide(bias, scale) * ds, after)
-        return self._added(e, u, -safe_divide(ds, scale * after), to_bias)
+        return plus(u, self._times(e, -safe_divide(ds, scale * after), to_bias))
 
     def read(self, anchor: Anchor, x: Arrays) -> tuple[jax.Array, ...]:
         scale, _ = self._of_norm(x, 1.0)

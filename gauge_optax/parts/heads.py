@@ -19,7 +19,6 @@ rotation: the turning of a head is the accumulated vertical part of its steps.
 import dataclasses
 import functools
 import math
-import string
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -27,18 +26,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gauge_optax.binding import Block
+from gauge_optax.binding import Block, laid_out
 from gauge_optax.linalg import (
     HIGHEST,
     direction_tolerance,
     lyapunov_by_products,
     matmul,
     real_dtype,
+    rotation_2x2,
     safe_divide,
     svd,
     transpose,
 )
-from gauge_optax.parts.part import Arrays, Turn
+from gauge_optax.parts.part import Additive, Arrays, Orthogonal, Turn
 from gauge_optax.xla import fixed_noise
 
 BASIS, PLANE = "basis", "plane"
@@ -85,16 +85,12 @@ class PlaneBlock(Block):
         at, shape = named.index(PLANE), list(value.shape)
         paired = jnp.stack([value, value], at if self.pairing == "half" else at + 1)
         shape[at] *= 2
-        return super().spread(_by_basis(named), paired.reshape(shape), elsewhere)
+        by_basis = tuple(BASIS if name == PLANE else name for name in named)
+        return super().spread(by_basis, paired.reshape(shape), elsewhere)
 
     def total(self, named: tuple[str, ...], leaf: jax.Array) -> jax.Array:
         """As `Block.total`; a plane's sum is over both of its coordinates."""
-        if PLANE not in named:
-            return super().total(named, leaf)
-        sums, at = super().total(_by_basis(named), leaf), named.index(PLANE)
-        pair = (2, -1) if self.pairing == "half" else (-1, 2)
-        split = sums.reshape(*sums.shape[:at], *pair, *sums.shape[at + 1 :])
-        return jnp.sum(split, at if self.pairing == "half" else at + 1)
+        return self.row_sums(named, self.rows(leaf)) if PLANE in named else super().total(named, leaf)
 
     def ids_along(self, label: str, length: int, names: Collection[str]) -> np.ndarray | None:
         """As `Block.ids_along`; both coordinates of a plane have one index."""
@@ -103,12 +99,9 @@ class PlaneBlock(Block):
         return super().ids_along(label, length, names)
 
 
-def _by_basis(named: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(BASIS if name == PLANE else name for name in named)
-
-
+@dataclasses.dataclass(frozen=True)
 class Heads:
-    """What has blocks that share a basis: a part that turns heads, or one side of GL(d).
+    """What has blocks that share a basis: a part that turns heads, or one factor of a product, such as the queries.
 
     Attributes:
       named: names of the axes that count heads.
@@ -203,45 +196,30 @@ class Heads:
           noise_number: which C; may be traced.
         """
         total = jnp.zeros((*self.shape, self.size, self.size), next(iter(point.values())).dtype)
-        letters = dict(zip(self.named, string.ascii_lowercase, strict=False)) | {BASIS: "Y"}
+        # The axes of products by number: those of heads, the basis, a number for the combinations, and free ones.
+        names, combined = (*self.named, BASIS), len(self.named) + 1
         # Blocks are sorted, because the order in which a user lists them must not change what is read.
         for number, block in enumerate(sorted(self.blocks, key=lambda b: (b.path, b.axes))):
             rows = block.rows(point[block.path])
             constant = fixed_noise(number, self.row_count(block), self.size, noise_number)
-            free = iter(string.ascii_lowercase[len(self.named) :])
-            axes = [letters[x] if x in letters else next(free) for x in block.row_labels]
-            lengths = {x: n for x, n in zip(axes, rows.shape, strict=True) if x not in letters.values()}
+            axes = [names.index(x) if x in names else combined + 1 + k for k, x in enumerate(block.row_labels)]
+            free = {k: n for k, n in zip(axes, rows.shape, strict=True) if k > combined}
             # C's rows are split to match the leaf's axes. Merging the leaf's axes would move data if one is sharded.
-            split = constant.astype(total.dtype).reshape(*lengths.values(), self.size)
-            heads = "".join(letters[name] for name in self.named)
-            spec = f"{''.join(lengths)}Z,{''.join(axes)}->{heads}ZY"
-            total = total + jnp.einsum(spec, split, rows, precision=HIGHEST)
+            split = constant.astype(total.dtype).reshape(*free.values(), self.size)
+            heads = [*range(len(self.named)), combined, names.index(BASIS)]
+            total = total + jnp.einsum(split, [*free, combined], rows, axes, heads, precision=HIGHEST)
         return total
 
     # Sums over rows -------------------------------------------------------------------------------------
 
-    def sums(self, point: Mapping[str, jax.Array], axes: tuple[str, ...] = ()) -> jax.Array:
-        """Sums over the rows of all blocks, and over the basis unless `axes` keep it: (*shape, …)."""
-        totals = [self.block_sums(block, block.rows(point[block.path]), axes) for block in self.blocks]
-        return sum(totals[1:], totals[0])
-
-    def block_sums(self, block: Block, rows: jax.Array, axes: tuple[str, ...] = ()) -> jax.Array:
-        """As `sums`, for one block's view."""
-        labels, kept = block.row_labels, (*self.named, *axes)
-        order = [label for label in labels if label in kept]
-        free = tuple(k for k, label in enumerate(labels) if label not in kept)
-        return jnp.sum(rows, free).transpose([order.index(label) for label in kept])
-
     def mean(self, point: Mapping[str, jax.Array]) -> jax.Array:
         """Mean over all rows of all blocks and over the basis: (*shape)."""
-        return self.sums(point) / (self.size * sum(map(self.row_count, self.blocks)))
+        totals = [block.total(self.named, point[block.path]) for block in self.blocks]
+        return sum(totals[1:], totals[0]) / (self.size * sum(map(self.row_count, self.blocks)))
 
     def along_basis(self, block: Block, vectors: jax.Array) -> jax.Array:
         """A vector per head, (*shape, size), laid out to broadcast with the block's view."""
-        labels, kept = block.row_labels, (*self.named, BASIS)
-        ordered = jnp.transpose(vectors, [kept.index(x) for x in labels if x in kept])
-        lengths = iter(ordered.shape)
-        return ordered.reshape([next(lengths) if x in kept else 1 for x in labels])
+        return laid_out(vectors, (*self.named, BASIS), block.row_labels)
 
     def per_head(self, block: Block, numbers: jax.Array) -> jax.Array:
         """A number per head, (*shape), laid out to broadcast with the block's view."""
@@ -262,10 +240,8 @@ class Heads:
         largest = functools.reduce(jnp.maximum, sizes)
         for block, size in zip(self.blocks, sizes, strict=True):
             if block in single:
-                rows, labels = block.rows(out[block.path]), block.row_labels
-                axes = [label for label in labels if label in order]
-                small = jnp.transpose(size < direction_tolerance(rows.dtype) * largest, [order.index(x) for x in axes])
-                small = small.reshape([n if x in order else 1 for n, x in zip(rows.shape, labels, strict=True)])
+                rows = block.rows(out[block.path])
+                small = laid_out(size < direction_tolerance(rows.dtype) * largest, order, block.row_labels)
                 out[block.path] = block.write(out[block.path], jnp.where(small, 0.0, rows))
         return out
 
@@ -284,19 +260,9 @@ class Heads:
         return jnp.transpose(norms, [kept.index(name) for name in order])
 
 
-@dataclasses.dataclass(frozen=True)
-class Side(Heads):
-    """The rows of one factor of a product, such as the queries of heads. See `Heads` for the attributes."""
-
-    named: tuple[str, ...]
-    shape: tuple[int, ...]
-    blocks: tuple[Block, ...]
-    size: int
-
-
 def among(parts: Iterable[Any]) -> tuple[Any, ...]:
     """Those of some parts that turn heads or rotary planes."""
-    return tuple(part for part in parts if isinstance(part, Heads))
+    return tuple(part for part in parts if isinstance(part, HeadTurn))
 
 
 def stack_heads(arrays: Sequence[jax.Array]) -> jax.Array:
@@ -318,30 +284,26 @@ def by_size(turns: Sequence[Any]) -> list[list[Any]]:
 # Turns ------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Rotation(Heads, Turn[jax.Array]):
-    """W ↦ W·R for the rows W of every head. Elements are R, (*shape, d, d).
-
-    Attributes:
-      size: d.
-      of_linear: whether it is the orthogonal part of GL(d), where a head of less than full rank keeps its basis.
-    """
-
-    size: int = 0
-    of_linear: bool = False
+class HeadTurn(Heads, Turn[jax.Array]):
+    """A turn of heads, or of their rotary planes."""
 
     @property
     def along(self) -> tuple[str, ...]:
         return (BASIS,)
 
+
+@dataclasses.dataclass(frozen=True)
+class Rotation(Orthogonal, HeadTurn):
+    """W ↦ W·R for the rows W of every head. Elements are R, (*shape, d, d), and d is the size.
+
+    Attributes:
+      of_linear: whether it is the orthogonal part of GL(d), where a head of less than full rank keeps its basis.
+    """
+
+    of_linear: bool = False
+
     def identity(self) -> jax.Array:
         return jnp.broadcast_to(jnp.eye(self.size, dtype=real_dtype()), (*self.shape, self.size, self.size))
-
-    def inverse(self, e: jax.Array) -> jax.Array:
-        return transpose(e)
-
-    def compose(self, a: jax.Array, b: jax.Array) -> jax.Array:
-        return matmul(b, a)  # W ↦ (W·b)·a
 
     def act(self, e: jax.Array, x: Arrays) -> Arrays:
         return x | self.turned(x, e)
@@ -382,7 +344,7 @@ class Rotation(Heads, Turn[jax.Array]):
 
 
 @dataclasses.dataclass(frozen=True)
-class Planes(Heads, Turn[jax.Array]):
+class Planes(Additive, HeadTurn):
     """An angle per head and rotary plane, (*shape); the last named axis is `plane`. All is in closed form.
 
     If W_L and W_R stack a plane's two coordinates over all rows, a step U turns the plane by ⟨W_L, U_R⟩ − ⟨W_R, U_L⟩
@@ -395,43 +357,24 @@ class Planes(Heads, Turn[jax.Array]):
     # XLA keeps less in memory if what is computed entry by entry comes after what is computed by matrix products.
     last: ClassVar[bool] = True
 
-    @property
-    def along(self) -> tuple[str, ...]:
-        return (BASIS,)
-
     def identity(self) -> jax.Array:
         return jnp.zeros(self.shape, real_dtype())
 
-    def inverse(self, e: jax.Array) -> jax.Array:
-        return -e
-
-    def compose(self, a: jax.Array, b: jax.Array) -> jax.Array:
-        return a + b
-
     def act(self, e: jax.Array, x: Arrays) -> Arrays:
-        return self._turned_by(jnp.cos(e), jnp.sin(e), x)
-
-    def _turned_by(self, cosine: jax.Array, sine: jax.Array, x: Arrays) -> Arrays:
-        """The point with every row (l, r) replaced by (l·cos − r·sin, l·sin + r·cos)."""
-        out = dict(x)
-        same, crossed = jnp.stack([cosine, cosine], -1), jnp.stack([-sine, sine], -1)
-        for block in self.blocks:
-            rows = block.rows(out[block.path])
-            swapped = jax.lax.rev(rows, (block.row_labels.index(BASIS),))
-            moved = rows * self.along_basis(block, same) + swapped * self.along_basis(block, crossed)
-            out[block.path] = block.write(out[block.path], moved)
-        return out
+        return x | self.turned(x, rotation_2x2(-e))  # rows (l, r) ↦ (l·cos − r·sin, l·sin + r·cos)
 
     def block_gram(self, block: Block, a: jax.Array, b: jax.Array) -> jax.Array:
         left, right, at = block.rows(a), block.rows(b), block.row_labels.index(BASIS)
-        diagonal, crossed = (self.block_sums(block, x * right, (BASIS,)) for x in (left, jax.lax.rev(left, (at,))))
+        names = (*self.named, BASIS)
+        diagonal, crossed = (block.row_sums(names, x * right) for x in (left, jax.lax.rev(left, (at,))))
         on_diagonal = jnp.broadcast_to(jnp.eye(2, dtype=bool), (*self.shape, 2, 2))
         return jnp.where(on_diagonal, diagonal[..., None, :], crossed[..., None, :])
 
     def turned_view(self, block: Block, rows: jax.Array, matrix: jax.Array) -> jax.Array:
         at = block.row_labels.index(BASIS)
         first, second = (jax.lax.slice_in_dim(rows, y, y + 1, axis=at) for y in range(2))
-        return first * self.along_basis(block, matrix[..., 0, :]) + second * self.along_basis(block, matrix[..., 1, :])
+        of_first, of_second = (self.along_basis(block, row) for row in jnp.unstack(matrix, axis=-2))
+        return first * of_first + second * of_second
 
     @classmethod
     def read_all(cls, turns: Sequence[Any], x: Arrays) -> list[jax.Array]:
@@ -445,10 +388,8 @@ class Planes(Heads, Turn[jax.Array]):
         for turn in turns:
             after = {path: x[path] + out[path] for path in turn.paths}
             gram = turn.gram(x, after)
-            along, across = gram[..., 0, 0] + gram[..., 1, 1], gram[..., 0, 1] - gram[..., 1, 0]
-            size = jnp.sqrt(along * along + across * across)
-            cosine = jnp.where(size > 0, safe_divide(along, size), 1.0)
-            back = turn._turned_by(cosine, -safe_divide(across, size), after)
+            angle = jnp.arctan2(gram[..., 0, 1] - gram[..., 1, 0], gram[..., 0, 0] + gram[..., 1, 1])
+            back = turn.act(-angle, after)
             out |= {path: back[path] - x[path] for path in turn.paths}
         return out
 
@@ -459,17 +400,15 @@ class Planes(Heads, Turn[jax.Array]):
         # A plane's angle is the same in any basis, so `into` makes no difference.
         out = dict(u)
         for turn in turns:
-            swapped = {path: x[path] for path in turn.paths}
-            for block in turn.blocks:
-                rows = jax.lax.rev(block.rows(x[block.path]), (block.row_labels.index(BASIS),))
-                swapped[block.path] = block.write(swapped[block.path], rows)
-            size = turn.sums({path: jnp.square(y) for path, y in swapped.items()})
-            sums = turn.sums({path: y * out[path] for path, y in swapped.items()}, (BASIS,))
-            rate = safe_divide(sums[..., 1] - sums[..., 0], size)
-            quarter = jnp.stack([-rate, rate], -1)  # a quarter turn takes (l, r) to (−r, l)
-            for block in turn.blocks:
-                moved = block.rows(swapped[block.path]) * turn.along_basis(block, quarter)
-                out[block.path] = block.write(out[block.path], block.rows(out[block.path]) - moved)
+            # Per block, the rows (r, l): what a quarter turn makes of rows (l, r), up to signs.
+            swapped = [(b, jax.lax.rev(b.rows(x[b.path]), (b.row_labels.index(BASIS),))) for b in turn.blocks]
+            sizes = [b.row_sums(turn.named, jnp.square(rows)) for b, rows in swapped]
+            pairs = [b.row_sums((*turn.named, BASIS), rows * b.rows(out[b.path])) for b, rows in swapped]
+            size, paired = sum(sizes[1:], sizes[0]), sum(pairs[1:], pairs[0])
+            rate = safe_divide(paired[..., 1] - paired[..., 0], size)
+            quarter = jnp.stack([-rate, rate], -1)
+            for b, rows in swapped:
+                out[b.path] = b.write(out[b.path], b.rows(out[b.path]) - rows * turn.along_basis(b, quarter))
         return out
 
 

@@ -12,18 +12,18 @@ range within a head (`head basis=0:4`, the part of a head that is rotary) is no 
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
-import numpy as np
 
 from gauge_optax.binding import Block
 from gauge_optax.binding.axes import Ranges
 from gauge_optax.errors import binding_error
-from gauge_optax.parts.heads import BASIS, PLANE, Planes, Rotation
-from gauge_optax.parts.part import Part
+from gauge_optax.parts.heads import BASIS, PLANE, HeadTurn
+from gauge_optax.parts.part import Part, blocks_by_path
 from gauge_optax.parts.sizes import Factor
 
 HEAD, TOKEN = "head", "token"
@@ -201,9 +201,8 @@ def _of_factor(part: Factor, block: Block) -> tuple[int, Matrices | None] | None
     return (2, channel_matrices(block, part.named)) if part.down else None
 
 
-@matrices.register(Rotation)
-@matrices.register(Planes)
-def _of_heads(part: Any, block: Block) -> tuple[int, Matrices | None]:
+@matrices.register
+def _of_heads(part: HeadTurn, block: Block) -> tuple[int, Matrices | None]:
     return 0, head_matrices(block)
 
 
@@ -217,20 +216,15 @@ def matrices_of(parts: Iterable[Part[Any]]) -> dict[str, Reading]:
       An entry for every leaf that is a matrix to a gauge that binds it, and none for vectors (biases, norms' scales).
       Where gauges bind ranges of a leaf, every range is read by itself. What no range holds is left out.
     """
-    by_path: dict[str, list[tuple[Part[Any], Block]]] = {}
-    for part in parts:
-        for block in part.blocks:
-            by_path.setdefault(block.path, []).append((part, block))
     read: dict[str, Reading] = {}
-    for path, pairs in by_path.items():
+    for path, pairs in blocks_by_path(parts).items():
         whole = _chosen(matrices(part, block) for part, block in pairs)
         cuts = {(axis, cut) for _, block in pairs for axis, cut in enumerate(cuts_of(block)) if cut is not None}
         if whole is None or not cuts:
             read |= {} if whole is None else {path: whole}
             continue
-        axes, shape = {axis for axis, _ in cuts}, pairs[0][1].shape
-        axis = min(axes)
-        pieces = _pieces([cut for at, cut in cuts if at == axis], shape[axis]) if len(axes) == 1 else []
+        axis, *others = {axis for axis, _ in cuts}
+        pieces = [] if others else _pieces([cut for _, cut in cuts])
         within = [[(part, kept) for part, block in pairs if (kept := _restricted(block, axis, piece)) is not None]
                   for piece in pieces]
         readings = [_chosen(matrices(part, block) for part, block in chosen) for chosen in within]
@@ -275,19 +269,14 @@ def cuts_of(block: Block) -> tuple[Ranges | None, ...]:
     return tuple(cut(axis) for axis in range(len(block.shape)))
 
 
-def _pieces(cuts: Sequence[Ranges], length: int) -> list[Ranges]:
+def _pieces(cuts: Sequence[Ranges]) -> list[Ranges]:
     """Returns the ranges into which ranges cut an axis: indices that the same ones hold. What none holds is left out.
     """
-    held = np.zeros((len(cuts), length), bool)
-    for row, ranges in zip(held, cuts, strict=True):
-        for start, stop in ranges:
-            row[start:stop] = True
-    pieces = []
-    for kind in dict.fromkeys(map(tuple, held.T.tolist())):
-        if any(kind):
-            edges = np.flatnonzero(np.diff(np.r_[0, (held.T == kind).all(1).astype(int), 0])).tolist()
-            pieces.append(tuple(zip(edges[::2], edges[1::2], strict=True)))
-    return sorted(pieces)
+    pieces: dict[tuple[Ranges, ...], Ranges] = {}
+    for start, stop in itertools.pairwise(sorted({edge for cut in cuts for span in cut for edge in span})):
+        holding = tuple(cut for cut in cuts if any(first <= start and stop <= last for first, last in cut))
+        pieces[holding] = (*pieces.get(holding, ()), (start, stop))
+    return sorted(piece for holding, piece in pieces.items() if holding)
 
 
 def _restricted(block: Block, axis: int, piece: Ranges) -> Block | None:

@@ -8,6 +8,7 @@ means nothing.
 
 import functools
 import itertools
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from gauge_optax.binding import Block
 from gauge_optax.errors import binding_error
-from gauge_optax.parts.part import Anchor, Constant, Part, Size, Turn, moves, name_of, overlaps
+from gauge_optax.parts.part import Anchor, Constant, Size, Turn, blocks_by_path, moves, name_of, overlaps
 
 
 class Place(NamedTuple):
@@ -32,9 +33,7 @@ class Place(NamedTuple):
     others: tuple[tuple[Any, Block], ...]
 
 
-def label_of(part: Part[Any]) -> str:
-    """What parts are sorted by where nothing else decides."""
-    return part.label
+by_label = operator.attrgetter("label")  # what parts are sorted by where nothing else decides
 
 
 def place_of(anchor: Anchor) -> tuple[tuple[str, str], ...]:
@@ -44,8 +43,8 @@ def place_of(anchor: Anchor) -> tuple[tuple[str, str], ...]:
 
 def others_of(part: Any, anchor: Anchor, parts: Sequence[Any]) -> tuple[tuple[Any, Block], ...]:
     """The other parts that move an anchor, with the blocks by which they do, in the order of their labels."""
-    pairs = ((q, b) for a in anchor for q in parts if q is not part for b in q.blocks if a.path == b.path)
-    found = dict.fromkeys((q, b) for q, b in pairs if any(overlaps(a, b) for a in anchor if a.path == b.path))
+    pairs = ((q, b) for q in parts if q is not part for b in q.blocks)
+    found = [(q, b) for q, b in pairs if any(a.path == b.path and overlaps(a, b) for a in anchor)]
     return tuple(sorted(found, key=lambda pair: (pair[0].label, pair[1].path, pair[1].axes)))
 
 
@@ -55,24 +54,23 @@ def in_order(parts: Sequence[Any]) -> list[Place]:
     A later anchor is taken only where parts would wait for each other with all earlier ones. Ties are broken by label,
     so that the order of a list of gauges does not matter.
     """
-    waiting = sorted(parts, key=label_of)
-    read = [(p, level, anchor) for p in waiting for level, anchor in enumerate(p.anchors)]
-    movers = {(p, level): {q for q, _ in others_of(p, anchor, waiting)} for p, level, anchor in read}
+    waiting = {p.label: p for p in sorted(parts, key=by_label)}
+    offered = {p.label: [Place(p, anchor, others_of(p, anchor, parts)) for anchor in p.anchors] for p in parts}
     places: list[Place] = []
     while waiting:
-        ready: list[tuple[Any, int]] = []
-        for level in range(max((len(p.anchors) for p in waiting), default=0)):
-            offered = [p for p in waiting if level < len(p.anchors)]
-            ready = [(p, level) for p in offered if not movers[p, level].intersection(waiting)]
-            if ready:
-                # One at a time, and first what needs no anchor: others may then keep their best one.
-                ready = sorted(ready, key=lambda place: bool(place[0].anchors[place[1]]))[:1] if level else ready
-                break
+        ready = [
+            (level, place) for label in waiting for level, place in enumerate(offered[label])
+            if not any(q.label in waiting for q, _ in place.others)
+        ]
         if not ready:
-            raise _cycle(waiting)
-        places += [Place(p, p.anchors[k], others_of(p, p.anchors[k], parts)) for p, k in ready]
-        done = {p for p, _ in ready}
-        waiting = [p for p in waiting if p not in done]
+            raise _cycle([*waiting.values()])
+        least = min(level for level, _ in ready)
+        chosen = [place for level, place in ready if level == least]
+        # One at a time, and first what needs no anchor: others may then keep their best one.
+        chosen = sorted(chosen, key=lambda place: bool(place.anchor))[:1] if least else chosen
+        places += chosen
+        for place in chosen:
+            del waiting[place.part.label]
     return places
 
 
@@ -105,11 +103,7 @@ def _cycle(waiting: Sequence[Any]) -> ValueError:
 
 def check_commute(parts: Sequence[Any]) -> None:
     """Raises ValueError where one part does not map the moves of another one to moves of that part."""
-    by_path: dict[str, list[tuple[Any, Block]]] = {}
-    for part in parts:
-        for block in part.blocks:
-            by_path.setdefault(block.path, []).append((part, block))
-    for pairs in by_path.values():
+    for pairs in blocks_by_path(parts).values():
         for (p, a), (q, b) in itertools.permutations(pairs, 2):
             error = _clash(p, a, q, b)
             if error is not None:

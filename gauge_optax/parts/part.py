@@ -24,12 +24,14 @@ derivative. At W = 2·Ŵ a step of Ŵ is doubled on its way out, and a gradient 
 import abc
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 import jax
 
 from gauge_optax.binding import Block, overlap
+from gauge_optax.linalg import matmul, transpose
 
 Arrays = dict[str, jax.Array]
 """Leaf path → array in the computing dtype."""
@@ -127,6 +129,44 @@ class Part(abc.ABC, Generic[E]):
         return self
 
 
+class Additive:
+    """The law of elements that add: arrays, or trees of arrays. Parts and public elements have it alike."""
+
+    @staticmethod
+    def inverse(e: Any) -> Any:
+        """−e."""
+        return jax.tree.map(operator.neg, e)
+
+    @staticmethod
+    def compose(a: Any, b: Any) -> Any:
+        """a + b."""
+        return jax.tree.map(operator.add, a, b)
+
+
+class Orthogonal:
+    """The law of rotations R that take rows W to W·R. Parts and public elements have it alike."""
+
+    @staticmethod
+    def inverse(e: jax.Array) -> jax.Array:
+        """Rᵀ."""
+        return transpose(e)
+
+    @staticmethod
+    def compose(a: jax.Array, b: jax.Array) -> jax.Array:
+        """W ↦ (W·b)·a."""
+        return matmul(b, a)
+
+
+class Isometry(Part[E]):
+    """A part that moves steps and gradients as it moves points, and keeps their products."""
+
+    def push(self, e: E, u: Arrays, at: Arrays) -> Arrays:
+        return self.act(e, u)
+
+    def pull(self, e: E, g: Arrays, at: Arrays) -> Arrays:
+        return self.act(self.inverse(e), g)
+
+
 class Constant(Part[E]):
     """A part that acts by adding. It is read and removed at every step."""
 
@@ -181,19 +221,13 @@ class Size(Part[E]):
         return False
 
 
-class Turn(Part[E]):
+class Turn(Isometry[E]):
     """A part that acts orthogonally. It is read once; then every step loses what only turns.
 
     The class methods take several parts of one class at once, so that the heads of all layers are one batch.
     """
 
     last: ClassVar[bool] = False  # whether its class comes after the others in a step, for the compiler's sake alone
-
-    def push(self, e: E, u: Arrays, at: Arrays) -> Arrays:
-        return self.act(e, u)
-
-    def pull(self, e: E, g: Arrays, at: Arrays) -> Arrays:
-        return self.act(self.inverse(e), g)
 
     @classmethod
     @abc.abstractmethod
@@ -238,6 +272,15 @@ def changed(part: Part[Any]) -> tuple[str, ...]:
 @functools.cache
 def _paths(blocks: tuple[Block, ...], passes: tuple[Block, ...]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(b.path for b in (*blocks, *passes)))
+
+
+def blocks_by_path(parts: Iterable[Any]) -> dict[str, list[tuple[Any, Block]]]:
+    """Leaf path → the parts that change the leaf, each with the block by which it does."""
+    pairs: dict[str, list[tuple[Any, Block]]] = {}
+    for part in parts:
+        for block in part.blocks:
+            pairs.setdefault(block.path, []).append((part, block))
+    return pairs
 
 
 def _moved(part: Part[Any], e: Any, x: Arrays) -> Arrays:

@@ -19,7 +19,7 @@ from gauge_optax.linalg import (
     transpose,
     triangular_factor,
 )
-from gauge_optax.parts.heads import Side
+from gauge_optax.parts.heads import Heads
 from gauge_optax.parts.part import Anchor, Arrays, Size
 
 # A step may take λ_min/‖H‖_F of an anchor's Gram matrix H down to this; below it the way back to the slice is inexact.
@@ -177,7 +177,7 @@ class Stretch(Size[jax.Array]):
 
     def read(self, anchor: Anchor, x: Arrays, within: jax.Array, near: bool) -> tuple[jax.Array, jax.Array]:
         from_left = anchor == self.left.blocks
-        side: Side = self.left if from_left else self.right
+        side: Heads = self.left if from_left else self.right
         eye = jnp.broadcast_to(jnp.eye(self.size, dtype=real_dtype()), (*self.shape, self.size, self.size))
         if near:
             gram = side.gram(x, x)

@@ -18,17 +18,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.binding import Block
-from gauge_optax.linalg import lyapunov_by_products, matmul, real_dtype, svd, transpose
-from gauge_optax.parts.heads import BASIS, Side
-from gauge_optax.parts.part import Anchor, Arrays, Part, Turn, changed, moves
+from gauge_optax.binding import Block, laid_out
+from gauge_optax.linalg import lyapunov_by_products, orthogonal_factor, real_dtype, transpose
+from gauge_optax.parts.heads import BASIS, Heads
+from gauge_optax.parts.part import Anchor, Arrays, Orthogonal, Part, Turn, changed, moves
 
 READ, WRITE = "read", "write"
 _STEPS = 200
 
 
 @dataclasses.dataclass(frozen=True)
-class Stream(Turn[jax.Array]):
+class Stream(Orthogonal, Turn[jax.Array]):
     """The one part: an orthogonal matrix, (d, d), for all layers.
 
     Attributes:
@@ -65,12 +65,6 @@ class Stream(Turn[jax.Array]):
     def identity(self) -> jax.Array:
         return jnp.eye(self.size, dtype=real_dtype())
 
-    def inverse(self, e: jax.Array) -> jax.Array:
-        return transpose(e)
-
-    def compose(self, a: jax.Array, b: jax.Array) -> jax.Array:
-        return matmul(b, a)
-
     def act(self, e: jax.Array, x: Arrays) -> Arrays:
         inside = self.divided(x, x)
         return x | self.divided(inside | self.rows.turned(inside, e), x, back=True)
@@ -83,14 +77,14 @@ class Stream(Turn[jax.Array]):
         return g | self.rows.turned(g, transpose(e))
 
     @functools.cached_property
-    def rows(self) -> Side:
+    def rows(self) -> Heads:
         """All rows that it turns."""
-        return Side((), (), self.blocks, self.size)
+        return Heads((), (), self.blocks, self.size)
 
     @functools.cached_property
-    def rows_seen(self) -> Side:
+    def rows_seen(self) -> Heads:
         """The rows that it is read from."""
-        return Side((), (), self.seen or self.blocks, self.size)
+        return Heads((), (), self.seen or self.blocks, self.size)
 
     def divided(self, x: Arrays, at: Arrays, back: bool = False) -> Arrays:
         """Readers multiplied, and norms' biases divided, by the scales that their norms have at a point.
@@ -104,11 +98,7 @@ class Stream(Turn[jax.Array]):
         for scale, behind in self.scales:
             gamma = scale.view(at[scale.path])  # (d,), or (layers, d) where layers are stacked
             for b in behind:
-                shared = [label for label in b.labels if label in scale.labels]
-                sizes = dict(zip(scale.labels, gamma.shape, strict=True))
-                laid = jnp.transpose(gamma, [scale.labels.index(label) for label in shared])
-                laid = laid.reshape([sizes.get(label, 1) for label in b.labels])
-                rows = b.view(out[b.path])
+                laid, rows = laid_out(gamma, scale.labels, b.labels), b.view(out[b.path])
                 out[b.path] = b.write(out[b.path], rows * laid if (b.role == READ) != back else rows / laid)
         return {path: out[path] for path in changed(self)}
 
@@ -130,8 +120,8 @@ class Stream(Turn[jax.Array]):
         return [turn._read(x) for turn in turns]
 
     def _read(self, x: Arrays) -> jax.Array:
-        u, _, vt = svd(self.restricted(self.rows_seen.mixed_rows(self.divided(x, x)))[None])
-        return self.embedded(matmul(u, vt)[0])
+        mixed = self.restricted(self.rows_seen.mixed_rows(self.divided(x, x)))
+        return self.embedded(orthogonal_factor(mixed[None])[0])
 
     @classmethod
     def project(

@@ -16,11 +16,9 @@ import optax
 
 from gauge_optax.errors import binding_error
 from gauge_optax.frozen import frozen_beside_others
-from gauge_optax.gauges.balance import balanced_elements
+from gauge_optax.gauges.balance import balance_beside
 from gauge_optax.gauges.bound import bound
 from gauge_optax.gauges.gauge import Gauge, Gauges, Product, product
-from gauge_optax.parts.part import changed
-from gauge_optax.slice import Slice
 from gauge_optax.states.moves import Move, MovingPart
 from gauge_optax.states.statistics import require_no_statistics_behind
 from gauge_optax.states.transport import ON_UNKNOWN, transported_state
@@ -166,16 +164,6 @@ _AVERAGES = (
     "gauge_fix moves weights between steps: an average of weights over steps, kept outside, is of no network; put it "
     "inside a quotient (go.orbit.evaluate), or average copies by go.orbit.average"
 )
-
-
-def balance_beside(gauge: Product, params: Any, frozen: frozenset[str]) -> Any:
-    """The element that balances a point, with the identity for copies of a gauge that move a frozen leaf."""
-    if not frozen:
-        return gauge.balance(params)
-    b = gauge._bound(params)
-    s = Slice.of([part for part in b.whole.acting if not frozen & set(changed(part))])
-    elements = b.public(balanced_elements(s, s.values(params)))
-    return gauge.inverse(gauge._packed(jax.tree.map(jnp.real, elements)))
 
 
 def chords(gauge: Gauge, element: Any, params: Any, after: Any) -> dict[str, jax.Array]:

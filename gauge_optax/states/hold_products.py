@@ -21,7 +21,6 @@ from gauge_optax.binding import Axes, overlap
 from gauge_optax.errors import binding_error
 from gauge_optax.frozen import frozen_beside_others
 from gauge_optax.gauges.balance import log_sizes
-from gauge_optax.gauges.copies import Effect
 from gauge_optax.gauges.gauge import BlockGauge, Element, Gauge, Gauges, product
 from gauge_optax.gauges.scale import keeps_product, scale_invariant
 from gauge_optax.states.fix import chords
@@ -81,8 +80,9 @@ class _OneFactor(Move):
 
     actual: tuple[MovingPart, ...]
 
-    def with_effect(self, *effects: Effect) -> Move:
-        return Move(tuple(part for part in self.actual if part.effect in effects), self.params, self.on_unknown)
+    @property
+    def on_vectors(self) -> tuple[MovingPart, ...]:
+        return self.actual
 
 
 def hold_products(
@@ -199,8 +199,9 @@ def hold_products(
             updates = in_dtype_of(updates, {path: u for path, u in moved.items() if path not in state.frozen})
             if transport:
                 elements = [factors if gauge is part else gauge.identity(params) for gauge in group.gauges]
-                parts = tuple(map(MovingPart, group.gauges, elements, (gauge.effect for gauge in group.gauges)))
-                actual = tuple(MovingPart(gauge, x, gauge.effect) for gauge, x in moves)
+                # All of these gauges are scales.
+                parts = tuple(MovingPart(*pair, "diagonal") for pair in zip(group.gauges, elements, strict=True))
+                actual = tuple(MovingPart(gauge, x, "diagonal") for gauge, x in moves)
                 move = _OneFactor(parts, params, on_unknown, actual)
                 inner_state = transported_state(move, inner_state)
         return updates, HoldProductsState(inner_state, state.sizes, state.frozen)

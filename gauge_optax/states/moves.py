@@ -11,8 +11,10 @@ import numpy as np
 
 from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error
-from gauge_optax.gauges.copies import Effect
+from gauge_optax.gauges.by_action import UserCopy
+from gauge_optax.gauges.copies import Copy, Effect
 from gauge_optax.gauges.gauge import Element, Gauge, Product
+from gauge_optax.gauges.rope_linear import ComplexScale
 from gauge_optax.linalg import real_dtype
 from gauge_optax.parts.constants import ReadShift
 from gauge_optax.parts.part import Arrays, Part
@@ -64,9 +66,15 @@ class Move:
         """Leaf path → shape, for every leaf of θ."""
         return {path: jnp.shape(leaf) for path, leaf in leaves_by_path(self.params).items()}
 
+    @property
+    def on_vectors(self) -> tuple[MovingPart, ...]:
+        """What moves vectors: the parts."""
+        return self.parts
+
     def with_effect(self, *effects: Effect) -> "Move":
-        """Returns the move by those parts alone that have one of these effects."""
-        return dataclasses.replace(self, parts=tuple(part for part in self.parts if part.effect in effects))
+        """Returns the move of vectors by what has one of these effects alone."""
+        chosen = tuple(moving for moving in self.on_vectors if moving.effect in effects)
+        return Move(chosen, self.params, self.on_unknown)
 
     def binders(self, *effects: Effect) -> dict[str, str]:
         """Returns leaf path → name of the first gauge with one of these effects that binds it."""
@@ -111,13 +119,34 @@ def moving_part(gauge: Gauge, element: Element, params: Any) -> MovingPart:
     leaves = jax.tree.leaves(element)
     traced = any(isinstance(x, jax.core.Tracer) for x in leaves)
     still = not traced and all(map(np.array_equal, leaves, jax.tree.leaves(gauge.identity(params))))
-    if not still and any(depends_on_scales(p) for copy in gauge._copies(params) for p in copy.parts):
+    (copies,) = gauge._bound(params).copies
+    if not still and any(depends_on_scales(p) for copy in copies for p in copy.parts):
         raise binding_error(
             "transport", f"no rule for {gauge.name} through norms with scales", "a move that depends on the scales",
             "an identity element for it, or norms without scales",
             "move the other gauges, and leave this one where it is",
         )
-    return MovingPart(gauge, element, "still" if still else gauge._effect_of(element))
+    effects = {effect_of(copy, x) for copy, x in zip(copies, gauge._split(copies, element), strict=True)}
+    effect = effects.pop() if len(effects) == 1 else gauge.effect
+    return MovingPart(gauge, element, "still" if still else effect)
+
+
+@functools.singledispatch
+def effect_of(copy: Copy, element: Any) -> Effect:
+    """What a public element of one copy does to vectors, which may be less than its gauge's elements do."""
+    return copy.effect
+
+
+@effect_of.register
+def _of_modulus_and_angle(copy: ComplexScale, element: jax.Array) -> Effect:
+    turns = isinstance(element, jax.core.Tracer) or np.any(np.asarray(element)[..., 1])
+    return "linear" if turns else "diagonal"
+
+
+@effect_of.register
+def _of_user(copy: UserCopy, element: Any) -> Effect:
+    effect: Effect = copy.parts[0].gauge.effect
+    return effect
 
 
 @functools.singledispatch

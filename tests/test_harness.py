@@ -160,7 +160,7 @@ def test_the_command_line_lists_all_studies() -> None:
 
 NO_STUDY = {"demo", "released", "grokking_59", "grokking_59_128"}
 STUDIES = {section.name: harness.find(section.name) for section in tables.SECTIONS if section.name not in NO_STUDY}
-UNFINISHED = {"qwix_weights", "rates", "starts", "transfer", "tuned", "twins_benchmark"}
+UNFINISHED = {"rates", "starts", "transfer", "tuned", "twins_benchmark"}
 """Results that lack cells which their studies name."""
 SIZES = {"grokking_59": ["--p", "59"], "grokking_59_128": ["--p", "59", "--hidden", "128"]}
 SIZES = {name: [*sizes, "--steps", "8000", "--grid-steps", "2500"] for name, sizes in SIZES.items()}

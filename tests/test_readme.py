@@ -173,3 +173,23 @@ def test_the_best_rate_of_short_runs_is_the_committed_one() -> None:
 @pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", README))))
 def test_links_exist(link: str) -> None:
     assert (ROOT / link).exists()
+
+
+def test_what_rotations_gain_is_what_the_stored_runs_show() -> None:
+    """Losses of a released model under Qwix's GPTQ and under rounding to nearest, and their differences by window."""
+    qwix = result("examples/results/qwix_weights.json")["cells"]
+    plain = {name: cell["loss"] for name, cell in result("examples/results/released_weights.json")["cells"].items()
+             if name.startswith("round | SmolLM2")}
+    exact = plain["round | SmolLM2 | released | exact"]
+    said, shown = " ".join((ROOT / "docs" / "guides" / "spend.md").read_text().split()), [f"is {exact:.3f} nats"]
+    for form in ("W4A16", "W4A8", "W4A4"):
+        before, after = (np.asarray(qwix[f"GPTQ | {form} | {point}"]["windows"]) for point in ("released", "R1 and R2"))
+        less = before - after
+        shown.append(f"{less.mean():.3f} ± {less.std(ddof=1) / len(less) ** 0.5:.3f}")
+    losses = [qwix[f"GPTQ | W4A16 | {point}"]["loss"] for point in ("released", "R1 and R2")]
+    shown.append(f"ends at {losses[0]:.3f} from the released weights, and at {losses[1]:.3f} after")
+    for form in ("W4A16", "W16A4"):
+        before, after = (plain[f"round | SmolLM2 | {point} | {form}"] for point in ("released", "R1 and R2"))
+        shown.append(f"from {before:.3f} to {after:.3f}")
+    assert [x for x in shown if x not in said] == []
+    assert f"adds {losses[1] - exact:.2f} nats per token to the loss, not {losses[0] - exact:.2f}" in README

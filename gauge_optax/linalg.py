@@ -1,4 +1,4 @@
-"""Batched small-matrix kernels: the only door to LAPACK, and one policy of precision and cutoffs.
+"""Batched small-matrix kernels: the only module that calls LAPACK, and one policy of precision and cutoffs.
 
 Every function takes stacks of matrices (…, rows, columns) with small sides. None knows of heads, leaves or gauges.
 Functions that call LAPACK run matrix by matrix on CPU, for the reason that `serial` gives.
@@ -358,8 +358,8 @@ def eigenbasis(gram: jax.Array, mixed: jax.Array) -> jax.Array:
 
     Returns:
       V, (…, d, d), by descending eigenvalues. Eigenvalues that differ by at most `equal_eigenvalues` of the largest
-      count as equal. In the space of equal ones, V is nearest to the part of (CᵀW)ᵀ there; a single column of V has a
-      positive product with its column of (CᵀW)ᵀ.
+      count as equal. For equal ones, V is the basis of their eigenspace nearest to the projection of (CᵀW)ᵀ onto it; a
+      single column of V has a positive product with its column of (CᵀW)ᵀ.
 
     >>> w = jnp.array([[3.0, 0.0], [0.0, 5.0]])
     >>> jnp.abs(eigenbasis(w.T @ w, w)).round(4).tolist()

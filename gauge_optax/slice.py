@@ -133,7 +133,7 @@ class Slice:
       free: parts without a role (permutations), which no optimizer notices.
       passed: labels of sizes whose anchor a turn passes: the turn is a symmetry only where that anchor, a norm's
         scale, is 1.
-      alone: labels of parts that move a leaf which never changes. They are read at `init` and then left alone.
+      alone: labels of parts that move a leaf which never changes. They are read at `init` and not fixed again.
       following: labels of sizes whose growth rests on their anchor, because another leaf is less precise.
       unpassed: turns, each with the path of a norm's scale that it passes and that no size makes 1.
     """
@@ -288,7 +288,7 @@ class Slice:
             problem, expected = f"the norm's scale '{path}' is not divided out", "the go.norm_scale gauge of that norm"
             raise binding_error(name_of(turn), problem, "no norm_scale of it", expected, "add it to the list of gauges")
 
-    # The arrows -------------------------------------------------------------------------------------------
+    # The five maps of an update ----------------------------------------------------------------------------
 
     def enter(self, f: Elements, x: Arrays) -> Entered:
         """θ̂ = F⁻¹·θ, with the maps between both. Parts without an element in `f` are left out."""
@@ -363,7 +363,7 @@ class Slice:
     # What invariance says of gradients --------------------------------------------------------------------
 
     def quiet(self, x: Arrays, g: Arrays, without_constants: bool = True) -> Arrays:
-        """A slice gradient without the roundoff of what is zero for every invariant loss.
+        """A slice gradient with exact zeros where invariance makes it zero, in place of roundoff.
 
         Args:
           x: the slice point.

@@ -168,6 +168,19 @@ def test_examples_of_public_names_fit(path: str) -> None:
     assert [line for line in lines if line.startswith((">>>", "...")) and len(line) > 88] == []
 
 
+def test_sections_of_the_design_page_that_docstrings_name_are_there() -> None:
+    """By number, and by title where a docstring has one too."""
+    page = (ROOT / "docs" / "design.md").read_text()
+    sections = dict(re.findall(r"^## (\d+)\. (.*?)(?=^## |\Z)", page, re.M | re.S))
+    found = 0
+    for path in sorted((ROOT / "gauge_optax").rglob("*.py")):
+        text = " ".join(path.read_text().split())
+        for number, title in re.findall(r'docs/design\.md §(\d+)(?:, "([^"]+)")?', text):
+            assert title in sections[number], f"{path.name}: §{number} has no {title!r}"
+            found += bool(title)
+    assert found >= 4
+
+
 def test_formulas_need_no_network() -> None:
     """MathJax is a file of the site; it fetches parts only for its menu, which is off."""
     script = ROOT / "docs" / "_static" / conf.mathjax_path

@@ -18,6 +18,7 @@ from gauge_optax.parts.sizes import Stretch
 from models import lm
 from tests.cases import GAUGE_CASES, GPT, LLAMA
 from tests.quick import jit
+from tests.refusals import refused
 from tests.tolerances import tolerance
 
 Tree = Any
@@ -250,9 +251,9 @@ def test_arguments_reach_the_optimizer_inside(x64: None) -> None:
 
 def test_moments_that_cannot_move_are_refused_or_decided_on() -> None:
     params, gauges, grads = LORA.params(jax.random.key(0)), LORA.gauges(), LORA.params(jax.random.key(1))
-    refused = go.orbit.gauge_fix(optax.adam(0.1), gauges, every=100)
+    tx = go.orbit.gauge_fix(optax.adam(0.1), gauges, every=100)
     with refused(r"ScaleByAdamState\.nu of 'a' under head_linear", "on_unknown='reset'", "go.quotient(tx, gauges)"):
-        jax.eval_shape(refused.update, grads, refused.init(params), params)  # not at the hundredth step
+        jax.eval_shape(tx.update, grads, tx.init(params), params)  # not at the hundredth step
     reset = go.orbit.gauge_fix(optax.adam(0.1), gauges, on_unknown="reset")
     updates, state = jit(reset.update)(grads, reset.init(params), params)
     assert all(bool(jnp.all(x == 0)) for x in leaves_by_path(state.inner_state[0].mu).values())

@@ -336,11 +336,15 @@ class Block:
         Returns:
           Array with the named axes in that order.
         """
-        return _sums(self.view(leaf), self.labels, named)
+        kept = [label for label in self.labels if label in named]
+        sums = jnp.sum(self.view(leaf), axis=tuple(k for k, label in enumerate(self.labels) if label not in named))
+        return jnp.transpose(sums, [kept.index(name) for name in named])
 
     def row_sums(self, named: tuple[str, ...], rows: jax.Array) -> jax.Array:
         """As `total`, from an array like `rows(leaf)`; each name is one of `row_labels`."""
-        return _sums(rows, self.row_labels, named)
+        kept = [label for label in self.row_labels if label in named]
+        sums = jnp.sum(rows, axis=tuple(k for k, label in enumerate(self.row_labels) if label not in named))
+        return jnp.transpose(sums, [kept.index(name) for name in named])
 
     def entries(self, named: tuple[str, ...]) -> int:
         """How many elements one index of the named axes selects."""
@@ -397,13 +401,6 @@ def laid_out(values: jax.Array, names: Sequence[str], labels: Sequence[str]) -> 
     lengths = dict(zip(names, values.shape, strict=True))
     ordered = jnp.transpose(values, [names.index(label) for label in labels if label in lengths])
     return ordered.reshape([lengths.get(label, 1) for label in labels])
-
-
-def _sums(array: jax.Array, labels: Sequence[str], named: tuple[str, ...]) -> jax.Array:
-    """Sums over every axis whose label is not named, with the named axes in that order."""
-    kept = [label for label in labels if label in named]
-    sums = jnp.sum(array, axis=tuple(k for k, label in enumerate(labels) if label not in named))
-    return jnp.transpose(sums, [kept.index(name) for name in named])
 
 
 def _length(ranges: Ranges) -> int:

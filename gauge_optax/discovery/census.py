@@ -2,7 +2,7 @@
 
 A direction is *dead* at a point if no output changes along it, to first order: it lies in the null space of the
 Jacobian. The directions along orbits are dead by design. A census counts both, so that what no gauge explains is seen.
-Reference: docs/design.md §5, "More dead directions"; van Nierop, Eq. (17), counts two of the groups by formula.
+Reference: docs/design.md §3, "What else is dead"; van Nierop, Eq. (17), counts two of the groups by formula.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ def census(
     >>> counts.dead, counts.explained, counts.unexplained
     (3, 3, 0)
 
-    Reference: docs/design.md §5.
+    Reference: docs/design.md §3.
     """
     batches = list(batches)
     if probes == 1 or probes < 0:

@@ -1,4 +1,4 @@
-"""Which entry of a parameter stands at each place of an array that is the parameter, moved."""
+"""Maps each place of a rearranged array to the entry of the parameter that stands there."""
 
 from __future__ import annotations
 

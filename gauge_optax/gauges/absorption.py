@@ -1,14 +1,14 @@
 """Bias absorption: a bias that a later layer adds again, so that a constant can move from one bias to the other.
 
 Let a layer read x + b through a kernel W and add a bias c, so that it computes (x + b)·W + c. For any t, b ↦ b + t and
-c ↦ c − t·W change nothing. A norm's bias moves so into the biases of its readers; a value bias moves through the output
-projection into the output bias, because the weights of attention sum to 1. Where a residual stream carries x + b on, as
-behind a norm that stands after its sublayer, the bias of the next sublayer is added to the same stream: it becomes
-c ↦ c − t. The group is Rⁿ under addition, n being the number of entries of b. A point reads as b itself: on the slice b
-is zero, and c carries all of it.
+c ↦ c − t·W change nothing. In this way a norm's bias moves into the biases of its readers, and a value bias moves
+through the output projection into the output bias, because the weights of attention sum to 1. If a residual stream
+passes x + b on to the next sublayer, as it does behind a norm that follows its sublayer, then the bias of the next
+sublayer is added to the same stream: c ↦ c − t. The group is Rⁿ under addition, and n is the number of entries of b.
+The moving frame of a point is b itself: on the slice b is zero, and c contains it.
 
-A move adds −t·dW to the tangent dc, so that it changes tangents, unlike a shift. Reference: docs/design.md §5, "More
-dead directions"; the symmetry is not in the papers.
+A move adds −t·dW to the tangent dc, so that it changes tangents, unlike a shift. Reference: docs/design.md §3, "What
+else is dead"; the symmetry is not in the papers.
 """
 
 import dataclasses
@@ -58,7 +58,7 @@ def bias_absorption(
     >>> moved["b"].tolist(), moved["c"].tolist()
     ([0.0, 0.0], [3.0, 3.0, 3.0])
 
-    Reference: docs/design.md §5. Not a symmetry where one reader has no bias, or reads the bias through an activation.
+    Reference: docs/design.md §3. Not a symmetry where one reader has no bias, or reads the bias through an activation.
     """
     roles = {"bias": bias, "through": through, INTO: into} | ({"residual": residual} if residual else {})
     gauge = block_gauge("bias_absorption", BiasAbsorption, roles, sizes)

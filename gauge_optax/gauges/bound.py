@@ -320,7 +320,7 @@ def _sliced(
 
 
 def _require_unpacked(gauges: Sequence[Any], params: Any) -> None:
-    """Raises ValueError where a gauge binds a leaf that a packed tree lacks rows of, which it could not move."""
+    """Raises ValueError where a gauge binds a packed leaf, because it cannot move the rows that packing left out."""
     nodes = jax.tree.leaves(params, is_leaf=lambda node: hasattr(node, "packed_path"))
     paths = dict.fromkeys(node.packed_path for node in nodes if hasattr(node, "packed_path"))
     for gauge, path in itertools.product(gauges, paths):

@@ -148,7 +148,7 @@ class Copy(Additive, abc.ABC):
         return self.join(elements)
 
     def algebra(self) -> Any:
-        """Zero coordinates of elements near the identity."""
+        """Zeros with the shapes of an element's coordinates."""
         return self.identity()
 
     def exponential(self, coordinates: Any, near: bool = False) -> Any:

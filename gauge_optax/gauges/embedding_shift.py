@@ -3,7 +3,7 @@
 A model that adds a token's row of E to a position's row of P depends on their sum, so that E + 1·tᵀ and P − 1·tᵀ
 compute the same function. The group is Rᵈ under addition. A point reads as minus the mean row of P: on the slice the
 positions have the mean zero, and the token table carries it. Where another gauge moves the mean row of P, it is read
-from E. Reference: docs/design.md §5, "More dead directions".
+from E. Reference: docs/design.md §3, "What else is dead".
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ def embedding_shift(
     >>> fixed["token"][0].tolist(), fixed["position"][0].tolist()
     ([1.0, 1.0], [0.0, 0.0])
 
-    Reference: docs/design.md §5. A tied head reads the shift too: all logits gain one number, so that the loss, and not
+    Reference: docs/design.md §3. A tied head reads the shift too: all logits gain one number, so that the loss, and not
     the logits, is invariant, and only without a bias of the final norm's kind between them.
     """
     return block_gauge("embedding_shift", EmbeddingShift, {"up": token, "down": position}, sizes)

@@ -161,7 +161,7 @@ class Gauge(abc.ABC):
         return jax.tree.map(lambda x: exponent * x, element)
 
     def algebra(self, params: Any) -> Any:
-        """Zero coordinates of the elements near the identity: any tree of arrays, which `exponential` takes.
+        """A tree of zeros with the shapes of an element's coordinates; `exponential` maps such trees to elements.
 
         Args:
           params: the parameters.

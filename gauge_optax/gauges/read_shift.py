@@ -5,7 +5,7 @@ x̂·γ·W by Σ x̂·u = 0, for any vector u over the kernel's outputs; what β
 bias behind W takes back. The group is one number per output of each kernel, under addition. A point reads as the mean
 of γ·W over channels. A norm behind a layer (BERT) has no `norm_scale`, because the next layer's residual sees γ too.
 Then γ is trained like any weight, and the move is not affine in W and γ together.
-Reference: docs/design.md §5, "More dead directions"; van Nierop, §4 (the plane that layer normalisation restricts to).
+Reference: docs/design.md §3, "What else is dead"; van Nierop, §4 (the plane that layer normalisation restricts to).
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ def norm_read_shift(
     >>> gauge.dim({"up": jnp.ones((4, 3)), "norm": jnp.ones(4)})
     3
 
-    Reference: docs/design.md §5. Not a symmetry under RMSNorm.
+    Reference: docs/design.md §3. Not a symmetry under RMSNorm.
     """
     roles = {READ: read, SCALE: scale, BIAS: bias, INTO: into}
     gauge = block_gauge("norm_read_shift", NormReadShift, {k: v for k, v in roles.items() if v is not None}, sizes)

@@ -11,8 +11,8 @@ read and held.
 
 Cost of a step under `quotient`: three products of a kernel with a d × d matrix for every kernel. With `hold=True` there
 is one more, and the solution of the equation above.
-Reference: van Nierop, Eq. (6)-(16), (17); docs/design.md §10. Deviation: O(d) in place of SO(d), which adds no
-dimension; norm scales are part of the action, where the paper has none.
+Reference: van Nierop, Eq. (6)-(16), (17); docs/design.md §3, "The residual stream". Deviation: O(d) in place of
+SO(d), which adds no dimension; norm scales are part of the action, where the paper has none.
 """
 
 import dataclasses

@@ -165,7 +165,7 @@ def residual_scale(
     >>> gauge.dim({"embedding": jnp.ones((7, 4)), "blocks": blocks})
     1
 
-    Reference: docs/design.md §5. Not a symmetry where anything but a norm reads the stream.
+    Reference: docs/design.md §3. Not a symmetry where anything but a norm reads the stream.
     """
     roles = {"up": write} | ({} if tied is None else {"down": tied})
     return block_gauge("residual_scale", StreamScale, roles, sizes)

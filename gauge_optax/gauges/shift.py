@@ -5,9 +5,9 @@
   (docs/design.md §4), §3.2 and B.2–B.3.
 * `norm_write_shift`: a LayerNorm subtracts the mean of its input. Where LayerNorms alone read a residual stream, the
   mean over its channels never reaches the output. A tied table gives the logits too, and only a number in all of its
-  entries adds the same to all logits. Reference: docs/design.md §5, "More dead directions"; van Nierop, §4.
+  entries adds the same to all logits. Reference: docs/design.md §3, "What else is dead"; van Nierop, §4.
 * `key_bias`: the score of query q and key k + b is q·k + q·b. The second term is the same for all keys, so that softmax
-  drops it, and every value of the bias gives one function. Reference: docs/design.md §5.
+  drops it, and every value of the bias gives one function. Reference: docs/design.md §3.
 
 The groups are Rⁿ under addition. A point reads as its mean along the axis, or as the bias itself, and on the slice that
 is zero. A shift moves points, but neither tangents nor cotangents. Public elements are {leaf path: shift}, the leaf's
@@ -86,7 +86,7 @@ def norm_write_shift(
     >>> gauge.read({"embedding": jnp.array([[1.0, 2.0], [3.0, 6.0]])})
     {'': {'embedding': Array(3., dtype=float32)}}
 
-    Reference: docs/design.md §5. Not a symmetry where an RMSNorm, or no norm, reads the stream.
+    Reference: docs/design.md §3. Not a symmetry where an RMSNorm, or no norm, reads the stream.
     """
     if (write is None) == (tied is None):
         raise binding_error(
@@ -116,7 +116,7 @@ def key_bias(blocks: Mapping[str, Axes], *, sizes: Mapping[str, int] | None = No
     >>> gauge.dim({"key": {"bias": jnp.ones((2, 3)), "kernel": jnp.ones((6, 2, 3))}})
     6
 
-    Reference: docs/design.md §5. Not a symmetry under rotary embeddings or QK-norm.
+    Reference: docs/design.md §3. Not a symmetry under rotary embeddings or QK-norm.
     """
     return block_gauge("key_bias", Bias, {"blocks": blocks}, sizes)
 
@@ -145,7 +145,7 @@ class Shift(Copy):
                         f"write one {found.gauge} per range, as a list of gauges")
         # A state has one array per block: in an order that does not depend on that of a dict.
         blocks = tuple(sorted(found.blocks, key=lambda block: (block.path, block.axes)))
-        return cls(found.key, (cls.part(found.label(), found.named, found.shape, blocks, over=cls.acting),))
+        return cls(found.key, (cls.part(found.label(), found.named, found.shape, blocks, along=cls.acting),))
 
     @classmethod
     def one_along(cls, block: Block) -> Block:

@@ -23,21 +23,6 @@ from gauge_optax.parts.part import Additive, Anchor, Arrays, Constant, Part, mov
 CHANNEL = "channel"
 
 
-def what_is_left(after: jax.Array, before: jax.Array, axis: tuple[int, ...] = ()) -> jax.Array:
-    """What a constant leaves: exactly zero where it was all there was, up to roundoff.
-
-    The roundoff of a dead unit, or of a head that is constant over classes, would be read as a size or as a frame.
-
-    Args:
-      after: the rows without the constant.
-      before: the rows with it.
-      axis: the axes along which rows are judged as a whole.
-    """
-    least = 8.0 * float(jnp.finfo(after.dtype).eps)
-    sizes = [jnp.max(jnp.abs(x), axis, keepdims=True) for x in (after, before)]
-    return jnp.where(sizes[0] <= least * sizes[1], 0.0, after)
-
-
 def plus(x: Arrays, added: Iterable[tuple[Block, jax.Array]]) -> Arrays:
     """Leaves with something added to the views of blocks."""
     out = dict(x)
@@ -65,10 +50,17 @@ class Sum(Additive, Constant[Any]):
         return plus(x, self.added(e, x))
 
     def undo(self, e: Any, x: Arrays) -> Arrays:
+        """Rows without their constant: exactly zero where only roundoff remains.
+
+        The roundoff of a dead unit, or of a head that is constant over classes, would be read as a size or as a frame.
+        """
         out = dict(x)
-        for b, shift in self.added(self.inverse(e), x):
+        for b, shift in self.added(e, x):
             axes, rows = tuple(k for k, label in enumerate(b.labels) if label in self.along), b.view(out[b.path])
-            out[b.path] = b.write(out[b.path], what_is_left(rows + shift, rows, axes))
+            rest = rows - shift
+            largest, before = (jnp.max(jnp.abs(v), axes, keepdims=True) for v in (rest, rows))
+            least = 8.0 * float(jnp.finfo(rest.dtype).eps) * before
+            out[b.path] = b.write(out[b.path], jnp.where(largest <= least, 0.0, rest))
         return out
 
 
@@ -90,14 +82,10 @@ class Mean(Translation):
     """One number along some axes of every block, read as the mean. Elements are tuples of one array per block.
 
     Attributes:
-      over: the axes; () for what is added entry by entry.
+      along: the axes; () for what is added entry by entry.
     """
 
-    over: tuple[str, ...] = ()
-
-    @property
-    def along(self) -> tuple[str, ...]:
-        return self.over
+    along: tuple[str, ...] = ()
 
     @property
     def anchors(self) -> tuple[Anchor, ...]:
@@ -105,13 +93,13 @@ class Mean(Translation):
         return self.blocks, ()
 
     def identity(self) -> tuple[jax.Array, ...]:
-        return tuple(jnp.zeros(_without(b, self.over), real_dtype()) for b in self.blocks)
+        return tuple(jnp.zeros(_without(b, self.along), real_dtype()) for b in self.blocks)
 
     def added(self, e: Any, x: Arrays) -> Iterable[tuple[Block, jax.Array]]:
         return zip(self.blocks, e, strict=True)
 
     def read(self, anchor: Anchor, x: Arrays) -> tuple[jax.Array, ...]:
-        views = [(b.view(x[b.path]), tuple(map(b.labels.index, self.over))) for b in self.blocks]
+        views = [(b.view(x[b.path]), tuple(map(b.labels.index, self.along))) for b in self.blocks]
         return tuple(jnp.mean(v, axes, keepdims=True) if axes else v for v, axes in views)
 
     def quiet(self, g: Arrays) -> Arrays:
@@ -154,7 +142,7 @@ class Trade(Translation):
         return tuple(b for b in self.blocks if b.role == role)
 
     def beside(self, others: Sequence[Part[Any]]) -> "Trade":
-        means = [part for part in others if isinstance(part, Mean) and set(part.over) <= set(self.named)]
+        means = [part for part in others if isinstance(part, Mean) and set(part.along) <= set(self.named)]
         down, up = (all(any(moves(m, (b,)) for m in means) for b in self._side(role)) for role in ("down", "up"))
         return dataclasses.replace(self, hidden=len(self.named) == 1 and down and not up)
 

@@ -101,7 +101,7 @@ class PlaneBlock(Block):
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-    """What has blocks that share a basis: a part that turns heads, or one factor of a product, such as the queries.
+    """Blocks that share a basis: of a part that turns heads, or of one factor of a product, such as the queries.
 
     Attributes:
       named: names of the axes that count heads.

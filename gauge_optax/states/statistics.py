@@ -71,7 +71,7 @@ def _scale_without_a_partner(part: Factor) -> tuple[int, ...]:
 
 @outputs_before_a_norm.register
 def _bias_alone(part: Mean) -> tuple[int, ...]:
-    return () if part.over else part.blocks[0].shape
+    return () if part.along else part.blocks[0].shape
 
 
 @functools.singledispatch

@@ -1,4 +1,4 @@
-"""What stands around training: lists of gauges as JSON, values and axes by path; `plan`, `check`, `lora`."""
+"""Tools before and beside training: lists of gauges as JSON, values and axes by path; `plan`, `check`, `lora`."""
 
 from gauge_optax.tools.as_json import from_json, to_json
 from gauge_optax.tools.masks import by_path

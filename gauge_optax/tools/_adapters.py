@@ -2,7 +2,7 @@
 
 The symmetry asks that the function depends on the product of the two factors alone. Names and shapes show where it does
 not: a leaf between the factors, the factors of all experts in two matrices, and methods that read a factor by itself.
-Every doubt is an error, because a wrong gauge trains to a wrong model without a word.
+Every doubt is an error, because a wrong gauge trains a wrong model without an error.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`check`: a preflight before training, which tells what would otherwise go wrong without a word.
+"""`check`: a preflight, which raises errors for mistakes that training itself would not report.
 
 Everything here is measured on the user's own tree, state and gradient. A gradient of the loss that is trained proves or
 refutes every gauge, because that of an invariant loss has no part along an orbit.
@@ -102,7 +102,7 @@ def check(
       A report; print it.
 
     Raises:
-      ValueError: something would go wrong without a word in training: a gauge that is no symmetry of the loss; a state
+      ValueError: training would go wrong without an error: a gauge that is no symmetry of the loss; a state
         that was made for other weights; weights above the bound of `max_norm`; a matrix that Adam steps at Muon's rate;
         a leaf that is frozen outside the wrapper that moves its partners, or in part; an update that its leaf's dtype
         rounds away; a gradient that is not finite; axes of a leaf that contradict the report.
@@ -164,14 +164,14 @@ def check(
 
 
 class _Share(NamedTuple):
-    """What one copy of a gauge has of a gradient.
+    """The part of a gradient along one copy's orbit.
 
     Attributes:
       number: its asymmetry.
       leaves: what it moves.
       zero: those of them whose whole gradient is zero, if the gradient of another one is not.
       real: whether its leaves have another gradient than along constants. That of a key bias is what cancels in a sum.
-      told: whether the gradient could show that it is no symmetry. It cannot where all its leaves are zero, or their
+      told: whether this gradient can refute the gauge. It cannot where all its leaves are zero, or their
         gradients are, as those of LoRA's factors at B = 0.
     """
 

@@ -70,9 +70,9 @@ def eigenvalue_cutoff(dtype: jnp.dtype) -> float:
 
 
 def equal_eigenvalues(dtype: jnp.dtype) -> float:
-    """Returns the gap, relative to the largest, up to which eigenvalues count as equal: √ε, 1.5e-8 in float64.
+    """Returns up to which gap two eigenvalues count as equal, relative to the largest one: √ε, 1.5e-8 in float64.
 
-    Roundoff turns eigenvectors by ε over their gap: by √ε at this one.
+    Roundoff turns eigenvectors by ε divided by the relative gap, which is √ε if the gap is √ε.
     """
     return float(jnp.finfo(dtype).eps) ** 0.5
 

@@ -1,4 +1,7 @@
-"""Calls of gauge constructors as data: their source, the gauges they make, and layers merged into captures."""
+"""Calls of gauge constructors as data. A call can be written as source, make its gauge, and be merged with others.
+
+Calls for several layers are merged into one, whose paths have a capture such as `{i}` in place of a layer's number.
+"""
 
 from __future__ import annotations
 

@@ -294,7 +294,10 @@ def _seen(
     fn: Callable[..., Any], stored: Mapping[str, np.ndarray], point: Any, batches: Sequence[Any],
     gauges: Sequence[Gauge], rng: np.random.Generator,
 ) -> list[float]:
-    """The change of the outputs along a random direction of each orbit, relative to that along a random direction."""
+    """The change of the outputs along a random direction of each orbit, divided by that along any random direction.
+
+    Both changes are per unit of length of the direction.
+    """
 
     @jax.jit
     def pushed(leaves: Any, batch: Any, tangent: Any) -> jax.Array:

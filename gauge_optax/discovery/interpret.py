@@ -76,7 +76,9 @@ def called(eqn: Any, ins: list[_V]) -> tuple[core.Jaxpr, Sequence[Any], list[_V]
 
 
 def loop_parts(eqn: Any, ins: list[_V]) -> tuple[core.ClosedJaxpr, list[_V], list[_V], list[_V]]:
-    """The body of a scan or a while, and its inputs: constants, what a turn hands to the next, what it has one row of.
+    """The body of a scan or a while, and its inputs in three lists: constants, carries, and arrays with a row per turn.
+
+    A while has no arrays of the third kind.
 
     >>> scan = jax.make_jaxpr(lambda a, x: jax.lax.scan(lambda c, y: (a * c + y, c), 0.0, x))(2.0, jnp.ones(3)).eqns[0]
     >>> loop_parts(scan, ["a", "c", "x"])[1:]

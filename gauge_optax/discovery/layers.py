@@ -70,10 +70,11 @@ class Shallow:
         return any(pattern.search(text) for pattern in self.patterns)
 
     def of_all_layers(self, call: Call, params: Any) -> Call:
-        """A call that moves every layer alike as one on the whole tree; raises where it moves some of them alone.
+        """Extends a call from the kept layers to all layers; raises `Unlike` if it moves some layers and not others.
 
         Args:
-          call: on the shallow tree. Paths with captures stay; three paths, one for each kept layer, become all.
+          call: a call on the shallow tree. Paths with captures stay as they are. If a leaf occurs three times, once in
+            each kept layer, the result has this leaf of every layer.
           params: the whole tree.
         """
         of_pattern = dict[str, list[str]]()

@@ -133,7 +133,7 @@ class Flow:
     squares: np.ndarray | float = 0.0
 
     def observe(self, point: Leaves, gradients: Leaves, rng: np.random.Generator) -> None:
-        """Adds some gradients at a point."""
+        """Stores the products of some gradients at a point with its motions, and the products' expected squares."""
         pairs = [(gradients[path].reshape(-1, motion.size), motion.ravel()) for path, motion in self.make(point, rng)]
         self.products.append(np.stack([rows @ motion for rows, motion in pairs], 1))
         squares = [np.square(rows).mean() * np.square(motion).sum() * len(rows) for rows, motion in pairs]
@@ -373,7 +373,11 @@ def _pairs(
 def _hidden_by_norm(
     kernel: View, norm: _Norm, beside: Sequence[View], behind: Sequence[View], layers: set[Space]
 ) -> Flow:
-    """W + u/γ on the axis that a kernel reads; it adds u·Σβ/γ of the norm's bias, which the kernel's bias takes up."""
+    """Moves a kernel W behind a centred norm, with scale γ and bias β, to W + (1/γ)⊗u, where 1/γ is on the input axis.
+
+    Divided by γ, the norm's output has the sum Σβ/γ. The kernel's output therefore changes by the constant u·Σβ/γ,
+    which is subtracted from the kernel's bias.
+    """
     vector, scaled = norm.vector, norm.plus is not None
     read = set(vector.labels) - layers
     rest = tuple(label for label in kernel.labels if label not in read)

@@ -441,7 +441,7 @@ def _dot(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags | Value]:
 
 
 def _dot_places(eqn: Any, ins: list[Value], k: int) -> list[int]:
-    """The axes of a product that batch axes and free axes of one operand become."""
+    """Which axes of a `dot_general`'s result are the batch axes, and then the free axes, of its operand number k."""
     sums, batches = eqn.params["dimension_numbers"]
     count = [len(x.shape) - len(sums[j]) - len(batches[j]) for j, x in enumerate(ins)]
     lead = len(batches[0])

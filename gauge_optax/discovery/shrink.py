@@ -71,7 +71,7 @@ class _Group:
 
 
 class _Short(NamedTuple):
-    """A set of axes that is short: its unit becomes a prime."""
+    """A group of axes that are shortened: the prime `unit` replaces the group's unit in every length."""
 
     group: _Group
     unit: int

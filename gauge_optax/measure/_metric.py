@@ -65,7 +65,7 @@ def stored(s: Slice, values: Any) -> Leaves:
 
 @partial(jax.jit, static_argnums=(0, 1))
 def point_of(group: Product, at: str, params: Any) -> Leaves:
-    """Bound leaves of the balanced point or the slice point, as they are stored."""
+    """The bound leaves at the balanced point or the slice point, in stored form: a leaf bound as `1+` less one."""
     return stored(group._bound(params).slice, ways(group, params, at)[-1].point)
 
 

@@ -181,10 +181,10 @@ def _chains(
     loss: Callable[[Any, Any], jax.Array], group: Product | None, counts: tuple[int, int, int], params: Any,
     stacked: Any, keys: jax.Array, sizes: tuple[float, float, float],
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Losses at the draws, (chains, draws), the loss at the start, and the lowest losses that descents find.
+    """Losses at the draws, (chains, draws), the loss at the start, and the lowest losses of 2 + chains searches.
 
-    The latter are 2 + chains numbers: on the line from the start along its gradient, on a descent from the start, and
-    on a descent from the end of every chain.
+    The searches are one on the line from the start along its gradient, one descent from the start, and one descent from
+    the end of every chain.
     """
     num_draws, num_burnin_steps, num_steps_bw_draws = counts
     n_beta, lr, localization = sizes

@@ -99,7 +99,9 @@ class Recorder:
         return self.rows[-1]["step"] if self.rows else -1
 
     def run(self, start: int = 0) -> Iterator[int]:
-        """The steps of the run, with a progress bar: call `record` with each, before the update that it counts.
+        """Yields how many updates the run has made, from `start` to `steps`, and shows a progress bar.
+
+        Call `record` with each of these numbers, and then make the next update. After the last number none is left.
 
         Args:
           start: the step of the checkpoint from which the run resumes.

@@ -1,11 +1,13 @@
 """What a step of finite size adds to the leakage: the gap between a discrete step and the flow that it follows.
 
-*Leakage* is the motion of a step along orbits, see `measure.leakage`; g is the gradient and P the preconditioner. With
-u(θ) = P(θ)·g(θ) a step is θ − η·u(θ), and the flow θ' = −u(θ) reaches θ − η·u + ½η²·Du·u + O(η³) in time η. The step
-and the flow differ by ½η²·Du·u. Du·u is the sum of P·H·u, the preconditioned product of the Hessian with the step, and
-(DP[u])·g, the change of the preconditioner along the step. The vertical part of ½·Du·u is the leakage of second order:
-along the orbits a step lands at flow − η²·(hessian + derivative) + O(η³). The step's displacement itself is linear in
-η; its finite motion, with the curvature of the coordinate, is measured by `drift` and `vertical_motion`.
+*Leakage* is the motion of a step along orbits, see `measure.leakage`. Let g be the gradient, P the preconditioner, H
+the Hessian and u(θ) = P(θ)·g(θ). A step leads to θ − η·u. The flow θ' = −u(θ) leads to θ − η·u + ½η²·Du·u + O(η³) in
+time η. Step and flow therefore differ by ½η²·Du·u, up to O(η³). Du·u is the sum of two terms: P·H·u, where the Hessian
+acts on the step, and (DP[u])·g, where the preconditioner changes along the step.
+
+The leakage of second order is the vertical part of ½·Du·u, the part along orbits. `SecondOrderLeakage` has its two
+terms as `hessian` and `derivative`: along orbits, a step lands at flow − η²·(hessian + derivative) + O(η³). The step as
+a vector is linear in η. How far a finite step moves a curved coordinate is measured by `drift` and `vertical_motion`.
 """
 
 from collections.abc import Callable

@@ -392,7 +392,11 @@ def max_norm_muon(
 
 
 def _unlisted(group: Product, params: Any, listed: list[vectors.Selection]) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of leaves that have two axes, are no vectors to gauges, and have no listed vectors."""
+    """Returns the shapes of matrices that no mapping lists.
+
+    A matrix is a leaf with at least two axes that are longer than 1. A leaf that gauges take for a bias or a norm's
+    scale is none.
+    """
     s = slice_of(group.gauges, params).slice
     known = rotated_or_scaled(s) - matrices_of(s.parts).keys() | {selection.block.path for selection in listed}
     shapes = {path: leaf_shape(leaf) for path, leaf in leaves_by_path(params).items() if path not in known}

@@ -59,7 +59,10 @@ def nearest(part: Part[Any], target: Arrays, point: Arrays, others: Sequence[Par
 
 
 def _least_squares(moved: Callable[[Any], Arrays], start: Any, target: Arrays) -> Any:
-    """The e with the least |moved(e) − target|², where `moved` is affine, by conjugate gradients; else one step."""
+    """The e with the least |moved(e) − target|², by conjugate gradients, if `moved` is affine.
+
+    If it is not, `moved` is linearized at `start`, and the result is one Gauss–Newton step from there.
+    """
 
     at_start, linear = jax.linearize(moved, start)  # a difference of two moves would lose small directions
     _, pull = jax.vjp(moved, start)

@@ -76,7 +76,15 @@ def _listed(state: Any) -> dict[str, Mapping[str, Any]]:
 
 
 def _matrices(path: str, shape: tuple[int, ...], by_axes: Mapping[str, Any]) -> set[Kinds]:
-    """What axes strings mean, whatever they call their axes; arrays beside them tell the lengths of their names."""
+    """What each axis of a leaf is for, according to axes strings. Two strings for the same matrices give the same.
+
+    Which names the axes have makes no difference, except for the names of tokens and those that count matrices.
+
+    Args:
+      path: of the leaf.
+      shape: of the leaf.
+      by_axes: axes string → an array whose shape has the lengths of its named axes, or None.
+    """
     found: set[Kinds] = set()
     for text, lengths in by_axes.items():
         names = [word.strip("()").split("=")[0] for word in text.split()]

@@ -65,7 +65,7 @@ test-all: $(VENV)/.installed-dev
 # What `make test` skips for want of PyTorch or released weights: the file for PEFT's users, the optimizers of other
 # libraries, the jobs on released models, and the guide on trainers.
 test-peers: $(VENV)/.installed-dev $(VENV)/.installed-peers
-	@$(PYTEST) tests/test_torch_lora.py tests/test_benchmarks.py tests/test_track3.py tests/test_released_weights.py
+	@$(PYTEST) tests/test_torch_lora.py tests/test_benchmarks.py tests/test_released_weights.py
 	@$(PYTEST) tests/test_docs.py -m notebook -k trainers
 
 lint: $(VENV)/.installed-dev

@@ -26,9 +26,8 @@ import gauge_optax as go
 from benchmarks import compare, tuned
 from benchmarks.sizes import SIZES, Case, Size, case
 from benchmarks.timing import host
-from benchmarks.track3.arms import PLAIN, Arm, Gauges
-from benchmarks.track3.optimizers import Link, Rate
-from benchmarks.track3.runs import Task
+from benchmarks.training.links import Link, Rate
+from benchmarks.training.runs import Arm, Gauges, Task
 from examples.studies import harness
 from examples.studies.harness import Result
 from examples.studies.report import markdown
@@ -105,7 +104,7 @@ def _quotient_muon(rate: Rate, decay: jax.Array, gauges: Gauges) -> Link:
 
 
 ARMS: Mapping[str, Arm] = {
-    **{name: own.arm for name, own in tuned.ARMS.items()}, "quotient_muon": Arm(_quotient_muon, math.nan, kinds=2)
+    **{name: own.arm for name, own in tuned.ARMS.items()}, "quotient_muon": Arm(_quotient_muon)
 }
 DECAY = 0.1
 """Of every arm but `max_norm_muon`, which needs none."""
@@ -115,7 +114,7 @@ def train(sizes: Sizes, arm: str, rate: float) -> dict[str, Any]:
     """One run; the device's default precision of products, as a trainer has it."""
     task, other = sizes.task(), rate if arm == "AdamW" else rate / 2
     decay = 0.0 if arm == "max_norm_muon" else DECAY
-    return task.train(ARMS[arm], PLAIN, "lecun", task.longest, decay, (rate, other), SEED)
+    return task.train(ARMS[arm], "lecun", decay, (rate, other), SEED)
 
 
 def twins(sizes: Sizes, precision: str) -> dict[str, float]:
@@ -237,7 +236,7 @@ def section(result: Result) -> str:
 
 def settings(sizes: Sizes) -> dict[str, Any]:
     """What must agree before two runs may stand in one table."""
-    config = sizes.task().model
+    config = sizes.task().config
     shapes = jax.eval_shape(lambda: lm.params_and_loss(config, jax.random.key(0))[0])
     count = sum(x.size for x in jax.tree.leaves(shapes))
     return {"sizes": asdict(sizes), "parameters": count, "host": host()}

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import tuned
-from benchmarks.track3.arms import PLAIN
-from benchmarks.track3.runs import Task
+from benchmarks.training.runs import Task
 from examples.studies import harness
 from examples.studies.harness import Result, loss_of
 from examples.studies.report import plain
@@ -42,8 +41,7 @@ def rule(task: Task) -> float:
 def train(of_run: tuple[str, float, int]) -> dict[str, Any]:
     """One run."""
     problem, rate, seed = of_run
-    task = PROBLEMS[problem]
-    return task.train(tuned.ARMS["max_norm_muon"].arm, PLAIN, "lecun", task.longest, 0.0, (rate, rate / 2), seed)
+    return PROBLEMS[problem].train(tuned.ARMS["max_norm_muon"].arm, "lecun", 0.0, (rate, rate / 2), seed)
 
 
 def losses(result: Result, problem: str) -> dict[float, float]:

@@ -10,7 +10,7 @@ import jax
 import optax
 
 import gauge_optax as go
-from benchmarks.track3.optimizers import EMBEDDINGS, NEURONS, TOKENS, joined
+from benchmarks.training.links import EMBEDDINGS, NEURONS, TOKENS, joined
 from examples.studies.starts import muon_axes
 from models import lm
 

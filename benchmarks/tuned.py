@@ -23,11 +23,10 @@ import numpy as np
 import optax
 
 import gauge_optax as go
-from benchmarks.track3 import optimizers as of
-from benchmarks.track3 import recent
-from benchmarks.track3.arms import PLAIN, Arm, Gauges, Start
-from benchmarks.track3.optimizers import NEURONS, TOKENS, Link, Rate
-from benchmarks.track3.runs import Task
+from benchmarks.training import links as of
+from benchmarks.training import recent
+from benchmarks.training.links import NEURONS, TOKENS, Link, Rate
+from benchmarks.training.runs import Arm, Gauges, Start, Task
 from examples import data
 from examples.studies import harness, starts
 from examples.studies.harness import Group as Cell
@@ -88,13 +87,13 @@ class Tuned(NamedTuple):
 def _recent(
     make: Callable[[Rate, jax.Array], Link], rates: tuple[float, float], start: Start = lambda params, name: params
 ) -> Tuned:
-    return Tuned(Arm(lambda rate, decay, gauges: make(rate, decay), math.nan, start=start, kinds=2), rates, 2)
+    return Tuned(Arm(lambda rate, decay, gauges: make(rate, decay), start), rates, 2)
 
 
 ARMS: Mapping[str, Tuned] = {
-    "Muon": Tuned(Arm(_muon, math.nan, kinds=2), (0.02, 0.02), 2),
-    "max_norm_muon": Tuned(Arm(_max_norm_muon, math.nan, kinds=2), (0.02, 0.01), 0),
-    "AdamW": Tuned(Arm(_adamw, math.nan, kinds=2), (4e-3, 4e-3), 2),
+    "Muon": Tuned(Arm(_muon), (0.02, 0.02), 2),
+    "max_norm_muon": Tuned(Arm(_max_norm_muon), (0.02, 0.01), 0),
+    "AdamW": Tuned(Arm(_adamw), (4e-3, 4e-3), 2),
     "Muown": _recent(recent.muown, (6e-3, 0.02)),
     "NorMuon": _recent(recent.normuon, (0.02, 0.02)),
     "MuonH": _recent(recent.muonh, (0.02, 0.02), recent.its_start),
@@ -102,9 +101,9 @@ ARMS: Mapping[str, Tuned] = {
     "Aurora": _recent(recent.aurora, (0.02, 0.02)),
     "Scion": _recent(recent.scion, (0.02, 0.04)),
     "symmetry-compatible": _recent(recent.symmetric, (0.02, 0.02)),
-    "Muon, EMA-Nesterov": Tuned(Arm(recent.ahead(_muon), math.nan, kinds=2), (0.0141, 0.0283), 2),
-    "Muon, tail average": Tuned(Arm(recent.averaged(_muon), math.nan, kinds=2), (0.0141, 0.0283), 2),
-    "max_norm_muon, tail average": Tuned(Arm(recent.averaged(_max_norm_muon), math.nan, kinds=2), (0.02, 0.02), 0),
+    "Muon, EMA-Nesterov": Tuned(Arm(recent.ahead(_muon)), (0.0141, 0.0283), 2),
+    "Muon, tail average": Tuned(Arm(recent.averaged(_muon)), (0.0141, 0.0283), 2),
+    "max_norm_muon, tail average": Tuned(Arm(recent.averaged(_max_norm_muon)), (0.02, 0.02), 0),
 }
 """AdamW and Optax's Muon with b2 = 0.95 of Adam, and decay on every leaf; `max_norm_muon` decays matrices, MuonH and
 NorMuonH all leaves but matrices. The last three begin where the search of the optimizer that they wrap ended."""
@@ -122,8 +121,7 @@ def llama(size: int = 128, layers: int = 3, **other: Any) -> lm.LMConfig:
 
 def task_of(config: lm.LMConfig, steps: int = 1000, prose: bool = False) -> Task:
     """A problem of so many steps, a twentieth of which warm up."""
-    return Task(
-        config.d_model, config.layers, warmup=steps // 20, longest=steps, length=128, config=config, prose=prose)
+    return Task(config, warmup=steps // 20, longest=steps, prose=prose)
 
 
 FIRST = "1,000 steps"
@@ -175,8 +173,7 @@ def cell(stage: Stage, arm: str, point: Point, seed: int) -> Cell:
 def train(of_run: Cell) -> dict[str, Any]:
     """One run."""
     problem, start, arm, other, decay, rate, seed = of_run
-    task = PROBLEMS[problem]
-    return task.train(ARMS[arm].arm, PLAIN, start, task.longest, decay, (rate, other), seed)
+    return PROBLEMS[problem].train(ARMS[arm].arm, start, decay, (rate, other), seed)
 
 
 # The search ---------------------------------------------------------------------------------------------

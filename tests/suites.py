@@ -45,7 +45,6 @@ PATTERNS: dict[str, str] = {
     "test_rotational_examples.py*": "studies",
     "test_studies.py*": "studies",
     "test_torch_lora.py*": "studies",
-    "test_track3.py*": "studies",
     "test_train_sharded.py*": "studies",
     "test_training_studies.py*": "studies",
     "test_tuned.py*": "studies",

@@ -28,8 +28,6 @@ from benchmarks import (
     tuned,
     unprepared,
 )
-from benchmarks.track3 import __main__ as track3
-from benchmarks.track3 import transfer
 from examples import released
 from examples.studies import diagonal_network, harness, tables
 
@@ -160,14 +158,14 @@ def test_the_command_line_lists_all_studies() -> None:
 
 NO_STUDY = {"demo", "released", "grokking_59", "grokking_59_128"}
 STUDIES = {section.name: harness.find(section.name) for section in tables.SECTIONS if section.name not in NO_STUDY}
-UNFINISHED = {"rates", "starts", "transfer", "tuned", "twins_benchmark"}
+UNFINISHED = {"rates", "starts", "tuned", "twins_benchmark"}
 """Results that lack cells which their studies name."""
 SIZES = {"grokking_59": ["--p", "59"], "grokking_59_128": ["--p", "59", "--hidden", "128"]}
 SIZES = {name: [*sizes, "--steps", "8000", "--grid-steps", "2500"] for name, sizes in SIZES.items()}
 STORED = {
     **{name: (tables.RESULTS, study) for name, study in STUDIES.items()},
     **dict.fromkeys(SIZES, (tables.RESULTS, STUDIES["grokking"])),
-    **{study.name: (BENCHMARKS, study) for study in (track3.STUDY, transfer.STUDY, tuned.STUDY, rates.STUDY)},
+    **{study.name: (BENCHMARKS, study) for study in (tuned.STUDY, rates.STUDY)},
 }
 
 
@@ -197,9 +195,8 @@ PAGES = {
     "certificates": certificates.page, "counts": counts.page, "discover": discover_times.render,
     "exactness": exactness.page, "first_step": first_step.page, "lora": lora.render, "orbit": orbit.page,
     "accelerator_h200": accelerator.STUDY.page, "accelerator_cpu": accelerator.STUDY.page, "compare_cpu": render.page,
-    "tuned": tuned.STUDY.page, "rates": rates.STUDY.page, "track3": track3.STUDY.page,
-    "before_parts": before_parts.table, "transfer": transfer.STUDY.page, "census_large": certificates.large_page,
-    "unprepared": unprepared.render,
+    "tuned": tuned.STUDY.page, "rates": rates.STUDY.page, "before_parts": before_parts.table,
+    "census_large": certificates.large_page, "unprepared": unprepared.render,
 }
 
 
@@ -211,7 +208,7 @@ def test_a_page_is_that_of_its_json(name: str) -> None:
 
 def test_every_result_of_a_benchmark_has_a_page_or_a_reason() -> None:
     """What `fuzz` and `side_by_side` keep is read by the next run of them, which prints it; others are settled."""
-    settled = {"packing", "curvature", "metrics", "preflight"}
+    settled = {"packing", "curvature", "metrics", "preflight", "track3", "transfer"}
     assert {path.stem for path in BENCHMARKS.glob("*.json")} == {*PAGES, *settled, "fuzz", "side_by_side"}
     assert all((BENCHMARKS / f"{name}.md").exists() and f"`{name}.md`" in str(benchmarks.__doc__) for name in settled)
 

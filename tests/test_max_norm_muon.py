@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import gauge_optax as go
-from benchmarks.track3.optimizers import EMBEDDINGS, NEURONS, TOKENS
+from benchmarks.training.links import EMBEDDINGS, NEURONS, TOKENS
 from models import lm
 from tests.quick import jit
 from tests.refusals import refused

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from benchmarks import tuned
-from benchmarks.track3 import optimizers, recent
+from benchmarks.training import links, recent
 from models import lm
 
 CONFIG = lm.llama_config(vocab=7, d_model=8, layers=1, heads=2, kv_heads=2, d_head=4, d_ff=12, max_len=5)
@@ -74,7 +74,7 @@ def test_aurora_has_rows_of_one_length() -> None:
 
 def test_lookahead_and_tail_average() -> None:
     """Neither changes a run before it begins; the last step blends the average of the end, and leaves out tables."""
-    inner = lambda: optimizers.adamw(lambda n: rate(n)[0], NO_DECAY)  # noqa: E731
+    inner = lambda: links.adamw(lambda n: rate(n)[0], NO_DECAY)  # noqa: E731
     way = trained(inner(), 40)[1]
     tail = trained(recent.tail_average(inner(), rate), 40)[1]
     jax.tree.map(np.testing.assert_array_equal, way[39], tail[39])

@@ -13,7 +13,7 @@ import pytest
 
 import gauge_optax as go
 from benchmarks.sizes import muon_axes
-from benchmarks.track3.optimizers import EMBEDDINGS, NEURONS, TOKENS
+from benchmarks.training.links import EMBEDDINGS, NEURONS, TOKENS
 from gauge_optax.binding import leaves_by_path, match, with_leaves
 from gauge_optax.discovery import checks
 from gauge_optax.discovery.axes import LeafAxes, read_axes

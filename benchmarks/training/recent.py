@@ -1,7 +1,6 @@
 """Optimizers of 2025 and 2026 for the tuned comparison, written from their papers' and public pages' descriptions.
 
-A schedule returns two rates, of matrices and of all other leaves, as in `benchmarks.tuned`. `optimizers.py` has the
-optimizers of the older comparison, whose schedule returns one.
+A schedule returns two rates, of matrices and of all other leaves, as in `benchmarks.tuned`.
 """
 
 from collections.abc import Callable
@@ -12,8 +11,8 @@ import jax.numpy as jnp
 import optax
 
 import gauge_optax as go
-from benchmarks.track3 import optimizers as of
-from benchmarks.track3.optimizers import Link, Rate, Tree
+from benchmarks.training import links as of
+from benchmarks.training.links import Link, Rate, Tree
 from gauge_optax import linalg
 
 
@@ -62,8 +61,67 @@ def its_start(params: Tree, start: str) -> Tree:
 
 
 def symmetric(rate: Rate, decay: jax.Array) -> Link:
-    """`of.symmetric` with the second rate for tokens and vectors."""
-    return of.symmetric(lambda n: rate(n)[0], decay, lambda n: rate(n)[1])
+    """Rules that commute with each leaf's symmetry: Muon in attention, and orders of units and of tokens elsewhere.
+
+    Gate and up are orthogonalised and their units made alike, down likewise along its inputs; rows of the embedding and
+    columns of the head, which are tokens, step by their momentum over its root mean square. Vectors get AdamW. A table
+    of embeddings commutes with orders of its rows and rotations of its columns, a matrix of hidden units with orders of
+    units.
+
+    Reference: Lau and Su 2026, arXiv 2605.18106. Their variants are many; this is the one with a rule per leaf.
+    """
+    units = {"gate": 1, "up": 1, "down": 0}
+
+    def of_units(path: str) -> int | None:
+        return units.get(path.split("/")[-2])
+
+    def of_tokens(path: str) -> int | None:
+        return {"embedding": 0, "kernel": 1}.get(path.split("/")[-1])
+
+    first, second = (lambda n: rate(n)[0]), (lambda n: rate(n)[1])
+    # A unit's update of root mean square 1 is √inputs as long as that of an orthogonal matrix.
+    evened = optax.chain(_rows_alike(of_units), of.by_path(_as_long_as_orthogonal))
+    matrices = optax.chain(
+        of.momentum(), of.orthogonalised(), evened, optax.add_decayed_weights(decay),
+        optax.scale_by_learning_rate(first),
+    )
+    tokens = optax.chain(
+        of.momentum(), _rows_alike(of_tokens), optax.add_decayed_weights(decay), optax.scale_by_learning_rate(second)
+    )
+
+    def labels(params: Tree) -> Tree:
+        def label(path: Any, x: jax.Array) -> str:
+            return "matrices" if of.is_matrix(path) else "tokens" if x.ndim == 2 else "vectors"
+
+        return jax.tree_util.tree_map_with_path(label, params)
+
+    return optax.partition({"matrices": matrices, "tokens": tokens, "vectors": of.adamw(second, decay)}, labels)
+
+
+def _rows_alike(axis: Callable[[str], int | None]) -> Link:
+    """Divides each row of an update by its root mean square, a row being what is left when `axis` is fixed.
+
+    Args:
+      axis: a leaf's path → its axis of rows; None to leave the update alone.
+    """
+
+    def one(path: str, x: jax.Array) -> jax.Array:
+        rows = axis(path)
+        if rows is None:
+            return x
+        others = tuple(k for k in range(x.ndim) if k != rows)
+        return x / (jnp.sqrt(jnp.mean(jnp.square(x), others, keepdims=True)) + 1e-12)
+
+    return of.by_path(one)
+
+
+def _as_long_as_orthogonal(path: str, x: jax.Array) -> jax.Array:
+    """Scales an MLP kernel's update to the length of its polar factor as `orthogonalised` returns it."""
+    if x.ndim != 2:
+        return x
+    rows, columns = x.shape
+    length = (min(rows, columns) * max(1.0, columns / rows)) ** 0.5
+    return x * length / (jnp.linalg.norm(x) + of.TINY)
 
 
 # Muown ------------------------------------------------------------------------------------------------

@@ -1,1 +1,0 @@
-"""Which optimizer reaches a loss in the fewest steps: a public benchmark's rule at a size that fits two CPU cores."""

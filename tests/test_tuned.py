@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -74,28 +75,48 @@ def test_pages_say_what_the_finished_stages_show() -> None:
     assert f"by at least {math.floor(min(errors))} standard errors" in page
 
 
-def test_pages_say_that_a_longer_run_shows_no_lead() -> None:
-    """The two optimizers in 4,000 steps, seed by seed."""
+def ends(problem: str, start: str, arm: str) -> list[float]:
+    """The losses of an optimizer's best point, seed by seed."""
     result = json.loads((ROOT / "benchmarks" / "results" / "tuned.json").read_text())
+    final = tuned.found(result, tuned.Stage(problem, start, (arm,)), arm).final
+    return [final[seed] for seed in tuned.SEEDS]
 
-    def ends(problem: str, start: str, arm: str) -> list[float]:
-        final = tuned.found(result, tuned.Stage(problem, start, (arm,)), arm).final
-        return [final[seed] for seed in tuned.SEEDS]
 
-    ours, theirs = (ends("4,000 steps", "lecun", arm) for arm in ("max_norm_muon", "Muon"))
+def words(losses: list[float], sign: str = "") -> str:
+    """A mean and its standard error, as the pages write them."""
+    mean, error = tuned.mean_and_error(losses)
+    return f"{mean:{sign}.4f} ± {error:.4f}"
+
+
+@pytest.mark.parametrize("problem", ["4,000 steps", "width 256"])
+def test_pages_say_that_longer_and_wider_runs_show_no_lead(problem: str) -> None:
+    """The two optimizers, seed by seed."""
+    ours, theirs = (ends(problem, "lecun", arm) for arm in ("max_norm_muon", "Muon"))
     gaps = [a - b for a, b in zip(ours, theirs, strict=True)]
     mean, error = tuned.mean_and_error(gaps)
     assert abs(mean) < 2 * error, "there is a difference after all: the pages should say so"
-    assert all("in 4,000 steps the two are level" in text for page, text in said().items() if page != TRAINING)
-    page = said()[TRAINING]
-    first, second = ("{:.4f} ± {:.4f}".format(*tuned.mean_and_error(x)) for x in (ours, theirs))
-    assert f"ends at {first} nats per byte and `optax.contrib.muon` at {second}, a difference of" in page
-    assert f"a difference of {mean:+.4f} ± {error:.4f}" in page
-    above, (least, most) = max(gaps), sorted(-gap for gap in gaps if gap < 0)
-    assert f"is {above:.3f} above Muon, on the others {least:.3f} and {most:.3f} below" in page
-    assert f"as far as {max(max(x) - min(x) for x in (ours, theirs)):.3f} apart" in page
-    spreads = [ends("1,000 steps", start, arm) for start in STARTS for arm in ("Muon", "max_norm_muon")]
-    assert f"within {max(max(x) - min(x) for x in spreads):.3f}" in page
+    texts = said()
+    page = texts.pop(TRAINING)
+    assert all("in 4,000 steps and at width 256 the two are level" in text for text in texts.values())
+    assert f"ends at {words(ours)} nats per byte and `optax.contrib.muon` at {words(theirs)}, a difference of" in page
+    assert f"a difference of {words(gaps, '+')}" in page
+    if problem == "4,000 steps":
+        above, (least, most) = max(gaps), sorted(-gap for gap in gaps if gap < 0)
+        assert f"is {above:.3f} above Muon, on the others {least:.3f} and {most:.3f} below" in page
+        assert f"as far as {max(max(x) - min(x) for x in (ours, theirs)):.3f} apart" in page
+        spreads = [ends(tuned.FIRST, start, arm) for start in STARTS for arm in ("Muon", "max_norm_muon")]
+        assert f"within {max(max(x) - min(x) for x in spreads):.3f}" in page
+
+
+def test_pages_say_what_newer_optimizers_show() -> None:
+    """Each that is finished, from the first start, and its difference from Muon."""
+    result = json.loads((ROOT / "benchmarks" / "results" / "tuned.json").read_text())
+    muon, page = ends(tuned.FIRST, "lecun", "Muon"), said()[TRAINING]
+    for arm in tuned.RECENT:
+        if tuned.found(result, tuned.Stage(tuned.FIRST, "lecun", (arm,)), arm).waiting is None:
+            losses = ends(tuned.FIRST, "lecun", arm)
+            gaps = [a - b for a, b in zip(losses, muon, strict=True)]
+            assert re.search(rf"{arm} \([^)]*\) ends at {words(losses)} there, \{words(gaps, '+')} from Muon", page), arm
 
 
 def test_pages_say_what_the_rule_of_rates_costs() -> None:

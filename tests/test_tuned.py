@@ -112,11 +112,14 @@ def test_pages_say_what_newer_optimizers_show() -> None:
     """Each that is finished, from the first start, and its difference from Muon."""
     result = json.loads((ROOT / "benchmarks" / "results" / "tuned.json").read_text())
     muon, page = ends(tuned.FIRST, "lecun", "Muon"), said()[TRAINING]
+    gaps = [a - b for a, b in zip(ends(tuned.FIRST, "lecun", "max_norm_muon"), muon, strict=True)]
+    assert f"`max_norm_muon` is {words(gaps, '+')} from Muon" in page
     for arm in tuned.RECENT:
         if tuned.found(result, tuned.Stage(tuned.FIRST, "lecun", (arm,)), arm).waiting is None:
             losses = ends(tuned.FIRST, "lecun", arm)
             gaps = [a - b for a, b in zip(losses, muon, strict=True)]
-            assert re.search(rf"{arm} \([^)]*\) ends at {words(losses)} there, \{words(gaps, '+')} from Muon", page), arm
+            shown = rf"{arm} \([^)]*\) ends at {words(losses)} there, \{words(gaps, '+')} from Muon"
+            assert re.search(shown, page), arm
 
 
 def test_pages_say_what_the_rule_of_rates_costs() -> None:

@@ -275,7 +275,7 @@ def fill(cells: dict[str, Any], only: Sequence[str], parts: Sequence[str]) -> No
     with tqdm(rows) as bar:
         for case in bar:
             bar.set_description(case.name)
-            gauges = case.gauges()
+            gauges: Sequence[Any] = case.gauges()
             points, gradient = dict(starts(case)), jax.jit(jax.grad(case.loss))  # type: ignore[arg-type]
             element = new.product(gauges).sample(jax.random.key(2), points["random"])
             other = positive(case, case.params(jax.random.key(3)))

@@ -20,8 +20,9 @@ role, a part waits for every part that moves what it is read from (`parts.order`
 
     θ̂ = F⁻¹·θ      ĝ = Fᵀ·g      u = inner(ĝ, θ̂)      θ̂′ = fix(θ̂ + u)      step = F·hold(θ̂′ − θ̂)
 
-`Slice.enter` gives the first, and with it `pull` and `push`, which are the second and the last; `fix` and `hold` are
-methods too. All of them are loops over parts. References: Fels and Olver 1999, moving frames; docs/design.md §3.
+Fᵀ is the transpose of the derivative of x ↦ F·x at θ̂. `Slice.enter` gives the first, and with it `pull` and `push`,
+which are the second and the last; `fix` and `hold` are methods too. All of them are loops over parts. References: Fels
+and Olver 1999, moving frames; docs/design.md §3.
 """
 
 import dataclasses
@@ -52,8 +53,8 @@ class Frame(NamedTuple):
 
     Attributes:
       elements: the frame F: part label → element.
-      live: label of a size → which of its channels were read from its first anchor, (*shape, bool): where that is not
-        zero. Only live channels are fixed at every step.
+      live: label of a size → an array of booleans, of the part's shape: which channels were read from the size's first
+        anchor, because that is not zero. Only live channels are fixed at every step.
       frozen: path of a leaf that never changes → (). It has no arrays, so that its keys are known under `jit`.
     """
 
@@ -126,14 +127,15 @@ class Slice:
 
     Attributes:
       constants: in the order in which they are undone.
-      sizes: likewise, each read from the anchor that is read at every step.
+      sizes: likewise; each place names the one anchor that `fix` reads at every step.
       later: the other anchors of sizes, for channels whose first anchor is zero at `init`. A *channel* is one index
         of the named axes of a part: one hidden unit, say.
       turns: classes of turns, with the turns of each, in the order in which they are undone.
       free: parts without a role (permutations), which no optimizer notices.
       passed: labels of sizes whose anchor a turn passes: the turn is a symmetry only where that anchor, a norm's
         scale, is 1.
-      alone: labels of parts that move a leaf which never changes. They are read at `init` and not fixed again.
+      alone: labels of parts that change a frozen leaf. They stay in F as they were read at `init`; `fix` and `hold`
+        leave them alone.
       following: labels of sizes whose growth rests on their anchor, because another leaf is less precise.
       unpassed: turns, each with the path of a norm's scale that it passes and that no size makes 1.
     """
@@ -288,7 +290,7 @@ class Slice:
             problem, expected = f"the norm's scale '{path}' is not divided out", "the go.norm_scale gauge of that norm"
             raise binding_error(name_of(turn), problem, "no norm_scale of it", expected, "add it to the list of gauges")
 
-    # The five maps of an update ----------------------------------------------------------------------------
+    # Entering the slice, fixing a point and holding a step --------------------------------------------------
 
     def enter(self, f: Elements, x: Arrays) -> Entered:
         """θ̂ = F⁻¹·θ, with the maps between both. Parts without an element in `f` are left out."""
@@ -332,7 +334,8 @@ class Slice:
     def hold(self, x: Arrays, u: Arrays) -> Arrays:
         """Removes the part of a step that rotates heads, and the residual stream if its gauge says `hold=True`.
 
-        It is exact where there is a closed form, and else right to first order. Turns beside frozen leaves are left in.
+        Angles of rotary planes stay exactly what they were, other rotations up to second order in the step. What `hold`
+        moves off the slice, the next `fix` removes. Turns beside frozen leaves are left in.
         """
         return self._over_turns(x, u, lambda kind: kind.hold, self.alone)
 
@@ -353,8 +356,8 @@ class Slice:
         for turn_class, turns in self.turns:
             chosen = [turn for turn in turns if turn.label not in alone]
             paths = sorted({path for turn in chosen for path in changed(turn)})
-            # A point that is computed entry by entry is cheap to compute twice. This keeps XLA from holding a copy in
-            # memory while the rotations before it are computed.
+            # No number changes: XLA computes the point again for this class, and need not keep a copy of it in memory
+            # during the classes before.
             again = {path: x[path] for path in paths} if turn_class.last and done else {}
             u = change(turn_class)(chosen, x | (recomputed_after(done, again) if again else {}), u) if chosen else u
             done = [u[path] for path in paths]

@@ -316,7 +316,7 @@ class Block:
         order = sorted(range(len(named)), key=lambda k: labels.index(named[k]))
         out = jnp.transpose(value, order).reshape(
             [n if label in named else 1 for n, label in zip(lengths, labels, strict=True)])
-        # An axis of the leaf has size 1 unless the result varies along it; XLA then never stores the repeated values.
+        # Along an axis of the leaf where the result is constant, its size is 1, so that XLA stores no repeated values.
         varies = [
             window != ((0, n),) or any(labels[k] in named or selected[k] != ((0, self.split[k]),) for k in group)
             for group, window, n in zip(self.groups, self.windows, self.shape, strict=True)]

@@ -308,7 +308,10 @@ def _log_step(
     mu: jax.Array,
     nu: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """By how much log s moves, per channel, and both moments; without a rate, minus its derivative by the rate."""
+    """The change of log s per channel, and both moments of its Adam.
+
+    If the learning rate is None, the first is minus the derivative of that change by the rate, at 0, without decay.
+    """
     e2, rate = joined.square, paper.learning_rate
     squares = [c.dot(point, point) for c in joined.channels]
     pairings = [e * c.dot(point, gradient) for c, e in zip(joined.channels, joined.exponents, strict=True)]

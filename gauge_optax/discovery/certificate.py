@@ -1,4 +1,7 @@
-"""What a certificate is computed from: a generic point, and inputs enough to reach the rank of the Jacobian."""
+"""Computes a certificate, the count of dead directions at a generic point, on inputs that are drawn for it.
+
+With too few inputs the Jacobian of the outputs would have too low a rank, and directions would look dead that are not.
+"""
 
 from __future__ import annotations
 

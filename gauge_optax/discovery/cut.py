@@ -179,7 +179,7 @@ class _Traced(NamedTuple):
 
 
 def _opened(closed: core.ClosedJaxpr, leaves: Sequence[Value | None]) -> core.ClosedJaxpr:
-    """The function without calls, such as `jax.jit`'s, that take leaves of several layers: their contents instead."""
+    """The function with the contents of all calls, such as those of `jax.jit`, that take leaves of several layers."""
     opened = False
 
     def equation(eqn: Any, ins: list[_Traced]) -> list[_Traced]:

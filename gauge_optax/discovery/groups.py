@@ -1,7 +1,7 @@
 """What groups do to pieces of leaves, and which groups contain which: families of groups as NumPy arrays, float64.
 
-A symmetry's tangent at a point is linear in the element. With its transpose, least squares tells whether the motions of
-one group are among those of others.
+At a fixed point the tangent of a move is linear in the element. With this map and its transpose, least squares finds
+whether the motions of one group are among those of others.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _WITHIN = 1e-6  # distance of a random motion of a group from others that contai
 _STEPS = 500  # of conjugate gradients, at most
 _PATIENCE = 30  # steps that have to bring the distance down
 WHOLE: Space = (0,)  # stands for the space of one scale of whole leaves
-# Families and how their elements act on a piece, larger groups first: a group is reported without its subgroups.
+# Family of groups → the modes in which an element can act on a piece (a view of a leaf along one space). Larger groups
+# come first, because a group that is part of a reported one is not reported.
 FAMILIES: Mapping[str, tuple[str, ...]] = {
     "linear": ("vector", "covector"),
     "orthogonal": ("vector",),

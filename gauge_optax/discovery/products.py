@@ -216,11 +216,12 @@ class Walk:
                     self.unknown[own] = "its entries are mixed in an order that axes do not express"
 
     def sight(self, *values: Value, linear: bool = False) -> None:
-        """Notes that what a product has at all places of these values is one piece.
+        """Notes which outputs of a product of data and parameter one operation takes together: they become one matrix.
 
         Args:
-          *values: read by one operation; each is a piece, or all are one if the operation adds them.
-          linear: whether the operation adds them.
+          *values: the operands. The outputs of a product inside one operand are joined.
+          linear: whether the operation adds its operands. Then outputs are joined across operands, and only those of a
+            product that at least two operands contain.
         """
         groups = [values] if linear else [(value,) for value in values]
         for group in groups:

@@ -389,7 +389,8 @@ def _searched(
     for places, residual in shifts.solve(softmax=True):
         claims.append(_Claim(shift_call(places), {view.path: 1.0 for view, _ in places}, residual))
     proved, failed = _proved(prover, claims, STILL, rng(5))
-    # What gradients tell apart from roundoff at some points only nearly holds.
+    # The gradients show these gauges as exact, but a finite move changes the outputs. If it changes them by little, the
+    # gauges are tried again below, as those that nearly hold.
     almost = [claim for claim in claims if any(claim.call is call and change <= 10 * near for call, change in failed)]
     rejected += [_refuted(call, change) for call, change in failed if change > 10 * near]
     nearly, _ = _proved(prover, [*almost, *_claims(close, trace, positive)[0]], 10 * near, rng(6))

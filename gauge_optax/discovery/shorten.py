@@ -260,7 +260,7 @@ class _Evaluation:
         return self._results(eqn, outs, found)
 
 
-# Operations that name lengths, or whose operands meet along other axes than the results' ------------------
+# Operations whose parameters contain lengths, or whose operands share axes that no result has --------------
 
 Operands = tuple[Sequence[Any], dict[str, Any]]
 """An operation's operands without what is dropped, and those of its parameters that change."""

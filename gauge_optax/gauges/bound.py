@@ -128,8 +128,8 @@ class Bound:
 
     @functools.cached_property
     def whole(self) -> Slice:
-        """The slice with all parts. `slice` lacks those that would move a frozen leaf, and a rotation of the residual
-        stream that passes a norm's scale which cannot be brought to 1."""
+        """The slice with all parts. `slice` lacks those that would change a frozen leaf by the step of another, and a
+        rotation of the residual stream that needs a norm's scale of 1 where no part makes it 1."""
         parts = [part for copies in self.copies for copy in copies for part in copy.parts]
         kept = {part.label for part in self.slice.acting}
         return self.slice if kept == {part.label for part in parts} else Slice.of(parts)

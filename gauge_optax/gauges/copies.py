@@ -1,7 +1,8 @@
 """`Copy`: what a constructor's file says of its gauge. One `Copy` is one copy of a gauge on a tree.
 
 A copy is a layer, or another capture of the gauge's paths. It has the parts to which the gauge compiles, and knows the
-public elements: their dimension, how a random one is drawn, and how one is split among the parts.
+public elements: their dimension, how a random one is drawn, and how one is split among the parts. A *public element* is
+what `gauge.read(params)` has, such as log α of a scale, where the part computes with α.
 """
 
 import abc
@@ -88,7 +89,7 @@ class Copy(Additive, abc.ABC):
     acting: ClassVar[tuple[str, ...]] = ()  # the axes on which the group acts, whose names are reserved
     joined: ClassVar[bool] = False  # whether all captures belong to one copy: one element for all layers
     partial: ClassVar[tuple[str, ...]] = ()  # roles whose blocks may lack named axes
-    without_axis: ClassVar[tuple[str, ...]] = ()  # roles whose blocks lack these
+    without_axis: ClassVar[tuple[str, ...]] = ()  # roles whose blocks lack the axes of `acting`
     # What messages and states say of it.
     effect: ClassVar[Effect] = "linear"  # of a move on tangents and cotangents
     balancing: ClassVar[Effect] = "still"  # of the move to the point of least norm on the orbit

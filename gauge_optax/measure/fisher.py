@@ -1,4 +1,4 @@
-"""Curvature at a point as linear operators: `Hessian`, `GGN`, `Fisher`, `EmpiricalFisher`, and its quotient.
+"""Curvature at a point as linear operators: `Hessian`, `GGN`, `Fisher`, `EmpiricalFisher` and `quotient_fisher`.
 
 An operator is a symmetric matrix of one row per parameter, known by its products with vectors: one forward and one
 backward derivative each. `dense` and `blocks` make arrays of small ones. `lanczos` and `trace` need no such array; they
@@ -8,7 +8,8 @@ The Fisher information F = E[s·sᵀ] takes the score s, the gradient of a log-l
 draws. `EmpiricalFisher` takes the labels of the data instead. Unless the model fits these exactly, it depends on the
 residuals too (Kunstner et al. 2019). Along an orbit no output changes: every F has a zero eigenvalue per dimension of
 the orbit. `quotient_fisher` removes these: it is F on the tangents perpendicular to the orbit, at the point of the
-orbit that has the least norm. That point is the same for all weights of one function, and so are the eigenvalues.
+orbit that has the least norm. All weights of one function lead to that point, up to rotations, which change no
+eigenvalue.
 """
 
 from __future__ import annotations

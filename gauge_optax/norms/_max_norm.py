@@ -158,7 +158,8 @@ def named_max_norm(
 
         eta = learning_rate(state.count) if callable(learning_rate) else learning_rate
         eta = jnp.asarray(eta, real_dtype())
-        # Without a learning rate there is no Δ: nothing moves, and ν and its correction wait.
+        # At a learning rate of zero the update over the rate is undefined: vectors stay where they are, and neither
+        # their average squared step ν nor the number of steps that corrects its bias changes.
         moving = eta != 0
         tracked = state.tracked + moving.astype(jnp.int32)
         correction = 1.0 - jnp.asarray(beta, real_dtype()) ** jnp.maximum(tracked, 1)

@@ -79,8 +79,8 @@ def quotient(
       frozen: leaves that never change, beside those that `inner` never changes (`set_to_zero` in a partition, `freeze`,
         a learning rate of zero), which need not be said: a tree or prefix of booleans, or a callable from parameters to
         one. Name every leaf that must not move and that `inner` would move, as weight decay moves a leaf behind
-        `stop_gradient`. A gauge that binds frozen and other leaves is not used, so that no growth moves from one side
-        to the other.
+        `stop_gradient`. A gauge that changes a frozen leaf is read at `init` alone, or dropped, so that no growth moves
+        from one side to the other.
 
     Returns:
       The transformation. Its `update` needs `params`. Line searches take the extra arguments `grad` and `value_fn`:
@@ -186,8 +186,8 @@ def group_of(name: str, learning_rate: Any, gauges: Any) -> Product:
 def slice_gradient(s: Slice, entered: Entered, updates: Any, without_constants: bool = True) -> Any:
     """The slice gradient ĝ = Fᵀ·g as a tree, without roundoff in entries that are zero by invariance.
 
-    The gradient of a norm's scale that a rotation passes is computed from the other entries, and entries that are zero
-    for every invariant loss, up to roundoff, are set to zero.
+    A rotation of the residual stream needs norms whose scale is 1. The gradient of such a scale is computed from the
+    other entries, by invariance. Entries that are zero for every invariant loss, up to roundoff, are set to zero.
 
     Args:
       s: the slice.
@@ -225,8 +225,8 @@ def _with_growth(
     """The step on the slice, the frame and the offset, after a step to e·θ̂′ from which `fix` has removed e.
 
     If the anchor of a size is to take its growth, the stored step is F·(e·θ̂′ − θ̂), and F becomes F·e. This changes
-    neither the function nor what `inner` sees. The next point that `inner` sees is B⁻¹·e·θ̂′, so that the offset
-    becomes e⁻¹·B.
+    neither the function nor what `inner` sees. With `pin=False`, `inner` must see its own result θ̃ + u at the next
+    step. θ̂ + B·u = e·θ̂′, so that θ̃ + u = B⁻¹·e·θ̂′, which is (e⁻¹·B)⁻¹·θ̂′: the offset becomes e⁻¹·B.
     """
     elements, offset = dict(state.frame.elements), dict(state.offset)
     for part, _, _ in s.sizes:

@@ -1,7 +1,7 @@
 """Muon for some leaves, momentum for some, and Adam for all others: an ordinary optimizer of slice points.
 
 A rotation R of a head's basis rotates the polar factor of a moment M = U·Σ·Vᵀ of that head in the same way:
-(M·R)(RᵀMᵀM·R)^(−1/2) = U·Vᵀ·R. Where matrices are read per head, rotations therefore need no frame.
+(M·R)(RᵀMᵀM·R)^(−1/2) = U·Vᵀ·R. If every head's kernel is one matrix, rotations of heads therefore need no frame.
 References: Jordan et al. 2024 (Muon); DDC B.10 for heads.
 """
 

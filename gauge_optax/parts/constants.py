@@ -89,7 +89,7 @@ class Mean(Translation):
 
     @property
     def anchors(self) -> tuple[Anchor, ...]:
-        # Means along two axes of a leaf may be taken in any order, so that a mean need not wait for another: ().
+        # If means along two axes of one leaf wait for each other, either may be read first: () says that.
         return self.blocks, ()
 
     def identity(self) -> tuple[jax.Array, ...]:

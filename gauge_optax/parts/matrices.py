@@ -207,14 +207,14 @@ def _of_heads(part: HeadTurn, block: Block) -> tuple[int, Matrices | None]:
 
 
 def matrices_of(parts: Iterable[Part[Any]]) -> dict[str, Reading]:
-    """Returns leaf path → how it is read as matrices.
+    """Returns leaf path → into which matrices Muon divides the leaf.
 
     Args:
       parts: of a list of gauges on a tree.
 
     Returns:
       An entry for every leaf that is a matrix to a gauge that binds it, and none for vectors (biases, norms' scales).
-      Where gauges bind ranges of a leaf, every range is read by itself. What no range holds is left out.
+      If gauges bind ranges of a leaf, each range has matrices of its own; entries outside of all ranges are in none.
     """
     read: dict[str, Reading] = {}
     for path, pairs in blocks_by_path(parts).items():

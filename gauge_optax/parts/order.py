@@ -66,7 +66,8 @@ def in_order(parts: Sequence[Any]) -> list[Place]:
             raise _cycle([*waiting.values()])
         least = min(level for level, _ in ready)
         chosen = [place for level, place in ready if level == least]
-        # One at a time, and first what needs no anchor: others may then keep their best one.
+        # If no part is ready with its first anchor, one part alone takes a later one, if possible the empty anchor,
+        # which waits for nothing. Others may then become ready with their first anchor.
         chosen = sorted(chosen, key=lambda place: bool(place.anchor))[:1] if least else chosen
         places += chosen
         for place in chosen:
@@ -115,7 +116,7 @@ def _clash(p: Any, a: Block, q: Any, b: Block) -> ValueError | None:
     if p is q or not p.along or p.label.split(" ")[0] == q.label.split(" ")[0] or not overlaps(a, b):
         return None  # a gauge may be two parts of the same blocks, which commute
     roles = Constant | Size | Turn
-    # Constants are normal in the whole group: sizes that act alike, and rotations, map them to each other.
+    # Sizes that act alike, and rotations, turn the move of a constant into another move of that constant.
     if not isinstance(p, roles) or isinstance(q, Constant):
         return None
 

@@ -37,7 +37,7 @@ Arrays = dict[str, jax.Array]
 """Leaf path → array in the computing dtype."""
 
 Anchor = tuple[Block, ...]
-"""Blocks that an element is read from together."""
+"""Blocks that an element is read from together. With the empty anchor, a part waits for no other part."""
 
 E = TypeVar("E")
 
@@ -121,11 +121,11 @@ class Part(abc.ABC, Generic[E]):
         return g
 
     def beside(self, others: "Sequence[Part[Any]]") -> "Part[E]":
-        """This part in a list with others: one that is read from a block which no other part moves, if there is any."""
+        """The form that this part takes in a list with `others`, which decide from which blocks some parts are read."""
         return self
 
     def beside_frozen(self, frozen: frozenset[str]) -> "Part[E] | None":
-        """This part where the leaves with these paths never change; None where it would move another step into one."""
+        """This part where the leaves with these paths never change; None if a step of another would change one."""
         return self
 
 
@@ -245,7 +245,8 @@ class Turn(Isometry[E]):
           turns: parts of this class.
           x: the point.
           u: the tangent.
-          into: per part, the matrix whose product with its rows is on the slice; None if the rows are there.
+          into: per part a rotation R, (*shape, size, size), such that W·R is on the slice, where W are the part's rows
+            at `x`; None if W itself is on the slice.
         """
 
     @classmethod

@@ -87,8 +87,8 @@ class Factor(Size[jax.Array]):
     def read(self, anchor: Anchor, x: Arrays, within: jax.Array, near: bool) -> tuple[jax.Array, jax.Array]:
         totals = [b.total(self.named, jnp.square(x[b.path])) for b in anchor]
         square = sum(totals[1:], totals[0])
-        # The inputs of a channel are its free axes but the last, or the one free axis. The squared norm of a channel on
-        # the slice is `natural`, its number of columns.
+        # On the slice a channel's squared norm is `natural`, its entries over its inputs, which are its free axes but
+        # the last, or the only one: 1 for a column of an (inputs, channels) kernel.
         free = [[n for n, label in zip(b.view_shape, b.labels, strict=True) if label not in self.named] for b in anchor]
         inputs = max(math.prod(lengths[:-1] or lengths) for lengths in free)
         natural = sum(map(math.prod, free)) / (1 if self.by_entry else max(1, inputs))

@@ -48,7 +48,7 @@ def _opposite_gram(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Out
 
 
 def _framed(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing]:
-    """A state in slice coordinates: everything inside holds invariants, and only the frame moves."""
+    """Moves a state in slice coordinates: the element is composed with the frame, and nothing else changes."""
     # A retraction takes tangents and returns them. Every other such transformation makes updates of gradients.
     after = outgoing if not hasattr(state, "inner_state") else outgoing | set(move.shapes)
     if not isinstance(state.frame, Frame):  # the tree has no leaves

@@ -1,7 +1,8 @@
 """`check`: a preflight, which raises errors for mistakes that training itself would not report.
 
-Everything here is measured on the user's own tree, state and gradient. A gradient of the loss that is trained proves or
-refutes every gauge, because that of an invariant loss has no part along an orbit.
+Everything here is measured on the user's own tree, state and gradient. The gradient of an invariant loss has no part
+along an orbit: a part beyond roundoff refutes the gauge. Where leaves or gradients are zero, nothing can be refuted,
+and a note says so.
 """
 
 import dataclasses

@@ -1,10 +1,10 @@
 """`Gauge`: a symmetry of a parameter tree, bound to its leaves.
 
 A subclass works everywhere with two methods, its action and its reading, if its group is addition (of shifts, or of
-logs of scales). Another group also needs `identity`, `inverse` and `compose`, and its coordinates for `align` and
-`choose`. What transformations and measures need is derived from these (`by_action`). The gauges of this library are
-`BlockGauge`s: a frozen list of blocks and the class that makes parts of them (`copies`). Their methods are loops over
-the copies of a gauge on a tree.
+logs of scales). Another group also needs `identity`, `inverse`, `compose`, and either its coordinates (`algebra` and
+`exponential`) or `sample` and `dim`; `align` and `choose` need coordinates. What transformations and measures need is
+derived from these (`by_action`). The gauges of this library are `BlockGauge`s: a frozen list of blocks and the class
+that makes parts of them (`copies`). Their methods are loops over the copies of a gauge on a tree.
 
 `product` makes one gauge of several. Its turns act first, then its sizes, then its constants, whatever the order of the
 list. Sizes and turns commute, so that their elements multiply separately. A constant t does not commute with a linear

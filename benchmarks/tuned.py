@@ -15,6 +15,7 @@ import argparse
 import functools
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -171,9 +172,10 @@ def cell(stage: Stage, arm: str, point: Point, seed: int) -> Cell:
 
 
 def train(of_run: Cell) -> dict[str, Any]:
-    """One run."""
+    """One run, and the machine that it ran on."""
     problem, start, arm, other, decay, rate, seed = of_run
-    return PROBLEMS[problem].train(ARMS[arm].arm, start, decay, (rate, other), seed)
+    run = PROBLEMS[problem].train(ARMS[arm].arm, start, decay, (rate, other), seed)
+    return run | {"machine": harness.machine()}
 
 
 # The search ---------------------------------------------------------------------------------------------
@@ -264,14 +266,13 @@ def loss_of(result: Result, run: Cell) -> float | None:
     return None if done is None else math.inf if done["validation"] is None else done["validation"]
 
 
-def next_run(result: Result) -> Cell | None:
-    """The first stage with something to do; in it, the optimizer with the fewest runs."""
+def waiting(result: Result) -> list[Cell]:
+    """What may run next, stage by stage; in a stage, the optimizer with the fewest runs comes first."""
+    runs: list[Cell] = []
     for stage in STAGES:
-        known = [found(result, stage, arm) for arm in stage.arms]
-        open_arms = [x for x in known if x.waiting is not None]
-        if open_arms:
-            return min(open_arms, key=lambda x: len(x.losses) + len(x.final)).waiting
-    return None
+        known = [own for arm in stage.arms if (own := found(result, stage, arm)).waiting is not None]
+        runs += [own.waiting for own in sorted(known, key=lambda own: len(own.losses) + len(own.final)) if own.waiting]
+    return list(dict.fromkeys(runs))
 
 
 # Table --------------------------------------------------------------------------------------------------
@@ -299,17 +300,27 @@ def rows(result: Result) -> Iterator[list[str]]:
                 if arm != "Muon" and len(muon) == len(SEEDS):
                     gaps = [known.final[seed] - muon[seed] for seed in SEEDS]
                     apart = "{:+.4f} ± {:.4f}".format(*mean_and_error(gaps))
-            yield [stage.problem, stage.start, arm, tries, tuned, knobs, ended, apart]
+            made = [cell(stage, arm, point, TUNING_SEED) for point in known.losses]
+            made += [cell(stage, arm, known.point, seed) for seed in known.final if known.point is not None]
+            machines = dict.fromkeys(machine_of(result, key(run)) for run in made)
+            yield [stage.problem, stage.start, arm, tries, tuned, knobs, ended, apart, ", ".join(machines) or "–"]
+
+
+def machine_of(result: Result, name: str) -> str:
+    """Which machine a run took place on; older runs leave that to the header."""
+    return str(result["cells"][name].get("machine", result.get("machine")))
 
 
 def section(result: Result) -> str:
     """The table, and what is not finished."""
     begun = "; ".join("{} {:g}, {:g}, {:g}".format(arm, *own.values((0, 0, own.decay))) for arm, own in ARMS.items())
     seconds = sorted(x["seconds"] for x in result["cells"].values())
+    machines = Counter(machine_of(result, x) for x in result["cells"])
     about = (
         f"Bytes of text, batches of 8 × 128, a warm-up over a twentieth of the steps and a cosine to zero; validation "
-        f"loss in nats per byte, float32, one thread of a {result['machine']}. *Numbers*: the rate of matrices, the "
-        f"rate of all other leaves, the decay. Seed {TUNING_SEED} tunes them by at most {BUDGET} runs for each "
+        f"loss in nats per byte, float32, one thread of a CPU or a whole GPU "
+        f"({', '.join(f'{count} runs: {machine}' for machine, count in machines.most_common())}; *machine* says whose "
+        f"runs a row holds). *Numbers*: the rate of matrices, the rate of all other leaves, the decay. Seed {TUNING_SEED} tunes them by at most {BUDGET} runs for each "
         f"optimizer and start; the best point of them ends at the loss *tuned*, and then runs with the seeds "
         f"{', '.join(map(str, SEEDS))}, which had no part in the choice: *loss* is their mean and its standard error, "
         f"*less Muon* that of the difference, seed by seed. The first searches begin at {begun}; later ones begin at "
@@ -317,7 +328,7 @@ def section(result: Result) -> str:
         f"takes that point as it is. {len(seconds)} runs are done"
         + (f", of {seconds[len(seconds) // 2]:.0f} s in the median." if seconds else ".")
     )
-    heads = ["problem", "start", "optimizer", "tries", "tuned", "numbers", "loss", "less Muon"]
+    heads = ["problem", "start", "optimizer", "tries", "tuned", "numbers", "loss", "less Muon", "machine"]
     known = [(stage, arm, found(result, stage, arm)) for stage in STAGES for arm in stage.arms]
     missing = [f"{arm} ({stage.problem}, {stage.start})" for stage, arm, own in known if own.waiting is not None]
     unfinished = f"Not finished: {'; '.join(missing)}." if missing else "All stages are finished."
@@ -328,19 +339,24 @@ def section(result: Result) -> str:
 
 
 def settings(_: None) -> dict[str, Any]:
-    """What must agree before two runs may stand in one table."""
+    """The texts and the seed of searches."""
     texts = {name: hashlib.sha256(text.tobytes()).hexdigest()[:12]
              for name, text in (("sources", data.read_bytes()), ("prose", data.read_prose()))}
     return {"tuning_seed": TUNING_SEED, "texts": texts}
 
 
+def head(_: None) -> Result:
+    """What must agree before two runs may stand in one table: neither machine, which each run says, nor versions."""
+    return {"study": NAME, "settings": settings(None), "seeds": list(SEEDS), "cells": {}}
+
+
 def cells(_: None, args: argparse.Namespace) -> Callable[[Result], harness.Cells]:
-    """The run that comes next, stage by stage."""
-    return lambda result: harness.keyed([run] if (run := next_run(result)) is not None else [], train)
+    """The runs that may come next: as many processes as there are of them share the queue."""
+    return lambda result: harness.keyed(waiting(result), train)
 
 
 STUDY = harness.Study(
-    __doc__, NAME, cells, section, seeds=SEEDS, settings=settings, partial=True,
+    __doc__, NAME, cells, section, seeds=SEEDS, head=head, partial=True,
     page=lambda result: f"# Optimizers with tuned rates\n\n`python -m benchmarks.tuned`. {section(result)}\n",
 )
 

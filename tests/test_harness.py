@@ -194,7 +194,8 @@ def test_cells_and_settings_that_are_stored_are_those_of_the_study(name: str) ->
 PAGES = {
     "certificates": certificates.page, "counts": counts.page, "discover": discover_times.render,
     "exactness": exactness.page, "first_step": first_step.page, "lora": lora.render, "orbit": orbit.page,
-    "accelerator_h200": accelerator.STUDY.page, "accelerator_cpu": accelerator.STUDY.page, "compare_cpu": render.page,
+    **{f"accelerator_{device}": accelerator.STUDY.page for device in ("h200", "h100_80gb_hbm3", "cpu")},
+    "compare_cpu": render.page,
     "tuned": tuned.STUDY.page, "rates": rates.STUDY.page, "before_parts": before_parts.table,
     "census_large": certificates.large_page, "unprepared": unprepared.render,
 }

@@ -79,7 +79,7 @@ def rebuilt(gauge: Any, package: Any) -> Any:
     """A gauge of this package as one of another version."""
     roles: dict[str, dict[str, Any]] = {}
     for spec in gauge.specs:
-        blocks = roles.setdefault(spec.role, {})
+        blocks = roles.setdefault(spec.argument, {})
         axes = blocks.get(spec.pattern)
         blocks[spec.pattern] = spec.axes if axes is None else (*((axes,) if isinstance(axes, str) else axes), spec.axes)
     make = getattr(package, gauge.name)
@@ -158,7 +158,7 @@ def starts(case: GaugeCase) -> Iterator[tuple[str, Tree]]:
 def positive(case: GaugeCase, params: Tree) -> Tree:
     """The point with the sizes of all norms' scales."""
     norms: list[Any] = [gauge for gauge in case.gauges() if gauge.name == "norm_scale"]
-    specs = [spec for norm in norms for spec in norm.specs if spec.role == "up"]
+    specs = [spec for norm in norms for spec in norm.specs if spec.argument == "up"]
 
     def size(path: str, x: jax.Array) -> jax.Array:
         for spec in specs:
@@ -275,7 +275,7 @@ def fill(cells: dict[str, Any], only: Sequence[str], parts: Sequence[str]) -> No
         for case in bar:
             bar.set_description(case.name)
             gauges: Sequence[Any] = case.gauges()
-            if {spec.role for gauge in gauges for spec in gauge.specs} & ADDED:
+            if {spec.argument for gauge in gauges for spec in gauge.specs} & ADDED:
                 continue
             points, gradient = dict(starts(case)), jax.jit(jax.grad(case.loss))  # type: ignore[arg-type]
             element = new.product(gauges).sample(jax.random.key(2), points["random"])

@@ -316,16 +316,16 @@ def section(result: Result) -> str:
     begun = "; ".join("{} {:g}, {:g}, {:g}".format(arm, *own.values((0, 0, own.decay))) for arm, own in ARMS.items())
     seconds = sorted(x["seconds"] for x in result["cells"].values())
     machines = Counter(machine_of(result, x) for x in result["cells"])
+    by_machine = ", ".join(f"{count} runs: {machine}" for machine, count in machines.most_common())
     about = (
         f"Bytes of text, batches of 8 × 128, a warm-up over a twentieth of the steps and a cosine to zero; validation "
-        f"loss in nats per byte, float32, one thread of a CPU or a whole GPU "
-        f"({', '.join(f'{count} runs: {machine}' for machine, count in machines.most_common())}; *machine* says whose "
-        f"runs a row holds). *Numbers*: the rate of matrices, the rate of all other leaves, the decay. Seed {TUNING_SEED} tunes them by at most {BUDGET} runs for each "
-        f"optimizer and start; the best point of them ends at the loss *tuned*, and then runs with the seeds "
-        f"{', '.join(map(str, SEEDS))}, which had no part in the choice: *loss* is their mean and its standard error, "
-        f"*less Muon* that of the difference, seed by seed. The first searches begin at {begun}; later ones begin at "
-        f"the best point of the first. *Another net and text* (LayerNorm, biases, learned positions; English prose) "
-        f"takes that point as it is. {len(seconds)} runs are done"
+        f"loss in nats per byte, float32, one thread of a CPU or a whole GPU ({by_machine}; *machine* says whose runs "
+        f"a row holds). *Numbers*: the rate of matrices, the rate of all other leaves, the decay. Seed {TUNING_SEED} "
+        f"tunes them by at most {BUDGET} runs for each optimizer and start; the best point of them ends at the loss "
+        f"*tuned*, and then runs with the seeds {', '.join(map(str, SEEDS))}, which had no part in the choice: *loss* "
+        f"is their mean and its standard error, *less Muon* that of the difference, seed by seed. The first searches "
+        f"begin at {begun}; later ones begin at the best point of the first. *Another net and text* (LayerNorm, "
+        f"biases, learned positions; English prose) takes that point as it is. {len(seconds)} runs are done"
         + (f", of {seconds[len(seconds) // 2]:.0f} s in the median." if seconds else ".")
     )
     heads = ["problem", "start", "optimizer", "tries", "tuned", "numbers", "loss", "less Muon", "machine"]

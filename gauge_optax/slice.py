@@ -38,7 +38,7 @@ from gauge_optax.binding import Block, leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.linalg import real_dtype, roundoff
 from gauge_optax.parts import heads
-from gauge_optax.parts.order import Place, by_label, check_commute, in_order, others_of, place_of, turns_by_class
+from gauge_optax.parts.order import Place, anchor_key, by_label, check_commute, in_order, others_of, turns_by_class
 from gauge_optax.parts.part import Arrays, Constant, Part, Size, Turn, changed, moves, name_of
 from gauge_optax.xla import recomputed_after
 
@@ -63,7 +63,7 @@ class Frame(NamedTuple):
     frozen: dict[str, tuple[()]] = {}  # noqa: RUF012  a NamedTuple's default; nobody writes to it
 
 
-class Stage(NamedTuple):
+class UndonePart(NamedTuple):
     """One part on the way into the slice.
 
     Attributes:
@@ -79,44 +79,45 @@ class Stage(NamedTuple):
     at: Arrays
 
 
-class Entered(NamedTuple):
+class Undone(NamedTuple):
     """A point that was moved to the slice, with the way back.
 
     Attributes:
-      point: θ̂ = F⁻¹·θ. A leaf that is bound as `1+` (a norm's scale that is stored less one) has the 1 added.
-      stages: the parts that were undone, in this order.
+      point: the slice point θ̂ = F⁻¹·θ. A leaf that is bound as `1+` (a norm's scale that is stored less one) has the
+        1 added.
+      parts: the parts that were undone, in this order.
     """
 
     point: Arrays
-    stages: tuple[Stage, ...]
+    parts: tuple[UndonePart, ...]
 
     def pull(self, g: Arrays) -> Arrays:
         """The slice gradient Fᵀ·g of a gradient at θ."""
-        for part, e, _, at in self.stages:
+        for part, e, _, at in self.parts:
             g = part.pull(e, g, at)
         return g
 
     def push(self, u: Arrays) -> Arrays:
         """F·(θ̂ + u) − F·θ̂: the step of the stored weights for a step u from the slice point."""
-        for part, e, _, at in reversed(self.stages):
+        for part, e, _, at in reversed(self.parts):
             u = part.push(e, u, at)
         return u
 
     def enter_step(self, u: Arrays) -> Arrays:
         """The step from the slice point for a step u from θ: the inverse of `push`."""
-        for part, e, outside, _ in self.stages:
+        for part, e, outside, _ in self.parts:
             u = part.push(part.inverse(e), u, outside)
         return u
 
     def enter(self, x: Arrays) -> Arrays:
         """F⁻¹·x for another point x. It has a derivative everywhere, which `undo` lacks where it leaves exact zeros."""
-        for part, e, _, _ in self.stages:
+        for part, e, _, _ in self.parts:
             x = part.act(part.inverse(e), x)
         return x
 
     def leave(self, x: Arrays) -> Arrays:
         """F·x for another point x."""
-        for part, e, _, _ in reversed(self.stages):
+        for part, e, _, _ in reversed(self.parts):
             x = part.act(e, x)
         return x
 
@@ -132,12 +133,12 @@ class Slice:
         of the named axes of a part: one hidden unit, say.
       turns: classes of turns, with the turns of each, in the order in which they are undone.
       free: parts without a role (permutations), which no optimizer notices.
-      passed: labels of sizes whose anchor a turn passes: the turn is a symmetry only where that anchor, a norm's
-        scale, is 1.
-      alone: labels of parts that change a frozen leaf. They stay in F as they were read at `init`; `fix` and `hold`
+      completed: labels of sizes whose anchor a turn passes: the turn is a symmetry only where that anchor, a norm's
+        scale, is 1. The gradient of such an anchor is completed, see `Size.completed`.
+      not_fixed: labels of parts that change a frozen leaf. They stay in F as they were read at `init`; `fix` and `hold`
         leave them alone.
       following: labels of sizes whose growth rests on their anchor, because another leaf is less precise.
-      unpassed: turns, each with the path of a norm's scale that it passes and that no size makes 1.
+      without_norm_scale: turns, each with the path of a norm's scale that it passes and that no size makes 1.
     """
 
     constants: tuple[Place, ...]
@@ -145,10 +146,10 @@ class Slice:
     later: tuple[Place, ...]
     turns: tuple[tuple[type[Any], tuple[Any, ...]], ...]
     free: tuple[Any, ...] = ()
-    passed: frozenset[str] = frozenset()
-    alone: frozenset[str] = frozenset()
+    completed: frozenset[str] = frozenset()
+    not_fixed: frozenset[str] = frozenset()
     following: frozenset[str] = frozenset()
-    unpassed: tuple[tuple[Any, str], ...] = ()
+    without_norm_scale: tuple[tuple[Any, str], ...] = ()
 
     @classmethod
     def of(
@@ -171,16 +172,16 @@ class Slice:
         sizes: list[Any] = [p for p in kept if isinstance(p, Size)]
         turns: list[Any] = [p for p in kept if isinstance(p, Turn)]
         bits = {p: jnp.finfo(d).nmant for p, d in (dtypes or {}).items() if jnp.issubdtype(d, jnp.floating)}
-        alone = frozenset(p.label for p in kept if frozen & set(changed(p)))
-        following = frozenset(p.label for p in sizes if bits and p.follows(bits)) - alone
+        not_fixed = frozenset(p.label for p in kept if frozen & set(changed(p)))
+        following = frozenset(p.label for p in sizes if bits and p.follows(bits)) - not_fixed
         first = in_order(sizes)
-        at_one = {place_of(place.anchor): place.part.label for place in first}
-        unpassed = tuple((t, b.path) for t in turns for b in t.passes if place_of((b,)) not in at_one)
+        at_one = {anchor_key(place.anchor): place.part.label for place in first}
+        without_norm_scale = tuple((t, b.path) for t in turns for b in t.passes if anchor_key((b,)) not in at_one)
         # A turn is a symmetry only where the norm's scale γ that it passes is 1, which `fix` restores by moving γ into
         # the kernels. Where γ may not move there (it is frozen, or more precise than they are), the turn is dropped.
-        stuck = alone | following
-        turns = [t for t in turns if not stuck & {at_one.get(place_of((b,)), "") for b in t.passes}]
-        passed = frozenset(at_one[place_of((b,))] for t in turns for b in t.passes if place_of((b,)) in at_one)
+        stuck = not_fixed | following
+        turns = [t for t in turns if not stuck & {at_one.get(anchor_key((b,)), "") for b in t.passes}]
+        completed = frozenset(at_one[anchor_key((b,))] for t in turns for b in t.passes if anchor_key((b,)) in at_one)
         later = [
             Place(p, anchor, others_of(p, anchor, sizes))
             for p, used, _ in reversed(first)
@@ -188,15 +189,15 @@ class Slice:
             if anchor != used
         ]
         return cls(
-            tuple(in_order(constants)),
-            tuple(first),
-            tuple(later),
-            turns_by_class(turns),
-            tuple(p for p in sorted(kept, key=by_label) if not isinstance(p, Constant | Size | Turn)),
-            passed,
-            alone,
-            following,
-            unpassed,
+            constants=tuple(in_order(constants)),
+            sizes=tuple(first),
+            later=tuple(later),
+            turns=turns_by_class(turns),
+            free=tuple(p for p in sorted(kept, key=by_label) if not isinstance(p, Constant | Size | Turn)),
+            completed=completed,
+            not_fixed=not_fixed,
+            following=following,
+            without_norm_scale=without_norm_scale,
         )
 
     @functools.cached_property
@@ -286,20 +287,20 @@ class Slice:
 
     def check_norms(self) -> None:
         """Raises ValueError for a turn that passes a norm's scale which no size makes 1. Optimizers need that."""
-        for turn, path in self.unpassed:
+        for turn, path in self.without_norm_scale:
             problem, expected = f"the norm's scale '{path}' is not divided out", "the go.norm_scale gauge of that norm"
             raise binding_error(name_of(turn), problem, "no norm_scale of it", expected, "add it to the list of gauges")
 
     # Entering the slice, fixing a point and holding a step --------------------------------------------------
 
-    def enter(self, f: Elements, x: Arrays) -> Entered:
+    def enter(self, f: Elements, x: Arrays) -> Undone:
         """θ̂ = F⁻¹·θ, with the maps between both. Parts without an element in `f` are left out."""
-        stages = []
+        undone = []
         for part in self.parts:
             if part.label in f:
                 outside, x = x, part.undo(f[part.label], x)
-                stages.append(Stage(part, f[part.label], outside, x))
-        return Entered(x, tuple(stages))
+                undone.append(UndonePart(part, f[part.label], outside, x))
+        return Undone(x, tuple(undone))
 
     def act(self, f: Elements, x: Arrays) -> Arrays:
         """f·x: turns act first, then sizes, then constants, and parts without a role last."""
@@ -323,10 +324,10 @@ class Slice:
           The sizes that were undone, by label, and the point.
         """
         for part, anchor, _ in self.constants:
-            x = x if part.label in self.alone else part.undo(part.read(anchor, x), x)
+            x = x if part.label in self.not_fixed else part.undo(part.read(anchor, x), x)
         grown: Elements = {}
         for part, anchor, _ in self.sizes:
-            if part.label not in self.alone:
+            if part.label not in self.not_fixed:
                 grown[part.label], _ = part.read(anchor, x, live[part.label], near=True)
                 x = part.undo(grown[part.label], x)
         return grown, x
@@ -337,7 +338,7 @@ class Slice:
         Angles of rotary planes stay exactly what they were, other rotations up to second order in the step. What `hold`
         moves off the slice, the next `fix` removes. Turns beside frozen leaves are left in.
         """
-        return self._over_turns(x, u, lambda kind: kind.hold, self.alone)
+        return self._over_turns(x, u, lambda kind: kind.hold, self.not_fixed)
 
     def project_turning(self, x: Arrays, u: Arrays, into: Mapping[Any, jax.Array] | None = None) -> Arrays:
         """Removes the part along rotations from a tangent. For `into` see `Turn.project`."""
@@ -374,7 +375,7 @@ class Slice:
           without_constants: whether to remove the part along constants. Only a loss with a penalty on weights has one.
         """
         for part, _, _ in self.sizes:
-            g = part.completed(x, g) if part.label in self.passed else g
+            g = part.completed(x, g) if part.label in self.completed else g
         g = self.centred(g) if without_constants else g
         for _, turns in self.turns:
             for turn in turns:
@@ -394,7 +395,7 @@ class Slice:
         optimizer that divides gradients by their size would turn that roundoff into a full step.
         """
         leaves = leaves_by_path(gradient)
-        sizes = [size for part, _, _ in self.constants if (size := part.least_signal(x, leaves)) is not None]
+        sizes = [size for part, _, _ in self.constants if (size := part.reference_gradient(x, leaves)) is not None]
         return roundoff(real_dtype()) * jnp.stack(sizes).max() if sizes else None
 
     def without_roundoff(self, x: Arrays, gradient: Any) -> Any:
@@ -463,7 +464,7 @@ class Slice:
 
     # Vertical and horizontal ------------------------------------------------------------------------------
 
-    def unturned_slice_point(self, params: Any) -> tuple[Frame, Entered]:
+    def unturned_slice_point(self, params: Any) -> tuple[Frame, Undone]:
         """The slice point up to rotations: heads and the residual stream keep the basis in which they are stored."""
         values = self.values(params)
         frame = self.read(values, turning=False)
@@ -493,7 +494,7 @@ class Slice:
         return self.project_turning(x, jax.jvp(lambda y: self._fixed(y, live), (x,), (u,))[1])
 
     def _fixed(self, x: Arrays, live: Mapping[str, jax.Array]) -> Arrays:
-        """The point of `fix`, with a derivative everywhere; the parts in `alone`, which `fix` skips, are fixed too."""
+        """The point of `fix`, with a derivative everywhere. Parts in `not_fixed`, which `fix` skips, are fixed too."""
         for part, anchor, _ in self.constants:
             x = part.act(part.inverse(part.read(anchor, x)), x)
         for part, anchor, _ in self.sizes:

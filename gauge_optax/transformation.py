@@ -126,13 +126,13 @@ def transformation(
 
         # Only the outermost transformation reports the gradient that it is given. Those inside it are given slice
         # gradients, which are zero for a norm's scale, and `go.check` would call that leaf frozen.
-        for heard in _LISTENING if not _RUNNING else ():
-            heard.append((updates, None, None))
-        _RUNNING.append(None)
+        for record in _recorders if not _running else ():
+            record.append((updates, None, None))
+        _running.append(None)
         try:
             return layout((updates, params)).run(plain, updates, state, params, extra, like=(updates, state))
         finally:
-            _RUNNING.pop()
+            _running.pop()
 
     made = GaugeTransformation(init_fn, update_fn, gauges, rules, preflight)
     init_fn.made_by = made  # type: ignore[attr-defined]  # `optax.chain` keeps functions alone
@@ -142,7 +142,7 @@ def transformation(
 def checked_inner(name: str, inner: Any) -> GaugeTransformation:
     """Returns `inner` with support of extra arguments and an error message for another optimizer's state.
 
-    Its update also reports what it is given and returns to those who are `listening`, as `go.check` is.
+    Its update also reports what it is given and returns inside `recording()`, as `go.check` asks.
 
     Raises ValueError unless `inner` has `init` and `update`.
     """
@@ -152,26 +152,26 @@ def checked_inner(name: str, inner: Any) -> GaugeTransformation:
     def update_fn(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         with explain_state_mismatch(name, inner, state, params):
             steps, state = inner.update(updates, state, params, **extra)
-        for heard in _LISTENING:
-            heard.append((updates, steps, params))
+        for record in _recorders:
+            record.append((updates, steps, params))
         return steps, state
 
     return GaugeTransformation(inner.init, update_fn, gauges, rules)
 
 
-_LISTENING: list[list[tuple[Any, Any, Any]]] = []
-_RUNNING: list[None] = []  # one per transformation of this library whose update is being traced
+_recorders: list[list[tuple[Any, Any, Any]]] = []
+_running: list[None] = []  # one per transformation of this library whose update is being traced
 
 
 @contextlib.contextmanager
-def listening() -> Iterator[list[tuple[Any, Any, Any]]]:
+def recording() -> Iterator[list[tuple[Any, Any, Any]]]:
     """Collects, while an update runs, gradients, steps and points: the gradients that transformations of this library
     are given, with None and None; and what the optimizers inside them are given, return, and see as parameters."""
-    _LISTENING.append([])
+    _recorders.append([])
     try:
-        yield _LISTENING[-1]
+        yield _recorders[-1]
     finally:
-        _LISTENING.pop()
+        _recorders.pop()
 
 
 def in_computing_dtype(leaf: Any) -> jax.Array:

@@ -20,16 +20,16 @@ import gauge_optax as go
 from gauge_optax import binding
 from gauge_optax.binding import (
     Axes,
-    Binding,
     Block,
     BlockSpec,
+    Matched,
     bind,
     bind_leaf,
     block_specs,
     check_specs,
+    copy_key,
     frozen_sizes,
     group_axes,
-    instance_key,
     is_empty,
     leaves_by_path,
     overlap,
@@ -67,7 +67,7 @@ def resolve(
     sizes: Mapping[str, int] | None = None,
     reserved: tuple[str, ...] = (),
     gauge: str = "gauge",
-) -> Binding:
+) -> tuple[Matched, ...]:
     specs = [spec for k, blocks in enumerate(roles) for spec in block_specs(gauge, f"role{k}", blocks, reserved)]
     return bind(gauge, tuple(specs), frozen_sizes(gauge, sizes), tree, reserved)
 
@@ -154,7 +154,7 @@ def test_paths_of_flax_nnx_boxed_and_bare_agree() -> None:
     qk = {f"{name}/kernel": "_ head basis" for name in ("query", "key")}
     qk |= {f"{name}/bias": "head basis" for name in ("query", "key")}
     boxed, bare = rotation(state, qk), rotation(nnx.as_pure(state), qk)
-    assert boxed == bare and boxed.instances[0].sizes == (("head", 2), ("basis", 3))
+    assert boxed == bare and boxed[0].sizes == {"head": 2, "basis": 3}
 
 
 def test_paths_of_flax_nnx_lists_have_int_keys() -> None:
@@ -164,7 +164,7 @@ def test_paths_of_flax_nnx_lists_have_int_keys() -> None:
 
     state = nnx.state(Stack(nnx.Rngs(0)), nnx.Param)
     found = resolve(state, {"layers/{i}/kernel": "_ channel", "layers/{i}/bias": "channel"})
-    assert [instance.key for instance in found.instances] == ["i=0", "i=1"]
+    assert [copy.key for copy in found] == ["i=0", "i=1"]
     replaced = with_leaves(state, {"layers/1/bias": jnp.ones(3)})
     assert isinstance(replaced, nnx.State) and leaves_by_path(replaced)["layers/1/bias"].sum() == 3
 
@@ -183,12 +183,12 @@ def test_binding_sees_shapes_only() -> None:
     want = resolve(tree, spec)
     assert want == resolve({"up": jax.ShapeDtypeStruct((2, 3), jnp.bfloat16)} | {"act": 1, "name": 1, "rate": 1}, spec)
     arrays = {"up": tree["up"]}
-    traced: list[Binding] = []
+    traced: list[tuple[Matched, ...]] = []
     jax.eval_shape(lambda t: traced.append(resolve(t, spec)), arrays)
     assert traced == [resolve(arrays, spec)]
     assert traced[0] is resolve(arrays, spec), "cached by paths and shapes"
-    assert hash(want.instances[0].blocks[0]) is not None
-    assert resolve({"gain": 1.0}, {"gain": ""}).instances[0].blocks[0].view_shape == ()
+    assert hash(want[0].blocks[0]) is not None
+    assert resolve({"gain": 1.0}, {"gain": ""})[0].blocks[0].view_shape == ()
 
 
 def test_two_leaves_with_one_path() -> None:
@@ -244,28 +244,28 @@ def test_empty_and_hidden() -> None:
 )
 def test_pattern_matches(pattern: str, path: str, key: str | None) -> None:
     spec = BlockSpec("blocks", pattern, "_")
-    assert instance_key([spec], spec, path) == key
+    assert copy_key([spec], spec, path) == key
 
 
 def test_captures_join_blocks_in_natural_order() -> None:
     tree = nested({f"blocks_{i}/{w}": (4, i + 1) for i in range(12) for w in ("up", "gate")})
     found = resolve(tree, {"blocks_{i}/up": "_ channel", "blocks_{i}/gate": "_ channel"})
-    assert [instance.key for instance in found.instances] == [f"i={i}" for i in range(12)]
-    assert [instance.sizes for instance in found.instances] == [(("channel", i + 1),) for i in range(12)]
-    assert [b.path for b in found.instances[10].blocks] == ["blocks_10/up", "blocks_10/gate"]
+    assert [copy.key for copy in found] == [f"i={i}" for i in range(12)]
+    assert [copy.sizes for copy in found] == [{"channel": i + 1} for i in range(12)]
+    assert [b.path for b in found[10].blocks] == ["blocks_10/up", "blocks_10/gate"]
 
 
 def test_capture_order_is_the_first_pattern_s() -> None:
     tree = nested({"a/0/x/up": (2,), "b/x/0/down": (2,)})
     found = resolve(tree, {"a/{i}/{j}/up": "c"}, {"b/{j}/{i}/down": "c"})
-    assert [instance.key for instance in found.instances] == ["i=0,j=x"]
+    assert [copy.key for copy in found] == ["i=0,j=x"]
     specs = (BlockSpec("up", "a/{i}/{j}/up", "c"), BlockSpec("down", "b/{j}/{i}/down", "c"))
-    assert instance_key(specs, specs[1], "b/x/0/down") == "i=0,j=x"
+    assert copy_key(specs, specs[1], "b/x/0/down") == "i=0,j=x"
 
 
 def test_several_leaves_of_one_double_star() -> None:
     found = resolve(shaped(a__q=(2, 3), b__c__q=(5, 3), b__k=(3, 3)), {"**/q": "_ channel"})
-    assert [b.path for b in found.instances[0].blocks] == ["a/q", "b/c/q"]
+    assert [b.path for b in found[0].blocks] == ["a/q", "b/c/q"]
 
 
 # --- axes --------------------------------------------------------------------------------------------------
@@ -372,16 +372,16 @@ def test_malformed_sizes(sizes: Any) -> None:
 def test_sizes_by_fix_point(
     shapes: Mapping[str, tuple[int, ...]], blocks: Mapping[str, Axes], sizes: Any, want: Mapping[str, int]
 ) -> None:
-    assert dict(resolve(nested(shapes), blocks, sizes=sizes).instances[0].sizes) == want
+    assert resolve(nested(shapes), blocks, sizes=sizes)[0].sizes == want
 
 
 def test_fix_point_passes_through_several_groups() -> None:
     found = resolve(shaped(x=(12, 5), y=(3, 20)), {"x": "(p q) r", "y": "p (q r)"})
-    assert dict(found.instances[0].sizes) == {"p": 3, "q": 4, "r": 5}
+    assert found[0].sizes == {"p": 3, "q": 4, "r": 5}
     # p, then q, then r, each by dividing an axis that the one before made divisible.
     chain = {"z": "(r _) (p q)", "y": "(q r) p _", "x": "p (r _) (q _)"}
     found = resolve(shaped(x=(3, 5, 8), y=(20, 3, 7), z=(10, 12)), chain)
-    assert dict(found.instances[0].sizes) == {"p": 3, "q": 4, "r": 5}
+    assert found[0].sizes == {"p": 3, "q": 4, "r": 5}
 
 
 @pytest.mark.parametrize(
@@ -419,19 +419,19 @@ def test_size_errors(shapes: Any, blocks: Mapping[str, Axes], sizes: Any, words:
 
 def test_sizes_hold_for_every_instance() -> None:
     tree = nested({"0/up": (2, 3), "1/up": (2, 4)})
-    assert len(resolve(tree, {"{i}/up": "_ c"}).instances) == 2
+    assert len(resolve(tree, {"{i}/up": "_ c"})) == 2
     assert "'1/up'" in fails(tree, {"{i}/up": "_ c"}, sizes={"c": 3})
 
 
 def test_named_axes_in_order_of_first_appearance() -> None:
     tree = shaped(q=(3, 5, 2, 4), k=(5, 2, 4))
     found = rotation(tree, {"q": "kv=1 b a basis", "k": "b a basis"})
-    assert found.named == ("b", "a")
-    assert found.instances[0].sizes == (("b", 5), ("a", 2), ("basis", 4))
+    assert found[0].named == ("b", "a")
+    assert tuple(found[0].sizes.items()) == (("b", 5), ("a", 2), ("basis", 4))
     assert group_axes("gauge", block_specs("gauge", "r", {"q": "kv=1 b a basis"}, ("basis",)), ("basis",)) == ("b", "a")
 
 
-# --- instances ---------------------------------------------------------------------------------------------
+# --- copies ------------------------------------------------------------------------------------------------
 
 
 def test_no_match_names_the_nearest_and_the_remedy() -> None:
@@ -493,7 +493,7 @@ def test_overlap_raises_in_tuples_patterns_and_roles(a: str, b: str, shape: tupl
         assert "overlapping blocks on 'x/w'" in fails(tree, *roles, sizes=sizes)
 
 
-def test_overlap_between_instances() -> None:
+def test_overlap_between_copies() -> None:
     text = fails(nested({"a/0/1": (2,)}), {"a/{i}/1": "_"}, {"a/0/{i}": "_"})
     assert "no leaf for i=0" in text
     tree = nested({"a/0/0": (2,), "a/0/1": (2,), "a/1/1": (2,)})
@@ -511,7 +511,7 @@ def test_overlap_between_instances() -> None:
 )
 def test_disjoint_blocks_of_one_leaf(a: str, b: str, shape: tuple[int, ...], sizes: Mapping[str, int]) -> None:
     found = resolve(shaped(w=shape), {"w": (a, b)}, sizes=sizes)
-    one, other = found.instances[0].blocks
+    one, other = found[0].blocks
     assert not overlap(one, other) and overlap(one, one)
     assert not overlap(one, dataclasses.replace(one, path="v"))
 
@@ -556,7 +556,7 @@ def test_scales_on_ranges_of_a_group_and_free_ranges(x64: None) -> None:
     norms = np.linalg.norm(params["w"][1:3, 2:8], axis=0).reshape(2, 3)
     np.testing.assert_allclose(gauge.read(params)[""], np.log(norms), atol=1e-6)
     blocks = {"w": "_=1:3 (head channel)=2:8", "u": "(head channel)"}
-    block = resolve(params, blocks, sizes={"head": 2}).instances[0].blocks[0]
+    block = resolve(params, blocks, sizes={"head": 2})[0].blocks[0]
     assert block.axis_ids(1, ("head", "channel")).tolist() == [-1, -1, 0, 1, 2, 3, 4, 5, -1, -1]
     assert block.spread(("head", "channel"), np.arange(6.0).reshape(2, 3), 9.0)[1].tolist() == [9, 9, *range(6), 9, 9]
 
@@ -655,7 +655,7 @@ def test_a_hidden_parent_of_one_block_raises() -> None:
 def test_hidden_leaves_of_other_gauges_do_not_matter() -> None:
     tree = {"layers": LAYERS | {"scale": optax.MaskedNode()}} | {"head": optax.MaskedNode()}
     tree["layers"] = {str(k): v for k, v in tree["layers"].items()}
-    assert len(resolve(tree, {"layers/{i}/up": "_ c"}, {"layers/{i}/down": "c _"}).instances) == 2
+    assert len(resolve(tree, {"layers/{i}/up": "_ c"}, {"layers/{i}/down": "c _"})) == 2
 
 
 def test_partition_hides_what_the_other_label_owns() -> None:
@@ -744,7 +744,7 @@ def test_a_whole_leaf_is_never_copied() -> None:
 def test_bind_leaf_on_a_slice_of_a_leaf() -> None:
     spec = BlockSpec("up", "blocks/{i}/w", "_ (head basis)")
     found = bind_leaf("gauge", spec, "blocks/3/w", (5, 6), {"basis": 3, "head": 2, "other": 9})
-    assert found.split == (5, 2, 3) and found.role == "up"
+    assert found.split == (5, 2, 3) and found.argument == "up"
     for shape, sizes in (((5,), {"basis": 3}), ((5, 6), {"basis": 4}), ((5, 6), {})):
         with pytest.raises(ValueError) as error:
             bind_leaf("gauge", spec, "blocks/3/w", shape, sizes)

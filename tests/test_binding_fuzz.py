@@ -15,7 +15,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from gauge_optax.binding import Binding, Block, bind, block_specs, frozen_sizes, leaves_by_path, overlap
+from gauge_optax.binding import Block, Matched, bind, block_specs, frozen_sizes, leaves_by_path, overlap
 
 FOUR_PARTS = re.compile(r"\w+: [^\0]*\n  found:    [^\0]*\n  expected: [^\0]*\n  remedy:   [^\0]*")
 check = functools.partial(settings, derandomize=True, deadline=None, database=None)
@@ -98,7 +98,7 @@ class Case:
                 tree[self.path(k, instance)] = np.zeros(leaf.shape, np.float32)
         return tree
 
-    def bind(self, blocks: dict[str, Any] | None = None, tree: Any = None, sizes: Any = None) -> Binding:
+    def bind(self, blocks: dict[str, Any] | None = None, tree: Any = None, sizes: Any = None) -> tuple[Matched, ...]:
         specs = block_specs("gauge", "blocks", self.blocks if blocks is None else blocks)
         frozen = frozen_sizes("gauge", self.sizes if sizes is None else sizes)
         return bind("gauge", specs, frozen, self.tree if tree is None else tree)
@@ -157,9 +157,9 @@ def numbers(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
 def test_legal_bindings_resolve(case: Case) -> None:
     found = case.bind()
     natural: list[str] = [name for name in ("0", "2", "10", "x") if name in case.instances]
-    assert [instance.key for instance in found.instances] == ([f"i={name}" for name in natural] or [""])
-    assert set(found.named) == set(case.lengths)
-    for instance, name in zip(found.instances, natural or [""], strict=True):
+    assert [instance.key for instance in found] == ([f"i={name}" for name in natural] or [""])
+    assert set(found[0].named) == set(case.lengths)
+    for instance, name in zip(found, natural or [""], strict=True):
         assert dict(instance.sizes) == case.lengths
         for k, (one, leaf) in enumerate(zip(instance.blocks, case.leaves, strict=True)):
             assert (one.path, one.one_plus, one.shape) == (case.path(k, name), leaf.one_plus, leaf.shape)
@@ -170,7 +170,7 @@ def test_legal_bindings_resolve(case: Case) -> None:
 @check(max_examples=200)
 @given(cases(max_leaves=1), st.booleans())
 def test_view_and_write_are_numpy_indexing(case: Case, jax_view: bool) -> None:
-    (leaf,), one = case.leaves, case.bind().instances[0].blocks[0]
+    (leaf,), one = case.leaves, case.bind()[0].blocks[0]
     array = numbers(leaf.shape)
     view = one.view(array)
     np.testing.assert_array_equal(view, leaf.view(array))
@@ -187,7 +187,7 @@ def test_view_and_write_are_numpy_indexing(case: Case, jax_view: bool) -> None:
 @check(max_examples=50)
 @given(cases(max_leaves=1), st.data())
 def test_spread_is_the_adjoint_of_total(case: Case, data: st.DataObject) -> None:
-    (leaf,), one = case.leaves, case.bind().instances[0].blocks[0]
+    (leaf,), one = case.leaves, case.bind()[0].blocks[0]
     named = tuple(data.draw(st.permutations(sorted(case.lengths))))
     named = named[: data.draw(st.integers(0, len(named)))]
     value, array = numbers(tuple(case.lengths[name] for name in named)), numbers(leaf.shape, seed=1)
@@ -209,7 +209,7 @@ def test_spread_is_the_adjoint_of_total(case: Case, data: st.DataObject) -> None
 @check(max_examples=200)
 @given(cases(max_leaves=1), st.data())
 def test_axis_ids_are_coordinates(case: Case, data: st.DataObject) -> None:
-    (leaf,), one = case.leaves, case.bind().instances[0].blocks[0]
+    (leaf,), one = case.leaves, case.bind()[0].blocks[0]
     names = data.draw(st.sets(st.sampled_from([*case.lengths, "other"])))
     chosen = leaf.view(np.arange(math.prod(leaf.shape)).reshape(leaf.shape))
     # One row per kept part, in the order of the view's axes.
@@ -245,7 +245,7 @@ def test_overlap_is_a_common_entry(data: st.DataObject) -> None:
         sizes = frozen_sizes("gauge", {part.name: part.length if i == 0 else part.full
                                        for group in groups for i, part in enumerate(group)})
         tree = {"w": np.zeros(shape)}
-        blocks.append(bind("gauge", block_specs("gauge", "b", {"w": leaf.axes}), sizes, tree).instances[0].blocks[0])
+        blocks.append(bind("gauge", block_specs("gauge", "b", {"w": leaf.axes}), sizes, tree)[0].blocks[0])
         chosen.append(set(leaf.view(np.arange(math.prod(shape)).reshape(shape)).ravel().tolist()))
     assert overlap(*blocks) == overlap(*reversed(blocks)) == bool(chosen[0] & chosen[1])
 
@@ -355,6 +355,6 @@ def test_anything_binds_or_raises_in_four_parts(blocks: Any, sizes: dict[str, in
         assert FOUR_PARTS.fullmatch(str(error)), str(error)
         return
     present = leaves_by_path(tree)
-    for one in itertools.chain.from_iterable(instance.blocks for instance in found.instances):
+    for one in itertools.chain.from_iterable(instance.blocks for instance in found):
         assert one.view(present[one.path]).shape == one.view_shape
         assert [len(one.axis_ids(k, ())) for k in range(len(one.shape))] == list(one.shape)

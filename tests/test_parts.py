@@ -97,10 +97,10 @@ def test_a_norms_own_gradient_beside_a_rotation_of_the_stream(x64: None) -> None
     g = s.vectors(jax.grad(case.loss)(params))  # type: ignore[arg-type]
     fast = s.quiet(entered.point, entered.pull(g))
     slow = g
-    for part, e, _, at in entered.stages:
+    for part, e, _, at in entered.parts:
         slow = Part.pull(part, e, slow, at) if isinstance(part, Stream) else part.pull(e, slow, at)
     assert _relative(fast, s.centred(slow)) <= 1e-10
-    assert s.passed
+    assert s.completed
 
 
 # The interface ------------------------------------------------------------------------------------------------

@@ -137,7 +137,7 @@ def test_a_tied_table_cannot_be_rotated(smollm2: tuple[Any, Any]) -> None:
     """Its logits would be other ones: `rotate` says so, given the function."""
     params, _ = smollm2
     specs = jobs.STREAM[0].specs  # type: ignore[attr-defined]
-    read, write = ({x.pattern: x.axes for x in specs if x.role == role} for role in ("read", "write"))
+    read, write = ({x.pattern: x.axes for x in specs if x.argument == role} for role in ("read", "write"))
     del read["lm_head/kernel"]
     wrong = go.residual_rotation(read=read, write=write, norms=jobs.NORMS)
     with pytest.raises(ValueError, match="untie"):

@@ -233,7 +233,7 @@ def test_what_would_divide_by_a_norms_scale_of_zero_says_so(name: str, x64: None
     gauges, params = case.gauges(), case.params(jax.random.key(0))
     bound, group = go.bind(gauges, params), go.product(gauges)
     (scale,) = {spec.pattern: spec.axes for gauge in gauges if gauge.name == "norm_scale" for spec in gauge.specs
-                if spec.role == "up" and "bias" not in spec.pattern}.items()  # type: ignore[attr-defined]
+                if spec.argument == "up" and "bias" not in spec.pattern}.items()  # type: ignore[attr-defined]
     leaves, stored = leaves_by_path(params), -1.0 if "1+" in str(scale[1]) else 0.0
     hidden = with_leaves(params, {scale[0]: leaves[scale[0]].at[..., 0].set(stored)})
     element, step = group.sample(jax.random.key(1), params), jax.tree.map(jnp.ones_like, params)

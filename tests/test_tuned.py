@@ -114,12 +114,18 @@ def test_pages_say_what_newer_optimizers_show() -> None:
     muon, page = ends(tuned.FIRST, "lecun", "Muon"), said()[TRAINING]
     gaps = [a - b for a, b in zip(ends(tuned.FIRST, "lecun", "max_norm_muon"), muon, strict=True)]
     assert f"`max_norm_muon` is {words(gaps, '+')} from Muon" in page
+    ours, above, level = ends(tuned.FIRST, "lecun", "max_norm_muon"), [], []
     for arm in tuned.RECENT:
         if tuned.found(result, tuned.Stage(tuned.FIRST, "lecun", (arm,)), arm).waiting is None:
             losses = ends(tuned.FIRST, "lecun", arm)
             gaps = [a - b for a, b in zip(losses, muon, strict=True)]
             shown = rf"{arm} \([^)]*\) ends at {words(losses)} there, \{words(gaps, '+')} from Muon"
             assert re.search(shown, page), arm
+            beside = [a - b for a, b in zip(losses, ours, strict=True)]
+            mean, error = tuned.mean_and_error(beside)
+            assert mean > -2 * error, f"{arm} is below max_norm_muon: the pages should say so"
+            (above.append(arm) if mean > 2 * error else level.append(f"{arm} ({words(beside, '+')})"))
+    assert f"{', '.join(above)} are above by two standard errors; {', '.join(level)} are level with it" in page
 
 
 def test_pages_say_what_the_rule_of_rates_costs() -> None:

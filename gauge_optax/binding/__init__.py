@@ -1,6 +1,6 @@
 """Path patterns and named axes, and what they mean on a concrete tree. Nothing in this folder holds an array."""
 
-from gauge_optax.binding.bind import Binding, Instance, bind, instance_key
+from gauge_optax.binding.bind import Matched, bind, copy_key
 from gauge_optax.binding.leaves import (
     Block,
     bind_leaf,
@@ -18,8 +18,27 @@ from gauge_optax.binding.paths import hidden_match, match, nearest
 from gauge_optax.binding.specs import Axes, BlockSpec, block_specs, check_specs, frozen_sizes, group_axes
 
 __all__ = [
-    "Axes", "Binding", "Block", "BlockSpec", "Instance", "bind", "bind_leaf", "block_specs",
-    "check_specs", "frozen_sizes", "group_axes", "hidden_match", "instance_key", "is_empty", "laid_out",
-    "leaf_shape", "leaves_by_path", "mask_by_path", "match", "nearest", "overlap", "shown_and_hidden", "values_at",
+    "Axes",
+    "Block",
+    "BlockSpec",
+    "Matched",
+    "bind",
+    "bind_leaf",
+    "block_specs",
+    "check_specs",
+    "copy_key",
+    "frozen_sizes",
+    "group_axes",
+    "hidden_match",
+    "is_empty",
+    "laid_out",
+    "leaf_shape",
+    "leaves_by_path",
+    "mask_by_path",
+    "match",
+    "nearest",
+    "overlap",
+    "shown_and_hidden",
+    "values_at",
     "with_leaves",
 ]

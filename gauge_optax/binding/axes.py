@@ -59,22 +59,22 @@ class AxisItem(NamedTuple):
         return self.full is None and (self.name == "_" or bool(self.ranges))
 
 
-class AxesPlan(NamedTuple):
+class ParsedAxes(NamedTuple):
     """A parsed axes string.
 
     Attributes:
       one_plus: whether the string starts with "1+".
-      groups: per axis of the leaf, the parts into which it splits.
-      ranges: per axis of the leaf, the (start, stop) that splits; None for the whole axis.
+      groups: per axis of the leaf, the items into which it splits.
+      windows: per axis of the leaf, the (start, stop) that splits; None for the whole axis.
     """
 
     one_plus: bool
     groups: tuple[tuple[AxisItem, ...], ...]
-    ranges: tuple[tuple[int, int] | None, ...]
+    windows: tuple[tuple[int, int] | None, ...]
 
     @property
-    def parts(self) -> tuple[AxisItem, ...]:
-        """All parts in order; they are the axes of the split leaf."""
+    def items(self) -> tuple[AxisItem, ...]:
+        """All items in order; they are the axes of the split leaf."""
         return tuple(itertools.chain.from_iterable(self.groups))
 
 
@@ -84,7 +84,7 @@ def _text(group: Sequence[AxisItem]) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def parse_axes(gauge: str, pattern: str, axes: str) -> AxesPlan:
+def parse_axes(gauge: str, pattern: str, axes: str) -> ParsedAxes:
     """Parses an axes string; errors name `gauge` and `pattern`."""
 
     def malformed(found: str, remedy: str) -> ValueError:
@@ -125,8 +125,8 @@ def parse_axes(gauge: str, pattern: str, axes: str) -> AxesPlan:
         windows.append(None if hit is None else (int(hit[1]), int(hit[2])))
         if window is not None and (hit is None or int(hit[1]) >= int(hit[2])):
             raise malformed(f"')={window}' behind a group", "write '(a b)=0:8', start < stop")
-    plan = AxesPlan(one_plus, tuple(groups), tuple(windows))
-    names = [part.name for part in plan.parts if part.name != "_"]
+    plan = ParsedAxes(one_plus, tuple(groups), tuple(windows))
+    names = [part.name for part in plan.items if part.name != "_"]
     for name in names:
         if names.count(name) > 1:
             raise malformed(f"the name '{name}' twice", "use each name once")
@@ -141,24 +141,24 @@ def parse_axes(gauge: str, pattern: str, axes: str) -> AxesPlan:
 class Site(NamedTuple):
     """One axes string on one leaf, before the lengths of its names are solved."""
 
-    role: str
+    argument: str
     path: str
     axes: str
     shape: tuple[int, ...]
-    plan: AxesPlan
+    plan: ParsedAxes
 
 
 def solve_lengths(
     gauge: str, sites: Sequence[Site], sizes: Mapping[str, int], source: str = "sizes="
 ) -> tuple[dict[str, int], list[tuple[int, ...]]]:
-    """Solves for the lengths of all axes of one instance.
+    """Solves for the lengths of all axes of one copy.
 
     A leaf states the length of a name that has an axis to itself. A group gives one unknown length by division, and
     that may make the next group divisible, so the solver repeats until no length is unknown.
 
     Args:
       gauge: name for errors.
-      sites: the axes strings of the instance with their leaves.
+      sites: the axes strings of the copy with their leaves.
       sizes: the lengths that are fixed beforehand.
       source: where `sizes` come from, for errors.
 
@@ -177,13 +177,13 @@ def solve_lengths(
                 gauge, f"wrong rank at '{site.path}'", f"shape {site.shape}, rank {rank}",
                 f"rank {len(site.plan.groups)}, axes \"{site.axes}\"",
                 f"write {rank} items, one per axis: '_' where free, '(a b)' where it holds two")
-        for window, length in zip(site.plan.ranges, site.shape, strict=True):
+        for window, length in zip(site.plan.windows, site.shape, strict=True):
             if window is not None and window[1] > length:
                 raise binding_error(
                     gauge, f"range out of bounds, '={window[0]}:{window[1]}' at '{site.path}'",
                     f"length {length} in shape {site.shape}", f"at least {window[1]}, axes \"{site.axes}\"",
                     "correct the range")
-        for part in site.plan.parts:
+        for part in site.plan.items:
             # A range states the length of its name by itself; names of free axes are not shared between blocks.
             if part.ranges and part.name != "_":
                 length = sum(stop - start for start, stop in part.ranges)
@@ -221,7 +221,7 @@ def _split(
     gauge: str, site: Site, axis: int, lengths: dict[str, int], sources: dict[str, str]
 ) -> tuple[int, ...] | None:
     """Full lengths of the parts of one axis, None while two are unknown; adds the name that it solves to `lengths`."""
-    group, window = site.plan.groups[axis], site.plan.ranges[axis]
+    group, window = site.plan.groups[axis], site.plan.windows[axis]
     total = site.shape[axis] if window is None else window[1] - window[0]
     stated = [part.full or (None if part.local else lengths.get(part.name)) for part in group]
     if stated.count(None) > 1:

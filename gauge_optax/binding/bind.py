@@ -1,17 +1,16 @@
 """Resolves a gauge on a concrete tree, from paths and shapes alone.
 
-A gauge holds the `BlockSpec`s that the user wrote. `bind` turns them into `Instance`s, one per combination of captures,
-and each of these is a tuple of `Block`s.
+A gauge holds the `BlockSpec`s that the user wrote. `bind` turns them into copies of the gauge, one per combination of
+captures, and each of these has a tuple of `Block`s.
 """
 
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,36 +22,44 @@ from gauge_optax.binding.specs import BlockSpec, Sizes, check_specs, group_axes
 from gauge_optax.errors import binding_error
 
 
-@dataclasses.dataclass(frozen=True)
-class Instance:
-    """One copy of the gauge: the blocks whose captures agree.
+class Matched(NamedTuple):
+    """What the patterns of a gauge have matched for one copy of it: the blocks whose captures agree.
 
     Attributes:
-      key: the captures, "i=0,j=k"; "" if the patterns have none.
-      blocks: the blocks in the order of the specs.
+      gauge: the name of the gauge.
+      key: the captures, "i=0,j=k", as in the keys of elements; "" if the patterns have none.
+      named: the axes that index an element, in order of first appearance, without reserved names and names that an
+        integer selects.
       sizes: length of every named axis, reserved ones included; for ranges, how much they select.
+      blocks: the blocks in the order of the specs.
     """
 
+    gauge: str
     key: str
-    blocks: tuple[Block, ...]
-    sizes: tuple[tuple[str, int], ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Binding:
-    """A gauge resolved on a tree.
-
-    Attributes:
-      named: the group's axes in order of first appearance, without reserved names and names that an integer selects.
-      instances: the instances, in natural order of their captures (2 before 10).
-    """
-
     named: tuple[str, ...]
-    instances: tuple[Instance, ...]
+    sizes: Mapping[str, int]
+    blocks: tuple[Block, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Lengths of the axes that index an element."""
+        return tuple(self.sizes[name] for name in self.named)
+
+    def of_argument(self, *arguments: str) -> tuple[tuple[Block, ...], ...]:
+        """Per argument of the constructor, its blocks."""
+        return tuple(tuple(b for b in self.blocks if b.argument == argument) for argument in arguments)
+
+    def require_named(self, *arguments: str) -> None:
+        """Raises ValueError for a block of these arguments, vectors, with an axis that has no name."""
+        for block in (b for blocks in self.of_argument(*arguments) for b in blocks):
+            if "_" in block.labels:
+                raise binding_error(
+                    self.gauge, f"'{block.path}' has an axis without a name", f'"{block.axes}" in `{block.argument}`',
+                    "a leaf whose axes all have names", "name every axis, or take the leaf that has no other axes")
 
 
-def instance_key(specs: Sequence[BlockSpec], spec: BlockSpec, path: str) -> str | None:
-    """Key of the instance that a path belongs to.
+def copy_key(specs: Sequence[BlockSpec], spec: BlockSpec, path: str) -> str | None:
+    """Key of the copy that a path belongs to.
 
     Args:
       specs: all specs of the gauge; the first gives the order of captures.
@@ -62,15 +69,15 @@ def instance_key(specs: Sequence[BlockSpec], spec: BlockSpec, path: str) -> str 
     Returns:
       The key, None if the pattern does not match.
 
-    >>> from gauge_optax.binding import block_specs, instance_key
+    >>> from gauge_optax.binding import block_specs, copy_key
     >>> specs = block_specs("rescale", "up", {"{i}/{j}/up": "_"})
-    >>> instance_key(specs, specs[0], "3/k/up")
+    >>> copy_key(specs, specs[0], "3/k/up")
     'i=3,j=k'
     """
     captures = match("binding", spec.pattern, path)
     if captures is None:
         return None
-    # Specs of gauges with one instance for all layers may differ in their captures.
+    # Specs of gauges with one copy for all layers may differ in their captures.
     first = captures_of("binding", specs[0].pattern)
     return ",".join(f"{name}={captures[name]}" for name in first if name in captures)
 
@@ -83,44 +90,44 @@ def bind(
     reserved: tuple[str, ...] = (),
     joined: bool = False,
     partial: tuple[str, ...] = (),
-) -> Binding:
+) -> tuple[Matched, ...]:
     """Resolves a gauge's specs on a tree. The result is cached by paths and shapes.
 
     Args:
       gauge: name for errors.
-      specs: all roles together.
+      specs: those of all arguments.
       sizes: frozen `sizes`.
       tree: arrays, tracers or ShapeDtypeStructs, with or without boxes.
       reserved: names that are not axes of the group.
-      joined: whether all captures belong to one instance, as for what acts on the residual stream of all layers.
-      partial: roles whose blocks may lack named axes.
+      joined: whether all captures belong to one copy, as for what acts on the residual stream of all layers.
+      partial: arguments whose blocks may lack named axes.
 
     Returns:
-      The binding.
+      What is matched for every copy, in natural order of their captures (2 before 10).
 
     Raises:
-      ValueError: a pattern without a leaf in some instance, a hidden leaf, wrong ranks, lengths that disagree
+      ValueError: a pattern without a leaf in some copy, a hidden leaf, wrong ranks, lengths that disagree
         or stay unknown, indices out of range, blocks that overlap, leaves that do not hold floating-point numbers.
 
     >>> from gauge_optax.binding import bind, block_specs
     >>> specs = block_specs("rescale", "up", {"{i}/up": "_ channel"})
-    >>> binding = bind("rescale", specs, (), {"b": {"up": jnp.ones((2, 3))}, "a": {"up": jnp.ones((2, 5))}})
-    >>> binding.named, [(instance.key, instance.sizes) for instance in binding.instances]
-    (('channel',), [('i=a', (('channel', 5),)), ('i=b', (('channel', 3),))])
+    >>> found = bind("rescale", specs, (), {"b": {"up": jnp.ones((2, 3))}, "a": {"up": jnp.ones((2, 5))}})
+    >>> [(copy.key, copy.named, copy.shape) for copy in found]
+    [('i=a', ('channel',), (5,)), ('i=b', ('channel',), (3,))]
     """
     shown, hidden = shown_and_hidden(tree)
     # Every method of a gauge binds anew, because the tree of a trace can have other boxes and other hidden leaves than
     # that of `init`. Paths and shapes are hashable, so all of this work is done once per tree.
     leaves = tuple((path, leaf_shape(leaf)) for path, leaf in shown.items())
-    binding = _bind(gauge, tuple(specs), tuple(sizes), tuple(reserved), leaves, hidden, joined, partial)
+    found = _bind(gauge, tuple(specs), tuple(sizes), tuple(reserved), leaves, hidden, joined, partial)
     # Dtypes are checked outside of the cache: they are not part of its key.
-    for path in dict.fromkeys(block.path for instance in binding.instances for block in instance.blocks):
+    for path in dict.fromkeys(block.path for copy in found for block in copy.blocks):
         dtype = getattr(shown[path], "dtype", None)
         if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
             raise binding_error(
                 gauge, f"not on real numbers: '{path}'", f"a leaf of {dtype}", "floating-point leaves",
                 "leave it out of the gauge; keep the real and imaginary parts of complex weights as separate leaves")
-    return binding
+    return found
 
 
 @functools.lru_cache(maxsize=1024)
@@ -133,12 +140,12 @@ def _bind(
     hidden: tuple[str, ...],
     joined: bool,
     partial: tuple[str, ...],
-) -> Binding:
+) -> tuple[Matched, ...]:
     check_specs(gauge, specs, sizes, joined, partial)
     shapes = dict(leaves)
-    paths_by_key: dict[str, list[list[str]]] = {}  # key of an instance -> per spec, the paths that it binds
+    paths_by_key: dict[str, list[list[str]]] = {}  # key of a copy -> per spec, the paths that it binds
     for k, spec in enumerate(specs):
-        hits = {path: key for path in shapes if (key := instance_key(specs, spec, path)) is not None}
+        hits = {path: key for path in shapes if (key := copy_key(specs, spec, path)) is not None}
         for path, key in hits.items():
             paths_by_key.setdefault("" if joined else key, [[] for _ in specs])[k].append(path)
         # A MaskedNode that perhaps hides a leaf of the pattern counts only if the pattern matches no other leaf.
@@ -150,7 +157,7 @@ def _bind(
             expected = f"one rank-{rank} leaf per block, axes \"{spec.axes}\""
             raise no_match(gauge, spec.pattern, shapes, rank, expected, hidden)
 
-    instances = []
+    named, copies = group_axes(gauge, specs, reserved), []
     # Linen sorts `blocks_10` before `blocks_2`, so the order of the tree is not the order of the layers.
     for key in sorted(paths_by_key, key=natural_key):
         sites = []
@@ -162,26 +169,26 @@ def _bind(
                     raise _hidden(gauge, problem, masked)
                 present = ", ".join(itertools.islice(itertools.chain(*paths_by_key[key]), 3))
                 raise binding_error(
-                    gauge, problem, f"for {key} only {present}", "a leaf for every pattern in every instance",
+                    gauge, problem, f"for {key} only {present}", "a leaf for every pattern in every copy",
                     "narrow the patterns; where layers differ in kind write one gauge each, in a Python loop")
             plan = parse_axes(gauge, spec.pattern, spec.axes)
-            sites += [Site(spec.role, path, spec.axes, shapes[path], plan) for path in paths]
+            sites += [Site(spec.argument, path, spec.axes, shapes[path], plan) for path in paths]
         lengths, splits = solve_lengths(gauge, sites, dict(sizes))
         blocks = tuple(resolve_block(gauge, site, split) for site, split in zip(sites, splits, strict=True))
         names = dict.fromkeys(label for block in blocks for label in block.labels if label != "_")
-        instances.append(Instance(key, blocks, tuple((name, lengths[name]) for name in names)))
+        copies.append(Matched(gauge, key, named, {name: lengths[name] for name in names}, blocks))
 
     # If two blocks shared an element, the gauge would move it twice, and its dual would count its gradient twice.
     blocks_by_path: dict[str, list[Block]] = collections.defaultdict(list)
-    for block in itertools.chain.from_iterable(instance.blocks for instance in instances):
+    for block in itertools.chain.from_iterable(copy.blocks for copy in copies):
         for other in blocks_by_path[block.path]:
             if overlap(other, block):
                 raise binding_error(
                     gauge, f"overlapping blocks on '{block.path}'",
-                    f"{other.role} \"{other.axes}\" and {block.role} \"{block.axes}\"",
+                    f"{other.argument} \"{other.axes}\" and {block.argument} \"{block.axes}\"",
                     "blocks that select different entries", "select with 'name=3' or 'name=0:4', or drop one")
         blocks_by_path[block.path].append(block)
-    return Binding(group_axes(gauge, specs, reserved), tuple(instances))
+    return tuple(copies)
 
 
 def require_no_absent_leaf(gauge: str, specs: Sequence[BlockSpec], tree: Any) -> None:
@@ -189,7 +196,7 @@ def require_no_absent_leaf(gauge: str, specs: Sequence[BlockSpec], tree: Any) ->
 
     Args:
       gauge: name for errors.
-      specs: all roles together.
+      specs: those of all arguments.
       tree: any pytree.
     """
     pairs = jax.tree.leaves_with_path(tree, is_leaf=lambda node: node is None)

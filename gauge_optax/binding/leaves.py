@@ -208,14 +208,14 @@ class Block:
 
     Attributes:
       path: normalised path of the leaf.
-      role: the argument of the gauge that the block comes from.
+      argument: the constructor's argument that the block comes from, "up" say.
       axes: the axes string.
       shape: the leaf's shape.
       split: the shape after groups are split.
-      index: per axis of `split`, the selected index, or the selected (start, stop), one or more in order.
+      picks: per axis of `split`, the selected index, or the selected (start, stop), one or more in order.
       labels: per axis of the view, its name or "_".
       one_plus: whether the leaf stores the value less one.
-      ranges: per axis of the leaf, the window (start, stop) that is split; None for the whole axis.
+      window: per axis of the leaf, the window (start, stop) that is split; None for the whole axis.
 
     >>> from gauge_optax.binding import BlockSpec, bind_leaf
     >>> spec = BlockSpec("blocks", "qkv", "(qkv=1 head basis) _")
@@ -229,14 +229,14 @@ class Block:
     """
 
     path: str
-    role: str
+    argument: str
     axes: str
     shape: tuple[int, ...]
     split: tuple[int, ...]
-    index: tuple[int | Ranges, ...]
+    picks: tuple[int | Ranges, ...]
     labels: tuple[str, ...]
     one_plus: bool
-    ranges: tuple[tuple[int, int] | None, ...]
+    window: tuple[tuple[int, int] | None, ...]
 
     # Tracing asks for these properties many times per block. `cached_property` works on a frozen dataclass because it
     # writes to `__dict__` directly; equality and hash look at the fields alone.
@@ -244,12 +244,12 @@ class Block:
     @functools.cached_property
     def selected(self) -> tuple[Ranges, ...]:
         """Per axis of `split`, the selected (start, stop) in order."""
-        return tuple(((i, i + 1),) if isinstance(i, int) else i for i in self.index)
+        return tuple(((i, i + 1),) if isinstance(i, int) else i for i in self.picks)
 
     @functools.cached_property
     def windows(self) -> tuple[Ranges, ...]:
         """Per axis of the leaf, the (start, stop) that is split, in the form of `selected`."""
-        return tuple(((0, n) if span is None else span,) for span, n in zip(self.ranges, self.shape, strict=True))
+        return tuple(((0, n) if span is None else span,) for span, n in zip(self.window, self.shape, strict=True))
 
     @functools.cached_property
     def whole(self) -> bool:
@@ -259,7 +259,7 @@ class Block:
     @functools.cached_property
     def view_shape(self) -> tuple[int, ...]:
         """Shape of `view(leaf)`; its axes are `labels`."""
-        return tuple(_length(i) for i in self.index if not isinstance(i, int))
+        return tuple(_length(i) for i in self.picks if not isinstance(i, int))
 
     @functools.cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
@@ -272,7 +272,7 @@ class Block:
     def split_labels(self) -> tuple[str, ...]:
         """A label per axis of `split`, "" where an integer selects."""
         labels = iter(self.labels)
-        return tuple("" if isinstance(i, int) else next(labels) for i in self.index)
+        return tuple("" if isinstance(i, int) else next(labels) for i in self.picks)
 
     @property
     def row_labels(self) -> tuple[str, ...]:
@@ -483,15 +483,16 @@ def resolve_block(gauge: str, site: Site, split: tuple[int, ...]) -> Block:
       ValueError: the axes string selects an index that the axis does not have.
     """
     plan = site.plan
-    index: list[int | Ranges] = []
-    for part, length in zip(plan.parts, split, strict=True):
+    picks: list[int | Ranges] = []
+    for part, length in zip(plan.items, split, strict=True):
         if part.shortest > length:
             raise binding_error(
                 gauge, f"index out of range, '{part.text}' at '{site.path}'", f"length {length} in shape {site.shape}",
                 f"at least {part.shortest}, axes \"{site.axes}\"", "correct the index, or the sizes of its group")
-        index.append(part.pick if part.pick is not None else part.ranges or ((0, length),))
-    labels = tuple(part.name for part in plan.parts if part.pick is None)
-    return Block(site.path, site.role, site.axes, site.shape, split, tuple(index), labels, plan.one_plus, plan.ranges)
+        picks.append(part.pick if part.pick is not None else part.ranges or ((0, length),))
+    labels = tuple(part.name for part in plan.items if part.pick is None)
+    return Block(
+        site.path, site.argument, site.axes, site.shape, split, tuple(picks), labels, plan.one_plus, plan.windows)
 
 
 def overlap(a: Block, b: Block) -> bool:
@@ -528,7 +529,7 @@ def bind_leaf(
       spec: pattern and axes.
       path: normalised path.
       shape: shape of the leaf.
-      sizes: the lengths that are known, e.g. an instance's; the others follow from the shape where they can.
+      sizes: the lengths that are known, e.g. a copy's; the others follow from the shape where they can.
       source: where those are from, for errors.
 
     Returns:
@@ -541,6 +542,6 @@ def bind_leaf(
     >>> bind_leaf("rescale", BlockSpec("up", "mlp/{i}", "_ channel"), "mlp/0", (4, 6), {}).labels
     ('_', 'channel')
     """
-    site = Site(spec.role, path, spec.axes, tuple(shape), parse_axes(gauge, spec.pattern, spec.axes))
+    site = Site(spec.argument, path, spec.axes, tuple(shape), parse_axes(gauge, spec.pattern, spec.axes))
     _, (split,) = solve_lengths(gauge, [site], sizes, source)
     return resolve_block(gauge, site, split)

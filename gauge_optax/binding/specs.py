@@ -22,24 +22,24 @@ class BlockSpec:
     """One pattern with one axes string, checked for syntax only.
 
     Attributes:
-      role: the gauge's argument that it comes from, e.g. "up".
+      argument: the constructor's argument that it comes from, e.g. "up".
       pattern: path of the leaves, with captures.
       axes: the axes string of the leaves.
     """
 
-    role: str
+    argument: str
     pattern: str
     axes: str
 
 
 def block_specs(
-    gauge: str, role: str, blocks: Mapping[str, Axes], reserved: Sequence[str] = (), joined: bool = False
+    gauge: str, argument: str, blocks: Mapping[str, Axes], reserved: Sequence[str] = (), joined: bool = False
 ) -> tuple[BlockSpec, ...]:
     """Checks one mapping *path -> axes* of a gauge, and makes it hashable.
 
     Args:
       gauge: name for errors.
-      role: name of the argument.
+      argument: its name in the constructor.
       blocks: patterns and their axes; a tuple of axes where one leaf holds several blocks.
       reserved: names (`basis`, `vocab`) that each axes string must have, without an integer index.
       joined: as in `check_specs`.
@@ -53,12 +53,12 @@ def block_specs(
 
     >>> from gauge_optax.binding import block_specs
     >>> block_specs("rescale", "up", {"mlp/{i}/up": "_ channel"})
-    (BlockSpec(role='up', pattern='mlp/{i}/up', axes='_ channel'),)
+    (BlockSpec(argument='up', pattern='mlp/{i}/up', axes='_ channel'),)
     """
     if not isinstance(blocks, Mapping) or not blocks:
         raise binding_error(
-            gauge, f"no blocks in '{role}'", repr(blocks), "a mapping from paths to axes",
-            f"write {role}={{\"path/to/kernel\": \"_ name\"}}")
+            gauge, f"no blocks in '{argument}'", repr(blocks), "a mapping from paths to axes",
+            f"write {argument}={{\"path/to/kernel\": \"_ name\"}}")
     specs = []
     for pattern, value in blocks.items():
         compile_pattern(gauge, pattern)
@@ -68,7 +68,7 @@ def block_specs(
                 gauge, f"malformed axes of '{pattern}'", repr(value), "a string, or a tuple of strings",
                 "write one item per axis, and one string per block of the leaf")
         for axes in strings:
-            parts = {part.name: part for part in parse_axes(gauge, pattern, axes).parts}
+            parts = {part.name: part for part in parse_axes(gauge, pattern, axes).items}
             for name in reserved:
                 if name not in parts or parts[name].pick is not None:
                     raise binding_error(
@@ -80,7 +80,7 @@ def block_specs(
                     raise binding_error(
                         gauge, f"reserved name in \"{axes}\" of '{pattern}'", f"'{name}'",
                         "other names: this gauge has no such axis", "rename the axis, or write '_'")
-            specs.append(BlockSpec(role, pattern, axes))
+            specs.append(BlockSpec(argument, pattern, axes))
     check_specs(gauge, specs, joined=joined)
     return tuple(specs)
 
@@ -92,10 +92,10 @@ def check_specs(
 
     Args:
       gauge: name for errors.
-      specs: all roles together.
+      specs: those of all arguments.
       sizes: frozen `sizes`.
-      joined: whether captures make no instances of their own, so that specs may differ in them.
-      partial: roles whose blocks may lack named axes.
+      joined: whether captures make no copies of their own, so that specs may differ in them.
+      partial: arguments whose blocks may lack named axes.
 
     Raises:
       ValueError: a capture or a named axis that some of the specs lack, a name in `sizes` that no axes string has.
@@ -108,7 +108,7 @@ def check_specs(
     axes = {spec: _named_axes(gauge, spec) for spec in specs}
     for kind, table in (("capture", captures), ("axis", axes)):
         for spec, other in itertools.product(specs, specs):
-            if joined if kind == "capture" else {spec.role, other.role} & set(partial):
+            if joined if kind == "capture" else {spec.argument, other.argument} & set(partial):
                 continue
             missing = [name for name in table[other] if name not in table[spec]]
             if missing:
@@ -117,7 +117,7 @@ def check_specs(
                     gauge, f"dangling {kind} {missing[0]}, absent from {where}", ", ".join(table[spec]) or "none",
                     f"{', '.join(table[other])}, as in '{other.pattern}': \"{other.axes}\"",
                     f"write {missing[0]} in both, or in neither")
-    names = {part.name for spec in specs for part in parse_axes(gauge, spec.pattern, spec.axes).parts} - {"_"}
+    names = {part.name for spec in specs for part in parse_axes(gauge, spec.pattern, spec.axes).items} - {"_"}
     for name, _ in sizes:
         if name not in names:
             raise binding_error(
@@ -127,7 +127,7 @@ def check_specs(
 
 def _named_axes(gauge: str, spec: BlockSpec) -> list[str]:
     """Names of a spec's axes in order, without those that an integer selects."""
-    parts = parse_axes(gauge, spec.pattern, spec.axes).parts
+    parts = parse_axes(gauge, spec.pattern, spec.axes).items
     return [part.name for part in parts if part.name != "_" and part.pick is None]
 
 
@@ -136,11 +136,11 @@ def group_axes(gauge: str, specs: Sequence[BlockSpec], reserved: Sequence[str]) 
 
     Args:
       gauge: name for errors.
-      specs: all roles together.
+      specs: those of all arguments.
       reserved: names that are not axes of the group.
 
     Returns:
-      The names; `Binding.named` is the same tuple.
+      The names; `Matched.named` is the same tuple.
 
     >>> from gauge_optax.binding import block_specs, group_axes
     >>> specs = block_specs("head_rotation", "blocks", {"qkv": "qkv=0 _ head basis"}, ("basis",))

@@ -265,15 +265,15 @@ class _Stored:
         back = {p: by_role for p in s.parts if (by_role := factors(p, p.inverse(f[p.label])))}
         moving = [(p, b) for p in s.parts if p not in heads for b in p.blocks]
         # One array per side of a part, computed_twice from the factors that `enter` multiplies the same leaves by.
-        roles = {(p, b.role) for p in back for b in p.blocks}
+        roles = {(p, b.argument) for p in back for b in p.blocks}
         sides = {(p, role): computed_twice(back[p][role]) for p, role in roles}
         blocks: dict[tuple[Any, Block], _StoredBlock] = {}
         for part in back:
             for block in part.blocks:
                 others = [(p, b) for p, b in moving if p is not part and b.path == block.path and overlap(block, b)]
                 if all(p in back for p, _ in others):
-                    by_others = tuple((p.named, b, sides[p, b.role]) for p, b in others)
-                    blocks[part, block] = _StoredBlock(values[block.path], sides[part, block.role], by_others)
+                    by_others = tuple((p.named, b, sides[p, b.argument]) for p, b in others)
+                    blocks[part, block] = _StoredBlock(values[block.path], sides[part, block.argument], by_others)
         # Only leaves that nothing but scales and rotations move make pairs. Single rows of heads make none, because
         # `quiet` may set their gradient to zero as roundoff.
         plain = {b.path for p in s.parts if keeps_pairings(p) for b in p.blocks}

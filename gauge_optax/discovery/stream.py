@@ -76,11 +76,11 @@ def rotation_call(symmetry: Copy, trace: Trace, norms: Sequence[Call], params: A
     passed, moved = [], set[str]()
     for norm in norms:
         blocks = [block for _, _, blocks in bound_copies(norm.gauge(), params) for block in blocks]
-        into = {block.path for block in blocks if block.role == "down"}
+        into = {block.path for block in blocks if block.argument == "down"}
         if into <= symmetry.paths:
             passed.append(norm)
             readers |= into
-            moved |= {block.path for block in blocks if block.role == "up"}
+            moved |= {block.path for block in blocks if block.argument == "up"}
     sides: dict[str, dict[str, Axes]] = {"read": {}, "write": {}}
     sizes: dict[str, int] = {}
     terms = whole_leaves([term for term in symmetry.terms if term.piece.path not in moved])
@@ -108,7 +108,7 @@ def passed(norms: Iterable[Call], params: Any) -> list[Call]:
     """
 
     def blocks(norm: Call) -> list[Any]:
-        return [block for _, _, copy in bound_copies(norm.gauge(), params) for block in copy if block.role == "up"]
+        return [block for _, _, copy in bound_copies(norm.gauge(), params) for block in copy if block.argument == "up"]
 
     return [norm for norm in norms if not any("_" in block.labels for block in blocks(norm))]
 
@@ -118,7 +118,7 @@ def _scales(norms: Iterable[Call], params: Any) -> Mapping[str, float]:
     out = {}
     for norm in norms:
         for _, _, blocks in bound_copies(norm.gauge(), params):
-            scale = next(block for block in blocks if block.role == "up")
+            scale = next(block for block in blocks if block.argument == "up")
             out[scale.path] = 0.0 if scale.one_plus else 1.0
     return out
 

@@ -15,9 +15,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from gauge_optax.binding import Axes, Block
+from gauge_optax.binding import Axes, Block, Matched
 from gauge_optax.errors import binding_error
-from gauge_optax.gauges.copies import Copy, Matched
+from gauge_optax.gauges.copies import Copy, part_label
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
 from gauge_optax.parts.constants import Absorption
 
@@ -62,7 +62,7 @@ def bias_absorption(
     """
     roles = {"bias": bias, "through": through, INTO: into} | ({"residual": residual} if residual else {})
     gauge = block_gauge("bias_absorption", BiasAbsorption, roles, sizes)
-    counts = {role: sum(spec.role == role for spec in gauge.specs) for role in ("bias", "through", INTO)}
+    counts = {x: sum(spec.argument == x for spec in gauge.specs) for x in ("bias", "through", INTO)}
     if counts["bias"] != 1 or counts["through"] != counts[INTO]:
         raise binding_error(
             "bias_absorption", "kernels and biases that do not pair",
@@ -84,14 +84,14 @@ class BiasAbsorption(Copy):
     @classmethod
     def of(cls, found: Matched, **options: Any) -> "BiasAbsorption":
         found.require_named("bias", "residual")
-        source, kernels, targets, carried = found.of_role("bias", "through", INTO, "residual")
+        source, kernels, targets, carried = found.of_argument("bias", "through", INTO, "residual")
         for kernel, target in zip(kernels, targets, strict=True):
             free, of_target = (_free(block, found.named) for block in (kernel, target))
             if free[len(free) - len(of_target) :] != of_target:
                 raise binding_error(
                     found.gauge, f"'{target.path}' does not follow '{kernel.path}'", f"{target.view_shape}",
                     f"the last free axes of \"{kernel.axes}\", {free}", "pair every kernel with its own bias")
-        part = Absorption(found.label(), found.named, found.shape, (*source, *targets, *carried), kernels)
+        part = Absorption(part_label(found), found.named, found.shape, (*source, *targets, *carried), kernels)
         return cls(found.key, (part,))
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.binding import Block, BlockSpec, bind_leaf, leaves_by_path, with_leaves
+from gauge_optax.binding import Block, BlockSpec, Matched, bind_leaf, leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error
-from gauge_optax.gauges.copies import Copy, Effect, Matched
+from gauge_optax.gauges.copies import Copy, Effect
 from gauge_optax.linalg import real_dtype
-from gauge_optax.parts.part import Anchor, Arrays, Size
+from gauge_optax.parts.part import EXCLUSIVE, Anchor, Arrays, Size
 from gauge_optax.slice import VERSION
 
 
@@ -36,7 +36,7 @@ class OfUser(Size[Any]):
 
     @property
     def along(self) -> tuple[str, ...]:
-        return () if self.gauge.commutes else ("",)
+        return () if self.gauge.commutes else EXCLUSIVE
 
     @property
     def anchors(self) -> tuple[Anchor, ...]:

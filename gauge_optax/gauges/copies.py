@@ -10,13 +10,12 @@ import dataclasses
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.binding import Block, BlockSpec
-from gauge_optax.errors import binding_error
+from gauge_optax.binding import Block, BlockSpec, Matched
 from gauge_optax.linalg import real_dtype
 from gauge_optax.parts.part import Additive, Part, name_of
 from gauge_optax.slice import VERSION
@@ -28,49 +27,16 @@ A "shift" adds a constant to points, a "still" move leaves points unchanged too.
 """
 
 
-class Matched(NamedTuple):
-    """What the patterns of a gauge have matched for one copy.
+def part_label(found: Matched, **options: Any) -> str:
+    """The label of a part: the gauge, its captures, a checksum of what it binds, and the version of states.
 
-    Attributes:
-      gauge: the name of the gauge.
-      key: the captures, as in the keys of elements: "i=0", or "" for a gauge without captures.
-      named: names of the axes that index an element.
-      sizes: length of every named axis, reserved ones included.
-      blocks: the blocks, in the order in which they were written.
+    Args:
+      found: what the part's copy binds.
+      **options: further arguments of the gauge.
     """
-
-    gauge: str
-    key: str
-    named: tuple[str, ...]
-    sizes: Mapping[str, int]
-    blocks: tuple[Block, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Lengths of the named axes."""
-        return tuple(self.sizes[name] for name in self.named)
-
-    def of_role(self, *roles: str) -> tuple[tuple[Block, ...], ...]:
-        """Per role, its blocks."""
-        return tuple(tuple(b for b in self.blocks if b.role == role) for role in roles)
-
-    def require_named(self, *roles: str) -> None:
-        """Raises ValueError for a block of these roles, vectors, with an axis that has no name."""
-        for block in (b for blocks in self.of_role(*roles) for b in blocks):
-            if "_" in block.labels:
-                raise binding_error(
-                    self.gauge, f"'{block.path}' has an axis without a name", f'"{block.axes}" in `{block.role}`',
-                    "a leaf whose axes all have names", "name every axis, or take the leaf that has no other axes")
-
-    def label(self, **options: Any) -> str:
-        """The label of a part: the gauge, its captures, a checksum of what it binds, and the version of states.
-
-        Args:
-          **options: further arguments of the gauge.
-        """
-        bound = sorted((b.path, b.role, b.axes, b.shape) for b in self.blocks)
-        checksum = zlib.crc32(f"{bound} {sorted(options.items())}".encode())
-        return f"{self.gauge}[{self.key}].{checksum:08x}.v{VERSION}"
+    bound = sorted((b.path, b.argument, b.axes, b.shape) for b in found.blocks)
+    checksum = zlib.crc32(f"{bound} {sorted(options.items())}".encode())
+    return f"{found.gauge}[{found.key}].{checksum:08x}.v{VERSION}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,11 +51,11 @@ class Copy(Additive, abc.ABC):
     key: str
     parts: tuple[Part[Any], ...]
 
-    # What the binder has to know of axes and roles.
-    acting: ClassVar[tuple[str, ...]] = ()  # the axes on which the group acts, whose names are reserved
+    # What the binder has to know of axes and arguments.
+    reserved: ClassVar[tuple[str, ...]] = ()  # names of the axes on which the group acts
     joined: ClassVar[bool] = False  # whether all captures belong to one copy: one element for all layers
-    partial: ClassVar[tuple[str, ...]] = ()  # roles whose blocks may lack named axes
-    without_axis: ClassVar[tuple[str, ...]] = ()  # roles whose blocks lack the axes of `acting`
+    partial: ClassVar[tuple[str, ...]] = ()  # arguments whose blocks may lack named axes
+    without_axis: ClassVar[tuple[str, ...]] = ()  # arguments whose blocks lack the axes of `reserved`
     # What messages and states say of it.
     effect: ClassVar[Effect] = "linear"  # of a move on tangents and cotangents
     balancing: ClassVar[Effect] = "still"  # of the move to the point of least norm on the orbit
@@ -177,7 +143,7 @@ class Copy(Additive, abc.ABC):
     @classmethod
     def axis_sizes(cls, named: tuple[str, ...], element: Any) -> dict[str, int]:
         """Lengths of axes, read off a public element."""
-        return dict(zip((*named, *cls.acting), element.shape, strict=False))
+        return dict(zip((*named, *cls.reserved), element.shape, strict=False))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,8 +10,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from gauge_optax.binding import Axes
-from gauge_optax.gauges.copies import Copy, Effect, Matched
+from gauge_optax.binding import Axes, Matched
+from gauge_optax.gauges.copies import Copy, Effect, part_label
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
 from gauge_optax.parts.constants import Trade
 
@@ -54,4 +54,4 @@ class EmbeddingShift(Copy):
 
     @classmethod
     def of(cls, found: Matched, **options: Any) -> "EmbeddingShift":
-        return cls(found.key, (Trade(found.label(), found.named, found.shape, found.blocks),))
+        return cls(found.key, (Trade(part_label(found), found.named, found.shape, found.blocks),))

@@ -30,12 +30,13 @@ from gauge_optax.binding import (
     Axes,
     Block,
     BlockSpec,
+    Matched,
     bind_leaf,
     block_specs,
     check_specs,
+    copy_key,
     frozen_sizes,
     group_axes,
-    instance_key,
     leaves_by_path,
     with_leaves,
 )
@@ -44,7 +45,7 @@ from gauge_optax.errors import binding_error
 from gauge_optax.gauges.balance import balance_beside
 from gauge_optax.gauges.bound import Bound, bound, require_nonzero_norms
 from gauge_optax.gauges.by_action import UserCopy
-from gauge_optax.gauges.copies import Copy, Effect, Matched
+from gauge_optax.gauges.copies import Copy, Effect
 from gauge_optax.parts.matrices import matrices_of, optax_axes
 
 Element = Any
@@ -140,7 +141,7 @@ class Gauge(abc.ABC):
         return self.exponential(jax.tree.unflatten(structure, drawn), params)
 
     def dim(self, params: Any) -> int:
-        """The number of dimensions along the orbit, summed over instances."""
+        """The number of dimensions along the orbit, summed over copies."""
         return sum(x.size for x in jax.tree.leaves(jax.eval_shape(self.algebra, params)))
 
     def balance(self, params: Any) -> Element:
@@ -289,7 +290,7 @@ class Gauge(abc.ABC):
 
     # Inside the library -----------------------------------------------------------------------------------
 
-    # Whether paths, shapes and dtypes are all that its instances depend on; otherwise they get the tree itself.
+    # Whether paths, shapes and dtypes are all that its copies depend on; otherwise they get the tree itself.
     _by_paths: ClassVar[bool] = False
 
     def __repr__(self) -> str:
@@ -401,7 +402,7 @@ class BlockGauge(SliceGauge):
         """The arguments with which the constructor makes an equal gauge."""
         roles: dict[str, dict[str, list[str]]] = {}
         for spec in self.specs:
-            roles.setdefault(spec.role, {}).setdefault(spec.pattern, []).append(spec.axes)
+            roles.setdefault(spec.argument, {}).setdefault(spec.pattern, []).append(spec.axes)
         blocks = {
             role if role in self._parameters else parameter:
             {path: x[0] if len(x) == 1 else tuple(x) for path, x in own.items()}
@@ -434,9 +435,8 @@ class BlockGauge(SliceGauge):
         kind, options = self.kind, dict(self.options)
         if "norms" in options:  # gauges that this one needs on the same tree
             options["norms"] = tuple(copy for norm in options["norms"] for copy in norm._copies(params))
-        binding = bind_blocks(self.name, self.specs, self.sizes, params, kind.acting, kind.joined, kind.partial)
-        instances = [Matched(self.name, i.key, binding.named, dict(i.sizes), i.blocks) for i in binding.instances]
-        return tuple(kind.of(found, **options) for found in instances)
+        copies = bind_blocks(self.name, self.specs, self.sizes, params, kind.reserved, kind.joined, kind.partial)
+        return tuple(kind.of(found, **options) for found in copies)
 
     def _join(self, copies: Sequence[Copy], values: Sequence[Any]) -> Element:
         return {copy.key: x for copy, x in zip(copies, values, strict=True) if x is not None}
@@ -488,10 +488,10 @@ class BlockGauge(SliceGauge):
         if self.effect == "shift":
             return leaf
         # There is no tree here, so that lengths of axes come from the element and the leaf.
-        named = group_axes(self.name, self.specs, self.kind.acting)
+        named = group_axes(self.name, self.specs, self.kind.reserved)
         for key, x in element.items():
             sizes = self.kind.axis_sizes(named, x)
-            hits = [(spec, instance_key(self.specs, spec, path)) for spec in self.specs]
+            hits = [(spec, copy_key(self.specs, spec, path)) for spec in self.specs]
             matching = [spec for spec, hit in hits if hit is not None and (self.kind.joined or hit == key)]
             blocks = tuple(bind_leaf(self.name, spec, path, leaf.shape, sizes) for spec in matching)
             if blocks:
@@ -526,7 +526,7 @@ def block_gauge(
     """
     specs = tuple(
         spec for role, blocks in roles.items()
-        for spec in block_specs(name, role, blocks, () if role in kind.without_axis else kind.acting, kind.joined)
+        for spec in block_specs(name, role, blocks, () if role in kind.without_axis else kind.reserved, kind.joined)
     )
     frozen = frozen_sizes(name, sizes)
     check_specs(name, specs, frozen, kind.joined, kind.partial)

@@ -20,8 +20,8 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.binding import Axes
-from gauge_optax.gauges.copies import Effect, Matched, drawn
+from gauge_optax.binding import Axes, Matched
+from gauge_optax.gauges.copies import Effect, drawn, part_label
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
 from gauge_optax.gauges.rotation import HeadRotation
 from gauge_optax.linalg import haar, inverse, matmul, matrix_exponential, symmetric_eigen, transpose
@@ -71,8 +71,8 @@ class Linear(HeadRotation):
 
     @classmethod
     def of(cls, found: Matched, **options: Any) -> "Linear":
-        named, shape, size, name = found.named, found.shape, found.sizes[BASIS], found.label()
-        left, right = (Heads(named, shape, side, size) for side in found.of_role("left", "right"))
+        named, shape, size, name = found.named, found.shape, found.sizes[BASIS], part_label(found)
+        left, right = (Heads(named, shape, side, size) for side in found.of_argument("left", "right"))
         stretch = Stretch(f"{name} stretch", named, shape, found.blocks, left, right)
         turn = Rotation(f"{name} rotation", named, shape, (*left.blocks, *right.blocks), size, of_linear=True)
         return cls(found.key, (stretch, turn))

@@ -19,9 +19,9 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.binding import Axes, group_axes
+from gauge_optax.binding import Axes, Matched, group_axes
 from gauge_optax.errors import binding_error
-from gauge_optax.gauges.copies import Compact, Effect, Matched
+from gauge_optax.gauges.copies import Compact, Effect, part_label
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
 from gauge_optax.linalg import real_dtype
 from gauge_optax.parts.permutation import Permutation, Renumbering
@@ -87,7 +87,7 @@ class Order(Renumbering, Compact):
     def of(cls, found: Matched, **options: Any) -> "Order":
         axis = options.get("axis") or found.named[0]
         others = found._replace(named=tuple(name for name in found.named if name != axis))
-        name, size = found.label(axis=axis), found.sizes[axis]
+        name, size = part_label(found, axis=axis), found.sizes[axis]
         return cls(found.key, (Permutation(name, others.named, others.shape, found.blocks, axis, size),))
 
     @property

@@ -12,9 +12,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from gauge_optax.binding import Axes, Block
+from gauge_optax.binding import Axes, Block, Matched
 from gauge_optax.errors import binding_error
-from gauge_optax.gauges.copies import Effect, Matched
+from gauge_optax.gauges.copies import Effect, part_label
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
 from gauge_optax.gauges.shift import WriteShift
 from gauge_optax.parts.constants import CHANNEL, ReadShift
@@ -53,9 +53,9 @@ def norm_read_shift(
 
     Reference: docs/design.md §3. Not a symmetry under RMSNorm.
     """
-    roles = {READ: read, SCALE: scale, BIAS: bias, INTO: into}
-    gauge = block_gauge("norm_read_shift", NormReadShift, {k: v for k, v in roles.items() if v is not None}, sizes)
-    counts = {role: sum(spec.role == role for spec in gauge.specs) for role in roles}
+    arguments = {READ: read, SCALE: scale, BIAS: bias, INTO: into}
+    gauge = block_gauge("norm_read_shift", NormReadShift, {k: v for k, v in arguments.items() if v is not None}, sizes)
+    counts = {argument: sum(spec.argument == argument for spec in gauge.specs) for argument in arguments}
     if max(counts[SCALE], counts[BIAS]) > 1 or counts[INTO] != (counts[READ] if counts[BIAS] else 0):
         raise binding_error(
             "norm_read_shift", "a norm's bias and the biases behind its readers do not pair",
@@ -80,17 +80,17 @@ class NormReadShift(WriteShift):
     @classmethod
     def of(cls, found: Matched, **options: Any) -> "NormReadShift":
         found.require_named(SCALE, BIAS)
-        kernels, scale, bias, behind = found.of_role(READ, SCALE, BIAS, INTO)
+        kernels, scale, bias, behind = found.of_argument(READ, SCALE, BIAS, INTO)
         for kernel, target in zip(kernels, behind, strict=bool(behind)):
             outputs = tuple(n for n, x in zip(kernel.view_shape, kernel.labels, strict=True) if x != CHANNEL)
             if outputs != target.view_shape:
                 raise binding_error(
                     found.gauge, f"'{target.path}' does not follow '{kernel.path}'", f"{target.view_shape}",
                     f"the axes of \"{kernel.axes}\" without channel, {outputs}", "pair every kernel with its own bias")
-        name = found.label(kernels=[(b.path, b.axes) for b in kernels])  # elements have this order
+        name = part_label(found, kernels=[(b.path, b.axes) for b in kernels])  # elements have this order
         part = ReadShift(name, found.named, found.shape, (*kernels, *behind), scale, bias, len(kernels))
         return cls(found.key, (part,))
 
     @property
     def shifted(self) -> tuple[Block, ...]:
-        return tuple(block for block in self.blocks if block.role == READ)
+        return tuple(block for block in self.blocks if block.argument == READ)

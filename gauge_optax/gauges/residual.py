@@ -22,9 +22,9 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.binding import Axes, Block, overlap
+from gauge_optax.binding import Axes, Block, Matched, overlap
 from gauge_optax.errors import binding_error
-from gauge_optax.gauges.copies import Matched
+from gauge_optax.gauges.copies import part_label
 from gauge_optax.gauges.gauge import BlockGauge, Gauges, block_gauge, product
 from gauge_optax.gauges.rotation import HeadRotation, random_rotation, rotation_of
 from gauge_optax.gauges.scale import Scale
@@ -116,16 +116,16 @@ class ResidualRotation(HeadRotation):
                     "norms whose gauges name every axis of the scale, so that it can be divided out entry by entry",
                     f"name the axis: scale={{'{scale.path}': 'channel'}}, and in `into` the axis that it multiplies",
                 )
-            behind = [dataclasses.replace(b, role=WRITE) for b in biases]
+            behind = [dataclasses.replace(b, argument=WRITE) for b in biases]
             for reader in norm.down:
-                if any(b.role == READ and overlap(b, reader) for b in blocks):
-                    behind.append(dataclasses.replace(reader, role=READ))
+                if any(b.argument == READ and overlap(b, reader) for b in blocks):
+                    behind.append(dataclasses.replace(reader, argument=READ))
             stream = _stream_axis(norm, blocks)
-            moved += [dataclasses.replace(b, role=WRITE, labels=_renamed(b.labels, stream)) for b in biases]
+            moved += [dataclasses.replace(b, argument=WRITE, labels=_renamed(b.labels, stream)) for b in biases]
             scales.append((scale, tuple(behind)))
         bound = found._replace(key="", blocks=(*moved, *(scale for scale, _ in scales)))
         held = bool(options.get("hold"))
-        name, size, turned = bound.label(centred=centred), found.sizes[BASIS], tuple(moved)
+        name, size, turned = part_label(bound, centred=centred), found.sizes[BASIS], tuple(moved)
         part = Stream(name, (), (), turned, size, tuple(scales), centred, held, turned)
         return cls("", (part,))
 
@@ -155,7 +155,7 @@ def _stream_axis(norm: Factor, blocks: Sequence[Block]) -> str:
     """The name that a norm's gauge gives to the stream's axis; of stacked layers the norm names their axis too."""
     for reader in norm.down:
         for block in blocks:
-            if block.role == READ and overlap(block, reader) and block.split == reader.split:
+            if block.argument == READ and overlap(block, reader) and block.split == reader.split:
                 return reader.split_labels[block.split_labels.index(BASIS)]
     return norm.named[-1]
 

@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.binding import Axes
-from gauge_optax.gauges.copies import Copy, Effect, Matched, drawn
+from gauge_optax.binding import Axes, Matched
+from gauge_optax.gauges.copies import Copy, Effect, drawn, part_label
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
 from gauge_optax.gauges.torus import Torus, check_pairing, in_planes, random_angles
 from gauge_optax.parts.heads import BASIS, Planes
@@ -59,13 +59,13 @@ class ComplexScale(Copy):
 
     effect: ClassVar[Effect] = "linear"
     balancing: ClassVar[Effect] = "diagonal"
-    acting: ClassVar[tuple[str, ...]] = (BASIS,)
+    reserved: ClassVar[tuple[str, ...]] = (BASIS,)
     breaks: ClassVar[str] = Torus.breaks
 
     @classmethod
     def of(cls, found: Matched, **options: Any) -> "ComplexScale":
         # The moduli are read from the first block, whichever order the others have.
-        name = found.label(pairing=options["pairing"], anchor=[(b.path, b.axes) for b in found.blocks][:1])
+        name = part_label(found, pairing=options["pairing"], anchor=[(b.path, b.axes) for b in found.blocks][:1])
         whole = in_planes(found, options["pairing"])
         moduli = Factor(f"{name} moduli", whole.named, whole.shape, whole.blocks)
         return cls(found.key, (moduli, Planes(f"{name} angles", whole.named, whole.shape, whole.blocks)))

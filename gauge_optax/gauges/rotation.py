@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.binding import Axes
-from gauge_optax.gauges.copies import Compact, Effect, Matched, normal
+from gauge_optax.binding import Axes, Matched
+from gauge_optax.gauges.copies import Compact, Effect, normal, part_label
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
 from gauge_optax.linalg import haar, matrix_exponential, nearly_orthogonal, skew, transpose
 from gauge_optax.parts.heads import BASIS, Rotation
@@ -52,7 +52,7 @@ class HeadRotation(Orthogonal, Compact):
     """One copy: an orthogonal matrix per head, (*shape, d_h, d_h)."""
 
     effect: ClassVar[Effect] = "orthogonal"
-    acting: ClassVar[tuple[str, ...]] = (BASIS,)
+    reserved: ClassVar[tuple[str, ...]] = (BASIS,)
     breaks: ClassVar[str] = (
         "rotary embeddings (rope_torus) or QK-norm (scale_invariant), a bias that is not listed, or the index or order "
         "of a fused kernel, qkv=1 for qkv=0, (basis head) for (head basis)"
@@ -60,7 +60,8 @@ class HeadRotation(Orthogonal, Compact):
 
     @classmethod
     def of(cls, found: Matched, **options: Any) -> "HeadRotation":
-        return cls(found.key, (Rotation(found.label(), found.named, found.shape, found.blocks, found.sizes[BASIS]),))
+        part = Rotation(part_label(found), found.named, found.shape, found.blocks, found.sizes[BASIS])
+        return cls(found.key, (part,))
 
     @property
     def size(self) -> int:

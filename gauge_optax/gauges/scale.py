@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.binding import Axes
+from gauge_optax.binding import Axes, Matched
 from gauge_optax.errors import binding_error
-from gauge_optax.gauges.copies import Copy, Effect, Matched, drawn
+from gauge_optax.gauges.copies import Copy, Effect, drawn, part_label
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
 from gauge_optax.parts.sizes import Factor
 
@@ -174,7 +174,7 @@ def residual_scale(
 def two_sided(gauge: Any) -> bool:
     """Whether a gauge is a scale with two sides."""
     sides = {"up", "down"}
-    return isinstance(gauge, BlockGauge) and gauge.kind is Scale and {spec.role for spec in gauge.specs} == sides
+    return isinstance(gauge, BlockGauge) and gauge.kind is Scale and {spec.argument for spec in gauge.specs} == sides
 
 
 def keeps_product(gauge: Any) -> bool:
@@ -197,8 +197,8 @@ class Scale(Copy):
 
     @classmethod
     def of(cls, found: Matched, **options: Any) -> "Scale":
-        (up,), degree = found.of_role("up"), float(options.get("degree", 1))
-        name = found.label(degree=degree, anchor=[(b.path, b.axes) for b in up[:1]])
+        (up,), degree = found.of_argument("up"), float(options.get("degree", 1))
+        name = part_label(found, degree=degree, anchor=[(b.path, b.axes) for b in up[:1]])
         signed = bool(options.get("signed")) and all(b.entries(found.named) == 1 for b in up[:1])
         by_entry = bool(options.get("by_entry"))
         return cls(found.key, (Factor(name, found.named, found.shape, found.blocks, degree, by_entry, signed),))

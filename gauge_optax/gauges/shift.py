@@ -23,10 +23,10 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.binding import Axes, Block, BlockSpec, instance_key, overlap
+from gauge_optax.binding import Axes, Block, BlockSpec, Matched, copy_key, overlap
 from gauge_optax.binding.axes import parse_axes
 from gauge_optax.errors import binding_error
-from gauge_optax.gauges.copies import Copy, Effect, Matched, normal
+from gauge_optax.gauges.copies import Copy, Effect, normal, part_label
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
 from gauge_optax.linalg import real_dtype
 from gauge_optax.parts.constants import CHANNEL, Logits, Mean
@@ -127,7 +127,7 @@ class Shift(Copy):
 
     effect: ClassVar[Effect] = "shift"
     balancing: ClassVar[Effect] = "shift"
-    acting: ClassVar[tuple[str, ...]] = (VOCAB,)
+    reserved: ClassVar[tuple[str, ...]] = (VOCAB,)
     part: ClassVar[type[Mean]] = Logits
     breaks: ClassVar[str] = (
         "logits themselves move: return the loss, or log-probabilities; else a tied head, soft-capping, or a loss that "
@@ -140,17 +140,17 @@ class Shift(Copy):
             for other in found.blocks[:at]:
                 if block.path == other.path and overlap(cls.one_along(block), cls.one_along(other)):
                     raise binding_error(
-                        found.gauge, f"two ranges of {', '.join(cls.acting)} on '{block.path}'",
+                        found.gauge, f"two ranges of {', '.join(cls.reserved)} on '{block.path}'",
                         f"'{other.axes}' and '{block.axes}'", "one range per leaf in one gauge",
                         f"write one {found.gauge} per range, as a list of gauges")
         # A state has one array per block: in an order that does not depend on that of a dict.
         blocks = tuple(sorted(found.blocks, key=lambda block: (block.path, block.axes)))
-        return cls(found.key, (cls.part(found.label(), found.named, found.shape, blocks, along=cls.acting),))
+        return cls(found.key, (cls.part(part_label(found), found.named, found.shape, blocks, along=cls.reserved),))
 
     @classmethod
     def one_along(cls, block: Block) -> Block:
         """The block of one entry along the axes that a shift is constant along."""
-        return functools.reduce(shift_block, cls.acting, block)
+        return functools.reduce(shift_block, cls.reserved, block)
 
     @property
     def shifted(self) -> tuple[Block, ...]:
@@ -180,17 +180,17 @@ class Shift(Copy):
         out = {one.path: jnp.zeros(one.shape, real_dtype()) for _, one in ones}
         for (_, one), view in zip(ones, elements[0], strict=True):
             out[one.path] = one.write(out[one.path], view)
-        shapes = {block.path: _without(block, self.acting) for block in self.shifted}
+        shapes = {block.path: _without(block, self.reserved) for block in self.shifted}
         return {path: x.reshape(shapes[path]) for path, x in out.items()}
 
     @classmethod
     def conjugated(cls, specs: Sequence[BlockSpec], element: Any, moved: Callable[[str, jax.Array], jax.Array]) -> Any:
         def after(path: str, shift: jax.Array) -> jax.Array:
             # `moved` needs the leaf's shape with `vocab` of length 1; an element lacks an axis that is `vocab` alone.
-            spec = next(s for s in specs if instance_key(specs, s, path) is not None)
+            spec = next(s for s in specs if copy_key(specs, s, path) is not None)
             lengths = iter(shift.shape)
             groups = parse_axes(cls.__name__, spec.pattern, spec.axes).groups
-            alone = [len(group) == 1 and group[0].name in cls.acting for group in groups]
+            alone = [len(group) == 1 and group[0].name in cls.reserved for group in groups]
             return moved(path, shift.reshape([1 if one else next(lengths) for one in alone])).reshape(shift.shape)
 
         return {path: after(path, shift) for path, shift in element.items()}
@@ -204,7 +204,7 @@ class Shift(Copy):
 class WriteShift(Shift):
     """One copy: a number per row of each leaf."""
 
-    acting: ClassVar[tuple[str, ...]] = (CHANNEL,)
+    reserved: ClassVar[tuple[str, ...]] = (CHANNEL,)
     part: ClassVar[type[Mean]] = Mean
     breaks: ClassVar[str] = "a reader of the stream that does not subtract its mean, such as an RMSNorm, or a tied head"
 
@@ -213,7 +213,7 @@ class WriteShift(Shift):
 class TiedShift(Shift):
     """One copy: a number per table."""
 
-    acting: ClassVar[tuple[str, ...]] = (VOCAB, CHANNEL)
+    reserved: ClassVar[tuple[str, ...]] = (VOCAB, CHANNEL)
     part: ClassVar[type[Mean]] = Mean
     breaks: ClassVar[str] = (
         "logits themselves move: return the loss, or log-probabilities; else a reader of the stream that does not "
@@ -225,7 +225,7 @@ class TiedShift(Shift):
 class Bias(Shift):
     """One copy: an array of the leaf's shape per block."""
 
-    acting: ClassVar[tuple[str, ...]] = ()
+    reserved: ClassVar[tuple[str, ...]] = ()
     part: ClassVar[type[Mean]] = Mean
     breaks: ClassVar[str] = "rotary embeddings or QK-norm between the bias and the scores, or no softmax"
 
@@ -237,15 +237,15 @@ class Bias(Shift):
 
 def shift_block(block: Block, axis: str) -> Block:
     """The block of one entry along an axis: the same selection on a leaf where that axis has length 1."""
-    at = [k for k, i in enumerate(block.index) if not isinstance(i, int)][block.labels.index(axis)]
+    at = [k for k, i in enumerate(block.picks) if not isinstance(i, int)][block.labels.index(axis)]
     split = tuple(1 if k == at else n for k, n in enumerate(block.split))
-    index = tuple(((0, 1),) if k == at else i for k, i in enumerate(block.index))
-    ranges = tuple(None if at in group else span for group, span in zip(block.groups, block.ranges, strict=True))
+    picks = tuple(((0, 1),) if k == at else i for k, i in enumerate(block.picks))
+    window = tuple(None if at in group else span for group, span in zip(block.groups, block.window, strict=True))
     shape = tuple(
         math.prod(split[k] for k in group) if span is None else n
-        for group, span, n in zip(block.groups, ranges, block.shape, strict=True)
+        for group, span, n in zip(block.groups, window, block.shape, strict=True)
     )
-    return dataclasses.replace(block, shape=shape, split=split, index=index, ranges=ranges)
+    return dataclasses.replace(block, shape=shape, split=split, picks=picks, window=window)
 
 
 def _without(block: Block, axes: tuple[str, ...]) -> tuple[int, ...]:

@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 
 import jax
 
-from gauge_optax.binding import Axes
+from gauge_optax.binding import Axes, Matched
 from gauge_optax.errors import binding_error
-from gauge_optax.gauges.copies import Compact, Effect, Matched, drawn
+from gauge_optax.gauges.copies import Compact, Effect, drawn, part_label
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
 from gauge_optax.parts.heads import BASIS, PLANE, PlaneBlock, Planes
 
@@ -75,12 +75,12 @@ class Torus(Compact):
     """One copy: an angle per head and plane, (*shape); the last named axis is `plane`."""
 
     effect: ClassVar[Effect] = "orthogonal"
-    acting: ClassVar[tuple[str, ...]] = (BASIS,)
+    reserved: ClassVar[tuple[str, ...]] = (BASIS,)
     breaks: ClassVar[str] = "the other pairing, a rotary part that is shorter than the basis (basis=0:32), or QK-norm"
 
     @classmethod
     def of(cls, found: Matched, **options: Any) -> "Torus":
-        name, whole = found.label(pairing=options["pairing"]), in_planes(found, options["pairing"])
+        name, whole = part_label(found, pairing=options["pairing"]), in_planes(found, options["pairing"])
         return cls(found.key, (Planes(name, whole.named, whole.shape, whole.blocks),))
 
     def sample(self, key: jax.Array, scale: float, leaves: Mapping[str, Any]) -> jax.Array:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.balance import balanced_elements
 from gauge_optax.gauges.gauge import Product
-from gauge_optax.slice import Elements, Entered, Slice
+from gauge_optax.slice import Elements, Slice, Undone
 
 Leaves = dict[str, jax.Array]
 
@@ -34,7 +34,7 @@ def check_at(name: str, at: str) -> None:
         )
 
 
-def ways(group: Product, params: Any, at: str, frame: Elements | None = None) -> list[Entered]:
+def ways(group: Product, params: Any, at: str, frame: Elements | None = None) -> list[Undone]:
     """The moves that lead from a point to the balanced point or the slice point, in order.
 
     Args:

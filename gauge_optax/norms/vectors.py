@@ -94,7 +94,7 @@ def parse(name: str, axes: Mapping[str, Axes], sizes: Mapping[str, int] | None) 
         for string in (strings if isinstance(strings, tuple) and strings else (strings,))
         for spec in block_specs(name, "axes", {pattern: string})
     ]
-    names = {spec: {part.name for part in parse_axes(name, spec.pattern, spec.axes).parts} for spec in specs}
+    names = {spec: {part.name for part in parse_axes(name, spec.pattern, spec.axes).items} for spec in specs}
     lengths = frozen_sizes(name, sizes)
     for axis, _ in lengths:
         if not any(axis in names[spec] for spec in specs):
@@ -136,8 +136,8 @@ def resolve(name: str, specs: Specs, tree: Any) -> list[Selection]:
         # Leaf by leaf, because a name that two leaves share may have two lengths. Without a match, `bind` gets the
         # whole tree and raises.
         trees = [{path: leaves[path]} for path in paths] or [tree]
-        instances = [instance for part in trees for instance in bind(name, (spec,), sizes, part).instances]
-        for block in (block for instance in instances for block in instance.blocks):
+        copies = [copy for part in trees for copy in bind(name, (spec,), sizes, part)]
+        for block in (block for copy in copies for block in copy.blocks):
             on_leaf = by_path.setdefault(block.path, [])
             for other in on_leaf:
                 if overlap(block, other.block):

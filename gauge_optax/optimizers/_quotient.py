@@ -17,7 +17,7 @@ from gauge_optax.gauges.bound import bound, require_nonzero_norms
 from gauge_optax.gauges.gauge import Gauge, Gauges, Product, product
 from gauge_optax.optimizers.rest import resting
 from gauge_optax.parts.part import Arrays
-from gauge_optax.slice import Elements, Entered, Frame, Slice
+from gauge_optax.slice import Elements, Frame, Slice, Undone
 from gauge_optax.transformation import (
     GaugeTransformation,
     at_once,
@@ -126,7 +126,8 @@ def quotient_for(
     frozen: Any = None,
 ) -> GaugeTransformation:
     """Returns `quotient`, with messages that name the public function `name`."""
-    given, inner, group = inner, checked_inner(name, inner), product(gauges)
+    given, inner = inner, checked_inner(name, inner)
+    group = product(gauges)
 
     def update(updates: Any, state: QuotientState, params: Any, **extra: Any) -> tuple[Any, QuotientState]:
         s = bound(group.gauges, params, frozenset(state.frame.frozen)).slice
@@ -163,8 +164,8 @@ def quotient_for(
         _, point = frame_and_slice_point(name, group, params, never_changing(params))
         return preflight_of(given)(point)
 
-    held = with_gauges_of(inner, group.gauges)
-    tx = transformation(name, init, update, QuotientState, empty, gauges=held, rules=inner.rules, preflight=preflight)
+    known = with_gauges_of(inner, group.gauges)
+    tx = transformation(name, init, update, QuotientState, empty, gauges=known, rules=inner.rules, preflight=preflight)
     tx.inner = given
     return resting(name, tx, group, rest)
 
@@ -183,7 +184,7 @@ def group_of(name: str, learning_rate: Any, gauges: Any) -> Product:
     return product(gauges)
 
 
-def slice_gradient(s: Slice, entered: Entered, updates: Any, without_constants: bool = True) -> Any:
+def slice_gradient(s: Slice, entered: Undone, updates: Any, without_constants: bool = True) -> Any:
     """The slice gradient ĝ = Fᵀ·g as a tree, without roundoff in entries that are zero by invariance.
 
     A rotation of the residual stream needs norms whose scale is 1. The gradient of such a scale is computed from the
@@ -201,7 +202,7 @@ def slice_gradient(s: Slice, entered: Entered, updates: Any, without_constants: 
 
 def no_offset(s: Slice) -> Elements:
     """The offset of `pin=False` before the first step: the identity of every size that is fixed."""
-    return {part.label: part.identity() for part, _, _ in s.sizes if part.label not in s.alone}
+    return {part.label: part.identity() for part, _, _ in s.sizes if part.label not in s.not_fixed}
 
 
 def _frame_of(name: str, s: Slice, state: QuotientState, pin: bool) -> Elements:
@@ -273,7 +274,7 @@ def _read_and_entered(s: Slice, leaves: Any) -> tuple[Frame, Arrays]:
     return frame, s.enter(frame.elements, values).point
 
 
-def _extra_at(s: Slice, entered: Entered, seen: Entered, params: Any, extra: dict[str, Any]) -> dict[str, Any]:
+def _extra_at(s: Slice, entered: Undone, seen: Undone, params: Any, extra: dict[str, Any]) -> dict[str, Any]:
     """The extra arguments, with `grad` and `value_fn` of the weights θ replaced by those of the point `inner` sees."""
     if extra.get("grad") is not None:
         gradient = slice_gradient(s, entered, extra["grad"])

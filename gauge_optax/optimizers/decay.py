@@ -197,8 +197,8 @@ def _numbers(s: Slice, by_role: Mapping[str, float]) -> tuple[dict[str, float], 
     roles = []  # of every block: its leaf, the constructor's argument, and the key under which its number is looked up
     for part in (*s.parts, *s.free):
         for block in part.blocks:
-            argument = _ARGUMENTS.get((name_of(part), block.role), block.role)
-            roles.append((block.path, argument, argument if argument in by_role else block.role))
+            argument = _ARGUMENTS.get((name_of(part), block.argument), block.argument)
+            roles.append((block.path, argument, argument if argument in by_role else block.argument))
 
     def listed(names: Iterable[str]) -> str:
         return ", ".join(f"'{name}'" for name in dict.fromkeys(names))

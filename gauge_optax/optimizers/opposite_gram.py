@@ -258,7 +258,7 @@ def _power(x: jax.Array, exponent: float) -> jax.Array:
 
 
 def _corrected(s: Slice, inverses: OppositeInverses, vectors: Arrays) -> Arrays:
-    """Returns the leaves of all instances with two sides, corrected."""
+    """Returns the leaves of all copies with two sides, corrected."""
     scales, linear = two_sides(s)
     out = dict(vectors)
     for part, channels in zip(scales, inverses.scales, strict=True):

@@ -229,7 +229,7 @@ def polar_of(
     for pattern, label in (labels or {}).items():
         if _is_axes(label):
             for axes in label if isinstance(label, tuple) else (label,):
-                named |= {part.name for part in parse_axes(name, pattern, axes).parts} - {"_"}
+                named |= {part.name for part in parse_axes(name, pattern, axes).items} - {"_"}
         elif label not in ("muon", "adam"):
             raise binding_error(
                 name, f"bad label of '{pattern}'", repr(label), "'muon', 'adam', or axes such as '_ head _'",

@@ -115,7 +115,7 @@ def resting(name: str, tx: GaugeTransformation, group: Product, rest: str) -> Ga
         held = dict(state.held)
         for part, _, _ in s.sizes:
             ratio, label = log_ratio(part, x), part.label
-            if ratio is None or label in s.alone | s.following or _rounds_growth(part, params):
+            if ratio is None or label in s.not_fixed | s.following or _rounds_growth(part, params):
                 continue
             after_step = ratio + share(part) * jnp.log(jnp.abs(f[label]))
             # F follows from the coordinate alone, so that no roundoff of earlier steps adds up.

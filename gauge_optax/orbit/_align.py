@@ -222,7 +222,7 @@ def _from_slice(s: Slice, a: Any, b: Any, known: Mapping[Any, Any]) -> _Path:
     """The path that leads over the slice points of both."""
     there, here = (s.unturned_slice_point(x)[1] for x in (a, b))
     path = _Path(s, s.values(b), dict(there.point))
-    for part, e, _, _ in here.stages:
+    for part, e, _, _ in here.parts:
         path.move(part, part.inverse(e))
     path.point = dict(here.point)
     for part, e in known.items():
@@ -231,7 +231,7 @@ def _from_slice(s: Slice, a: Any, b: Any, known: Mapping[Any, Any]) -> _Path:
     undetermined = [part for part in free if is_compact(part)]
     _move_each(path, undetermined, "all")
     _take_turns(path, undetermined)
-    for part, e, _, _ in reversed(there.stages):
+    for part, e, _, _ in reversed(there.parts):
         path.move(part, e)
     path.target = s.values(a)
     _take_turns(path, free)

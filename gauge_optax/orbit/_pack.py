@@ -91,7 +91,7 @@ class PackedBlock:
     def shape(self) -> tuple[int, ...]:
         """Shape of the stored rows, with as many axes as the leaf has."""
         lengths = iter(self.view_shape)
-        sizes = [1 if isinstance(index, int) else next(lengths) for index in self.block.index]
+        sizes = [1 if isinstance(pick, int) else next(lengths) for pick in self.block.picks]
         return tuple(math.prod(sizes[k] for k in group) for group in self.block.groups)
 
     @classmethod
@@ -436,7 +436,7 @@ def packed_dot(x: jax.Array, kernel: Any, axis: int = 0) -> jax.Array:
     layout, rank = kernel.layout, len(kernel.layout.shape)
     axis = axis % rank
     for b in layout.blocks:
-        alone = len(b.block.groups[b.leaf_axis]) == 1 and b.block.ranges[b.leaf_axis] is None
+        alone = len(b.block.groups[b.leaf_axis]) == 1 and b.block.window[b.leaf_axis] is None
         if b.leaf_axis != axis or not alone or (layout.joint is None and layout.rest is not None):
             raise binding_error(
                 "packed_dot", f"no product with '{b.block.path}' along axis {axis}",

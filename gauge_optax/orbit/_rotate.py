@@ -216,8 +216,8 @@ def _free_axis(blocks: Sequence[Block]) -> int | None:
 
     def free(axis: int) -> bool:
         return all(
-            len(b.groups[axis]) == 1 and b.split_labels[b.groups[axis][0]] == "_" and b.ranges[axis] is None
-            and b.index[b.groups[axis][0]] == ((0, b.shape[axis]),) for b in blocks
+            len(b.groups[axis]) == 1 and b.split_labels[b.groups[axis][0]] == "_" and b.window[axis] is None
+            and b.picks[b.groups[axis][0]] == ((0, b.shape[axis]),) for b in blocks
         )
 
     shape = blocks[0].shape
@@ -231,7 +231,7 @@ def _shortened(part: Any, axis: int, length: int) -> Any:
         at = block.groups[axis][0]
         return dataclasses.replace(
             block, shape=_set(block.shape, axis, length), split=_set(block.split, at, length),
-            index=_set(block.index, at, ((0, length),)),
+            picks=_set(block.picks, at, ((0, length),)),
         )
 
     return with_blocks(part, lambda blocks: tuple(map(short, blocks)))

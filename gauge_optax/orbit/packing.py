@@ -126,7 +126,7 @@ def _to_identity_rows(
     heads = _rows_of_heads(copy, block, point)
     back, to, condition = _to_identity(jnp.take_along_axis(heads, rows[..., None], -2), size)
     # From the right side, which moves as S⁻ᵀ, the same matrices are S⁻ᵀ and Sᵀ.
-    pair = (to, back) if block.role == "left" else (transpose(back), transpose(to))
+    pair = (to, back) if block.argument == "left" else (transpose(back), transpose(to))
     _, turn = copy.parts
     return (jnp.stack(pair, -3).reshape(*copy.shape, 2, copy.size, copy.size), turn.identity()), condition
 
@@ -141,7 +141,7 @@ def _to_real_row(
     modulus, angle = jnp.linalg.norm(row, axis=-1), jnp.arctan2(row[..., 1], row[..., 0])
     typical = jnp.mean(jnp.linalg.norm(heads, axis=-1), -1)
     condition = jnp.where(modulus > 0, typical / modulus, jnp.inf)
-    factor = size / modulus if block.role == "left" else modulus / size  # left·z, and right/z̄
+    factor = size / modulus if block.argument == "left" else modulus / size  # left·z, and right/z̄
     return (factor.reshape(copy.shape), -angle.reshape(copy.shape)), jnp.max(condition, -1)
 
 

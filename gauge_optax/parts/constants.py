@@ -109,7 +109,7 @@ class Mean(Translation):
 class Logits(Mean):
     """The mean over classes of an output layer. While that layer is constant, no other leaf has a gradient."""
 
-    def least_signal(self, x: Arrays, g: Arrays) -> jax.Array | None:
+    def reference_gradient(self, x: Arrays, g: Arrays) -> jax.Array | None:
         """The largest gradient of the output layer if it is constant over classes at a slice point, else 0.
 
         None for a bias alone, which does not keep gradients from other leaves.
@@ -138,21 +138,21 @@ class Trade(Translation):
         # What is read from tables that other parts centre does not depend on their means, so that it need not wait: ().
         return ((),) if self.hidden else (self._side("down"), self._side("up"))
 
-    def _side(self, role: str) -> Anchor:
-        return tuple(b for b in self.blocks if b.role == role)
+    def _side(self, argument: str) -> Anchor:
+        return tuple(b for b in self.blocks if b.argument == argument)
 
     def beside(self, others: Sequence[Part[Any]]) -> "Trade":
         means = [part for part in others if isinstance(part, Mean) and set(part.along) <= set(self.named)]
-        down, up = (all(any(moves(m, (b,)) for m in means) for b in self._side(role)) for role in ("down", "up"))
+        down, up = (all(any(moves(m, (b,)) for m in means) for b in self._side(x)) for x in ("down", "up"))
         return dataclasses.replace(self, hidden=len(self.named) == 1 and down and not up)
 
     def added(self, e: jax.Array, x: Arrays) -> Iterable[tuple[Block, jax.Array]]:
-        return [(b, laid_out(e if b.role == "up" else -e, self.named, b.labels)) for b in self.blocks]
+        return [(b, laid_out(e if b.argument == "up" else -e, self.named, b.labels)) for b in self.blocks]
 
     def read(self, anchor: Anchor, x: Arrays) -> jax.Array:
         if not self.hidden:
-            return self._mean(anchor, x) if anchor[0].role == "up" else -self._mean(anchor, x)
-        down, up = (self._mean(self._side(role), x) for role in ("down", "up"))
+            return self._mean(anchor, x) if anchor[0].argument == "up" else -self._mean(anchor, x)
+        down, up = (self._mean(self._side(side), x) for side in ("down", "up"))
         return jnp.mean(down) - down + jnp.mean(up)
 
     def _mean(self, blocks: Anchor, x: Arrays) -> jax.Array:

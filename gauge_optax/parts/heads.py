@@ -331,13 +331,13 @@ class Rotation(Orthogonal, HeadTurn):
         out = dict(u)
         for same in by_size(turns):
             gram = stack_heads([turn.gram(x, x) for turn in same])
-            moment = stack_heads([turn.gram(x, u) for turn in same])
+            cross_gram = stack_heads([turn.gram(x, u) for turn in same])
             basis = None if into is None else stack_heads([into[turn] for turn in same])
             if basis is not None:
                 # The equation is solved on the slice, because the residual error of the iteration depends on the basis.
-                gram, moment = (matmul(matmul(transpose(basis), y), basis) for y in (gram, moment))
+                gram, cross_gram = (matmul(matmul(transpose(basis), y), basis) for y in (gram, cross_gram))
             # The heads of all layers are solved as one batch. Each part then multiplies by its share of the solution.
-            for turn, generator in zip(same, unstack_heads(lyapunov_by_products(gram, -moment), same), strict=True):
+            for turn, generator in zip(same, unstack_heads(lyapunov_by_products(gram, -cross_gram), same), strict=True):
                 if into is not None:
                     generator = matmul(matmul(into[turn], generator), transpose(into[turn]))
                 out |= turn.turned(x, generator, added_to=out)

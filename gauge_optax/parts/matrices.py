@@ -257,10 +257,10 @@ def cuts_of(block: Block) -> tuple[Ranges | None, ...]:
     labels = block.split_labels
 
     def cut(axis: int) -> Ranges | None:
-        window, (first, *others) = block.ranges[axis], block.groups[axis]
+        window, (first, *others) = block.window[axis], block.groups[axis]
         if window is not None:
             return (window,)
-        index, label = block.index[first], labels[first]
+        index, label = block.picks[first], labels[first]
         in_head = label in (BASIS, PLANE) or (HEAD in labels and label != HEAD)
         if others or isinstance(index, int) or in_head or index == ((0, block.split[first]),):
             return None
@@ -289,19 +289,19 @@ def _restricted(block: Block, axis: int, piece: Ranges) -> Block | None:
         return block
     if not all(any(start <= first and last <= stop for start, stop in held) for first, last in piece):
         return None
-    split, index, ranges, group = list(block.split), list(block.index), list(block.ranges), block.groups[axis]
+    split, picks, window, group = list(block.split), list(block.picks), list(block.window), block.groups[axis]
     if len(group) == 1:
-        index[group[0]] = piece
+        picks[group[0]] = piece
     else:
         ((start, stop), *others), last = piece, split[group[-1]]
         length = stop - start
-        if others or length % last or (start - held[0][0]) % last or any(isinstance(index[k], int) for k in group):
+        if others or length % last or (start - held[0][0]) % last or any(isinstance(picks[k], int) for k in group):
             return None
         for k in group:
             split[k] = last if k == group[-1] else length // last if k == group[0] else 1
-            index[k] = ((0, split[k]),)
-        ranges[axis] = (start, stop)
-    return dataclasses.replace(block, split=tuple(split), index=tuple(index), ranges=tuple(ranges))
+            picks[k] = ((0, split[k]),)
+        window[axis] = (start, stop)
+    return dataclasses.replace(block, split=tuple(split), picks=tuple(picks), window=tuple(window))
 
 
 def within(block: Block, reading: Reading) -> tuple[Block, ...]:
@@ -322,11 +322,11 @@ def _widened(block: Block) -> Block:
     Indices count matrices (`qkv=0`), and a part of a head stands for the head.
     """
     cuts = cuts_of(block)
-    index: list[int | Ranges] = []
+    picks: list[int | Ranges] = []
     for axis, group in enumerate(block.groups):
-        lone = cuts[axis] is not None and block.ranges[axis] is None
-        index += [block.index[k] if lone else ((0, block.split[k]),) for k in group]
-    return dataclasses.replace(block, index=tuple(index), labels=block.split_labels)
+        lone = cuts[axis] is not None and block.window[axis] is None
+        picks += [block.picks[k] if lone else ((0, block.split[k]),) for k in group]
+    return dataclasses.replace(block, picks=tuple(picks), labels=block.split_labels)
 
 
 def head_matrices(block: Block) -> Matrices | None:

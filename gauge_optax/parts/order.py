@@ -16,7 +16,17 @@ import numpy as np
 
 from gauge_optax.binding import Block
 from gauge_optax.errors import binding_error
-from gauge_optax.parts.part import Anchor, Constant, Size, Turn, blocks_by_path, moves, name_of, overlaps
+from gauge_optax.parts.part import (
+    EXCLUSIVE,
+    Anchor,
+    Constant,
+    Size,
+    Turn,
+    blocks_by_path,
+    moves,
+    name_of,
+    overlaps,
+)
 
 
 class Place(NamedTuple):
@@ -36,8 +46,8 @@ class Place(NamedTuple):
 by_label = operator.attrgetter("label")  # what parts are sorted by where nothing else decides
 
 
-def place_of(anchor: Anchor) -> tuple[tuple[str, str], ...]:
-    """Where an anchor stands: paths and axes, which two parts of one block share."""
+def anchor_key(anchor: Anchor) -> tuple[tuple[str, str], ...]:
+    """Paths and axes of an anchor: equal for two parts that are read from one block."""
     return tuple((b.path, b.axes) for b in anchor)
 
 
@@ -124,16 +134,16 @@ def _clash(p: Any, a: Block, q: Any, b: Block) -> ValueError | None:
         problem = f"does not commute with {name_of(q)} on '{a.path}'"
         return binding_error(name_of(p), problem, found, expected, "drop one of the two from this list")
 
-    if "" in p.along:
+    if p.along == EXCLUSIVE:
         return error(
             "a gauge known by its action alone, which cannot be told to commute",
             "leaves that no other gauge of the list binds, or a gauge that says `commutes = True`",
         )
     if isinstance(p, Constant) and isinstance(q, roles) and q.along:
         return None
-    if isinstance(q, Size) and {place_of((x,)) for x in p.passes} & {place_of(x) for x in q.anchors}:
+    if isinstance(q, Size) and {anchor_key((x,)) for x in p.passes} & {anchor_key(x) for x in q.anchors}:
         return None  # the part acts where this size is 1
-    named = (*q.named, *filter(None, q.along))
+    named = (*q.named, *(() if q.along == EXCLUSIVE else q.along))
     if not any(axis in a.names and varies_along(b, named, a, axis) for axis in p.along):
         return None
     if not isinstance(q, roles):

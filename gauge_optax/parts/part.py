@@ -39,6 +39,9 @@ Arrays = dict[str, jax.Array]
 Anchor = tuple[Block, ...]
 """Blocks that an element is read from together. With the empty anchor, a part waits for no other part."""
 
+EXCLUSIVE = ("",)
+"""The value of `Part.along` for a part whose blocks no other part may move."""
+
 E = TypeVar("E")
 
 overlaps = functools.cache(overlap)
@@ -72,7 +75,7 @@ class Part(abc.ABC, Generic[E]):
         """The axes of its blocks whose entries this part mixes, as a rotation mixes those of `basis`.
 
         Every other part on these blocks must multiply all entries along them by one number; a size that is read from a
-        block which this part passes is exempt. (): no condition. ("",): no other part may move these blocks.
+        block which this part passes is exempt. (): no condition. `EXCLUSIVE`: no other part may move these blocks.
         """
         return ()
 
@@ -174,10 +177,10 @@ class Constant(Part[E]):
     def read(self, anchor: Anchor, x: Arrays) -> E:
         """The element whose removal leads to the slice, where this reading is zero."""
 
-    def least_signal(self, x: Arrays, g: Arrays) -> jax.Array | None:
-        """The size that gradients of all leaves are compared with at a slice point; None where there is none.
+    def reference_gradient(self, x: Arrays, g: Arrays) -> jax.Array | None:
+        """The size of gradients with which those of all leaves are compared at a slice point; None where there is none.
 
-        Below this size times the roundoff of the dtype they are roundoff (`Slice.least_signal`).
+        What is smaller than it by the roundoff of the dtype is itself roundoff (`Slice.least_signal`).
 
         Args:
           x: the slice point.

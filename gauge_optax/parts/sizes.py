@@ -26,6 +26,10 @@ from gauge_optax.parts.part import Anchor, Arrays, Size
 _LEAST = 1e-4
 
 
+MULTIPLIED, DIVIDED = ("up", "left"), ("down", "right")
+"""Arguments of constructors whose blocks an element α multiplies, and those whose blocks it divides."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Factor(Size[jax.Array]):
     """up·α and down·α⁻ᵖ per channel. An element is α itself, not its logarithm, and may be negative.
@@ -47,12 +51,12 @@ class Factor(Size[jax.Array]):
     @functools.cached_property
     def up(self) -> Anchor:
         """The blocks that are multiplied by α."""
-        return tuple(b for b in self.blocks if b.role in ("up", "left"))
+        return tuple(b for b in self.blocks if b.argument in MULTIPLIED)
 
     @functools.cached_property
     def down(self) -> Anchor:
         """The blocks that are multiplied by α⁻ᵖ."""
-        return tuple(b for b in self.blocks if b.role in ("down", "right"))
+        return tuple(b for b in self.blocks if b.argument in DIVIDED)
 
     @property
     def anchors(self) -> tuple[Anchor, ...]:
@@ -94,7 +98,7 @@ class Factor(Size[jax.Array]):
         natural = sum(map(math.prod, free)) / (1 if self.by_entry else max(1, inputs))
         read = within & (square > 0)
         size = jnp.sqrt(jax.lax.select(read, square / natural, jnp.ones_like(square)))
-        size = size if anchor[0].role in ("up", "left") else size ** (-1.0 / self.degree)
+        size = size if anchor[0].argument in MULTIPLIED else size ** (-1.0 / self.degree)
         if self.signed and anchor == self.up[:1]:
             size = jnp.where(read & (anchor[0].total(self.named, x[anchor[0].path]) < 0), -size, size)
         return size, read

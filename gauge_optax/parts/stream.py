@@ -99,7 +99,7 @@ class Stream(Orthogonal, Turn[jax.Array]):
             gamma = scale.view(at[scale.path])  # (d,), or (layers, d) where layers are stacked
             for b in behind:
                 laid, rows = laid_out(gamma, scale.labels, b.labels), b.view(out[b.path])
-                out[b.path] = b.write(out[b.path], rows * laid if (b.role == READ) != back else rows / laid)
+                out[b.path] = b.write(out[b.path], rows * laid if (b.argument == READ) != back else rows / laid)
         return {path: out[path] for path in changed(self)}
 
     def restricted(self, matrix: jax.Array) -> jax.Array:
@@ -142,8 +142,9 @@ class Stream(Orthogonal, Turn[jax.Array]):
             measured, moved = (turn.rows, seen) if dual else (seen, turn.rows)
             # A cotangent is multiplied where a tangent is divided.
             inside, values = turn.divided(out, x, back=dual), turn.divided(x, x)
-            gram, moment = (turn.restricted(side.gram(values, y)) for side, y in ((seen, values), (measured, inside)))
-            generator = lyapunov_by_products(gram, -moment, steps=_STEPS)
+            pairs = (seen, values), (measured, inside)
+            gram, cross_gram = (turn.restricted(side.gram(values, y)) for side, y in pairs)
+            generator = lyapunov_by_products(gram, -cross_gram, steps=_STEPS)
             if turn.keeps_ones:
                 generator = turn.embedded(generator) - turn.embedded(jnp.zeros_like(generator))
             out |= turn.divided(inside | moved.turned(values, generator, added_to=inside), x, back=not dual)

@@ -15,7 +15,7 @@ from gauge_optax.binding import with_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.bound import slice_of_frame
 from gauge_optax.optimizers._quotient import QuotientState, no_offset
-from gauge_optax.slice import Elements, Entered, Slice
+from gauge_optax.slice import Elements, Slice, Undone
 from gauge_optax.transformation import cast_like, layout, require_params
 from gauge_optax.wrapped import wrapped_by
 
@@ -124,7 +124,7 @@ def _slice(inside: Any, params: Any) -> Slice:
     return slice_of_frame(inside.frame, params)
 
 
-def _points(inside: Any, params: Any) -> tuple[Entered, Entered]:
+def _points(inside: Any, params: Any) -> tuple[Undone, Undone]:
     """The slice point, and the point that the inner optimizer sees, with the ways back."""
     s = _slice(inside, params)
     f: Elements = s.checked(inside.frame)

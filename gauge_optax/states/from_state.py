@@ -68,7 +68,7 @@ def from_state(
         expected = jax.eval_shape(inner.init, with_leaves(stored, entered.point))
         _check_structure(plain, expected)
         # Turns are not read, so that gauges which only turn take no part in the move. Constants are undone first.
-        back = b.public({part.label: part.inverse(e) for part, e, _, _ in entered.stages})
+        back = b.public({part.label: part.inverse(e) for part, e, _, _ in entered.parts})
         for undone in (s.constants, s.sizes):
             labels = {part.label for part, _, _ in undone}
             moves = [

@@ -204,7 +204,7 @@ def _remedy(adapter: Adapter, path: str, inner: Shape, lead: int, rank: int) -> 
         "if it stands elsewhere, bind the pair with "
         f"go.head_linear({{{adapter.a!r}: {adapter.left!r}}}, {{{adapter.b!r}: {adapter.right!r}}})")
     large = [k for k, n in enumerate(inner) if n > 1]
-    names = [part.name for part in parse_axes("lora", adapter.a, adapter.left).parts if part.name not in ("_", "basis")]
+    names = [part.name for part in parse_axes("lora", adapter.a, adapter.left).items if part.name not in ("_", "basis")]
     if set(inner) <= {1, rank} and "(" not in adapter.left and lead == len(names):
         left, right = adapter.left, adapter.right
         if len(large) == 1:

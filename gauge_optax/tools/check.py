@@ -25,7 +25,7 @@ from gauge_optax.parts.part import changed
 from gauge_optax.slice import Frame
 from gauge_optax.tools.mappings import require_no_contradiction
 from gauge_optax.tools.plan import aligned, gauges_of, said_by
-from gauge_optax.transformation import LeafRule, listening, require_gradients, require_params, require_values
+from gauge_optax.transformation import LeafRule, recording, require_gradients, require_params, require_values
 from gauge_optax.wrapped import transformations_of
 from gauge_optax.xla import quick_options
 
@@ -394,13 +394,13 @@ def _require_none_frozen_unseen(
     """
 
     def update(grads: Any, state: Any, params: Any) -> Any:
-        with listening() as heard:
+        with recording() as recorded:
             tx.update(grads, state, params)
-        return heard
+        return recorded
 
     try:
         program = _one_program(update)
-        heard = program(grads, state, params) if gauges else []
+        recorded = program(grads, state, params) if gauges else []
         # A step that roundoff makes zero is not zero for another gradient. A mask is.
         others = program(jax.tree.map(_negative, grads), state, params) if gauges else []
     except Exception as error:  # whatever an optimizer asks for: further arguments, or a loop around it
@@ -408,7 +408,7 @@ def _require_none_frozen_unseen(
     most = {path: _most(leaf) for path, leaf in leaves_by_path(grads).items()}
     zero = {path for path, leaf in leaves_by_path(params).items() if not _most(leaf)}
     notes = dict[str, None]()
-    for number, ((given, steps, point), (_, other, _)) in enumerate(zip(heard, others, strict=True)):
+    for number, ((given, steps, point), (_, other, _)) in enumerate(zip(recorded, others, strict=True)):
         g, u, v, at = (leaves_by_path(tree) if tree is not None else {} for tree in (given, steps, other, point))
         for gauge in gauges:
             for copy, moved in _copies(gauge, params):

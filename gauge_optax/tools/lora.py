@@ -84,7 +84,7 @@ def lora(
         items = [item for item in _items(left) if item != "_"]
         if bias != pair.a and len(leaves.get(bias, ())) == len(items):
             blocks[bias] = " ".join(items)
-        names = {part.name for side in (left, right) for part in parse_axes("lora", pair.a, side).parts}
+        names = {part.name for side in (left, right) for part in parse_axes("lora", pair.a, side).items}
         given = {name: n for name, n in sizes.items() if name in names}
         used |= set(given)
         calls.append(Call("head_linear", {"left": blocks, "right": {pair.b: right}}, sizes=given))

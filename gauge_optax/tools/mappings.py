@@ -108,7 +108,7 @@ def _kinds(block: Block) -> set[Kinds]:
         parts: list[list[Any]] = []
         for k in group:
             label, size = block.split_labels[k], block.split[k]
-            index = block.index[k]
+            index = block.picks[k]
             kind = ("index" if isinstance(index, int) else "inputs" if label == "_" else
                     "count" if label in COUNTING else TOKEN if label == TOKEN else "outputs")
             picked = index if isinstance(index, int) or index != ((0, size),) else None
@@ -116,8 +116,8 @@ def _kinds(block: Block) -> set[Kinds]:
                 parts[-1][1] *= size
             elif size > 1:
                 parts.append([kind, size, picked])
-        if block.ranges[axis] is not None and len(parts) == 1:
-            parts[0] = [parts[0][0], block.shape[axis], (block.ranges[axis],)]
+        if block.window[axis] is not None and len(parts) == 1:
+            parts[0] = [parts[0][0], block.shape[axis], (block.window[axis],)]
         if len(parts) == 1 and parts[0][0] == "count" and parts[0][2] is None and parts[0][1] <= _MOST_ALIKE:
             options.append([(("index", parts[0][1], i),) for i in range(parts[0][1])])
         else:

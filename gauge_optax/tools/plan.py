@@ -307,7 +307,7 @@ def _joint(copies: Sequence[Sequence[Any]], leaves: Mapping[str, Any]) -> str:
             continue  # a leaf outside the layers, such as the table, is theirs in common: they have one stream
         equal: dict[tuple[Any, ...], list[str]] = {}
         for b in blocks:
-            equal.setdefault((b.role, b.axes, template(b.path), b.shape), []).append(b.path)
+            equal.setdefault((b.argument, b.axes, template(b.path), b.shape), []).append(b.path)
         for paths in equal.values():
             if len(paths) > 1:
                 count = f"{len(paths)} equal leaves, {paths[0]} to {paths[-1]}"

@@ -99,7 +99,7 @@ def _stacked(gauge: Any) -> Gauge:
     layer = "_" if gauge.name == "residual_rotation" else "layer"
     for spec in gauge.specs:
         axes = re.sub(r"^(1\+ )?", rf"\g<1>{layer} ", spec.axes) if "{i}" in spec.pattern else spec.axes
-        roles.setdefault(spec.role, {})[spec.pattern.replace("{i}/", "")] = axes
+        roles.setdefault(spec.argument, {})[spec.pattern.replace("{i}/", "")] = axes
     options = {name: value for name, value in gauge.options if name in gauge._parameters and name != "norms"}
     if norms := dict(gauge.options).get("norms"):
         options["norms"] = [_stacked(norm) for norm in norms]

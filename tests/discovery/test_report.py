@@ -127,7 +127,7 @@ def report_call(gauge: object) -> Call | None:
         return None
     roles: dict[str, dict[str, str]] = {}
     for spec in specs:
-        roles.setdefault(spec.role, {})[spec.pattern] = spec.axes
+        roles.setdefault(spec.argument, {})[spec.pattern] = spec.axes
     return Call(getattr(gauge, "name", ""), roles, {}, dict(getattr(gauge, "sizes", ())))
 
 

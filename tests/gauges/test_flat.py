@@ -184,7 +184,7 @@ def test_a_held_stream_does_not_turn(x64: None) -> None:
     free, *rest = lm.whole_gauges(config, linear=False)
     roles: dict[str, dict[str, str]] = {"read": {}, "write": {}}
     for spec in free.specs:  # type: ignore[attr-defined]
-        roles[spec.role][spec.pattern] = spec.axes
+        roles[spec.argument][spec.pattern] = spec.axes
     norms = [gauge for gauge in rest if gauge.name == "norm_scale"]
 
     def turned(hold: bool) -> float:

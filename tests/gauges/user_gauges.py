@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 import gauge_optax as go
-from gauge_optax.binding import Instance, bind, block_specs, leaves_by_path, with_leaves
+from gauge_optax.binding import Matched, bind, block_specs, leaves_by_path, with_leaves
 
 Tree = Any
 _REAL = float
@@ -29,23 +29,23 @@ class Translation(go.Gauge):
     effect: ClassVar[Any] = "shift"
     balancing: ClassVar[Any] = "shift"
 
-    def _instance(self, params: Tree) -> Instance:
+    def _found(self, params: Tree) -> Matched:
         axes = "_ channel"
         specs = block_specs(self.name, "tokens", {self.tokens: axes})
         specs += block_specs(self.name, "positions", {self.positions: axes})
-        return bind(self.name, specs, (), params).instances[0]
+        return bind(self.name, specs, (), params)[0]
 
     def act(self, element: Tree, params: Tree) -> Tree:
         leaves = leaves_by_path(params)
         moved = {}
-        for block in self._instance(params).blocks:
-            sign = 1.0 if block.role == "tokens" else -1.0
+        for block in self._found(params).blocks:
+            sign = 1.0 if block.argument == "tokens" else -1.0
             leaf = leaves[block.path]
             moved[block.path] = block.write(leaf, (block.view(leaf) + sign * element[""][None]).astype(leaf.dtype))
         return with_leaves(params, moved)
 
     def read(self, params: Tree) -> Tree:
-        block = self._instance(params).blocks[1]
+        block = self._found(params).blocks[1]
         return {"": -jnp.mean(jnp.asarray(block.view(leaves_by_path(params)[block.path]), _REAL), 0)}
 
     def logarithm(self, element: Tree) -> Tree:
@@ -53,11 +53,11 @@ class Translation(go.Gauge):
 
     def balance(self, params: Tree) -> Tree:  # the sum over rows of |t + u|² and |p − u|² is least
         leaves = leaves_by_path(params)
-        tokens, positions = (jnp.asarray(b.view(leaves[b.path]), _REAL) for b in self._instance(params).blocks)
+        tokens, positions = (jnp.asarray(b.view(leaves[b.path]), _REAL) for b in self._found(params).blocks)
         return {"": (jnp.sum(positions, 0) - jnp.sum(tokens, 0)) / (len(tokens) + len(positions))}
 
     def _shape(self, params: Tree) -> tuple[int, ...]:
-        return (dict(self._instance(params).sizes)["channel"],)
+        return (dict(self._found(params).sizes)["channel"],)
 
     def sample(self, key: jax.Array, params: Tree, scale: float = 1.0) -> Tree:
         return {"": jax.random.uniform(key, self._shape(params), _REAL, -scale, scale)}

@@ -74,12 +74,15 @@ class Sizes:
         return tuned.task_of(config, self.steps)._replace(batch=4 if self.width else 32, length=length)
 
 
+the_case = functools.lru_cache(maxsize=1)(case)  # a GPU takes half a minute to make GPT-2's, which four cells share
+
+
 # What is measured -----------------------------------------------------------------------------------------
 
 
 def updates(sizes: Sizes, name: str, block: str) -> dict[str, Any]:
     """The updates of a block's optimizers at one size, in turns, and their memory."""
-    sized = case(sizes.of(name))
+    sized = the_case(sizes.of(name))
     made = compare.timed(chosen(sized, block), sized, sizes.repeats)
     base = next(iter(made.values()))
     return {n: compare.row(update, base) | {"peak_mb": update.peak_bytes / 1e6} for n, update in made.items()}
@@ -87,7 +90,7 @@ def updates(sizes: Sizes, name: str, block: str) -> dict[str, Any]:
 
 def steps(sizes: Sizes, name: str, block: str) -> dict[str, Any]:
     """The same optimizers' whole training steps: loss, gradient and update as one compiled function."""
-    sized = case(sizes.of(name))
+    sized = the_case(sizes.of(name))
     assert sized.tokens is not None
     batch, length = sized.tokens.shape
     rows = compare.step_columns(chosen(sized, block), sized, sizes.step_repeats)
@@ -126,7 +129,7 @@ def twins(sizes: Sizes, precision: str) -> dict[str, float]:
 
     Twins are two weight sets of one function: a start, and the same moved by a random element of all symmetries.
     """
-    sized = case(sizes.of("toy"))
+    sized = the_case(sizes.of("toy"))
     assert sized.loss is not None and sized.tokens is not None
     loss, tokens, group = sized.loss, sized.tokens, go.product(sized.gauges)
     other = jax.jit(lambda params: group.act(group.sample(jax.random.key(SEED), params), params))(sized.params)

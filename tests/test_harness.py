@@ -209,7 +209,7 @@ def test_a_page_is_that_of_its_json(name: str) -> None:
 
 def test_every_result_of_a_benchmark_has_a_page_or_a_reason() -> None:
     """What `fuzz` and `side_by_side` keep is read by the next run of them, which prints it; others are settled."""
-    settled = {"packing", "curvature", "metrics", "preflight", "track3", "transfer"}
+    settled = {"packing", "curvature", "metrics", "preflight", "track3", "transfer", "precision"}
     assert {path.stem for path in BENCHMARKS.glob("*.json")} == {*PAGES, *settled, "fuzz", "side_by_side"}
     assert all((BENCHMARKS / f"{name}.md").exists() and f"`{name}.md`" in str(benchmarks.__doc__) for name in settled)
 

@@ -99,7 +99,16 @@ def test_times_of_updates_in_the_guide_on_choosing_are_what_was_measured() -> No
     adam, muon = ({name: row["ratio"][1] for name, row in gpu[f"update | gpt2 | {block}"].items()}
                   for block in ("adam", "muon"))
     assert f"`quotient(optax.adamw)` takes {adam['quotient(optax.adamw)']:.1f} × AdamW's" in text
-    assert f"take {muon['quotient_muon']:.1f} × and {muon['max_norm_muon']:.1f} × Muon's" in text
+    assert f"take {muon['quotient_muon']:.1f} × and {muon['max_norm_muon']:.1f} × Muon's in TF32" in text
+    found = result("benchmarks/results/precision.json")
+    ms, devices = found["updates"], " ".join((ROOT / "docs" / "guides" / "devices.md").read_text().split())
+    ours = [ms[name] / ms["optax.contrib.muon, float32 products"] for name in ("quotient_muon", "max_norm_muon")]
+    assert "[{:.2f} × and {:.2f} ×](/results/precision.md) Muon's in float32".format(*ours) in text
+    table = found["polar"].values()
+    slower = sorted(rows["float32"]["ms"] / rows["TF32"]["ms"] for rows in table)
+    assert "take {:.1f} to {:.1f} times as long as with TF32".format(*slower) in devices
+    short, long = (max(rows[name]["equivariance"] for rows in table) for name in ("TF32", "float32"))
+    assert f"an error of {short:.0g}, with float32 up to {long:.5f}," in devices
 
 
 def test_what_adapters_and_a_step_cost_is_what_was_measured() -> None:

@@ -25,7 +25,7 @@ from gauge_optax.discovery.trace import Trace
 from gauge_optax.parts.matrices import Fused, Matrices, Reading, neuron_matrices, optax_axes
 
 _POINTS = 64  # random places of an array at which `_require_grid` tests whether its entries are a grid
-_NAMES = ("head", "group", "unit", "other")  # for the output axes of a kernel before its last one
+_NAMES = ("head", "group", "unit", "other")  # names of a kernel's output axes, without the last one
 _PART = re.compile(r"\bpart=[0-9]+\b")
 
 
@@ -98,8 +98,8 @@ def read_axes(
       shapes: the leaves, or their shapes and dtypes, by path.
       batch: one of the batches.
       trace: the result of `trace.walked` on the function.
-      asked: True if it is not known whether the outputs are logits. The axes of the kernel that makes the outputs, and
-        that may be an unembedding, are then left undecided.
+      asked: True if it is not known whether the outputs are logits. The kernel that makes the outputs, which may be an
+        unembedding, is then left undecided.
 
     Returns:
       The mappings. Layers whose leaves have the same axes share one pattern, such as `{i}/up`.
@@ -189,7 +189,7 @@ class _Reader:
         for one, other in (order for pair in self.walk.pairs for order in (pair, pair[::-1])):
             first, second = ({product.path for product in side} for side in (one, other))
             found = list[Product]()
-            if first & contracted and not second & contracted:  # x·(A·B): A's inputs are what A·B leaves
+            if first & contracted and not second & contracted:  # x·(A·B): x is contracted with A's other axis
                 found = [*(dataclasses.replace(x, inputs=x.outputs, batch=()) for x in one), *other]
             elif first & data and not second & data:
                 self.walk.added |= first
@@ -280,7 +280,7 @@ class _Reader:
         return texts[0] if len(texts) == 1 else tuple(texts)
 
     def _singled(self, product: Product, shape: tuple[int, ...]) -> list[Product]:
-        """Splits a contraction into one per matrix where one parameter axis is reshaped to (matrices, part of each)."""
+        """Splits a contraction into one per matrix where a reshape divided one parameter axis into (matrix, entry)."""
         for k in product.batch:
             others = {a for j in range(len(product.ids.shape)) if j != k for a in varying(product.ids, j, shape)}
             if others & set(varying(product.ids, k, shape)):
@@ -330,7 +330,7 @@ class _Reader:
         sizes = [product.ids.shape[k] for k in outputs]
         batch = len(product.batch)
         masks = [piece.reshape(sizes) for piece in product.pieces]
-        if batch:  # a piece in one matrix of a stack is one in all of them
+        if batch:  # outputs that are read together in one matrix of a stack count as such in all of them
             masks = [np.broadcast_to(mask.any(tuple(range(batch)), keepdims=True), sizes) for mask in masks]
             whole = Product(product.path, product.ids, product.inputs, product.batch, product.before)
             for mask in masks:

@@ -9,8 +9,9 @@ moves. Two kinds of block suffice for most symmetries:
 * some indices of one space (hidden units, entries of heads, channels of the stream), in every leaf that has the space;
 * all small leaves (biases, scales) of a layer.
 
-`discovery.trace` tells which axes are one space. Of layers that are alike, one is drawn at random and counted. A dead
-direction of a block is explained if it is in the span of the orbits. No basis of this span is formed: `_Span` projects.
+`discovery.trace` tells which axes of leaves share one space. Of layers that are alike, one is drawn at random and
+counted. A dead direction of a block is explained if it is in the span of the orbits. No basis of this span is formed:
+`_Span` projects on it.
 
 An upper bound for the number of all dead directions needs no block. Draw a random z of length 1. Lanczos steps on JᵀJ
 from z, however many, give a Gauss–Radau quadrature rule. Its weight at zero is at least the squared length of z's

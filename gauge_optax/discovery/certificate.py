@@ -21,7 +21,7 @@ from gauge_optax.xla import quick_options
 
 _WHOLE = 6_000  # models of at most so many parameters are counted at once, in a minute; larger ones in blocks
 _SECONDS = 600.0  # time after which no further block is counted
-_POINTS = 6  # at most: at one of them, a ReLU may be on or off for every input, which makes more directions dead
+_POINTS = 6  # points, at most: at a single one a ReLU may be on or off for every input, and more directions are dead
 _PATIENCE = 60.0  # seconds after which no further point is tried
 _NEAR = 0.3  # share of the way to a generic point that vectors go
 _LEAST = 8  # new batches, at least: where a token occurs only once, a norm may hide a part of its effect

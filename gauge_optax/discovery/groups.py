@@ -62,7 +62,7 @@ class Copy:
     Attributes:
       family: the key of its family in `FAMILIES`.
       space: the space that it acts on.
-      beside: its companions, spaces such as heads: for each combination of their indices it has an element.
+      beside: its companions, spaces such as heads: for each combination of their indices it has an element of its own.
       terms: the pieces that move.
       residual: the product of the gradients with its motion, relative to the sizes of both; roundoff for a symmetry.
       along: pieces that must move too and have no effect on the outputs, such as a key bias, which softmax hides.
@@ -100,7 +100,7 @@ class Copy:
         return math.prod(map(len, self.beside)) * dims.get(self.family, planes)
 
     def tangent(self, point: Leaves, element: np.ndarray) -> Leaves:
-        """The tangent that an element of the algebra makes at a point: path → flat array. The largest exponent is 1."""
+        """The tangent along an element of the algebra at a point: path → flat array. The exponents' largest counts as 1."""
         largest, out = max(abs(term.exponent) for term in self.terms), {p: np.zeros(point[p].size) for p in self.paths}
         for piece, mode, exponent in self.terms:
             values = point[piece.path].reshape(-1)[piece.entries]
@@ -220,7 +220,7 @@ def independent(
     kept, families = list(before), list(FAMILIES)
     order = sorted(symmetries, key=lambda s: (-s.dim, families.index(s.family), -len(s.beside), len(s.terms)))
     for symmetry in order:
-        # Only symmetries on its spaces can contain it, if shared leaves link them to it, directly or through others.
+        # Only symmetries on its spaces, linked to it by shared leaves directly or through others, can contain it.
         paths, linked = set(symmetry.paths), list[Copy]()
         near = [other for other in kept if WHOLE in (symmetry.space, other.space) or symmetry.ids & other.ids]
         while more := [other for other in near if other not in linked and other.paths & paths]:

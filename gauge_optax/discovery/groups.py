@@ -100,7 +100,7 @@ class Copy:
         return math.prod(map(len, self.beside)) * dims.get(self.family, planes)
 
     def tangent(self, point: Leaves, element: np.ndarray) -> Leaves:
-        """The tangent along an element of the algebra at a point: path → flat array. The exponents' largest counts as 1."""
+        """The tangent along an element of the algebra: path → flat array. The largest exponent counts as 1."""
         largest, out = max(abs(term.exponent) for term in self.terms), {p: np.zeros(point[p].size) for p in self.paths}
         for piece, mode, exponent in self.terms:
             values = point[piece.path].reshape(-1)[piece.entries]

@@ -1,6 +1,6 @@
-"""`python -m gauge_optax.discovery my.module:build`: the report of what `build()` returns, lists and axes as source.
+"""`python -m gauge_optax.discovery my.module:build` prints the report of a model, and its gauges and axes as source.
 
-`build` takes no argument and returns (fn, params, batches), as `gauge_optax.discover` takes them.
+`build` takes no argument and returns (fn, params, batches), the arguments of `gauge_optax.discover`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,14 @@ from gauge_optax.discovery.report import discover
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the report; returns the exit status."""
+    """Prints the report, then gauges and axes as source.
+
+    Args:
+      arguments: those of the command line, without the program's name; None reads `sys.argv`.
+
+    Returns:
+      The exit status: 0, or 1 if `discover` refuses the function.
+    """
     parser = argparse.ArgumentParser(prog="python -m gauge_optax.discovery", description=__doc__)
     parser.add_argument("build", metavar="module:function", help="returns (fn, params, batches)")
     parser.add_argument("--outputs", choices=get_args(Outputs), help="by default, as fn shows")

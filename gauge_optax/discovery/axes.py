@@ -1,6 +1,7 @@
-"""Which axes of a parameter are inputs, which are outputs, and which count matrices: mappings for Muon.
+"""Finds which axes of each parameter are inputs, which are outputs, and which count matrices, as Muon has to know.
 
-The jaxpr says what shapes do not: what is contracted with data, what is looked up, and which outputs are the logits.
+Shapes do not show this, but the function's jaxpr does. `products.Walk` notes which axes are contracted with data, of
+which tables rows are taken by index, and which kernel makes the logits. `_Reader` makes axes strings of these notes.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from gauge_optax.discovery.products import Product, Value, Walk
 from gauge_optax.discovery.trace import Trace
 from gauge_optax.parts.matrices import Fused, Matrices, Reading, neuron_matrices, optax_axes
 
-_POINTS = 64  # places at which the numbers along single axes are compared with those of the whole array
-_NAMES = ("head", "group", "unit", "other")  # of output axes before the last one
+_POINTS = 64  # random places of an array at which `_require_grid` tests whether its entries are a grid
+_NAMES = ("head", "group", "unit", "other")  # names of a kernel's output axes, without the last one
 _PART = re.compile(r"\bpart=[0-9]+\b")
 
 
 class _Matrix(NamedTuple):
-    """Entries of a parameter that are one matrix, or several that are alike.
+    """Entries of a parameter that make one matrix, or a stack of matrices of one shape.
 
     Attributes:
-      axes: its axes string.
-      ids: its entries.
+      axes: the axes string, such as "_ neuron=0:8".
+      ids: flat indices of the entries.
     """
 
     axes: str
@@ -42,13 +43,13 @@ class _Matrix(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LeafAxes:
-    """What the function says about the axes of every parameter.
+    """The axes of all kernels and tables, as the function shows them.
 
     Attributes:
-      neurons: path or pattern → axes of kernels, as `max_norm_muon` takes them: `_` are inputs, `layer` and `expert`
-        count matrices, other names are outputs, and `token` are those of an unembedding.
-      embeddings: path or pattern → axes of tables, `token _`, a tied one included.
-      readings: path → how Muon reads it as matrices.
+      neurons: path or pattern → axes of a kernel, as `max_norm_muon` takes them: `_` is an axis of inputs, `layer` and
+        `expert` count matrices, `token` is the output axis of an unembedding, and every other name is an output axis.
+      embeddings: path or pattern → axes of a table, such as `token _`. A table that is also the unembedding is here.
+      readings: path of a kernel → the matrices that Muon makes of it. An unembedding is not among them.
       undecided: path → a sentence that says why the function does not decide its axes.
 
     >>> print(LeafAxes({"{i}/up": "_ neuron"}, {"table": "token _"}))
@@ -84,7 +85,7 @@ class LeafAxes:
 
 
 class _Undecided(Exception):
-    """A sentence about a parameter whose axes the function does not decide."""
+    """The function does not decide a parameter's axes. The message is a sentence that says why."""
 
 
 def read_axes(
@@ -96,11 +97,12 @@ def read_axes(
       fn: (leaves, batch) to a list of outputs.
       shapes: the leaves, or their shapes and dtypes, by path.
       batch: one of the batches.
-      trace: the walk over the function's index spaces.
-      asked: whether outputs may be logits or not, so that the last kernel may be an unembedding or not.
+      trace: the result of `trace.walked` on the function.
+      asked: True if it is not known whether the outputs are logits. The kernel that makes the outputs, which may be an
+        unembedding, is then left undecided.
 
     Returns:
-      Mappings with concrete layers merged into captures.
+      The mappings. Layers whose leaves have the same axes share one pattern, such as `{i}/up`.
 
     >>> from gauge_optax.discovery.trace import walked
     >>> tree = {"table": np.ones((7, 2)), "up": np.ones((2, 3))}
@@ -128,7 +130,7 @@ def read_axes(
 
 
 class _Reader:
-    """Turns the notes of a walk into mappings."""
+    """Makes the mappings from what a `Walk` noted."""
 
     def __init__(self, walk: Walk, trace: Trace, asked: bool) -> None:
         self.walk, self.trace, self.asked, self.chosen = walk, trace, asked, trace.chosen_spaces()
@@ -136,7 +138,7 @@ class _Reader:
         for product in walk.products:
             if self._sides(product):
                 self.uses.setdefault(product.path, []).append(product)
-        # A kernel is the last one if no other contracts what it made.
+        # A kernel is a last one if no other kernel contracts what it made.
         self.last = self.uses.keys() - {path for product in walk.products for path in product.before - {product.path}}
 
     def _key(self, path: str, axis: int) -> Any:
@@ -144,17 +146,17 @@ class _Reader:
         return None if ids is None else self.trace.spaces.key(ids)
 
     def _inputs(self, product: Product) -> set[int]:
-        """The axes of a parameter that a contraction sums over."""
+        """The axes of the parameter that a contraction sums over."""
         return {a for k in product.inputs for a in varying(product.ids, k, self.walk.shapes[product.path])}
 
     def _sides(self, product: Product) -> bool:
-        """Whether a contraction has inputs and outputs: that of a vector has not."""
+        """Whether a contraction has both input and output axes. The contraction of a vector has no outputs."""
         outputs = (k for k in product.outputs if k not in product.batch)
         return bool(self._inputs(product)) and any(
             varying(product.ids, k, self.walk.shapes[product.path]) for k in outputs)
 
     def read(self) -> LeafAxes:
-        """The mappings."""
+        """The mappings of all parameters with at least two axes that are longer than 1 and do not count layers."""
         self._resolve_pairs()
         neurons, tables, undecided = dict[str, Axes](), dict[str, Axes](), dict[str, str]()
         for path, shape in self.walk.shapes.items():
@@ -177,17 +179,17 @@ class _Reader:
             {path: reading for path, reading in readings.items() if reading is not None}, undecided)
 
     def _resolve_pairs(self) -> None:
-        """Notes which is the kernel where two parameters are contracted with each other.
+        """Decides which parameter is the kernel where two parameters are contracted with each other.
 
-        Where data is contracted with one of them elsewhere, as in x·(A·B), both are factors of a kernel. Where one is a
-        table, or is added to data, it is data, and the other is its kernel. Other pairs are left undecided.
+        If data is contracted with one of the two, as with A in x·(A·B), both are kernels. If one of the two is a table
+        or is added to data, it counts as data, and the other one is a kernel. Other pairs are left undecided.
         """
         data = self.walk.added | {path for path, _ in self.walk.tables}
         contracted = {product.path for product in self.walk.products if self._inputs(product)}
         for one, other in (order for pair in self.walk.pairs for order in (pair, pair[::-1])):
             first, second = ({product.path for product in side} for side in (one, other))
             found = list[Product]()
-            if first & contracted and not second & contracted:  # A·B within a kernel: A reads what B's rows then read
+            if first & contracted and not second & contracted:  # x·(A·B): x is contracted with A's other axis
                 found = [*(dataclasses.replace(x, inputs=x.outputs, batch=()) for x in one), *other]
             elif first & data and not second & data:
                 self.walk.added |= first
@@ -197,7 +199,7 @@ class _Reader:
                     self.uses.setdefault(product.path, []).append(product)
 
     def _table(self, path: str, shape: tuple[int, ...]) -> str:
-        """The axes of a table, of which rows are looked up or added to data; "" if it is none."""
+        """The axes string of a table, whose rows are taken by index or added to data; "" if this is no table."""
         tokens = {a for p, a in self.walk.tables if p == path}
         kernels = self.uses.get(path, [])
         hot = [product for product in kernels if product.one_hot]
@@ -219,7 +221,7 @@ class _Reader:
         return self._text(path, shape, tokens)
 
     def _vectors(self, path: str, free: list[int], tokens: set[int]) -> bool:
-        """Whether some kernel contracts the rows of a table, and nothing beside them."""
+        """Whether the axes of a table's rows are exactly the input axes of some kernel."""
         rows = {self._key(path, a) for a in free if a not in tokens}
         return any(
             rows == {self._key(product.path, a) for k in product.inputs if k not in product.window
@@ -231,13 +233,16 @@ class _Reader:
         return " ".join("token" if a in tokens else "layer" if a in layers else "_" for a in range(len(shape)))
 
     def _by_row(self, product: Product, tokens: set[int]) -> bool:
-        """Whether rows that were taken by index are matrices, as those of experts are."""
+        """Whether a contraction uses one index of a table at a time, which is then a matrix, such as an expert."""
         shape = self.walk.shapes[product.path]
         moving = {a for k in range(len(product.ids.shape)) for a in varying(product.ids, k, shape)}
         return not tokens & moving and not product.one_hot
 
     def _neither(self, path: str, shape: tuple[int, ...]) -> None:
-        """Raises for a parameter that is no kernel and no table, unless the function says what it is."""
+        """Raises `_Undecided` if a parameter that was recognized neither as kernel nor as table may still be a kernel.
+
+        A filter, or a parameter that is only added to data or multiplied with it entry by entry, is no kernel.
+        """
         sides = [[[product.path for product in side] for side in pair] for pair in self.walk.pairs]
         partners = [pair[1 - k][0] for pair in sides for k in (0, 1) if path in pair[k]]
         if path in self.walk.summed:
@@ -252,7 +257,7 @@ class _Reader:
             raise _Undecided(f"{self.walk.unknown[path]}: list it by hand")
 
     def _kernel(self, path: str, shape: tuple[int, ...]) -> Axes:
-        """The axes strings of a kernel's matrices."""
+        """The axes of a kernel: one string, or a tuple of strings if it consists of several matrices."""
         found: dict[str, np.ndarray] = {}
         uses = [product for product in self.uses[path] if not product.one_hot]
         for product in uses:
@@ -271,11 +276,11 @@ class _Reader:
         texts = list(found)
         layers = list(dict.fromkeys(_PART.sub("layer", text) for text in texts))
         if len(texts) > 1 and len(layers) == 1 and any(path in product.before for product in uses):
-            texts = layers  # each of them reads what the one before it made
+            texts = layers  # the kernel contracts its own results: its parts are layers
         return texts[0] if len(texts) == 1 else tuple(texts)
 
     def _singled(self, product: Product, shape: tuple[int, ...]) -> list[Product]:
-        """One contraction as several, where an axis of the parameter counts matrices and is part of them too."""
+        """Splits a contraction into one per matrix where a reshape divided one parameter axis into (matrix, entry)."""
         for k in product.batch:
             others = {a for j in range(len(product.ids.shape)) if j != k for a in varying(product.ids, j, shape)}
             if others & set(varying(product.ids, k, shape)):
@@ -290,7 +295,7 @@ class _Reader:
         return [product]
 
     def _matrices(self, product: Product, shape: tuple[int, ...]) -> list[_Matrix]:
-        """The matrices of one contraction."""
+        """The matrices that one contraction makes of a kernel: one per range of outputs that is used separately."""
         path = product.path
         layers = {a for p, a in self.walk.counted | self.walk.tables if p == path}
         moves = [varying(product.ids, k, shape) for k in range(len(product.ids.shape))]
@@ -306,7 +311,7 @@ class _Reader:
         if self.asked and product.last and path in self.last and not token:
             raise _Undecided("it makes the outputs, and is an unembedding if a softmax of them follows: pass "
                              "outputs='logits' to discover, or else outputs='predictions'")
-        chosen = set() if token else self.chosen  # a softmax over classes chooses no experts
+        chosen = set() if token else self.chosen  # there softmax chooses classes, not experts
         for a, axis in enumerate(self.trace.leaves[path]):
             atoms = [] if axis is None else self.trace.atom_keys(axis)
             if len(atoms) > 1 and chosen & set(atoms):
@@ -320,12 +325,12 @@ class _Reader:
         return [self._matrix(product, shape, names, moves, piece, token, layers) for piece in self._pieces(product)]
 
     def _pieces(self, product: Product) -> list[list[np.ndarray]]:
-        """Per piece of the outputs, the places along each axis of the operand."""
+        """For each piece, a set of outputs that later operations read together: its indices along each output axis."""
         outputs = product.outputs
         sizes = [product.ids.shape[k] for k in outputs]
         batch = len(product.batch)
         masks = [piece.reshape(sizes) for piece in product.pieces]
-        if batch:  # what one matrix of a stack does, all do
+        if batch:  # outputs that are read together in one matrix of a stack count as such in all of them
             masks = [np.broadcast_to(mask.any(tuple(range(batch)), keepdims=True), sizes) for mask in masks]
             whole = Product(product.path, product.ids, product.inputs, product.batch, product.before)
             for mask in masks:
@@ -353,7 +358,7 @@ class _Reader:
                 index = np.unique(index[:, None] + line)
             covered.append(np.arange(n) if a in layers else index)
         outs = [a for a in range(len(shape)) if names.get(a) == "out"]
-        outs = [a for a in outs if len(covered[a]) > 1] or outs[-1:]  # one index is a part of its own beside others
+        outs = [a for a in outs if len(covered[a]) > 1] or outs[-1:]  # an axis with one index is written as part=index
         cut = any(len(covered[a]) < shape[a] for a in outs)
         spare = [name for name in _NAMES if not (cut and name == "head")]
         own = dict(zip(outs, [*spare[: len(outs) - 1], "token" if token else "neuron"], strict=True))
@@ -370,7 +375,7 @@ class _Reader:
         return _Matrix(" ".join(words), np.ravel_multi_index(np.ix_(*covered), shape).ravel())
 
     def _merged(self, mapping: Mapping[str, Axes]) -> dict[str, Axes]:
-        """Layers as captures, where a pattern matches the leaves that have its axes and no others."""
+        """Replaces the paths of layers by one pattern, if this matches exactly the leaves that have these axes."""
         groups: dict[tuple[str, Axes], list[str]] = {}
         for path, axes in mapping.items():
             groups.setdefault((template(path), axes), []).append(path)
@@ -384,7 +389,7 @@ class _Reader:
 
 
 def _require_grid(ids: Places, shape: tuple[int, ...]) -> None:
-    """Raises where the entries at an operand's places are not all of some indices of each axis."""
+    """Raises unless an operand's entries are a grid of the parameter: all combinations of some indices per axis."""
     if ids.base < 0 or any((step < FREE // 2).any() for step in ids.steps):
         raise _Undecided("it is used beside entries of others in one matrix: list it by hand")
     rng = np.random.default_rng(0)
@@ -396,13 +401,13 @@ def _require_grid(ids: Places, shape: tuple[int, ...]) -> None:
 
 
 def _ranges(index: np.ndarray) -> Iterable[tuple[int, int]]:
-    """Indices in order as ranges (start, stop)."""
+    """The ranges (start, stop) of consecutive numbers in ascending indices."""
     runs = np.split(index, np.flatnonzero(np.diff(index) != 1) + 1)
     return [(int(run[0]), int(run[-1]) + 1) for run in runs]
 
 
 def _reading(path: str, axes: Axes, shape: tuple[int, ...]) -> Reading | None:
-    """How Muon reads a kernel; None for the tokens of an unembedding, which are no matrix to it."""
+    """The matrices that Muon makes of a kernel; None for an unembedding, which it does not orthogonalize."""
     stacks: dict[Matrices, None] = {}
     for text in joined((), axes):
         block = bind_leaf("discover", BlockSpec("neurons", path, text), path, shape, {}, "sizes")
@@ -414,7 +419,7 @@ def _reading(path: str, axes: Axes, shape: tuple[int, ...]) -> Reading | None:
 
 
 class Mappings:
-    """The part of a report that says which axes are which."""
+    """The properties of a report that say which axes are inputs and which are outputs."""
 
     axes: LeafAxes
 
@@ -435,7 +440,7 @@ class Mappings:
 
     @property
     def undecided(self) -> Mapping[str, str]:
-        """Path → why the function does not decide which axes are which."""
+        """Path → a sentence that says why the function does not decide its axes."""
         return self.axes.undecided
 
     def muon_dimension_numbers(self, params: Any) -> Any:

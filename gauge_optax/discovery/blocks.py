@@ -1,21 +1,22 @@
-"""Census of a large model: dead directions inside blocks of its entries, and a bound for all of them.
+"""Census of a large model: counts dead directions inside blocks of its entries, and bounds the number of all.
 
-The Jacobian of a million parameters has no dense null space, and its rank cannot be estimated: trained and random
-decoders have thousands of directions along which outputs hardly change, which no sketch tells from dead ones. What can
-be counted exactly is the null space *inside a block*: a set of a few thousand entries, all others held. Symmetries show
-there if a block has all entries that they move. Two kinds of block do for most of them:
+The null space of a Jacobian with a million columns is too large to compute. Its dimension cannot be estimated either:
+trained and random decoders have thousands of *flat* directions, along which outputs hardly change, and no random sketch
+tells these from dead ones. What can be counted exactly are the dead directions *inside a block*, a set of a few
+thousand entries, while all other entries stay constant. A symmetry shows there if the block has all entries that it
+moves. Two kinds of block suffice for most symmetries:
 
 * some indices of one space (hidden units, entries of heads, channels of the stream), in every leaf that has the space;
 * all small leaves (biases, scales) of a layer.
 
-`discovery.trace` tells which axes are one space. Layers that are alike are represented by one of them, drawn at random.
-A dead direction of a block is explained if it is in the span of the orbits, of which no basis is formed: `vertical`
-projects onto it.
+`discovery.trace` tells which axes of leaves share one space. Of layers that are alike, one is drawn at random and
+counted. A dead direction of a block is explained if it is in the span of the orbits. No basis of this span is formed:
+`_Span` projects on it.
 
-An upper bound for all dead directions needs no block. For a random z of length 1, the squared length of its projection
-onto the null space of J is at most the weight that Gauss–Radau quadrature of the measure of JᵀJ at z gives to zero,
-after any number of Lanczos steps (Golub and Meurant 2010, §6.2). Its mean over z, times the number of parameters,
-bounds their number.
+An upper bound for the number of all dead directions needs no block. Draw a random z of length 1. Lanczos steps on JᵀJ
+from z, however many, give a Gauss–Radau quadrature rule. Its weight at zero is at least the squared length of z's
+projection onto the null space of J (Golub and Meurant 2010, §6.2). The mean of this weight over z, times the number of
+parameters, is the bound.
 """
 
 from __future__ import annotations
@@ -42,22 +43,22 @@ from gauge_optax.linalg import singular_vectors
 Leaves = Mapping[str, np.ndarray]
 Function = Callable[[Any, Any], Sequence[jax.Array]]
 
-_BYTES = 2**28  # of gradients that are held at once
-_ERRORS = 100.0  # of a singular vector, in units of roundoff over the gap
+_BYTES = 2**28  # of gradients in memory at once
+_ERRORS = 100.0  # error of a computed dead direction, in units of roundoff over the smallest nonzero singular value
 _INSIDE = 1e-6  # relative distance from the span of the orbits up to which a direction lies in it
-_ROUNDS, _SOLVED = 60, 1e-11  # of the projection onto the span: iterations, and the relative size of what may be left
-_EXHAUSTED = 1e-9  # relative size of an off-diagonal of Lanczos' matrix that says that no direction is left
-_ROUNDOFF, _GAP = 1e-16, 1e3  # relative size of a singular value that is zero; a gap that tells it from others
-_MOST = 8  # unexplained directions of a block that are counted; then it says "or more"
-_SPARE = 64  # rows beyond the entries of a block: random combinations lose no rank
+_ROUNDS, _SOLVED = 60, 1e-11  # projection onto the span: iterations of GMRES at most, and its relative residual
+_EXHAUSTED = 1e-9  # Lanczos ends at an off-diagonal entry below this share of the largest diagonal one
+_ROUNDOFF, _GAP = 1e-16, 1e3  # relative size of a singular value that is zero; least ratio of neighbours at a gap
+_MOST = 8  # unexplained directions of a block are counted up to this number: 8 stands for 8 or more
+_SPARE = 64  # more rows than a block has entries, so that random combinations keep the rank
 _FOR_NORMS = 24  # random rows from which the sizes of the Jacobian's columns are estimated
 
 
 class Block(NamedTuple):
-    """Entries whose dead directions are counted while all other entries are held.
+    """A set of entries. Dead directions that change these entries alone are counted.
 
     Attributes:
-      name: the leaves that it is about.
+      name: a text that says which entries these are, for the table.
       entries: leaf path → flat indices of its entries, ascending.
 
     >>> Block("biases", {"b": np.arange(3)}).size
@@ -77,12 +78,12 @@ class BlockCount(NamedTuple):
     """One row of the table of a census by blocks.
 
     Attributes:
-      name: the leaves that the block is about.
-      size: its entries.
+      name: the block's name.
+      size: the number of its entries.
       dead: directions inside the block along which no output changes.
       unreached: entries of the block that no output depends on; they count as dead.
-      unexplained: dead directions that no orbit contains; 8 stands for 8 or more.
-      gap: as for the whole census.
+      unexplained: dead directions of the other entries, outside the span of the orbits; 8 stands for 8 or more.
+      gap: the largest singular value that was counted as zero, and the smallest that was not, relative to the largest.
     """
 
     name: str
@@ -100,13 +101,13 @@ def blocks_of(trace: Trace, leaves: Leaves, most: int, rng: np.random.Generator)
     """Blocks of at most `most` entries: three indices of every space, or fewer, and the small leaves of every layer.
 
     Args:
-      trace: the walk over the function.
-      leaves: by path.
-      most: entries of a block.
-      rng: draws the indices, and the layer that stands for those like it.
+      trace: the result of `walked` on the function.
+      leaves: arrays by path.
+      most: the largest number of entries of a block.
+      rng: draws the indices, and one of several layers that are alike.
 
     Returns:
-      Blocks, one for layers that are alike.
+      The blocks. Of those that differ in the layer alone, one is returned.
 
     >>> from gauge_optax.discovery.trace import walked
     >>> leaves = {"up": np.ones((2, 3)), "down": np.ones((3, 4))}
@@ -124,7 +125,7 @@ def blocks_of(trace: Trace, leaves: Leaves, most: int, rng: np.random.Generator)
                 if 0 < sum(map(len, entries.values())) <= most:
                     break
             else:
-                continue  # too large: its layers follow
+                continue  # one index has too many entries: blocks of single layers follow
             kind = tuple(sorted({(template(path), axis) for path, of_leaf in places.items() for axis, _ in of_leaf}))
             names = sorted({template(path) for path in places})
             label = f"{min(count, len(ids))} of {len(ids)} along an axis of {', '.join(names)}"
@@ -143,11 +144,11 @@ def blocks_of(trace: Trace, leaves: Leaves, most: int, rng: np.random.Generator)
 
 
 Axes = dict[str, list[tuple[int, np.ndarray]]]
-"""Leaf path → its axes of one space, each with the ids of all its indices."""
+"""Leaf path → (axis, ids) for each of its axes of one space. `ids` has a number per index; equal ones are one index."""
 
 
 def _spaces(trace: Trace, leaves: Leaves) -> list[Axes]:
-    """The axes of all leaves, gathered by space: two axes that share an index are of one space."""
+    """The axes of all leaves, grouped by space: two axes that share an id belong to one space."""
     gathered = []
     for places in trace.families(leaves):
         axes: Axes = {}
@@ -160,7 +161,7 @@ def _spaces(trace: Trace, leaves: Leaves) -> list[Axes]:
 
 
 def _by_layer(places: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The same, leaf paths with equal numbers together."""
+    """Splits a mapping into one per layer: leaf paths with equal numbers, as `0/up` and `0/down`, stay together."""
     layers: dict[tuple[str, ...], dict[str, Any]] = {}
     for path, value in places.items():
         numbers = tuple(part for part in path.split("/") if part.isdigit())
@@ -169,7 +170,7 @@ def _by_layer(places: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _selected(places: Axes, leaves: Leaves, picked: np.ndarray) -> dict[str, np.ndarray]:
-    """The entries that have one of the picked indices along one of their axes."""
+    """Leaf path → flat indices of the entries that have one of the picked ids along one of the axes in `places`."""
     entries = {}
     for path, of_leaf in places.items():
         mask = np.zeros(leaves[path].shape, bool)
@@ -192,17 +193,18 @@ def dead_in_blocks(
     Args:
       fn: (leaves, batch) to a list of outputs.
       leaves: float64 leaves by path.
-      point: the same as a tree.
+      point: the same leaves as the user's tree.
       batches: what fn is called on.
       gauges: those that should explain the directions.
-      cutoff: share of the largest singular value below which one may be zero.
-      most: entries of a block.
+      cutoff: share of the largest singular value below which a singular value may count as zero, as in `rank_of`.
+      most: the largest number of entries of a block.
       rng: draws blocks and directions.
-      progress: whether to show a bar.
-      deadline: of `time.monotonic()`, after which no further block is counted.
+      progress: True shows a bar.
+      deadline: the value of `time.monotonic()` after which no further block is counted.
 
     Returns:
-      A row per block, the directions that no gauge explains as rows, and the names of blocks that were not counted.
+      One count per block; an orthonormal basis per block of the directions that no gauge explains, all in one array
+      (directions, parameters); and the names of the blocks that were not counted.
     """
     blocks = blocks_of(walked(fn, leaves, batches[0]), leaves, most, rng)
     needed = max(block.size for block in blocks) + _SPARE
@@ -237,9 +239,9 @@ def rows_of(
     fn: Function, leaves: Leaves, batches: Sequence[Any], blocks: Sequence[Block], count: int,
     rng: np.random.Generator, progress: bool, deadline: float = math.inf,
 ) -> list[np.ndarray]:
-    """For every block, so many random combinations of the rows of its Jacobian, (count, entries).
+    """Returns for every block at least `count` random combinations of the Jacobian's rows, (combinations, entries).
 
-    There are fewer where `time.monotonic()` passes the deadline before all are computed.
+    They are fewer if `time.monotonic()` passes the deadline before all are computed.
 
     >>> fn, leaves = lambda p, x: [x * p["a"]], {"a": np.ones(4)}
     >>> block = Block("", {"a": np.arange(2)})
@@ -253,7 +255,7 @@ def rows_of(
         _, pull = jax.vjp(lambda p: list(fn(p, batch)), leaves)
         return jax.vmap(lambda w: pull(w)[0])(weights)
 
-    # Of each batch in proportion to its outputs: many small batches give a few rows each.
+    # Each batch gives a number of rows in proportion to its outputs, so that many small batches give a few each.
     wanted = [-(-count * size // sum(sizes)) for size in sizes]
     chunk = min(max(wanted), max(1, _BYTES // (8 * sum(x.size for x in leaves.values()))))
     parts: list[list[np.ndarray]] = [[] for _ in blocks]
@@ -272,7 +274,14 @@ def rows_of(
 
 
 def _null_space(rows: np.ndarray, cutoff: float) -> tuple[np.ndarray, np.ndarray, tuple[float, float]]:
-    """Dead directions of a block: a basis of those that move reached entries, the reached entries, and the gap.
+    """Finds the dead directions of a block among its *reached* entries, those that some output depends on.
+
+    Args:
+      rows: random combinations of the Jacobian's rows, (combinations, entries).
+      cutoff: as in `rank_of`. An entry is not reached if its column is below this share of the largest.
+
+    Returns:
+      An orthonormal basis (directions, reached entries), the numbers of the reached entries, and the gap.
 
     >>> dead, reached, gap = _null_space(np.array([[1.0, -1.0, 0.0], [2.0, -2.0, 0.0], [3.0, -3.0, 0.0]]), 1e-10)
     >>> dead.round(3), reached
@@ -282,7 +291,7 @@ def _null_space(rows: np.ndarray, cutoff: float) -> tuple[np.ndarray, np.ndarray
     reached = np.flatnonzero(norms > cutoff * norms.max(initial=0.0))
     if not len(reached):
         return np.zeros((0, 0)), reached, (0.0, 1.0)
-    # Columns of equal size: then directions that are only flat are farther from dead ones.
+    # Columns are scaled to equal norms, which makes the singular values of flat directions larger.
     sizes, right = singular_vectors(rows[:, reached] / norms[reached])
     rank = rank_of(sizes, cutoff)
     dead = np.linalg.qr((right[rank:] / norms[reached]).T)[0].T
@@ -291,12 +300,12 @@ def _null_space(rows: np.ndarray, cutoff: float) -> tuple[np.ndarray, np.ndarray
 
 
 def rank_of(sizes: np.ndarray, cutoff: float) -> int:
-    """How many singular values are no zeros.
+    """How many singular values are not zero, up to roundoff.
 
     Args:
       sizes: singular values, descending.
-      cutoff: those above this share of the largest are none. Below it may be some that are small and no zeros: the
-        widest gap between two neighbours tells them from zeros, unless there is one at the cutoff.
+      cutoff: values above this share of the largest are not zero. If there is a gap at the cutoff, all below it are
+        zero. If there is none, only the values below the widest gap are zero.
 
     >>> rank_of(np.array([1.0, 1e-9, 1e-11, 1e-16]), 1e-10), rank_of(np.array([1.0, 1e-3, 1e-15, 1e-16]), 1e-10)
     (3, 2)
@@ -308,12 +317,12 @@ def rank_of(sizes: np.ndarray, cutoff: float) -> int:
 
 
 def inaccuracy(least: float) -> float:
-    """How far a computed dead direction may lie from a dead one.
+    """How far a computed dead direction may lie from the space of true ones.
 
-    Roundoff mixes directions into it that are only flat, by its own size over their singular value (Wedin, 1972).
+    Roundoff adds to it a part of each flat direction, of size roundoff/(its singular value) (Wedin, 1972).
 
     Args:
-      least: the smallest singular value that counts as none, in units of the largest.
+      least: the smallest singular value that does not count as zero, relative to the largest.
 
     Returns:
       A distance between unit vectors, at least 1e-6 and at most 0.1.
@@ -325,7 +334,7 @@ def inaccuracy(least: float) -> float:
 
 
 def _spread(block: Block, reached: np.ndarray, direction: np.ndarray, leaves: Leaves) -> np.ndarray:
-    """A direction of a block's reached entries as one of all parameters, flat.
+    """Extends a direction on a block's reached entries by zeros to a flat array of all parameters.
 
     >>> leaves = {"a": np.zeros(2), "b": np.zeros(2)}
     >>> _spread(Block("", {"b": np.array([1])}), np.array([0]), np.ones(1), leaves)
@@ -341,7 +350,7 @@ def _spread(block: Block, reached: np.ndarray, direction: np.ndarray, leaves: Le
 
 
 def parted(flat: Any, leaves: Leaves) -> dict[str, Any]:
-    """The arrays of which one flat array of all leaves consists, by path and in their shapes.
+    """Splits a flat array of all parameters into the leaves: path → array of the leaf's shape.
 
     >>> parted(np.arange(3), {"a": np.zeros(()), "b": np.zeros((2, 1))})
     {'a': array(0), 'b': array([[1],
@@ -353,15 +362,16 @@ def parted(flat: Any, leaves: Leaves) -> dict[str, Any]:
 
 
 class _Span:
-    """The span of the orbits of gauges at a point, without a basis of it.
+    """The span of all directions along the orbits of gauges at a point. No basis of it is formed.
 
-    `horizontal` of a list projects along its orbits. Some lists have no common one, because their gauges share leaves
-    in a circle; let T then be the product of the projections of parts of the list. A direction v in the span with
-    (I − T)·v = (I − T)·x is what x has in the span, and iterations that start from (I − T)·x stay in it.
+    For a list that can be bound, `horizontal` is a projection that removes exactly the directions along the orbits.
+    Some lists cannot be bound, because their gauges share leaves in a circle. Such a list is divided, and T is the
+    product of the projections of its pieces. The part of x in the span is then a v in the span with
+    (I − T)·v = (I − T)·x. It is found by iterations that start from (I − T)·x and stay in the span.
 
     Args:
-      gauges: any list.
-      params: the point.
+      gauges: a list, also one that cannot be bound as a whole.
+      params: the point, a tree.
       leaves: its float64 leaves by path.
 
     >>> leaves = {"up": np.ones((1, 2)), "down": np.ones((2, 1))}
@@ -406,7 +416,7 @@ class _Span:
         size = len(direction)
         moved = LinearOperator((size, size), matvec=self._moved, dtype=np.float64)
         most = _SOLVED * float(np.linalg.norm(direction))
-        # Its steps are sums of (I − T)ᵏ times a direction of the span: they stay in the span.
+        # The steps of GMRES are sums of (I − T)ᵏ times a direction in the span, so that they stay in the span.
         inside, _ = gmres(moved, self._moved(direction), rtol=0.0, atol=most, restart=_ROUNDS, maxiter=1)
         return np.asarray(direction - inside)
 
@@ -415,16 +425,16 @@ def _unexplained_in(
     block: Block, dead: np.ndarray, reached: np.ndarray, least: float, span: _Span, leaves: Leaves,
     rng: np.random.Generator,
 ) -> np.ndarray:
-    """What the orbits lack of a block's dead directions, an orthonormal basis as rows: at most `_MOST`.
+    """An orthonormal basis of the parts of a block's dead directions outside the span: (at most `_MOST`, parameters).
 
     Args:
       block: the block.
-      dead: a basis of its dead directions.
-      reached: its entries that `dead` has.
-      least: the smallest singular value of a direction of it that is not dead, in units of the largest.
-      span: the orbits.
+      dead: a basis of its dead directions, (directions, reached entries).
+      reached: the numbers of the reached entries in the block.
+      least: the smallest singular value of the block that does not count as zero, relative to the largest.
+      span: the span of the orbits.
       leaves: float64 leaves by path.
-      rng: draws combinations.
+      rng: draws combinations of the dead directions.
 
     >>> leaves, block = {"a": np.ones(2)}, Block("", {"a": np.arange(2)})
     >>> dead = np.array([[0.0, 1.0]])
@@ -433,7 +443,7 @@ def _unexplained_in(
     (1, 2)
     """
     rest = np.zeros((0, sum(x.size for x in leaves.values())))
-    # Random combinations: the first that adds nothing says that none would.
+    # If one random combination of the dead directions adds nothing to the basis, no other one would.
     for _ in range(min(_MOST, len(dead))):
         direction = _spread(block, reached, rng.standard_normal(len(dead)) @ dead, leaves)
         new = span.outside(direction)
@@ -456,14 +466,14 @@ def upper_bound(
     Args:
       fn: (leaves, batch) to a list of outputs.
       leaves: float64 leaves by path.
-      batches: what it is called on.
-      probes: random directions, at least two.
-      steps: of Lanczos; more of them bring the bound down.
+      batches: what fn is called on.
+      probes: the number of random directions z, at least two.
+      steps: Lanczos steps per direction; more of them lower the bound.
       rng: draws the directions.
-      progress: whether to show a bar.
+      progress: True shows a bar.
 
     Returns:
-      The mean over probes, and its standard error.
+      The bound, which is a mean over the random directions, and its standard error.
 
     Raises:
       ImportError: `matfree` is not installed.
@@ -479,7 +489,7 @@ def upper_bound(
     steps = min(steps, total)
 
     def gram(tangent: Any, leaves: Any, scales: Any, batches: Any) -> Any:
-        """D·JᵀJ·D·tangent."""
+        """D·JᵀJ·D·tangent, where D is the diagonal matrix of `scales`."""
         scaled, out = jax.tree.map(jnp.multiply, scales, tangent), []
         for batch in batches:
             _, push = jax.linearize(lambda p, batch=batch: list(fn(p, batch)), leaves)
@@ -488,7 +498,8 @@ def upper_bound(
 
     decompose = decomp.tridiag_sym(steps, materialize=False, custom_vjp=False)
     lanczos = jax.jit(lambda *x: decompose(gram, *x).J_small)
-    # Columns of about equal size: D keeps the dimension of the null space, and what is only flat becomes less flat.
+    # D scales the columns of J to about equal norms. The dimension of the null space stays, and flat directions become
+    # less flat.
     whole = Block("", {path: np.arange(x.size) for path, x in leaves.items()})
     norms = np.sqrt(np.mean(np.square(rows_of(fn, leaves, batches, [whole], _FOR_NORMS, rng, False)[0]), 0))
     inverse = np.where(norms > 0, 1.0 / np.where(norms > 0, norms, 1.0), 1.0)
@@ -501,7 +512,12 @@ def upper_bound(
 
 
 def _weight_of_zero(diagonal: np.ndarray, beside: np.ndarray) -> float:
-    """1/Σ qⱼ(0)² with the orthonormal polynomials qⱼ of a measure, from its Jacobi matrix."""
+    """The Gauss–Radau weight at zero, 1/Σ qⱼ(0)², with the orthonormal polynomials qⱼ that Lanczos' matrix defines.
+
+    Args:
+      diagonal: of the tridiagonal matrix, (steps,).
+      beside: its off-diagonal, (steps − 1,).
+    """
     values = [1.0]
     for j, across in enumerate(beside):
         if across <= _EXHAUSTED * diagonal.max():  # what follows is roundoff

@@ -41,11 +41,11 @@ Axes = str | tuple[str, ...]
 Roles = Mapping[str, Mapping[str, Axes]]
 CAPTURES = ("{i}", "{j}", "{k}", "{l}", "{m}", "{n}")
 _NUMBER = re.compile("([0-9]+)")
-_RANGE_END = re.compile("(=(?=[0-9]+:)|:|/)([0-9]+)")  # of "=4:16" and "=4:16/64"
+_RANGE_END = re.compile("(=(?=[0-9]+:)|:|/)([0-9]+)")  # the numbers in "=4:16" and "=4:16/64"
 
 
 def _listed(sizes: Mapping[str, Any]) -> str:
-    """Lengths as they are written in a call."""
+    """Lengths of axes as text, such as "basis=4, head=2"."""
     return ", ".join(f"{name}={n}" for name, n in sorted(sizes.items()))
 
 
@@ -63,7 +63,7 @@ def with_captures(paths: Sequence[str], capture: Callable[[tuple[str, ...]], str
 
     Args:
       paths: at least one.
-      capture: the capture for numbers that one place has in all paths.
+      capture: called for each place whose numbers differ, with the number of every path there; returns the capture.
 
     >>> with_captures(["layer_0/w1", "layer_1/w1"], lambda numbers: "{i}")
     'layer_{i}/w1'
@@ -92,9 +92,9 @@ class Call:
 
     Attributes:
       kind: the constructor's name.
-      roles: for each role, paths and axes.
+      roles: name of an argument that takes blocks, such as `up` → path or pattern → axes.
       options: other keyword arguments.
-      sizes: lengths of axes that shapes alone do not fix.
+      sizes: name → length of those axes whose length does not follow from shapes, as in `(head basis)`.
       norms: the calls of the norms that a rotation of the residual stream passes.
 
     >>> call = Call("head_linear", {"left": {"q": "_ basis"}, "right": {"k": "_ basis"}})
@@ -112,11 +112,11 @@ class Call:
 
     @property
     def paths(self) -> list[str]:
-        """Paths or patterns of all roles."""
+        """Paths or patterns of all arguments in `roles`."""
         return [path for blocks in self.roles.values() for path in blocks]
 
     def within(self, other: Call) -> bool:
-        """Whether another call has the same kind and all of these paths."""
+        """Whether the other call has the same kind, and all paths of this call."""
         return self.kind == other.kind and set(self.paths) <= set(other.paths)
 
     def gauge(self) -> Gauge:
@@ -125,7 +125,7 @@ class Call:
         return CONSTRUCTORS[self.kind](**self.roles, **self.options, **norms, sizes=self.sizes or None)
 
     def turning(self) -> Call:
-        """The call of the rotations among invertible matrices of heads; any other call as it is."""
+        """For invertible matrices of heads, the call for the rotations among them; any other call as it is."""
         if self.kind not in _TURNING:
             return self
         blocks: dict[str, Axes] = {}
@@ -134,7 +134,15 @@ class Call:
         return dataclasses.replace(self, kind=_TURNING[self.kind], roles={"blocks": blocks})
 
     def rebound(self, params: Any, sizes: Mapping[str, int]) -> Call:
-        """The call for another tree, with other lengths of the axes that it states."""
+        """The call for a tree whose axes have other lengths.
+
+        Args:
+          params: that tree; shapes are enough.
+          sizes: axis name → length there, of axes in `Call.sizes`. An axis that is not given keeps its length.
+
+        Raises:
+          ValueError: the call has a range of an axis, or a length does not fit the tree.
+        """
         ranges = [axes for blocks in self.roles.values() for axes in blocks.values() if ":" in str(axes)]
         if ranges:
             raise binding_error(
@@ -156,17 +164,19 @@ class Call:
         return call
 
     def _resized(self, length: Callable[[str, int], int]) -> Call:
-        """The call with other stated lengths, a function of an axis's name and its length."""
+        """The call with `length(name, old length)` in place of every length in `sizes`, also of its norms."""
         norms = tuple(norm._resized(length) for norm in self.norms)
         sizes = {name: length(name, n) for name, n in self.sizes.items()}
         return dataclasses.replace(self, sizes=sizes, norms=norms)
 
     def lengths(self, params: Any, sizes: Mapping[str, int]) -> dict[str, int]:
-        """The given lengths, and those of the axes that the call states as far as they follow from a tree's shapes.
+        """Adds to the given lengths those that they and a tree's shapes determine, for axes in `Call.sizes`.
+
+        With `head` given, the axis `(head basis)` of a leaf determines `basis`.
 
         Args:
           params: a tree; shapes are enough.
-          sizes: lengths by axis name, which may be names in parentheses that the call does not state.
+          sizes: axis name → length. It may have axes in parentheses that are not in `Call.sizes`.
         """
         out = dict(sizes)
         for _, _, _, parts, length in self._groups(params):
@@ -178,7 +188,7 @@ class Call:
         return out
 
     def _groups(self, params: Any) -> Iterator[tuple[str, str, tuple[int, ...], tuple[AxisItem, ...], int]]:
-        """Path, axes and shape of every leaf with an axis `(a b)`, the parts of this axis, and its length."""
+        """For every axis such as `(a b)`: path or pattern, axes and shape of the leaf; parts and length of the axis."""
         leaves = leaves_by_path(params)
         for role in self.roles.values():
             for pattern, axes in role.items():
@@ -186,18 +196,18 @@ class Call:
                 for text in joined((), axes):
                     groups = parse_axes(self.kind, pattern, text).groups
                     for shape in shapes:
-                        pairs = zip(groups, shape, strict=False)  # binding names a leaf of another rank
+                        pairs = zip(groups, shape, strict=False)  # for a leaf of another rank, binding raises an error
                         yield from ((pattern, text, shape, parts, n) for parts, n in pairs if len(parts) > 1)
 
     def _picked(self, name: str) -> bool:
-        """Whether an axis counts equal parts of a leaf, such as the three of a fused kernel, at every size."""
+        """Whether the call takes single indices of an axis, as in "qkv=0": models of all sizes have the same length."""
         return any(f"{name}=" in str(axes) for role in self.roles.values() for axes in role.values())
 
     def scaled(self, full: Callable[[int], int]) -> Call:
-        """The call for an instance with other lengths of axes: those of `sizes`, and the ends of ranges.
+        """The call for an instance of another size: changes the lengths in `sizes` and the numbers in ranges.
 
         Args:
-          full: length of this instance to length of the other.
+          full: function of a length or index in this instance; returns that of the other instance.
         """
 
         def ends(match: re.Match[str]) -> str:
@@ -211,7 +221,11 @@ class Call:
         return dataclasses.replace(self, roles=roles, norms=norms)._resized(lambda _, n: full(n))
 
     def alternatives(self) -> Iterator[Call]:
-        """The same gauge with other anchors: each block listed first once, then the two sides exchanged."""
+        """Calls of the same gauge with other anchors, because an element is read from the first block if possible.
+
+        Each block of the first argument is listed first once. If two arguments can be exchanged, each block of the
+        second one is listed first too.
+        """
         sides = [self]
         if self.kind in ("rescale", "norm_scale") and not self.options:
             one, other = self.roles.values()
@@ -226,9 +240,9 @@ class Call:
 
 
 def bound_copies(gauge: Any, params: Any) -> list[tuple[str, dict[str, int], list[Any]]]:
-    """What a gauge binds: key, lengths of the named axes, and blocks of each copy.
+    """For each copy of a gauge on a tree: its key, the lengths of its named axes, and its blocks.
 
-    A gauge of which only the action is known has one copy.
+    A gauge that a user defined by its action has one copy.
 
     >>> gauge = go.rescale({"{i}/up": "_ channel"}, {"{i}/down": "channel _"})
     >>> tree = {k: {"up": jnp.ones((2, 3)), "down": jnp.ones((3, 2))} for k in "01"}
@@ -244,7 +258,7 @@ def bound_copies(gauge: Any, params: Any) -> list[tuple[str, dict[str, int], lis
 
 
 def captured_blocks(blocks: Mapping[str, Axes]) -> dict[str, Axes]:
-    """Paths that differ in one number, and have the same axes, as one pattern with a capture.
+    """Replaces paths that differ in one number and have the same axes by one pattern with a capture.
 
     >>> captured_blocks({"layer_0/w": "basis _", "layer_1/w": "basis _", "head": "basis _"})
     {'layer_{i}/w': 'basis _', 'head': 'basis _'}
@@ -267,7 +281,7 @@ def merge_layers(calls: Iterable[Call], same: Callable[[Call, list[Call]], bool]
       same: tells whether a merged call binds what the calls that it replaces bind, and nothing else.
 
     Returns:
-      Every call with the calls that it replaces. Calls stay separate where no captures express their numbers.
+      Pairs of a call and the calls that it replaces. A call that could not be merged replaces itself alone.
 
     >>> calls = [Call("logit_shift", {"blocks": {f"{k}/head": "_ vocab"}}) for k in range(2)]
     >>> [(call, merged)] = merge_layers(calls, lambda call, group: True)
@@ -297,7 +311,7 @@ def _ordered(blocks: Mapping[str, Axes]) -> dict[str, Axes]:
 def _captured(group: Sequence[Call]) -> Call | None:
     """One call for calls that differ in numbers alone; None where captures cannot express it."""
     tables = [[path for blocks in call.roles.values() for path in _ordered(blocks)] for call in group]
-    captures: dict[tuple[str, ...], str] = {}  # the numbers that one capture takes, over the group
+    captures: dict[tuple[str, ...], str] = {}  # the number in each call of the group → the capture
     patterns, varying, names = dict[str, str](), list[set[tuple[str, ...]]](), iter(CAPTURES)
 
     def capture(numbers: tuple[str, ...]) -> str:
@@ -309,7 +323,7 @@ def _captured(group: Sequence[Call]) -> Call | None:
     for paths in zip(*tables, strict=True):
         varying.append(set())
         patterns[paths[0]] = with_captures(paths, capture)
-    # There are captures enough, every one occurs in every pattern, and no two paths of a role become one.
+    # A merged call needs enough captures, each of them in every pattern, and as many patterns as there were paths.
     roles = {role: {patterns[p]: axes for p, axes in blocks.items()} for role, blocks in group[0].roles.items()}
     lost = any(len(roles[role]) < len(blocks) for role, blocks in group[0].roles.items())
     if "" in captures.values() or lost or any(slots != set(captures) for slots in varying):

@@ -1,8 +1,9 @@
-"""Census: the rank of a function's Jacobian beside the span of its gauges' orbits.
+"""Census: counts the directions in weight space that change no output, and how many of them gauges explain.
 
 A direction is *dead* at a point if no output changes along it, to first order: it lies in the null space of the
-Jacobian. The directions along orbits are dead by design. A census counts both, so that what no gauge explains is seen.
-Reference: docs/design.md §3, "What else is dead"; van Nierop, Eq. (17), counts two of the groups by formula.
+Jacobian. The directions along orbits of gauges are dead by design. A census counts both, and their difference shows
+whether a gauge is missing. Reference: docs/design.md §3, "What else is dead"; van Nierop, Eq. (17), has formulas for
+the dimensions of two of the groups.
 """
 
 from __future__ import annotations
@@ -27,20 +28,21 @@ from gauge_optax.gauges.gauge import Gauge, Gauges, product
 from gauge_optax.linalg import singular_vectors
 
 _CHUNK = 128  # rows of the Jacobian that are computed at once
-_MOST = 12_000  # parameters of which the whole Jacobian is made; of larger models, blocks of it
-_SHOWN = 12  # leaves in a figure
-_STEPS = 64  # of Lanczos, for an upper bound
-_SPAN = 1e-9  # relative size below which a direction lies in the span of others
+_MOST = 12_000  # models of at most so many parameters are counted at once, larger ones in blocks
+_SHOWN = 12  # leaves in a figure, at most
+_STEPS = 64  # Lanczos steps for the upper bound
+_SPAN = 1e-9  # singular values of a set of rows below this share of the largest add no direction to their span
 
 
 class GaugeCount(NamedTuple):
-    """One gauge's part of a census.
+    """One gauge's row of a census.
 
     Attributes:
-      name: of the gauge, with the paths that it binds.
+      name: the gauge's name, with the paths that it binds.
       dim: dimensions of its orbit at this point.
-      alone: of these, dimensions that no other gauge of the list spans.
-      seen: the largest change of the outputs along its orbit, relative to that along a random direction.
+      alone: how many of these the other gauges of the list do not span; all of them in a census with `blocks`.
+      seen: change of the outputs along directions of its orbit, the largest of those that were tried, divided by the
+        change along a random direction. Both are per unit of length. Roundoff if the gauge is a symmetry.
     """
 
     name: str
@@ -54,18 +56,18 @@ class Census(NamedTuple):
 
     Attributes:
       parameters: entries of all floating-point leaves.
-      rank: the rank of the Jacobian of the outputs; with `blocks`, at most that.
-      dead: parameters − rank.
-      explained: dead directions in the span of all orbits; with `blocks`, the orbits' dimensions, added up.
-      overlap: how much the orbits' dimensions add up to beyond their span; with `blocks`, 0.
+      rank: the rank of the Jacobian of the outputs; with `blocks`, an upper bound of it.
+      dead: parameters − rank; with `blocks`, a lower bound of the number of dead directions.
+      explained: dead directions in the span of all orbits; with `blocks`, the sum of the orbits' dimensions.
+      overlap: the sum of the orbits' dimensions, less the dimension of their span; with `blocks`, 0.
       unreached: dead directions, not explained, along entries that the batches do not reach; with `blocks`, 0.
       unexplained: all other dead directions; with `blocks`, those that were found in a block.
-      by_leaf: leaf path → its share of the unexplained directions; they add up to `unexplained`.
+      by_leaf: leaf path → its share of the unexplained directions; the shares add up to `unexplained`.
       gauges: one `GaugeCount` per gauge.
       gap: the largest singular value that was counted as zero, and the smallest that was not, relative to the largest;
         with `blocks`, those of the block in which they are closest.
-      blocks: the blocks in which directions were counted; () where all parameters were one.
-      bound: an upper bound for all dead directions and its standard error; None if none was asked for.
+      blocks: the blocks in which directions were counted; () if all parameters were counted at once.
+      bound: an upper bound for the number of all dead directions, and its standard error; None if it was not asked for.
       skipped: names of the blocks for which the time did not suffice: their dead directions are not in these numbers.
     """
 
@@ -170,37 +172,38 @@ def census(
 ) -> Census:
     """Counts the dead directions of a function at a point, and those that gauges explain.
 
-    Up to `whole` parameters, all of them are counted. In a larger model, the directions along orbits are checked, and
-    dead directions are counted in *blocks* of entries while all other entries are held: some indices of every hidden
-    space in all leaves that have it, and the small leaves of a layer. Blocks find a symmetry whose moves fit in one;
-    they miss what moves all entries at once, such as a rotation of a wide residual stream.
+    In a model of at most `whole` parameters, all dead directions are counted. In a larger model they are counted in
+    *blocks* of entries, while all other entries stay constant. A block consists of some indices of one hidden space, in
+    all leaves that have it, or of the small leaves of a layer. A symmetry is found if all entries that it moves fit in
+    one block. A symmetry that moves all entries, such as a rotation of a wide residual stream, is missed.
 
     Args:
       fn: pure function (params, batch) to outputs, an array or a tree of them; called in float64.
-      params: the point; arrays. Take trained or random weights: zeros and equal numbers have directions of their own.
-      batches: values that `fn` accepts. Together they need at least as many output numbers as there are parameters, or
-        entries in a block; in a block also more rows of inputs (tokens) than the kernels have.
+      params: the point, a tree of arrays. Take trained or random weights: zeros and equal numbers have further dead
+        directions.
+      batches: values that `fn` accepts. Together they need at least as many output numbers as the model has parameters.
+        With blocks they need as many as a block has entries, and more rows of inputs (tokens) than the kernels have.
       gauges: the gauges that should explain the dead directions.
       outputs: as in `discover`: with "logits", a number that is added to all entries along the last axis is no change.
-        By default they are logits if the gauges have a `logit_shift`, else what the function shows.
-      cutoff: singular values below this share of the largest count as zero. Where there is no gap at it, because a
-        model has directions that are only flat, those below the widest gap under it do.
+        By default "logits" if the gauges have a `logit_shift`, else what the function shows.
+      cutoff: singular values below this share of the largest count as zero. There may be no gap at the cutoff, because
+        the outputs hardly change along some (flat) directions. Then the values below the widest gap under it do.
       whole: the most parameters that are counted at once. Time grows with the cube of their number, from a minute for
         6,000 to ten minutes and 7 GiB for 12,000.
-      block: the most entries of a block, for models of more parameters than that. Time grows with its cube.
-      probes: random directions for an upper bound of all dead directions, at least 2; 0 for no bound. The bound counts
-        flat directions as well as dead ones: it is useful for thousands of parameters, and says little about a million.
-        It needs `matfree`, which `pip install "gauge_optax[measure]"` installs.
-      seed: of projections and directions.
-      progress: whether to show a bar.
-      seconds: after which no further block is counted. The census then says that its count is a lower bound, and names
-        the blocks that it lacks. A model of up to `whole` parameters is counted at once, however long that takes.
+      block: the most entries of a block, in models of more than `whole` parameters. Time grows with its cube.
+      probes: number of random directions for an upper bound of all dead directions, at least 2; 0 for no bound. The
+        bound counts flat directions as well as dead ones: it is useful for thousands of parameters, and says little
+        about a million. It needs `matfree`, which `pip install "gauge_optax[measure]"` installs.
+      seed: seed of random combinations of outputs, blocks and directions.
+      progress: True shows a bar.
+      seconds: time after which no further block is counted. The census then says that its count is a lower bound, and
+        names the blocks that it lacks. A model of up to `whole` parameters is counted at once, however long that takes.
 
     Returns:
       The counts; `print` shows them as a table, `.plot()` draws them.
 
     Raises:
-      ValueError: too few outputs; one probe, which has no standard error.
+      ValueError: too few outputs; one probe, which has no standard error, or a negative number.
       ImportError: probes without `matfree`.
 
     >>> def fn(p, x):
@@ -274,11 +277,11 @@ def _in_blocks(
     fn: Callable[..., Any], stored: Mapping[str, np.ndarray], point: Any, batches: Sequence[Any],
     gauges: Sequence[Gauge], cutoff: float, block: int, rng: np.random.Generator, progress: bool, deadline: float,
 ) -> Census:
-    """The census of a large model: of each orbit some directions, and all directions of some blocks."""
+    """The census of a large model: tests a random direction of each orbit, and counts dead directions in blocks."""
     total = sum(x.size for x in stored.values())
     counts, rest, skipped = dead_in_blocks(
         fn, stored, point, batches, gauges, cutoff, block, rng, progress, deadline)
-    rest = _basis([rest], total, absolute=1e-3)  # two blocks may hold the same direction
+    rest = _basis([rest], total, absolute=1e-3)  # two blocks may contain the same direction
     seen = _seen(fn, stored, point, batches, gauges, rng)
     dims = [gauge.dim(point) for gauge in gauges]
     dead_in_all = sum(dims) + len(rest)
@@ -294,7 +297,7 @@ def _seen(
     fn: Callable[..., Any], stored: Mapping[str, np.ndarray], point: Any, batches: Sequence[Any],
     gauges: Sequence[Gauge], rng: np.random.Generator,
 ) -> list[float]:
-    """The change of the outputs along a random direction of each orbit, divided by that along any random direction.
+    """The change of the outputs along a random direction of each orbit, divided by that along a random direction.
 
     Both changes are per unit of length of the direction.
     """
@@ -317,7 +320,7 @@ def _seen(
 
 
 def _by_leaf(basis: np.ndarray, stored: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """How the directions of an orthonormal basis, its rows, are shared out over the leaves."""
+    """Path → the leaf's share of the rows of an orthonormal basis: the sum of squares of their entries there."""
     return {path: float(x.sum()) for path, x in parted(np.square(basis).sum(0), stored).items()}
 
 
@@ -325,7 +328,7 @@ def _jacobian(
     fn: Callable[..., Any], stored: Mapping[str, np.ndarray], batches: Sequence[Any], total: int,
     rng: np.random.Generator, progress: bool,
 ) -> np.ndarray:
-    """Rows of the Jacobian: gradients of random combinations of the outputs of each batch, (rows, parameters)."""
+    """Gradients of random combinations of each batch's outputs, (rows, parameters), in place of the whole Jacobian."""
 
     def flat(leaves: Any, batch: Any) -> jax.Array:
         return jnp.concatenate([jnp.ravel(x) for x in fn(leaves, batch)])
@@ -340,7 +343,7 @@ def _jacobian(
         gradients = jax.vmap(lambda w: pull(w)[0])(weights)
         return jnp.concatenate([gradients[path].reshape(len(weights), -1) for path in leaves], 1)
 
-    # Somewhat more rows than parameters: random combinations lose no rank.
+    # With somewhat more rows than parameters, random combinations keep the rank.
     needed = [math.ceil((total + 64) * n / sum(sizes)) for n in sizes]
     rows = []
     for batch, size, count in zip(batches, sizes, needed, strict=True):
@@ -366,7 +369,7 @@ def _orbit(gauge: Gauge, params: Any, stored: Mapping[str, np.ndarray], rng: np.
 
 
 def _basis(parts: Sequence[np.ndarray], total: int, absolute: float = 0.0) -> np.ndarray:
-    """An orthonormal basis of the span of rows, as rows."""
+    """An orthonormal basis, as rows, of the span of the rows of `parts`, without singular values up to `absolute`."""
     rows = np.concatenate([*parts, np.zeros((0, total))])
     if not len(rows) or not np.abs(rows).max(initial=0.0):
         return np.zeros((0, total))
@@ -378,7 +381,7 @@ def _basis(parts: Sequence[np.ndarray], total: int, absolute: float = 0.0) -> np
 def _counts(
     gauges: Sequence[Gauge], orbits: Sequence[np.ndarray], jacobian: np.ndarray, scale: float
 ) -> list[GaugeCount]:
-    """The rows of the table."""
+    """One row of the table per gauge, for a model that is counted at once."""
     total = jacobian.shape[1]
     whole = len(_basis(orbits, total))
     counts = []

@@ -19,29 +19,31 @@ from gauge_optax.discovery.sketch import DRAWS, Function, Leaves, finite_points,
 from gauge_optax.gauges.gauge import Gauge
 from gauge_optax.xla import quick_options
 
-_WHOLE = 6_000  # parameters that are counted at once, which takes a minute; of more, blocks
-_SECONDS = 600.0  # after which no further block is counted
-_POINTS = 6  # at one, a ReLU may be on for every input, or off, and leave directions dead that others do not have
+_WHOLE = 6_000  # models of at most so many parameters are counted at once, in a minute; larger ones in blocks
+_SECONDS = 600.0  # time after which no further block is counted
+_POINTS = 6  # points, at most: at a single one a ReLU may be on or off for every input, and more directions are dead
 _PATIENCE = 60.0  # seconds after which no further point is tried
-_NEAR = 0.3  # of the way to a generic point, for vectors
-_LEAST = 8  # batches that are drawn: a token that occurs once may stand where a norm hides a part of it
-_MARGIN = 2  # outputs per parameter: the outputs of one sequence depend on each other
+_NEAR = 0.3  # share of the way to a generic point that vectors go
+_LEAST = 8  # new batches, at least: where a token occurs only once, a norm may hide a part of its effect
+_MARGIN = 2  # output numbers per parameter: more than one, because those of one sequence depend on each other
 
 
 def certified(
     fn: Function, params: Any, leaves: Leaves, batches: Sequence[Any], gauges: Sequence[Gauge], seed: int,
     progress: bool = False,
 ) -> Census:
-    """The census of gauges at a generic point; of several, that which leaves the fewest directions unexplained.
+    """The census of gauges at a generic point, or that with the fewest unexplained directions of several points.
+
+    A further point is tried only if directions are unexplained, and with twice as many inputs.
 
     Args:
       fn: (leaves, batch) to a list of outputs, in float64; every change of them counts.
       params: the tree that the gauges bind to.
       leaves: its float64 leaves by path.
       batches: at least two.
-      gauges: the gauges.
-      seed: of the point, the inputs and the census.
-      progress: whether to show a bar.
+      gauges: the gauges that should explain the dead directions.
+      seed: seed of the points, the inputs and the census.
+      progress: True shows a bar.
     """
     rng = np.random.default_rng([seed, 18])
 
@@ -65,26 +67,27 @@ def certified(
         best = counted()
         for _ in range(_POINTS - 1):
             if best.unexplained and time.monotonic() - started < _PATIENCE:
-                # Scores of a head are known only at the pairs of tokens that occur: twice as many inputs show more.
+                # The outputs show a head's scores only for pairs of tokens that occur: more inputs have more pairs.
                 inputs += [_redrawn(batches, rng) for _ in inputs]
                 best = min(best, counted(), key=lambda counts: counts.unexplained)
         return best
 
 
 def _near_vectors(leaves: Leaves, point: Leaves) -> Leaves:
-    """The point with vectors, and what is zero at the start as stacked biases are, nearer to the given ones.
+    """Moves some leaves of a generic point back towards the given leaves: vectors, and leaves that are given as zeros.
 
-    Large biases leave many a ReLU on for every input, or off.
+    They may be biases (stacked ones are no vectors). Large biases would turn many a ReLU on, or off, for every input.
     """
     near = {path for path, leaf in leaves.items() if leaf.ndim < 2 or not leaf.any()}
     return {path: leaves[path] + _NEAR * (x - leaves[path]) if path in near else x for path, x in point.items()}
 
 
 def _redrawn(batches: Sequence[Any], rng: np.random.Generator) -> Any:
-    """A new batch of the kind of the given ones.
+    """A new random batch with the structure and the shapes of the first one.
 
-    What is equal in all batches, such as positions, stays. Flags and other arrays of two values take, at every place,
-    the value of one of the batches there; all other arrays take values that occur anywhere in the batches.
+    Arrays that are equal in all batches, such as positions, stay. Flags, and other arrays of two values, take at every
+    place the value that a randomly chosen batch has there. All other arrays take values that occur anywhere in the
+    batches.
     """
 
     def of(*arrays: Any) -> Any:

@@ -1,4 +1,7 @@
-"""What `discover` refuses, and what it compares: float64 leaves, and outputs up to what does not matter of them."""
+"""Checks the arguments of `discover`, and makes what it compares: leaves in float64, and outputs.
+
+For logits, log-probabilities are compared, because softmax ignores a number that is added to all of them.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ _refusal = functools.partial(binding_error, "discover")
 
 
 def check_function(fn: Any, params: Any, batches: Sequence[Any]) -> None:
-    """Raises unless fn takes parameters and a batch; a module takes the batch alone, because it has its parameters.
+    """Raises unless fn takes parameters and a batch. A module takes the batch alone: the error says how to wrap it.
 
     >>> try:
     ...     check_function(lambda x: x, {}, [1.0])
@@ -33,7 +36,7 @@ def check_function(fn: Any, params: Any, batches: Sequence[Any]) -> None:
     ...     print(str(error).splitlines()[0])
     discover: fn does not take parameters and a batch, <lambda>
     """
-    apart = hasattr(fn, "apply") and hasattr(fn, "init")  # a Linen module; its parameters are a tree beside it
+    apart = hasattr(fn, "apply") and hasattr(fn, "init")  # a Linen module, whose parameters are a separate tree
     try:
         inspect.signature(fn).bind(params, batches[0])
         if not apart:
@@ -93,10 +96,10 @@ def is_float(x: Any) -> bool:
 
 
 def double_leaves(params: Any, seed: int) -> Leaves:
-    """Floating-point leaves by path, in float64; where the tree has shapes alone, random ones.
+    """Floating-point leaves by path, in float64. A leaf that is given as a shape gets random values.
 
     Raises:
-      ValueError: no floating-point leaves; an integer leaf of which only the shape is known.
+      ValueError: no floating-point leaves; an integer leaf that is given as a shape.
 
     >>> double_leaves({"a": jnp.ones(2), "count": jnp.zeros((), int)}, 0)
     {'a': array([1., 1.])}
@@ -107,7 +110,7 @@ def double_leaves(params: Any, seed: int) -> Leaves:
         if not isinstance(x, jax.ShapeDtypeStruct):
             return np.asarray(x, np.float64)
         noise = rng.standard_normal(x.shape)
-        # A vector may be a norm's scale or a variance, which are positive; its name tells a bias.
+        # A vector may be a norm's scale or a variance, so it gets positive values, unless its name begins with b.
         positive = x.ndim < 2 and not path.rpartition("/")[2].lower().startswith("b")
         return np.exp(0.5 * noise) if positive else noise / math.sqrt(max(x.size, 1) ** (1 / max(x.ndim, 1)))
 
@@ -127,15 +130,15 @@ def double_leaves(params: Any, seed: int) -> Leaves:
 
 
 def shown_outputs(fn: Callable[..., Any], leaves: Leaves, batch: Any) -> Outputs | None:
-    """What a function shows of its outputs; None where it does not say whether a softmax follows.
+    """Which kind of outputs a function shows that it returns; None if it does not show whether a softmax follows.
 
-    Numbers and single columns are no logits. Where a table of V rows is looked up by the tokens of a batch, and every
-    token has V outputs, these are the next token's logits. Outputs whose sums, or those of their exponentials, are one
-    come out of a softmax.
+    A scalar is a loss, and a single column is a prediction. If the tokens of a batch look up rows in a table of V rows,
+    and every token has V outputs, these are the next token's logits. Outputs that sum to one come out of a softmax, and
+    so do those whose exponentials sum to one.
 
     Args:
       fn: (leaves, batch) to a tree of outputs.
-      leaves: by path.
+      leaves: arrays by path.
       batch: one of the batches.
 
     >>> shown_outputs(lambda p, x: jax.nn.softmax(p["a"] * x), {"a": np.ones(3)}, np.arange(3.0))
@@ -162,13 +165,13 @@ def _looked_up(jaxpr: Any) -> Iterator[tuple[int, ...]]:
 
 
 def _output_arrays(out: Any) -> list[Any]:
-    """Floating-point arrays, without the new statistics that Flax's `apply` returns beside its outputs."""
+    """The floating-point arrays in the outputs, without the new statistics that Flax's `apply` may return too."""
     paths = jax.tree_util.tree_flatten_with_path(out)[0]
     return [x for path, x in paths if is_float(x) and jax.tree_util.DictKey("batch_stats") not in path]
 
 
 def compared(out: Any, outputs: Outputs | None) -> list[jax.Array]:
-    """The part of the outputs that is compared: floating-point leaves; logits as log-probabilities.
+    """The arrays that `discover` compares: the floating-point outputs, with log-probabilities in place of logits.
 
     >>> [x.shape for x in compared({"logits": jnp.ones(3), "count": jnp.zeros((), int)}, "logits")]
     [(3,)]
@@ -187,7 +190,9 @@ def compared(out: Any, outputs: Outputs | None) -> list[jax.Array]:
 
 
 def check_repeatable(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> None:
-    """Raises where two calls on one input differ by more than roundoff: two compilations may order sums differently.
+    """Raises if the outputs of two calls of fn on one input differ by more than roundoff.
+
+    Roundoff is no error, because two compilations may add in different orders.
 
     >>> check_repeatable([np.ones(2)], [np.ones(2) + 1e-12])
     """
@@ -200,7 +205,7 @@ def check_repeatable(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) 
 
 
 def check_finite(out: Sequence[np.ndarray], fn: Callable[..., Any], *args: Any) -> None:
-    """Raises where outputs of fn are not finite; names the first operation that makes a NaN, or else an infinity.
+    """Raises if outputs of fn are not finite; names the first operation that makes a NaN, or else an infinity.
 
     >>> try:
     ...     check_finite([np.array([np.nan])], lambda x: jnp.log(x), np.array([-1.0]))
@@ -221,7 +226,7 @@ def check_finite(out: Sequence[np.ndarray], fn: Callable[..., Any], *args: Any) 
 
 
 def check_gradients(count: int, needed: int) -> None:
-    """Raises where too few gradients are finite.
+    """Raises if `count` gradients are finite and more are needed.
 
     >>> check_gradients(24, 24)
     """
@@ -233,7 +238,7 @@ def check_gradients(count: int, needed: int) -> None:
 
 
 def _origins(closed: core.ClosedJaxpr, args: Sequence[Any]) -> dict[str, str]:
-    """Evaluates a jaxpr one operation at a time: where NaN and infinity first appear."""
+    """Evaluates a jaxpr one operation at a time: "NaN" or "infinity" → a text that names the operation that made it."""
     origins = dict[str, str]()
 
     def equation(eqn: Any, ins: list[Any]) -> Sequence[Any]:

@@ -1,7 +1,7 @@
-"""A traced function with fewer layers: its equations without those of all layers between the second and the last.
+"""Cuts layers out of a traced function: removes the equations of all layers but the first two and the last.
 
-A function that counts its layers cannot be called on a tree with fewer. Its equations can be told apart: each belongs
-to the last layer whose leaves its inputs depend on. Which leaves make layers is decided in `layers`.
+A function that counts its layers cannot be called on a tree with fewer. But its equations can be assigned to layers:
+each belongs to the last layer whose leaves its inputs depend on. Which leaves make layers is decided in `layers`.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from jax.extend import core
 
 from gauge_optax.discovery.interpret import called, interpret
 
-_ALL = -1  # in place of a layer's number: what depends on no layer
+_ALL = -1  # the number of a layer for values that depend on no layer, such as masks, which all layers share
 
 
 class Unlike(Exception):
-    """What holds of three layers is not known to hold of all."""
+    """A function may treat its layers differently, so that what holds for three of them may not hold for all."""
 
 
 class Value(NamedTuple):
-    """A value in a traced function: two with the same name are one value, or stand in one place of two layers.
+    """A value in a traced function. Two values of different layers with the same name correspond to each other.
 
     Attributes:
-      layer: the last layer that it depends on.
-      name: of a leaf, its path with a capture in place of the layer's number.
+      layer: the number of the last layer that it depends on; −1 if it depends on none.
+      name: of a leaf, its path with a capture in place of the layer's number; of a result, its equation's number in
+        the layer, and its own among the equation's results.
 
     >>> Value(0, "layers/{i}/w") == Value(1, "layers/{i}/w")
     False
@@ -40,11 +41,11 @@ class Value(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """A value as a layer sees it.
+    """A value that an equation of a layer reads, as seen from this layer.
 
     Attributes:
-      of: what it depends on: "itself", the layer "before", the "first" layer, or "none".
-      name: its name there.
+      of: the layer that the value belongs to: "itself", the layer "before" it, the "first" layer, or "none".
+      name: the value's name in that layer.
     """
 
     of: str
@@ -52,26 +53,26 @@ class _Seen(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """An equation of a layer: what it computes, and of which values."""
+    """An equation of a layer: its operation, parameters and shapes, and the values that it reads."""
 
     does: Hashable
     reads: tuple[_Seen, ...]
 
 
 def without_layers(closed: core.ClosedJaxpr, leaves: Sequence[Value | None], count: int) -> core.ClosedJaxpr:
-    """The function with three layers, the first two and the last; the inputs of the others stay, without effect.
+    """The function with three layers, the first two and the last. The inputs of the others stay, without effect.
 
     Args:
       closed: a function of leaves and other inputs.
-      leaves: for every input the layer's leaf that it is; None for all others.
+      leaves: one item per input: a `Value` if the input is a layer's leaf, else None.
       count: the number of layers, four or more.
 
     Returns:
-      The function that reads for the last layer but one the second.
+      The shorter function. Its last layer reads the results of the second one in place of those of the last but one.
 
     Raises:
-      Unlike: the layers between the first and the last compute different things, or read others than the first, the
-        one before them, and themselves.
+      Unlike: the layers between the first and the last compute different things, or a layer reads values of a layer
+        other than itself, the one before it and the first.
 
     >>> closed = jax.make_jaxpr(lambda a, b, c, d, x: d * (c * (b * (a * x))))(1.0, 2.0, 3.0, 4.0, 5.0)
     >>> leaves = [Value(k, "w") for k in range(4)]
@@ -99,7 +100,7 @@ def without_layers(closed: core.ClosedJaxpr, leaves: Sequence[Value | None], cou
         of = tuple(map(read, eqn.invars))
         layer = max((value.layer for value in of), default=_ALL)
         does = (eqn.primitive.name, said(eqn.params), tuple(str(v.aval) for v in eqn.outvars))
-        if layer == _ALL:  # such as a mask that every layer makes: one name for all of them
+        if layer == _ALL:  # equal computations get one name, such as a mask that every layer makes
             place: Hashable = numbers.setdefault((does, of), len(numbers))
         else:
             place = len(steps[layer])
@@ -144,8 +145,9 @@ def _seen(layer: int, value: Value) -> _Seen:
 def _check_alike(steps: Sequence[Sequence[_Step]]) -> None:
     """Raises unless all layers between the first and the last take the same steps.
 
-    The layer before the second one is the first, which may name its values in another way. So what the second reads
-    there has to be always the same value where the others read the same value of the layer before them.
+    The layer before the second one is the first, whose values may have other names. There, names need not be equal, but
+    one must determine the other: if the third layer reads one value of the second at several places, the second layer
+    must read one value of the first at these places.
     """
     second, third, *others = steps[1:-1]
     if any(other != third for other in others) or len(second) != len(third):
@@ -167,11 +169,11 @@ def _check_alike(steps: Sequence[Sequence[_Step]]) -> None:
 
 
 class _Traced(NamedTuple):
-    """A value while a function is traced anew.
+    """A value while a function is traced again.
 
     Attributes:
-      array: the value.
-      layer: the layer whose leaves alone it is made of; None if there is no single one.
+      array: the traced array.
+      layer: the number of a layer if the value is made of this layer's leaves alone; else None.
     """
 
     array: Any
@@ -179,7 +181,7 @@ class _Traced(NamedTuple):
 
 
 def _opened(closed: core.ClosedJaxpr, leaves: Sequence[Value | None]) -> core.ClosedJaxpr:
-    """The function with the contents of all calls, such as those of `jax.jit`, that take leaves of several layers."""
+    """Inlines all calls, such as those of `jax.jit`, whose inputs are made of the leaves of different layers."""
     opened = False
 
     def equation(eqn: Any, ins: list[_Traced]) -> list[_Traced]:
@@ -208,10 +210,10 @@ def _opened(closed: core.ClosedJaxpr, leaves: Sequence[Value | None]) -> core.Cl
 
 
 class _Said:
-    """What a parameter of an equation, or a constant, says: equal for two that say the same."""
+    """Maps a parameter of an equation, or a constant, to a hashable key. Those with equal contents have equal keys."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Any, Hashable]] = {}  # with the object, so that its id stays its own
+        self._known: dict[int, tuple[Any, Hashable]] = {}  # id → object, key; the object keeps its id in use
 
     def __call__(self, x: Any) -> Hashable:
         if id(x) not in self._known:

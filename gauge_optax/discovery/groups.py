@@ -1,7 +1,8 @@
-"""What groups do to pieces of leaves, and which groups contain which: families of groups as NumPy arrays, float64.
+"""How groups act on pieces of leaves, and which groups contain which. All arrays are NumPy's, in float64.
 
-At a fixed point the tangent of a move is linear in the element. With this map and its transpose, least squares finds
-whether the motions of one group are among those of others.
+Groups come in families, such as all invertible matrices. Their elements here are those of the Lie algebra: logarithms
+of scales and matrices. At a fixed point, the tangent of a move is linear in the element. With this map and its
+transpose, least squares finds whether the motions of one group are among those of others.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ from gauge_optax.discovery.sketch import Leaves
 from gauge_optax.discovery.spaces import Space
 from gauge_optax.discovery.views import Piece
 
-ZERO = 1e-13  # relative to a column's size: anything smaller is roundoff; a norm's eps leaves 1e-12 to 1e-3
+ZERO = 1e-13  # a residual below this is roundoff (`Copy.residual`); a norm's eps leaves 1e-12 to 1e-3
 STILL = 1e-12  # relative change of the outputs under a finite move that is roundoff
-_WITHIN = 1e-6  # distance of a random motion of a group from others that contain it: its exponents are exact
+_WITHIN = 1e-6  # largest relative distance of a random motion from the motions of groups that contain it
 _STEPS = 500  # of conjugate gradients, at most
-_PATIENCE = 30  # steps that have to bring the distance down
-WHOLE: Space = (0,)  # stands for the space of one scale of whole leaves
-# Family of groups → the modes in which an element can act on a piece (a view of a leaf along one space). Larger groups
-# come first, because a group that is part of a reported one is not reported.
+_PATIENCE = 30  # so many steps have to bring the distance down
+WHOLE: Space = (0,)  # stands for the space of a group that multiplies whole leaves by one number
+# Family of groups → the modes in which an element can act on a piece, which is a leaf seen along one space: a matrix
+# multiplies a "vector", and its inverse a "covector"; a number multiplies ("scale") or is added ("offset"). Larger
+# groups come first, because a group that is part of a reported one is not reported.
 FAMILIES: Mapping[str, tuple[str, ...]] = {
     "linear": ("vector", "covector"),
     "orthogonal": ("vector",),
@@ -40,7 +42,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
 
 
 class Term(NamedTuple):
-    """A piece that moves, how, and with which exponent.
+    """A piece that moves, the mode in which it moves, and the exponent, a factor of the element.
 
     >>> from gauge_optax.discovery.views import Atom, View, Window
     >>> up = View("up", (2, 3), (Window(0, 2, (Atom(None, 2),)), Window(0, 3, (Atom((5, 6, 7), 3),))))
@@ -55,15 +57,15 @@ class Term(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Copy:
-    """A null vector of the gradients: a group with the pieces that it moves.
+    """A group with the pieces that it moves: a symmetry if the gradients are orthogonal to its motions.
 
     Attributes:
-      family: kind of group.
-      space: what it acts on.
-      beside: the companions that index its copies.
+      family: the key of its family in `FAMILIES`.
+      space: the space that it acts on.
+      beside: its companions, spaces such as heads: for each combination of their indices it has an element of its own.
       terms: the pieces that move.
-      residual: what the gradients see of the motion, relative to a column.
-      along: pieces without effect on the outputs that should move too, such as a key bias, which softmax hides.
+      residual: the product of the gradients with its motion, relative to the sizes of both; roundoff for a symmetry.
+      along: pieces that must move too and have no effect on the outputs, such as a key bias, which softmax hides.
 
     >>> from gauge_optax.discovery.views import Atom, View, Window
     >>> up = View("up", (2, 3), (Window(0, 2, (Atom(None, 2),)), Window(0, 3, (Atom((5, 6, 7), 3),))))
@@ -91,14 +93,14 @@ class Copy:
 
     @property
     def dim(self) -> int:
-        """Dimensions of the group."""
+        """Dimensions of the group, over all indices of its companions."""
         n, planes = len(self.space), len(set(self.space))
         skew, centred = n * (n - 1) // 2, (n - 1) * (n - 2) // 2
         dims = {"linear": n * n, "orthogonal": skew, "centred": centred, "complex": 2 * planes, "diagonal": n}
         return math.prod(map(len, self.beside)) * dims.get(self.family, planes)
 
     def tangent(self, point: Leaves, element: np.ndarray) -> Leaves:
-        """The motion that an element of the algebra makes at a point, with the largest exponent normalised to one."""
+        """The tangent along an element of the algebra: path → flat array. The largest exponent counts as 1."""
         largest, out = max(abs(term.exponent) for term in self.terms), {p: np.zeros(point[p].size) for p in self.paths}
         for piece, mode, exponent in self.terms:
             values = point[piece.path].reshape(-1)[piece.entries]
@@ -119,7 +121,7 @@ class Copy:
                 values = scipy.linalg.expm(matrix * element).swapaxes(-1, -2) @ values
             elif matrix := modes.get("covector", 0.0):
                 values = scipy.linalg.expm(-matrix * element) @ values
-            elif scale:  # about a centre, if there is an offset too
+            elif scale:  # with an offset, the distance from a centre is multiplied
                 centre = -modes.get("offset", 0.0) / scale
                 values = centre + (values - centre) * np.exp(scale * element[:, :, None])
             else:
@@ -129,7 +131,7 @@ class Copy:
         return out
 
     def adjoint(self, point: Leaves, tangent: Mapping[str, np.ndarray]) -> np.ndarray:
-        """The transpose of `tangent`, on elements."""
+        """The transpose of the map from elements to `tangent`: a motion (path → flat array) to an element."""
         largest, total = max(abs(term.exponent) for term in self.terms), np.zeros(())
         for piece, mode, exponent in self.terms:
             values, moved = point[piece.path].reshape(-1)[piece.entries], tangent[piece.path][piece.entries]
@@ -144,7 +146,9 @@ class Copy:
 
 
 def draw(rng: np.random.Generator, family: str, space: Space, beside: Sequence[Space]) -> np.ndarray:
-    """A random element of a family's algebra for each index of the companions: (many, n) or (many, n, n).
+    """A random element of a family's algebra for each of `many` combinations of companions' indices.
+
+    Its shape is (many, n) for scales and (many, n, n) for matrices, with the length n of the space.
 
     >>> element = draw(np.random.default_rng(0), "orthogonal", (0, 1, 2), ())
     >>> np.allclose(element, -element.swapaxes(1, 2))
@@ -156,7 +160,7 @@ def draw(rng: np.random.Generator, family: str, space: Space, beside: Sequence[S
 
 
 def direction(mode: str, values: np.ndarray, element: np.ndarray) -> np.ndarray:
-    """What the generator of an element does to a piece: (companions, space, rest).
+    """The tangent of a piece's `values` along an element of the algebra; both are (companions, space, rest).
 
     >>> direction("scale", np.full((1, 2, 3), 2.0), np.array([[1.0, -1.0]]))[0]
     array([[ 2.,  2.,  2.],
@@ -184,7 +188,7 @@ def _projected(family: str, space: Space, element: np.ndarray) -> np.ndarray:
         return element @ (same / same.sum(1, keepdims=True))
     out = np.zeros_like(element)
     for i, j in itertools.combinations(range(len(space)), 2):
-        if space[i] == space[j]:  # an id that occurs twice is a rotary plane
+        if space[i] == space[j]:  # two entries with one id span a rotary plane
             turn = (element[..., i, j] - element[..., j, i]) / 2
             out[..., i, j], out[..., j, i] = turn, -turn
             if family == "complex":
@@ -199,11 +203,11 @@ def independent(
     """The symmetries that larger ones, or those in `before`, do not contain.
 
     Args:
-      symmetries: to choose from.
-      point: where tangents are compared.
-      rng: source of their elements.
-      before: symmetries that hold already.
-      dead: masks of entries without effect, which do not count.
+      symmetries: those to choose from.
+      point: the leaves at which tangents are compared.
+      rng: draws elements.
+      before: symmetries that were found before.
+      dead: path → mask of the entries without effect on the outputs, whose motion is ignored.
 
     >>> from gauge_optax.discovery.views import Atom, View, Window
     >>> up = View("up", (2, 3), (Window(0, 2, (Atom(None, 2),)), Window(0, 3, (Atom((5, 6, 7), 3),))))
@@ -216,7 +220,7 @@ def independent(
     kept, families = list(before), list(FAMILIES)
     order = sorted(symmetries, key=lambda s: (-s.dim, families.index(s.family), -len(s.beside), len(s.terms)))
     for symmetry in order:
-        # Only those on its spaces that share a leaf with it, or with one that does, can contain it.
+        # Only symmetries on its spaces, linked to it by shared leaves directly or through others, can contain it.
         paths, linked = set(symmetry.paths), list[Copy]()
         near = [other for other in kept if WHOLE in (symmetry.space, other.space) or symmetry.ids & other.ids]
         while more := [other for other in near if other not in linked and other.paths & paths]:
@@ -230,7 +234,7 @@ def independent(
 def _contained(
     one: Copy, others: Sequence[Copy], point: Leaves, rng: np.random.Generator, dead: Mapping[str, np.ndarray]
 ) -> bool:
-    """Whether a random motion of a group is a motion of the others: least squares by conjugate gradients."""
+    """Whether a random motion of a group is a sum of motions of others: least squares by conjugate gradients."""
     if not others:
         return False
 

@@ -1,4 +1,4 @@
-"""One loop over the equations of a jaxpr, for all that evaluate it, or follow what is known of its values."""
+"""One loop over the equations of a jaxpr, for all code that evaluates it or tracks properties of its values."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def interpret(
     jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[_V], constant: Callable[[Any], _V],
     equation: Callable[[Any, list[_V]], Sequence[_V]],
 ) -> list[_V]:
-    """The outputs of a jaxpr whose values are of any kind, such as arrays, or sets of what they depend on.
+    """Runs a jaxpr on values of any kind, such as arrays or sets of dependencies; returns those of its outputs.
 
     Args:
-      jaxpr: its equations are gone through in their order.
+      jaxpr: the jaxpr, whose equations are run in their order.
       consts: its constants.
-      args: its inputs.
-      constant: the value of a constant, or of a literal.
+      args: the values of its inputs.
+      constant: a constant, or a literal, to its value.
       equation: (equation, values of its inputs) to the values of its outputs.
 
     >>> def depth(eqn, ins):
@@ -46,7 +46,7 @@ def interpret(
 
 
 def equations(jaxpr: core.Jaxpr) -> Iterator[Any]:
-    """All equations of a jaxpr, each followed by those of the functions in it.
+    """All equations of a jaxpr, each followed by those of the functions that it calls.
 
     >>> [eqn.primitive.name for eqn in equations(jax.make_jaxpr(jax.jit(jnp.sin))(1.0).jaxpr)][1:]
     ['sin']
@@ -58,7 +58,7 @@ def equations(jaxpr: core.Jaxpr) -> Iterator[Any]:
 
 
 def called(eqn: Any, ins: list[_V]) -> tuple[core.Jaxpr, Sequence[Any], list[_V]] | None:
-    """The function that an equation calls once (pjit, remat, custom derivatives), its constants and its arguments.
+    """The function that an equation calls once (pjit, remat, custom derivatives), its constants and arguments, or None.
 
     >>> (call,) = jax.make_jaxpr(jax.jit(jnp.sin))(1.0).eqns
     >>> [eqn.primitive.name for eqn in called(call, ["x"])[0].eqns]
@@ -67,7 +67,7 @@ def called(eqn: Any, ins: list[_V]) -> tuple[core.Jaxpr, Sequence[Any], list[_V]
     body = next((eqn.params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in eqn.params), None)
     if body is None or eqn.primitive.name in (*CONTROL, "pallas_call"):
         return None
-    # The jaxpr of a reduction takes two numbers, that of a sharded map one device's part: these are no calls.
+    # A reduction's jaxpr takes two numbers, and a sharded map's takes one device's part. These are no calls.
     inner = body.jaxpr if hasattr(body, "jaxpr") else body
     shapes = [[getattr(v.aval, "shape", None) for v in variables] for variables in (inner.outvars, eqn.outvars)]
     if shapes[0] != shapes[1]:
@@ -92,7 +92,7 @@ def loop_parts(eqn: Any, ins: list[_V]) -> tuple[core.ClosedJaxpr, list[_V], lis
 
 
 def applied(eqn: Any, arrays: Sequence[Any], **changed: Any) -> Sequence[Any]:
-    """The results of an equation's operation on arrays, with some of its parameters changed.
+    """Runs an equation's operation on arrays, with `changed` in place of some of its parameters; returns the results.
 
     >>> (add,) = jax.make_jaxpr(lambda x: x + 1)(1).eqns
     >>> [int(x) for x in applied(add, [2, 3])]
@@ -103,7 +103,7 @@ def applied(eqn: Any, arrays: Sequence[Any], **changed: Any) -> Sequence[Any]:
 
 
 def ranges_taken(eqn: Any) -> list[list[range]]:
-    """Which entries of every axis of its operand each result of a `slice`, a `split` or a `rev` takes.
+    """For each result of a `slice`, a `split` or a `rev`: the indices that it takes along every axis of the operand.
 
     >>> (halves,) = jax.make_jaxpr(lambda x: jnp.split(x, 2, 1))(jnp.ones((2, 6))).jaxpr.eqns
     >>> ranges_taken(halves)
@@ -121,7 +121,7 @@ def ranges_taken(eqn: Any) -> list[list[range]]:
 
 
 def source(eqn: Any) -> str:
-    """Where in the user's files an equation comes from, as far as the traceback tells."""
+    """The file and line of the user's code that an equation comes from, as text; "" if its traceback has none."""
     traceback = getattr(eqn.source_info, "traceback", None)
     outside = [f for f in (traceback.frames if traceback is not None else []) if "site-packages" not in f.file_name]
     frames = [f for f in outside if "gauge_optax" not in f.file_name] or outside

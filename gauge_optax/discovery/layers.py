@@ -1,8 +1,8 @@
-"""Fewer layers: of a list of layers that are alike, three are searched, and what is found is carried to all of them.
+"""Fewer layers: of a list of layers that are alike, three are searched, and what is found is extended to all of them.
 
-Equal shapes do not show that a function treats its layers alike. The operations in it do: each has to occur so many
-times more with every further layer. Of a function that counts its layers, and so takes no tree with fewer, the
-operations of the other layers are cut out (`cut`).
+Equal shapes do not show that a function treats its layers alike. Its operations do: every further layer has to add the
+same ones. A function that counts its layers cannot be called on a tree with fewer. From such a function, the operations
+of the other layers are cut out (`cut`).
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ _Operations = collections.Counter[tuple[str, ...]]
 
 
 class _Layers(NamedTuple):
-    """The layers of one list: what their paths have before their number, and behind it up to the next slash."""
+    """One list of layers: the text in their paths before their number, and behind it up to the next slash."""
 
     before: str
     behind: str
 
     @classmethod
     def at(cls, keys: Any, name: tuple[str, str]) -> _Layers:
-        """Those in a node with these keys, of which the node knows what stands around their number."""
+        """The list in the node with these keys; `name` is the text before and behind the number in the layers' keys."""
         path = jax.tree_util.keystr(keys, simple=True, separator="/")
         return cls(f"{path}/{name[0]}" if path else name[0], name[1])
 
     def pattern(self) -> re.Pattern[str]:
-        """One layer's number in a path, or in a sentence with paths."""
+        """A pattern that finds a layer's number in a path, or in a sentence with paths."""
         before, behind = map(re.escape, self)
         return re.compile(rf"(?<![\w/])({before})[0-9]+({behind})(?![\w])")
 
@@ -53,8 +53,8 @@ class Shallow:
 
     Attributes:
       fn: function of the tree and a batch.
-      tree: the parameters without the other layers.
-      patterns: for each list that is shorter, a layer's number in a path.
+      tree: the parameters, with three layers of each list.
+      patterns: one per list that is shortened: it finds a layer's number in a path.
 
     >>> short = Shallow(lambda tree, x: x, {}, (re.compile("(layer_)[0-9]+(/)"),))
     >>> short.with_captures("layer_0/w"), short.names_one("head/w")
@@ -83,7 +83,8 @@ class Shallow:
         roles = {}
         for role, blocks in call.roles.items():
             counts = collections.Counter((self.with_captures(path), axes) for path, axes in blocks.items())
-            # Kernels come before scales, each in the order of paths: so they do in a search of all layers.
+            # A search of all layers lists kernels before scales, each in the order of paths, and so does the result: a
+            # path that is smaller than the one before it begins a new run.
             runs = [dict[str, Axes]()]
             for before, (path, axes) in zip(("", *blocks), blocks.items(), strict=False):
                 if path < before:
@@ -105,7 +106,11 @@ class Shallow:
         return text
 
     def of_all(self, texts: Sequence[str]) -> tuple[str, ...]:
-        """Lists of paths that together name every layer, with `{i}` for its number; raises where they name some."""
+        """Texts, each a list of paths, with `{i}` in place of layers' numbers; equal ones are returned once.
+
+        Raises:
+          Unlike: a path is there for some of the kept layers and not for all.
+        """
         counts = collections.Counter(self.with_captures(part) for text in texts for part in text.split(", "))
         if any(self.with_captures(part) != part and counts[self.with_captures(part)] % _KEPT
                for text in texts for part in text.split(", ")):
@@ -114,7 +119,7 @@ class Shallow:
             ", ".join(dict.fromkeys(map(self.with_captures, text.split(", ")))) for text in texts))
 
     def axes(self, axes: LeafAxes, params: Any) -> LeafAxes:
-        """The axes of the leaves of all layers; raises where those of the kept layers differ, or are undecided."""
+        """The axes of the leaves of all layers; raises `Unlike` if the kept layers differ, or are undecided."""
         if any(map(self.names_one, (*axes.neurons, *axes.embeddings, *axes.undecided))):
             raise Unlike
         readings = {self.with_captures(path): reading for path, reading in axes.readings.items()}
@@ -132,8 +137,8 @@ def shallower(fn: Callable[[Any, Any], Any], params: Any, batch: Any) -> Shallow
       batch: what fn is called on.
 
     Returns:
-      The function on the shorter tree: fn where it takes that tree, else what is left of its operations. None where no
-      list has more than three layers that are alike, and where fn treats some in another way.
+      The shorter tree, with a function of it: fn if it takes that tree, else the operations of fn that belong to three
+      layers. None if no list has more than three layers that are alike, or if fn treats some of them differently.
 
     >>> tree = [{"a": jnp.ones((2, 2))} for _ in range(5)]
     >>> def fn(layers, x):
@@ -147,7 +152,7 @@ def shallower(fn: Callable[[Any, Any], Any], params: Any, batch: Any) -> Shallow
     if not lists:
         return None
     found = Shallow(fn, _cut(params, dict.fromkeys(lists, _KEPT)), tuple(name.pattern() for name in lists))
-    # A path that the patterns miss would stand for one layer alone.
+    # Both trees have the same paths up to numbers, unless the patterns miss a layer's number in one.
     named = [set(map(found.with_captures, leaves_by_path(tree))) for tree in (params, found.tree)]
     if named[0] != named[1]:
         return None
@@ -173,16 +178,16 @@ def _takes_fewer(fn: Callable[[Any, Any], Any], params: Any, batch: Any, lists: 
 
 
 def _counting(short: Shallow, params: Any, batch: Any, counts: Sequence[int]) -> Shallow | None:
-    """What is left, of three layers, of a function that takes all of them; None where it treats some in another way.
+    """Cuts a function that needs all layers down to three; None if it treats some layers differently.
 
     Args:
       short: the function of the whole tree, and the shorter tree.
       params: the whole tree.
       batch: what the function is called on.
-      counts: of each list, how many layers it has.
+      counts: number of layers of each list.
     """
-    # Lists that are equally long may be run through at once, as `attention_0`, `mlp_0`, `attention_1` are, or each by
-    # itself, as an encoder's and a decoder's.
+    # Lists of equal length may alternate, as `attention_0`, `mlp_0`, `attention_1` do, or follow each other, as an
+    # encoder's and a decoder's layers do. Both are tried.
     at_once = [[k for k, n in enumerate(counts) if n == count] for count in sorted(set(counts))]
     for groups in (at_once, [[k] for k in range(len(counts))]):
         fn = _cut_function(short, params, [(group, counts[group[0]]) for group in groups])
@@ -199,12 +204,14 @@ def _counting(short: Shallow, params: Any, batch: Any, counts: Sequence[int]) ->
 def _cut_function(
     short: Shallow, params: Any, groups: Sequence[tuple[Sequence[int], int]]
 ) -> Callable[[Any, Any], Any]:
-    """A function of the shorter tree, traced on a whole one whose other layers have the middle layer's shapes.
+    """A function of the shorter tree: traces the whole function, and cuts the other layers out of it.
+
+    While the function is traced, the kept middle layer's leaves stand for those of the other layers.
 
     Args:
       short: the function of the whole tree, and the shorter tree.
       params: the whole tree.
-      groups: lists that are run through at once, as places in `short.patterns`, with the number of their layers.
+      groups: lists that alternate, as indices into `short.patterns`, with their number of layers.
     """
     paths = list(leaves_by_path(params))
     places = [_places(paths, short, group) for group, _ in groups]
@@ -230,7 +237,7 @@ def _cut_function(
 
 
 def _places(paths: Sequence[str], short: Shallow, group: Sequence[int]) -> dict[str, Value]:
-    """The layer that each leaf of these lists belongs to, counted from 0, and its name there."""
+    """Path of each leaf of these lists → its layer, counted from 0, and its path with a capture for the number."""
     found = dict[str, Value]()
     for pattern in (short.patterns[k] for k in group):
         numbers = {path: int(path[m.end(1) : m.start(2)]) for path in paths if (m := pattern.search(path))}
@@ -243,14 +250,17 @@ def _places(paths: Sequence[str], short: Shallow, group: Sequence[int]) -> dict[
 
 
 def _operations(fn: Callable[[Any, Any], Any], params: Any, batch: Any) -> _Operations:
-    """How often each operation occurs in a function, on which shapes."""
+    """How often each operation (a primitive with the shapes and dtypes of its operands and results) occurs in `fn`."""
     return collections.Counter(
         (eqn.primitive.name, *(str(v.aval) for v in (*eqn.invars, *eqn.outvars)))
         for eqn in equations(jax.make_jaxpr(fn)(params, batch).jaxpr))
 
 
 def _alike(node: Any) -> dict[tuple[str, str], list[Any]]:
-    """Of every list of layers that are alike in a node of a tree: what is around a number, and their keys in order."""
+    """The lists of more than three layers that are alike in a node: (text before, text behind a number) → their keys.
+
+    The keys are in the order of the numbers.
+    """
     if isinstance(node, Mapping):
         matches = [(key, _NUMBERED.fullmatch(str(key)), child) for key, child in node.items()]
         numbered = [((m[1], m[3]), int(m[2]), key, child) for key, m, child in matches if m is not None]
@@ -269,7 +279,7 @@ def _alike(node: Any) -> dict[tuple[str, str], list[Any]]:
 
 
 def _lists(params: Any) -> dict[_Layers, int]:
-    """The lists of layers that are alike, none within another, each with its length."""
+    """All lists of layers that are alike, with their lengths. Lists within such a layer are left out."""
     found = dict[_Layers, int]()
     nodes = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda node: bool(_alike(node)))[0]
     for keys, node in nodes:
@@ -278,7 +288,7 @@ def _lists(params: Any) -> dict[_Layers, int]:
 
 
 def _cut(params: Any, lengths: Mapping[_Layers, int]) -> Any:
-    """The tree with so many layers of every list."""
+    """The tree with only the first `lengths[list]` layers of every list."""
 
     def cut(keys: Any, node: Any) -> Any:
         lists = _alike(node)

@@ -1,7 +1,7 @@
-"""A function in float64, whatever precisions it names: its jaxpr, evaluated with every float as a float64.
+"""Computes a function in float64, whatever dtypes it fixes: evaluates its jaxpr with every float as a float64.
 
 Models fix dtypes (`nnx.Embed` and attention's softmax in float32, kernels in bfloat16), and float32 cannot tell an
-exact symmetry from a near one. The jaxpr says which function of real numbers it is that a model computes.
+exact symmetry from a near one. Without its dtypes, the jaxpr is the function of real numbers that the model computes.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from gauge_optax.discovery.interpret import applied, called, interpret, loop_par
 from gauge_optax.discovery.sketch import Function, Leaves
 from gauge_optax.errors import binding_error
 
-_LEAVES, _BATCH, _DRAWN = 1, 2, 4  # marks: what a value depends on; the third is noise from a captured key
+_LEAVES, _BATCH, _DRAWN = 1, 2, 4  # bits of a mark: what a value depends on. _DRAWN is noise from a captured key
 _DRAWS = ("random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform")
 _FIXED = ("pallas_call", "ffi_call", "custom_call", "pure_callback", "io_callback", "triton_kernel_call")
 _refusal = functools.partial(binding_error, "discover")
 
 
 def in_double(fn: Function, leaves: Leaves, dtypes: Mapping[str, Any], batch: Any) -> Function:
-    """A function of leaves and a batch as one that computes in float64.
+    """Turns a function of leaves and a batch into one that computes in float64.
 
     Args:
       fn: (leaves, batch) to a list of outputs.
@@ -37,13 +37,14 @@ def in_double(fn: Function, leaves: Leaves, dtypes: Mapping[str, Any], batch: An
       batch: one of the batches.
 
     Returns:
-      `fn` itself, called with floats in float64, where all that depends on the leaves is then computed in float64; else
-      the function that `fn` computes with leaves and batches in their dtypes, every float replaced by a float64.
+      A function of float64 leaves and a batch. If `fn` computes everything that depends on the leaves in float64 when
+      its inputs are float64, it is `fn` on such inputs. Otherwise it evaluates the jaxpr of `fn` for the user's dtypes,
+      with every float as a float64.
 
     Raises:
       ValueError: random numbers from a key that fn captures; a captured variable that fn changes; integer products of
-        eight bits or less; an operation of unknown contents, or a loop without a derivative, in a function of less
-        than double precision.
+        eight bits or less; and, if `fn` does not compute in float64 itself, an operation whose contents are unknown,
+        such as a custom call, or a `while` loop, which has no derivative.
 
     >>> fn = lambda p, x: [(x @ p["a"].astype(jnp.bfloat16)).astype(jnp.float32)]
     >>> tree, x = {"a": np.full((3, 2), 1 / 3)}, np.ones((1, 3), np.float32)
@@ -61,7 +62,8 @@ def in_double(fn: Function, leaves: Leaves, dtypes: Mapping[str, Any], batch: An
     def plain(leaves: Mapping[str, Any], batch: Any) -> Any:
         return given(leaves, jax.tree.map(_doubled, batch))
 
-    # In the user's mode: where arrays are of 32 bits at most, so are the constants that fn makes, such as an arange.
+    # fn is traced as it runs in the user's program: without 64-bit leaves, constants that it makes, such as an arange,
+    # have 32 bits too.
     wide = any(jnp.dtype(dtype).itemsize > 4 for dtype in dtypes.values())
 
     def as_given(leaves: Mapping[str, Any], batch: Any) -> tuple[Any, Any]:
@@ -83,7 +85,7 @@ def in_double(fn: Function, leaves: Leaves, dtypes: Mapping[str, Any], batch: An
         if not any(low(eqn) for eqn, _ in _checked(plain, leaves, batch)):
             return plain
     except (TypeError, ValueError):
-        pass  # fn puts float64 beside a dtype that it fixes, such as that of a loop's carry
+        pass  # float64 does not fit a dtype that fn fixes, such as that of a loop's carry
     with jax.enable_x64(wide):
         checked = _checked(given, *as_given(leaves, batch))
     for eqn, where in checked:
@@ -111,7 +113,12 @@ def _of_kind(x: Any, dtype: Any) -> Any:
 
 
 def _checked(fn: Function, leaves: Any, batch: Any) -> list[tuple[Any, str]]:
-    """The equations whose inputs depend on the leaves, with their lines; raises for those that are never usable."""
+    """The equations whose inputs depend on the leaves, with their source lines.
+
+    Raises:
+      ValueError: fn changes a captured variable, uses random numbers from a captured key, or multiplies integers of
+        eight bits or less.
+    """
     pure = "a pure function of (params, batch)"
     switch = "switch dropout off: write model.set_attributes(deterministic=True), or pass deterministic=True in Linen"
     try:
@@ -142,11 +149,18 @@ def _checked(fn: Function, leaves: Any, batch: Any) -> list[tuple[Any, str]]:
 
 
 def _mark(jaxpr: core.Jaxpr, marks: Sequence[int], marked: list[tuple[Any, int, str]], within: str = "") -> list[int]:
-    """Adds every equation with the mark of its inputs and its line to `marked`; returns the marks of the outputs."""
+    """Adds every equation to `marked`, with the mark of its inputs and its source line; returns the outputs' marks.
+
+    Args:
+      jaxpr: the jaxpr.
+      marks: the marks of its inputs.
+      marked: the list to which equations are added.
+      within: the source line of the call of this jaxpr.
+    """
 
     def equation(eqn: Any, ins: list[int]) -> list[int]:
         name, mark = eqn.primitive.name, functools.reduce(operator.or_, ins, 0)
-        where = source(eqn) or within  # what JAX itself jits has no line of the user's
+        where = source(eqn) or within  # inside a function of JAX: the line of its call
         marked.append((eqn, mark, where))
         if call := called(eqn, ins):
             return _mark(call[0], call[2], marked, where)
@@ -170,7 +184,7 @@ def _float_dtypes(eqn: Any) -> list[Any]:
 
 
 def _wide(dtype: Any) -> Any:
-    """The dtype that replaces one: double precision for floats and complex numbers."""
+    """The dtype that replaces `dtype`: double precision for floats and complex numbers, else itself."""
     if jnp.issubdtype(dtype, jnp.floating):
         return np.dtype(np.float64)
     return np.dtype(np.complex128) if jnp.issubdtype(dtype, jnp.complexfloating) else dtype
@@ -194,7 +208,7 @@ def _function(closed: core.ClosedJaxpr) -> Callable[..., Any]:
 
 
 def _applied(eqn: Any, ins: list[Any]) -> Sequence[Any]:
-    """One equation."""
+    """The results of one equation, computed in float64."""
     name, params = eqn.primitive.name, eqn.params
     if name in _CONTROL:
         return _CONTROL[name](eqn, ins)
@@ -202,7 +216,7 @@ def _applied(eqn: Any, ins: list[Any]) -> Sequence[Any]:
         return _evaluate(*call)
     if name == "reduce_precision":
         return ins
-    if name == "bitcast_convert_type":  # random bits become floats by the layout of their dtype
+    if name == "bitcast_convert_type":  # random bits become floats by their layout in the traced dtype
         return applied(eqn, [ins[0].astype(eqn.invars[0].aval.dtype)])
     try:
         return applied(eqn, ins, **{key: _wide_param(x) for key, x in params.items()})
@@ -218,7 +232,7 @@ def _fixed_precision(eqn: Any, where: str) -> ValueError:
 
 
 def _wide_param(x: Any) -> Any:
-    """A parameter of an equation, with dtypes and inner functions in double precision."""
+    """A parameter of an equation; dtypes and inner functions are replaced by ones of double precision."""
     if isinstance(x, core.ClosedJaxpr):
         shapes = [jax.ShapeDtypeStruct(v.aval.shape, _wide(v.aval.dtype)) for v in x.jaxpr.invars]
         return jax.make_jaxpr(_function(x))(*shapes)

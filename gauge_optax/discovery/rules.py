@@ -26,7 +26,7 @@ class Value(NamedTuple):
 
     Attributes:
       axes: the ids of each axis; None for an axis without ids.
-      constant: its numbers, if they are few and do not depend on parameters or data.
+      constant: its numbers, if they are few and do not depend on parameters.
       depends: whether it depends on parameters.
       leaf: path of the parameter that it is, perhaps with its entries moved; "" if it is none.
       writers: paths of the kernels whose products it contains, in a linear way.
@@ -131,7 +131,8 @@ def _opaque(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
             for out, shape in zip(outs, results, strict=True):
                 if len(shape) == rank and shape[k] == length:
                     out[k] = axis
-        # Axes of two lengths in one position are taken for query heads and key-value heads: the longer is groups.
+        # Two lengths in one position are taken for query heads and key-value heads: the longer axis is a grid of the
+        # shorter one and the rest.
         if len(of_length) == 2 and 1 < (few := min(of_length)) and (many := max(of_length)) % few == 0:
             if spaces.factors(of_length[many]) is None:
                 spaces.unite_entries(spaces.split(of_length[many], [few, many // few])[0], of_length[few])
@@ -276,8 +277,10 @@ def _window(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
 
 @_rule("eq")
 def _compare(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
-    """A comparison. If a value that parameters choose is compared with a range of numbers, as in a one-hot code, the
-    axis of the range gets ids, and counts as one along which the function chooses."""
+    """A comparison. A range that a value of parameters is compared with, as in a one-hot code, gets ids.
+
+    The axis of the range then counts as one along which the function chooses.
+    """
     (axes,) = _default(trace, eqn, ins)
     constant = next((value.constant for value in ins if value.constant is not None), None)
     if any(value.depends for value in ins) and constant is not None and np.ndim(constant) == len(axes):

@@ -302,7 +302,7 @@ def echelon(null: np.ndarray, sizes: np.ndarray, zero: float) -> tuple[np.ndarra
     rows, pivots = list[np.ndarray](), list[int]()
     for j in range(null.shape[1]):
         if len(null) and np.linalg.norm(null[:, j]) > zero:
-            turned = singular_vectors(null[None, :, j])[1] @ null  # in column j only the first of these rows is not zero
+            turned = singular_vectors(null[None, :, j])[1] @ null  # only the first row is not zero in column j
             rows, pivots, null = [*rows, turned[0]], [*pivots, j], turned[1:]
     basis = np.array(rows).reshape(len(rows), len(sizes))
     for i in reversed(range(len(basis))):

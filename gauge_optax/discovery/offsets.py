@@ -1,11 +1,11 @@
 """Finds symmetries that add something to leaves: the logit shift, and additions that norms and biases hide.
 
 A vector u may be added to the bias of a norm or of values, and what the kernels behind make of u subtracted from the
-biases behind them. It may be added to every row of one table, and subtracted from every row of another. A kernel behind
-a LayerNorm may gain u along each row divided by the norm's scale γ: its output changes by a constant. A *centred* norm,
-which subtracts the mean, hides a constant along the axis that it reads. A *flow* is one such kind of addition. It
+biases behind them. It may be added to every row of one table, and subtracted from every row of another. Row k of a
+kernel behind a LayerNorm with the scale γ may gain u/γ_k: then the output changes by a constant at most. A *centred*
+norm, which subtracts the mean, hides a constant along the axis that it reads. A *flow* is one such kind of addition. It
 consists of *columns*: motions of single leaves that are made from the same random u. Each is linear in u, so that a
-finite move is a multiple of its tangent.
+finite move is its tangent.
 """
 
 from __future__ import annotations
@@ -506,7 +506,7 @@ def _passed_on(space: Space, views: Sequence[View], behind: Mapping[str, Sequenc
     columns = [*map(_Column, views), *(_Column(b, (kernel,)) for kernel, b in pairs)] if len(views) > 1 else []
 
     def belongs(taken: list[int]) -> bool:
-        """Whether a bias behind a kernel takes part: `_common_row` has what only leaves on the stream trade."""
+        """Whether a bias behind a kernel takes part or the vector is constant: all else is a `_common_row`."""
         return len(taken) > 1 and (constant or taken[-1] >= len(views))
 
     return _linear(PAST_NORMS if constant else ON_STREAM, (space,), columns, belongs, constant=constant)

@@ -37,7 +37,7 @@ class _Short(NamedTuple):
     Attributes:
       value: what the walk knows of it: the ids of its axes before entries were dropped; an axis without ids is whole.
       array: its entries that are kept.
-      summed: if it is a sum, over how many entries: the number of all, and of those that are kept. A mean divides by it.
+      summed: if it is a sum, the number of its terms: of all, and of those that are kept. A mean divides by it.
     """
 
     value: Value

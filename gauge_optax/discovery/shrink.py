@@ -132,7 +132,8 @@ def smaller(fn: Function, trace: Trace, leaves: Leaves, batches: Sequence[Any]) 
                 chosen[:] = _chosen(groups, own, of_batches)
                 split = [(one.group, *_split(walked, one)) for one in chosen]
                 gone = {x for _, _, rest in split for x in rest}
-                # Axes with indices that another group drops stay whole: they stand at different places in a longer one.
+                # A group stays whole if another drops an index that it keeps: its axis is part of a longer one, where
+                # its entries do not come first.
                 clashing = [group for group, first, _ in split if not first.isdisjoint(gone)]
                 if not clashing:
                     return gone

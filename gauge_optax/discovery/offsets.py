@@ -1,11 +1,11 @@
 """Finds symmetries that add something to leaves: the logit shift, and additions that norms and biases hide.
 
-A vector u may be added to the bias of a norm or of values, and what the kernels behind make of u subtracted from the
-biases behind them. It may be added to every row of one table, and subtracted from every row of another. Row k of a
-kernel behind a LayerNorm with the scale γ may gain u/γ_k: then the output changes by a constant at most. A *centred*
-norm, which subtracts the mean, hides a constant along the axis that it reads. A *flow* is one such kind of addition. It
-consists of *columns*: motions of single leaves that are made from the same random u. Each is linear in u, so that a
-finite move is its tangent.
+A vector u may be added to the bias of a norm or of values, if Wᵀu is subtracted from the bias behind each kernel W that
+reads it. It may be added to every row of one table, and subtracted from every row of another. Row k of a kernel behind
+a LayerNorm with the scale γ may gain u/γ_k: then the output changes by a constant at most. A *centred* norm, which
+subtracts the mean, hides a constant along the axis that it reads. A *flow* is one such kind of addition. It consists of
+*columns*: motions of single leaves that are made from the same random u. Each is linear in u, so that a finite move is
+its tangent.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Shifts:
         return list(out.values())
 
     def constants(self) -> list[tuple[str, str]]:
-        """Leaves to all entries of which one number may be added, but not along a single axis; and their axes strings.
+        """Leaves whose entries may all gain one number, though not along a single axis; each with its axes string.
 
         An example is a tied table whose stream centred norms read: they hide the number that its rows gain, and the
         softmax hides what all logits gain. The axes string is empty if `norm_write_shift` cannot express the move.
@@ -112,7 +112,7 @@ class Flow:
       kind: what it is, in words.
       make: (point, generator of the random vector) to the motions, one per column in a fixed order.
       columns: how many columns.
-      belongs: (numbers of the columns that take part) to whether this flow has such a combination, or another flow.
+      belongs: (numbers of the columns that take part) to a bool: False if such a combination is left to another flow.
       write: (coefficients of the columns that take part, columns that no output depends on) to the gauge. Columns
         without effect may have to move too: a norm's bias that moves into the query bias also moves into the key bias.
         None if the library has no such gauge.
@@ -329,7 +329,7 @@ def _mapped_to_zero(vector: View, kernel: View, layers: set[Space]) -> list[Flow
 
 
 def _absorbed(vector: View, kernels: Sequence[View], behind: Mapping[str, Sequence[View]], layers: set[Space]) -> Flow:
-    """A shift of a vector that is subtracted from the biases behind the kernels that read it."""
+    """A shift u of a vector; Wᵀu is subtracted from the bias behind each kernel W that reads the vector."""
     pairs = _pairs(vector, kernels, behind, layers)
     columns = [_Column(vector), *(_Column(b, (kernel,)) for kernel, b in pairs)]
 
@@ -348,7 +348,7 @@ def _carried_on(
 ) -> Flow:
     """A shift of a vector on a residual stream, which a later vector on the stream subtracts.
 
-    Kernels between the two read the shift, and the biases behind them subtract what they make of it (`_absorbed`).
+    Kernels between the two read the shift as well, and the biases behind them undo this as in `_absorbed`.
     """
     pairs = _pairs(vector, kernels, behind, layers)
     later = [view for view in vectors if view.path != vector.path and set(view.labels) == set(vector.labels)]
@@ -513,7 +513,7 @@ def _passed_on(space: Space, views: Sequence[View], behind: Mapping[str, Sequenc
 
 
 def _with_the_first(least: int) -> Callable[[list[int]], bool]:
-    """A `belongs` for combinations of at least so many columns, of which the first is one."""
+    """A `Flow.belongs` that is true for combinations of at least `least` columns, if the first is among them."""
     return lambda taken: len(taken) >= least and taken[0] == 0
 
 

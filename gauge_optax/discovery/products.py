@@ -311,7 +311,7 @@ def _unstack(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags]:
 
 
 def _joined(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags]:
-    """A concatenation or a stack: of an owner that an operand does not contain, no entry stands at its places."""
+    """A concatenation or a stack. An owner has no entries at the places of operands that do not contain it."""
     stack = eqn.primitive.name == "stack"
     axis, tags = eqn.params["axis" if stack else "dimension"], dict[Owner, Places | None]()
     for own in {own: None for value in ins for own in value.tags}:
@@ -356,7 +356,7 @@ def _indexed(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags | Value]:
 
 
 def _unknown(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags]:
-    """An operation of which nothing is known: it reads all its operands together, and their parameters are unknown."""
+    """An operation of which nothing is known. It reads all outputs in each operand, and its parameters are unknown."""
     walk.sight(*ins)
     for path in {path for x in ins if not x.data for path in x.leaves()}:
         walk.unknown[path] = f"`{eqn.primitive.name}` is an operation whose axes are not known"
@@ -406,7 +406,7 @@ _SUMS = ("add", "sub", "add_any", "select_n", "concatenate")
 
 
 def _reduced(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags]:
-    """A sum or a maximum over axes: it reads the outputs together that stand along these axes."""
+    """A sum or a maximum over axes. If a product's outputs differ along these, it reads all that the operand has."""
     gone, tags = tuple(eqn.params.get("axes", ())), dict[Owner, Places | None]()
     value, maximum = ins[0], eqn.primitive.name != "reduce_sum"
     for own, x in value.tags.items():

@@ -44,7 +44,7 @@ _POINTS = 5  # points with gradients: at one alone, units may be dead, and their
 _CLOSE = 12  # symmetries that nearly hold by their gradients and are tried by a finite move, at most
 _REACH = 2  # points, at most, at which gradients of a large instance show which entries its batches reach
 _ROWS = 1.5  # gradients per column of `search`: fewer gradients than columns leave null vectors by chance
-_STILL_AT_SIZE = 10 * STILL  # sums are longer at full size: outputs of a GPT of 124 million parameters change by 1.3e-12
+_STILL_AT_SIZE = 10 * STILL  # sums are longer at full size: outputs of a GPT of 124 million parameters move by 1.3e-12
 _DEAD = 1e-11  # an entry of a leaf has no effect if its gradient, relative to the median of all entries, is smaller
 # The order in which a report lists gauges: first those that optimizers take, then those that make a step dearer.
 _TRAINING = ("norm_scale", "scale_invariant", "head_rotation", "head_linear", "rope_torus", "rope_linear", "rescale",
@@ -582,7 +582,7 @@ def _carried(
 def _unreached(
     prover: Prover, squares: Leaves, noise: np.random.Generator
 ) -> tuple[dict[str, np.ndarray], list[str], list[Uncovered], list[str]]:
-    """Sorts out the entries without a gradient: new values of them may change the outputs all the same.
+    """Classifies the entries without a gradient, by whether new values of them change the outputs all the same.
 
     Args:
       prover: measures how much new values change the outputs.

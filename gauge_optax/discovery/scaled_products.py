@@ -33,8 +33,8 @@ def turned_products(
 
     Args:
       shifts: knows the views along every space.
-      kernels: views along one space whose constants a centred norm hides, as of the queries and keys that it reads; and
-        the number of the space's atom in each view.
+      kernels: views, along one space, of leaves that write what a centred norm reads, such as kernels of queries and
+        keys; and the number of the space's atom in each view.
     """
     space, hidden = kernels[0][0].labels[kernels[0][1]], {view.path for view, _ in kernels}
     vectors = [(view, at) for view, at in shifts.along(space) if view.path not in hidden]

@@ -17,7 +17,7 @@ from gauge_optax.xla import quick_options
 
 Leaves = dict[str, np.ndarray]
 Function = Callable[[Mapping[str, Any], Any], Any]
-DRAWS = 5  # points that are drawn, at most, for one with finite outputs; and gradients, for one that is needed
+DRAWS = 5  # most draws until a point has finite outputs; and most gradients that are taken, per one that is needed
 _SPREAD = 0.5  # noise around the given point, relative to a leaf's RMS
 _CHUNK = 2**29  # bytes of gradients that are held at a time
 

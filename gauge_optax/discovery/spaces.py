@@ -59,7 +59,7 @@ class Spaces:
         self._nothing: dict[tuple[int, int], np.ndarray] = {}
 
     def fresh(self, count: int) -> np.ndarray:
-        """So many new ids."""
+        """`count` new ids."""
         start, self._count = self._count, self._count + count
         while self._count > len(self._parent):
             self._parent = np.concatenate([self._parent, np.arange(len(self._parent), 2 * len(self._parent))])
@@ -106,7 +106,10 @@ class Spaces:
             self.unite(int(one[k]), int(other[k]))
 
     def unify(self, *axes: Axis) -> Axis:
-        """Unites the axes that an operation aligns, splits each into the atoms of all, and returns one of them."""
+        """Unites the axes that an operation aligns, entry by entry, and returns one of them.
+
+        If an axis is a grid, the others are split into the same atoms, and these are united too.
+        """
         present = [axis for axis in axes if axis is not None]
         if not present:
             return None
@@ -228,7 +231,7 @@ class Spaces:
         return out
 
     def _cut(self, atoms: Sequence[np.ndarray], cuts: Sequence[int]) -> list[np.ndarray]:
-        """Splits the atoms of a grid further, until every number in `cuts` is the product of the grid's last sizes."""
+        """Splits the atoms of a grid further, until each number in `cuts` is the product of its last k sizes for a k."""
         out, outer = list[np.ndarray](), math.prod(len(atom) for atom in atoms)
         for atom in atoms:
             inner = outer // len(atom)

@@ -1,9 +1,9 @@
 """Leaves as tensors whose axes are spaces (`spaces`): where a group could act on a leaf.
 
-A `View` cuts every axis of a leaf to a window, and splits the window into atoms, each along one space. Of an atom it
-reads all indices, or *picks* one, such as the index of the queries in a fused kernel. A `Piece` is a view with one atom
-on which a group acts, and with *companions*: atoms that index copies of the group, such as heads. It reads a leaf as a
-tensor (companions, space, rest).
+A `View` cuts every axis of a leaf to a window, and splits the window into atoms, each along one space. It reads all
+indices of an atom, or *picks* one, such as the index of the queries in a fused kernel. A `Piece` is a view with one
+atom on which a group acts, and with *companions*: atoms that index copies of the group, such as heads. It reads a leaf
+as a tensor (companions, space, rest).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Atom(NamedTuple):
       space: its ids as a value; None where it has none.
       size: how many of its indices are read.
       pick: the one index that is read instead of them.
-      span: if the atom is a part of a longer component, the ranges that it is there, and that component's length.
+      span: None; or, if the atom is a part of a longer component, its ranges there and that component's length.
 
     >>> Atom(None, 3).selection, Atom(None, 3, pick=2).selection
     (slice(0, 3, None), slice(2, 3, None))
@@ -312,7 +312,7 @@ def _grid_readings(
     atoms = [Atom(key, len(key)) for key in keys]
 
     def chosen(grid: list[Atom]) -> Iterator[list[Atom]]:
-        """The grid with every choice of indices along the axes that are picked."""
+        """The grid, once for every choice of one index along each of its picked axes."""
         choices = itertools.product(*(range(a.size) if p else (None,) for a, p in zip(grid, picked, strict=True)))
         return ([a._replace(pick=q) for a, q in zip(grid, choice, strict=True)] for choice in choices)
 

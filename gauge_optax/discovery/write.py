@@ -142,7 +142,7 @@ def shift_call(places: Sequence[tuple[View, int]]) -> Call:
 
 
 def write_shift_calls(places: Sequence[tuple[View, int]]) -> list[Call]:
-    """The gauges of a constant along an axis that only norms read which subtract the mean: one for each leaf.
+    """The gauges of a constant along an axis that only centred norms read, which subtract it: one for each leaf.
 
     Args:
       places: views of the leaves, and the number of each view's atom along the axis.

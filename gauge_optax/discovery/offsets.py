@@ -487,7 +487,7 @@ def _read_past_norms(space: Space, views: Sequence[View]) -> Flow:
         return motions
 
     def belongs(taken: list[int]) -> bool:
-        """Some leaf writes, and another reads."""
+        """Whether one leaf that writes to the stream and another that reads it take part."""
         return len({k % 2 for k in taken}) == 2 and len({k // 2 for k in taken}) > 1
 
     return Flow(PAST_NORMS, make, 2 * len(views) if len(views) > 1 else 0, belongs)

@@ -231,7 +231,7 @@ class Spaces:
         return out
 
     def _cut(self, atoms: Sequence[np.ndarray], cuts: Sequence[int]) -> list[np.ndarray]:
-        """Splits the atoms of a grid further, until each number in `cuts` is the product of its last k sizes for a k."""
+        """Splits the atoms of a grid further, until the products of its last k sizes contain all numbers in `cuts`."""
         out, outer = list[np.ndarray](), math.prod(len(atom) for atom in atoms)
         for atom in atoms:
             inner = outer // len(atom)

@@ -415,8 +415,8 @@ def _hidden_and_absorbed(
 ) -> Flow:
     """Shifts the bias β of a centred norm with scale γ by a vector δ with Σδ/γ = 0; kernels without a bias undo it.
 
-    The output of a kernel W behind the norm changes by Wᵀδ. If a bias is behind W, it subtracts this. If none is, W
-    changes by −(1/γ)⊗Wᵀδ/Σ(β/γ), which changes the output by −Wᵀδ (`_hidden_by_norm`).
+    The output of a kernel W behind the norm changes by Wᵀδ, which the bias behind W subtracts. Without a bias, W gains
+    −(1/γ)⊗Wᵀδ/Σ(β/γ), whose output is −Wᵀδ (`_hidden_by_norm`).
     """
     stacked = tuple(label for label in bias.labels if label in layers)
     axis = next((k for k, label in enumerate(bias.labels) if label not in layers), 0)
@@ -458,10 +458,7 @@ def _common_row(spaces: Sequence[Space], tables: Sequence[View], layers: set[Spa
         return _call("embedding_shift", {"token": [token], "position": [position]}, _names(spaces, layers))
 
     def belongs(taken: list[int]) -> bool:
-        """Whether two tables or more take part, which share no further axes: another flow has those that do.
-
-        Vectors alone do not count either: the search for scales finds what they trade, entry by entry.
-        """
+        """False if the tables share further axes, which another flow has, or are vectors: `search` finds those."""
         if len(taken) < 2 or (lone and all(len(tables[k].labels) == len(spaces) for k in taken)):
             return False
         return frozenset.intersection(*(frozenset(tables[k].labels) for k in taken)) == set(spaces)

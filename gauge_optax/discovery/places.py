@@ -33,7 +33,7 @@ class Places(NamedTuple):
 
     @classmethod
     def of(cls, shape: Sequence[int]) -> Places:
-        """The places of a parameter of this shape itself: every entry, in order."""
+        """The places of a parameter of this shape itself."""
         strides = [math.prod(shape[k + 1 :]) for k in range(len(shape))]
         return cls(0, tuple(np.arange(n) * stride for n, stride in zip(shape, strides, strict=True)))
 
@@ -53,23 +53,19 @@ class Places(NamedTuple):
         return tuple(map(len, self.steps))
 
     def numbers(self, axes: Iterable[int] | None = None) -> np.ndarray:
-        """The numbers as an array, -1 where no entry stands.
-
-        Args:
-          axes: those along which steps are added; the result has length 1 along all others. By default all axes.
-        """
+        """The numbers as an array, -1 where no entry stands; its axes that are not in `axes` have length 1."""
         total = np.full((1,) * len(self.steps), self.base)
         for k in range(len(self.steps)) if axes is None else axes:
             total = total + self.steps[k].reshape([-1 if j == k else 1 for j in range(len(self.steps))])
         return np.maximum(total, -1)
 
     def entries(self) -> np.ndarray:
-        """The numbers of all entries that stand somewhere, without the repeats that a broadcast makes."""
+        """The numbers of all entries that stand somewhere; axes that repeat them are left out."""
         numbers = self.numbers([k for k, step in enumerate(self.steps) if (step != 0).any()]).ravel()
         return numbers[numbers >= 0]
 
     def line(self, axis: int) -> np.ndarray:
-        """The numbers along an axis, at the indices where entries stand, if the steps of all other axes are zero."""
+        """The numbers along an axis where entries stand, if all other steps are zero."""
         return self.base + self.steps[axis][self.steps[axis] > FREE // 2]
 
     def held(self) -> Places:
@@ -77,11 +73,7 @@ class Places(NamedTuple):
         return Places(self.base, tuple(step[step > FREE // 2] for step in self.steps))
 
     def within(self, others: Sequence[np.ndarray]) -> Places:
-        """The inverse of `held`: the places on longer axes, without an entry at the indices that are free in `others`.
-
-        Args:
-          others: the steps of an array, per axis.
-        """
+        """The inverse of `held`: the places on longer axes, with free indices where the steps `others` have them."""
         steps = [np.full(len(other), FREE) for other in others]
         for step, other, own in zip(steps, others, self.steps, strict=True):
             step[other > FREE // 2] = own

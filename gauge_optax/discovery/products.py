@@ -199,9 +199,9 @@ class Walk:
         ]
 
     def _terms(self, name: str, ins: Sequence[Value]) -> frozenset[tuple[int, int]]:
-        """The `terms` of a result. A sum has those of all operands, and notes that it reads pairs of them together.
+        """The `terms` of a result: those of all operands of a sum, which reads pairs of them together.
 
-        Any other operation has those of its operand, if only one operand depends on data and parameters.
+        Another operation keeps those of its operand, if only one depends on data and parameters.
         """
         for (own, one), (other, two) in itertools.product(ins[0].terms, ins[-1].terms) if name in _SUMS else ():
             if own == other and one != two:
@@ -211,10 +211,7 @@ class Walk:
         return frozenset().union(*(x.terms for x in moving)) if name in _SUMS or len(moving) == 1 else frozenset()
 
     def _lost(self, ins: Sequence[Value], outs: Sequence[Value]) -> None:
-        """Notes owners whose places are known in an operand and no longer in a result.
-
-        The outputs of a product count as read together, and a parameter as unknown.
-        """
+        """If a result no longer knows the places of an owner: a product's outputs are read, a parameter is unknown."""
         for own, places in ((own, x) for value in ins for own, x in value.tags.items() if x is not None):
             if any(own in out.tags and out.tags[own] is None for out in outs):
                 if isinstance(own, int):
@@ -239,16 +236,9 @@ class Walk:
                     product.meet(places)
 
     def contract(self, kernel: Value, other: Value, inputs: Sequence[int], batch: Sequence[int]) -> dict[Owner, Any]:
-        """Notes a product for each parameter in a value that is contracted with data.
+        """Notes a product for each parameter in `kernel`, which is contracted with data along its axes `inputs`.
 
-        Args:
-          kernel: the value that consists of parameters.
-          other: the data.
-          inputs: contracted axes of `kernel`.
-          batch: batch axes of `kernel`.
-
-        Returns:
-          The tags of the result, whose axes are the batch axes and then the other axes of `kernel`.
+        Returns the tags of the result, whose axes are the batch axes and then the outputs.
         """
         self.sight(other)
         tags: dict[Owner, Any] = {}

@@ -319,17 +319,9 @@ def _gather(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
 
 
 def _constant_rows(trace: Trace, out: Axes, spread: list[int], axis: Any, length: int, rows: np.ndarray) -> None:
-    """Sets the ids of table rows that are taken at constant indices.
+    """Sets the ids in `out` of table rows that are taken at the constant indices `rows`.
 
-    If the indices repeat all rows equally often, the axis is a grid of rows and repeats.
-
-    Args:
-      trace: the walk.
-      out: axes of the result, which are set.
-      spread: the axes of the result that come from the axes of the indices.
-      axis: ids of the table's rows.
-      length: number of the table's rows.
-      rows: the indices.
+    If these repeat all rows equally often, the axis is a grid of rows and repeats.
     """
     long = [k for k, n in enumerate(rows.shape) if n > 1]
     flat = np.where(rows < 0, rows + length, rows).reshape(-1)

@@ -123,14 +123,7 @@ def _taken(leaf: Any, axes: Axes, kept: _Kept) -> np.ndarray:
 
 
 def _times(summed: tuple[int, int], shape: Sequence[int], left: Sequence[int], axes: Sequence[int]) -> tuple[int, int]:
-    """The numbers `summed` after a further sum over these axes.
-
-    Args:
-      summed: the numbers before it.
-      shape: full lengths of the summed array's axes.
-      left: their lengths after entries are dropped.
-      axes: the axes that are summed over.
-    """
+    """The numbers `summed` after a further sum over `axes`, whose lengths are in `shape` and, when cut, in `left`."""
     return summed[0] * math.prod(shape[k] for k in axes), summed[1] * math.prod(left[k] for k in axes)
 
 
@@ -189,13 +182,7 @@ class _Evaluation:
         return array
 
     def meeting(self, x: _Short, other: _Short, pairs: Sequence[tuple[int, int]]) -> Any:
-        """The array of x without the entries that another value drops along the axes that an operation pairs.
-
-        Args:
-          x: the value.
-          other: the other value.
-          pairs: an axis of x and an axis of `other` each.
-        """
+        """The array of x without what `other` drops along the `pairs` (axis of x, axis of `other`) that are aligned."""
         axes: Axes = [None] * len(x.value.axes)
         for mine, its in pairs:
             axes[mine] = other.value.axes[its]

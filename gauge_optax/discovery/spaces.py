@@ -66,10 +66,7 @@ class Spaces:
         return np.arange(start, self._count)
 
     def nothing(self, equation: int, axis: int, count: int) -> np.ndarray:
-        """New ids for an axis of an equation's result whose entries the operands' ids do not describe.
-
-        Entries that the equation sets to zero are an example. Every walk gets the same ids.
-        """
+        """New ids for an axis of an equation's result, such as for entries that it sets to zero; equal at every walk."""
         if (equation, axis) not in self._nothing:
             self._nothing[equation, axis] = self.fresh(count)
         return self._nothing[equation, axis]

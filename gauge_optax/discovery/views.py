@@ -303,10 +303,10 @@ def _divided(key: Space, searched: set[Space]) -> list[Atom]:
 def _grid_readings(
     trace: Trace, start: int, stop: int, keys: Sequence[Space], searched: set[Space]
 ) -> list[list[Window]]:
-    """Ways to read a window that is a grid of these spaces, the main way first.
+    """Ways to read a window that is a grid of these spaces.
 
-    The main way has a window for every choice of indices along the axes of which single indices are picked. Other ways
-    read a part of one axis, or join a picked axis of length 2 with its neighbour into rotary planes.
+    The first has a window for every choice of indices along picked axes. The others read a part of one axis, or join a
+    picked axis of length 2 with its neighbour into rotary planes.
     """
     picked = [not trace.spaces.picked.isdisjoint(key) and len(key) <= _MOST_PICKED for key in keys]
     atoms = [Atom(key, len(key)) for key in keys]

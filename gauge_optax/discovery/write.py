@@ -144,9 +144,6 @@ def shift_call(places: Sequence[tuple[View, int]]) -> Call:
 def write_shift_calls(places: Sequence[tuple[View, int]]) -> list[Call]:
     """The gauges of a constant along an axis that only centred norms read, which subtract it: one for each leaf.
 
-    Args:
-      places: views of the leaves, and the number of each view's atom along the axis.
-
     >>> out = View("out", (2, 3), (Window(0, 2, (Atom(None, 2),)), Window(0, 3, (Atom((5, 6, 7), 3),))))
     >>> [(call.kind, call.roles) for call in write_shift_calls([(out, 1)])]
     [('norm_write_shift', {'write': {'out': '_ channel'}})]
@@ -159,12 +156,7 @@ def write_shift_calls(places: Sequence[tuple[View, int]]) -> list[Call]:
 
 
 def _constants(places: Sequence[tuple[View, int]], name: str) -> tuple[dict[str, Axes], dict[str, int]]:
-    """Path → axes string of the leaves that a constant along one space is added to, and the lengths that these need.
-
-    Args:
-      places: views of the leaves, and the number of each view's atom along the space.
-      name: the name of the space in the axes strings.
-    """
+    """Path → axes string of the leaves that a constant along a space called `name` is added to, and needed lengths."""
     terms, taken = list[Term](), dict[str, np.ndarray]()
     for view, at in places:  # a leaf has several views, which may overlap
         term = Term(Piece(view, at, ()), "offset", 1.0)
@@ -179,8 +171,7 @@ def _constants(places: Sequence[tuple[View, int]], name: str) -> tuple[dict[str,
 def _order(terms: Sequence[Term]) -> tuple[Any, ...]:
     """A sort key that puts the side that writes to a space before the side that reads it.
 
-    A side with vectors comes before one of kernels alone. Then a side comes first if the space is a kernel's last axis,
-    and then the side with fewer kernels.
+    It compares in this order: some piece is a vector, the space is some kernel's last axis, fewer kernels, paths.
     """
     pieces = [term.piece for term in terms]
     kernels = [p for p in pieces if not p.vector]
@@ -231,13 +222,9 @@ class _Names:
     def role(
         self, terms: Iterable[Term], target: str, plus: Collection[str] = (), pairing: str | None = None
     ) -> dict[str, Axes]:
-        """Path → axes string of some terms: leaves stored less one come first, then kernels, then vectors.
+        """Path → axes string of some terms, with the name `target` for the space.
 
-        Args:
-          terms: the terms.
-          target: the name of the space.
-          plus: paths of leaves that store the value less one.
-          pairing: layout of rotary planes on the space, if each plane has one channel.
+        Leaves that store a value less one (`plus`) come first, then kernels, then vectors.
         """
 
         def order(term: Term) -> tuple[bool, bool, bool, str]:
@@ -295,16 +282,7 @@ def _axis_text(
     length: int, window: Window, names: Sequence[str], sizes: dict[str, int], pairing: str | None = None,
     target: str = "",
 ) -> str:
-    """The item of an axes string for one axis; adds the lengths that it needs to `sizes`.
-
-    Args:
-      length: length of the axis.
-      window: the window of it that moves.
-      names: a name for each of the window's atoms.
-      sizes: name → length.
-      pairing: layout of the rotary planes on the atom called `target`, each of which gets one channel; None for none.
-      target: the name of the space.
-    """
+    """The item of an axes string for one axis, of which a window moves; adds the lengths that it needs to `sizes`."""
     parts: list[tuple[str, int]] = []
     for atom, name in zip(window.atoms, names, strict=True):
         if atom.pick is not None:

@@ -211,7 +211,7 @@ class Walk:
         return frozenset().union(*(x.terms for x in moving)) if name in _SUMS or len(moving) == 1 else frozenset()
 
     def _lost(self, ins: Sequence[Value], outs: Sequence[Value]) -> None:
-        """If a result no longer knows the places of an owner: a product's outputs are read, a parameter is unknown."""
+        """Notes owners whose places a result no longer knows: a product's outputs are read, a parameter is unknown."""
         for own, places in ((own, x) for value in ins for own, x in value.tags.items() if x is not None):
             if any(own in out.tags and out.tags[own] is None for out in outs):
                 if isinstance(own, int):

@@ -66,7 +66,7 @@ class Spaces:
         return np.arange(start, self._count)
 
     def nothing(self, equation: int, axis: int, count: int) -> np.ndarray:
-        """New ids for an axis of an equation's result, such as for entries that it sets to zero; equal at every walk."""
+        """New ids for an axis of an equation's result, such as of entries that it sets to zero; equal in every walk."""
         if (equation, axis) not in self._nothing:
             self._nothing[equation, axis] = self.fresh(count)
         return self._nothing[equation, axis]

@@ -156,7 +156,7 @@ def write_shift_calls(places: Sequence[tuple[View, int]]) -> list[Call]:
 
 
 def _constants(places: Sequence[tuple[View, int]], name: str) -> tuple[dict[str, Axes], dict[str, int]]:
-    """Path → axes string of the leaves that a constant along a space called `name` is added to, and needed lengths."""
+    """Path → axes string of leaves that gain a constant along a space called `name`; and the lengths that they need."""
     terms, taken = list[Term](), dict[str, np.ndarray]()
     for view, at in places:  # a leaf has several views, which may overlap
         term = Term(Piece(view, at, ()), "offset", 1.0)
@@ -171,7 +171,8 @@ def _constants(places: Sequence[tuple[View, int]], name: str) -> tuple[dict[str,
 def _order(terms: Sequence[Term]) -> tuple[Any, ...]:
     """A sort key that puts the side that writes to a space before the side that reads it.
 
-    It compares in this order: some piece is a vector, the space is some kernel's last axis, fewer kernels, paths.
+    First comes the side with a vector; then the side with a kernel whose last axis is the space; then the side with
+    fewer kernels.
     """
     pieces = [term.piece for term in terms]
     kernels = [p for p in pieces if not p.vector]

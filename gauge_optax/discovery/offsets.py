@@ -1,9 +1,11 @@
-"""Symmetries that add something to leaves: the logit shift, and the directions that norms and biases leave flat.
+"""Finds symmetries that add something to leaves: the logit shift, and additions that norms and biases hide.
 
-A norm's or a value's bias flows into the biases behind the kernels that read it. One vector added to every row of one
-table is subtracted from another's. A kernel behind a LayerNorm does not notice u/γ on the axis that it reads. A
-constant along an axis that only centred norms read has no effect. Each is linear in a random u, so that a finite move
-is its tangent.
+A vector u may be added to the bias of a norm or of values, if Wᵀu is subtracted from the bias behind each kernel W that
+reads it. It may be added to every row of one table, and subtracted from every row of another. Row k of a kernel behind
+a LayerNorm with the scale γ may gain u/γ_k: then the output changes by a constant at most. A *centred* norm, which
+subtracts the mean, hides a constant along the axis that it reads. A *flow* is one such kind of addition. It consists of
+*columns*: motions of single leaves that are made from the same random u. Each is linear in u, so that a finite move is
+its tangent.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ Labels = Sequence[Space | None]
 Coefficients = Mapping[int, float]  # by the number of a column
 PAST_NORMS = "the mean of a stream, which centred norms hide, and which a kernel without a norm before it reads"
 ON_STREAM = "a vector on a stream, which later leaves and the biases between them take away"
-_MOST = 96  # columns of one flow: more of them mean a residual stream that everything writes to
+_MOST = 96  # a flow with more columns is not tried: it comes from a residual stream that every layer writes to
 
 
 class Shifts:
@@ -59,22 +61,22 @@ class Shifts:
         self._sums = np.zeros((len(self._places), 3))
 
     def along(self, space: Space | None) -> list[tuple[View, int]]:
-        """All views with this space, and where in each it is."""
+        """All views with this space, each with the number of its atom along the space."""
         return [(view, at) for view, at in self._places if view.labels[at] == space]
 
     def observe(self, gradients: Leaves) -> None:
-        """Adds some gradients."""
+        """Adds some gradients, (rows, *shape) by path, to the sums that `solve` compares."""
         for k, (view, at) in enumerate(self._places):
             rows = view.read(gradients[view.path])
             total = rows.reshape(len(rows), -1).sum(1)
             self._sums[k] += np.square(rows.sum(1 + at)).sum(), np.square(rows).sum(), np.square(total).sum()
 
     def solve(self, softmax: bool) -> list[tuple[list[tuple[View, int]], float]]:
-        """Views and atoms by space, with the largest residual of each space.
+        """For each space along which gradients sum to zero: its views, the atom of each, and the largest residual.
 
         Args:
-          softmax: whether to return the axes of the outputs and those along which the function has a softmax, or the
-            others. A constant along another axis is hidden by a centred norm: it is no logit shift.
+          softmax: True for the axes of the outputs and those along which the function has a softmax, whose constants
+            are logit shifts. False for all other axes, along which a centred norm hides a constant.
         """
         out: dict[Space, tuple[list[tuple[View, int]], float]] = {}
         for (view, at), (along, whole, _) in zip(self._places, self._sums, strict=True):
@@ -86,10 +88,10 @@ class Shifts:
         return list(out.values())
 
     def constants(self) -> list[tuple[str, str]]:
-        """Leaves that may gain one constant in all entries, though not one along any single axis, and their axes.
+        """Leaves whose entries may all gain one number, though not along a single axis; each with its axes string.
 
-        A tied table is one where a centred norm reads the stream: the norm hides what its rows gain, and the softmax
-        behind the head hides what all logits gain. The axes are empty where `norm_write_shift` has no form for it.
+        An example is a tied table whose stream centred norms read: they hide the number that its rows gain, and the
+        softmax hides what all logits gain. The axes string is empty if `norm_write_shift` cannot express the move.
         """
         single, found = set[str](), dict[str, str]()
         for (view, _), (along, whole, total) in zip(self._places, self._sums, strict=True):
@@ -104,17 +106,18 @@ class Shifts:
 
 @dataclasses.dataclass
 class Flow:
-    """A kind of addition: columns that a random vector makes, of which a combination may leave the outputs unchanged.
+    """A kind of addition: columns that one random vector makes. Some combination may leave the outputs unchanged.
 
     Attributes:
       kind: what it is, in words.
-      make: (point, generator) to motions, in a fixed order.
-      columns: how many motions.
-      belongs: whether a combination of these columns belongs to this flow and not to another.
-      write: (coefficients of columns that take part, columns that nothing depends on) to their gauge. A key bias, on
-        which nothing depends, takes up a norm's bias as the query's does. None where the library has no such gauge.
-      products: products of gradients with the motions, chunk after chunk.
-      squares: expected squares of the columns.
+      make: (point, generator of the random vector) to the motions, one per column in a fixed order.
+      columns: how many columns.
+      belongs: (numbers of the columns that take part) to a bool: False if such a combination is left to another flow.
+      write: (coefficients of the columns that take part, columns that no output depends on) to the gauge. Columns
+        without effect may have to move too: a norm's bias that moves into the query bias also moves into the key bias.
+        None if the library has no such gauge.
+      products: inner products of gradients with the motions, (gradients, columns) in each chunk of gradients.
+      squares: expected sums of the squares of `products`, per column.
 
     >>> from gauge_optax.discovery.trace import walked
     >>> tree = {"a": np.ones(2), "up": np.ones((2, 3)), "b": np.ones(3)}
@@ -140,7 +143,7 @@ class Flow:
         self.squares = self.squares + np.array(squares)
 
     def solve(self) -> Iterator[np.ndarray]:
-        """Coefficients of the combinations that the gradients do not see."""
+        """The coefficients (columns,) of each combination that no gradient sees."""
         sizes, alive = np.sqrt(np.asarray(self.squares)), self._alive
         if not self.belongs(alive.tolist()):
             return
@@ -153,7 +156,7 @@ class Flow:
 
     @property
     def _alive(self) -> np.ndarray:
-        """The columns that the outputs depend on."""
+        """The numbers of the columns that the outputs depend on."""
         sizes = np.sqrt(np.asarray(self.squares))
         return np.nonzero(sizes > 1e-11 * sizes.max(initial=0.0))[0]
 
@@ -165,7 +168,7 @@ class Flow:
         return self.write(taken, [k for k in range(len(row)) if k not in self._alive])
 
     def moved(self, row: np.ndarray, point: Leaves, seed: int) -> Leaves:
-        """A point moved along a combination by a random amount."""
+        """A point moved along a combination whose random vector the seed determines."""
         out = dict(point)
         for (path, motion), factor in zip(self.make(point, np.random.default_rng([11, seed])), row, strict=True):
             out[path] = out[path] + factor * motion
@@ -178,30 +181,37 @@ class Flow:
 
 
 class _Norm(NamedTuple):
-    """A centred norm: a vector of it, and what its scale is: the vector plus `plus`, or one if that is None."""
+    """A centred norm, given by one of its vectors: its scale is this vector plus `plus`.
+
+    If `plus` is None, the norm's scale is one and the vector is its bias.
+    """
 
     vector: View
     plus: float | None
 
     @property
     def labels(self) -> Labels:
-        """Those of the vector."""
+        """The labels of the vector."""
         return self.vector.labels
 
     def inverse(self, point: Leaves) -> np.ndarray:
-        """1/γ; zero where γ is zero. A random γ may be small: the kernel's gradient there has the factor γ, so that no
-        product of the two is large."""
+        """1/γ for the norm's scale γ, and zero where γ is zero.
+
+        A small γ makes 1/γ large. But the gradient of the kernel behind it has the factor γ, so that their product is
+        not large.
+        """
         values = _tensor(self.vector, point)
         scale = np.ones_like(values) if self.plus is None else values + self.plus
         return 1.0 / np.where(np.abs(scale) > 1e-9, scale, np.inf)
 
 
 class _Column(NamedTuple):
-    """A motion of a leaf that is linear in an array: it times the leaves, or norms' inverse scales, in `factors`.
+    """A motion of a leaf that is linear in an array: the array times all `factors`, an einsum over labels.
 
     Attributes:
-      view: what moves, along its own labels alone: others are summed, and what has none of them is broadcast.
-      factors: views of other leaves, and norms.
+      view: the view that moves. Labels that it lacks are summed, and along labels that only it has, the motion is
+        constant.
+      factors: views of other leaves, and norms, each of which stands for its inverse scale.
     """
 
     view: View
@@ -222,7 +232,7 @@ def _linear(
     kind: str, labels: Labels, columns: Sequence[_Column], belongs: Callable[[list[int]], bool],
     write: Callable[[Coefficients, list[int]], Call] | None = None, constant: bool = False,
 ) -> Flow:
-    """The flow whose columns are made of one random array with these labels, or of one of equal entries."""
+    """The flow whose columns are made of one array with these labels: random, or of ones if `constant` is True."""
     lengths = {label: n for one in columns for label, n in zip(one.view.labels, one.view.lengths, strict=True)}
 
     def make(point: Leaves, rng: np.random.Generator) -> list[Motion]:
@@ -234,7 +244,7 @@ def _linear(
 
 
 def flows(trace: Trace, leaves: Leaves) -> list[Flow]:
-    """Everything that is tried.
+    """All flows that are tried.
 
     >>> from gauge_optax.discovery.trace import walked
     >>> tree = {"a": np.ones(2), "up": np.ones((2, 3)), "b": np.ones(3)}
@@ -283,10 +293,10 @@ def flows(trace: Trace, leaves: Leaves) -> list[Flow]:
 
 
 def _mapped_to_zero(vector: View, kernel: View, layers: set[Space]) -> list[Flow]:
-    """The part of a bias that the kernel behind it maps to zero, or to a constant that centred norms hide.
+    """Shifts of a bias that the kernel behind it maps to zero, or to a constant that centred norms hide.
 
-    There is none unless the bias is longer than the kernel's outputs, or as long. Query heads that share a value head
-    read one bias: their kernels add up.
+    The first exist only if the bias is longer than an output of the kernel, the second also if it is as long. If query
+    heads share a value head, they read one bias, and the sum of their kernels counts.
     """
     stacked = [label for label in vector.labels if label in layers]
     inputs = [label for label in vector.labels if label not in layers]
@@ -319,7 +329,7 @@ def _mapped_to_zero(vector: View, kernel: View, layers: set[Space]) -> list[Flow
 
 
 def _absorbed(vector: View, kernels: Sequence[View], behind: Mapping[str, Sequence[View]], layers: set[Space]) -> Flow:
-    """A shift of a vector, undone behind the kernels that read it."""
+    """A shift u of a vector; Wᵀu is subtracted from the bias behind each kernel W that reads the vector."""
     pairs = _pairs(vector, kernels, behind, layers)
     columns = [_Column(vector), *(_Column(b, (kernel,)) for kernel, b in pairs)]
 
@@ -336,14 +346,17 @@ def _carried_on(
     vector: View, kernels: Sequence[View], behind: Mapping[str, Sequence[View]], vectors: Sequence[View],
     layers: set[Space],
 ) -> Flow:
-    """As `_absorbed`, of a vector that a residual stream carries on, until a later bias takes it away as it stands."""
+    """A shift of a vector on a residual stream, which a later vector on the stream subtracts.
+
+    Kernels between the two read the shift as well, and the biases behind them undo this as in `_absorbed`.
+    """
     pairs = _pairs(vector, kernels, behind, layers)
     later = [view for view in vectors if view.path != vector.path and set(view.labels) == set(vector.labels)]
     first = 1 + len(pairs)
     columns = [_Column(vector), *(_Column(b, (kernel,)) for kernel, b in pairs), *map(_Column, later)]
 
     def write(taken: Coefficients, unread: list[int]) -> Call:
-        # A key bias, on which nothing depends, need not take up anything either.
+        # A key bias, on which no output depends, need not change: `unread` is left out.
         used, gained = [pairs[k - 1] for k in taken if 0 < k < first], [later[k - first] for k in taken if k >= first]
         if len(gained) != 1 or any(abs(taken[k] + taken[0]) > 1e-6 * abs(taken[0]) for k in taken if k):
             raise Unwritable(ON_STREAM)
@@ -359,11 +372,11 @@ def _carried_on(
 def _pairs(
     vector: View, kernels: Sequence[View], behind: Mapping[str, Sequence[View]], layers: set[Space]
 ) -> list[tuple[View, View]]:
-    """Kernels that read a vector, each with a bias behind it."""
+    """The pairs of a kernel that reads a vector and a bias that is added behind it."""
     shape, pairs = set(vector.labels), list[tuple[View, View]]()
     for kernel in kernels:
-        # The bias has the kernel's output axes; stacked layers are an axis of all three. Axes that it lacks are summed:
-        # grouped queries read one value head each.
+        # The bias has the kernel's output axes; an axis of stacked layers is in all three leaves. The bias may lack
+        # output axes, which are summed over: several query heads read one value head.
         rest, stacked = set(kernel.labels) - shape, shape & layers
         biases = [b for b in behind.get(kernel.path, []) if stacked <= set(b.labels) <= rest | stacked]
         pairs += [(kernel, b) for b in biases if shape < set(kernel.labels) and set(b.labels) - stacked]
@@ -375,8 +388,8 @@ def _hidden_by_norm(
 ) -> Flow:
     """Moves a kernel W behind a centred norm, with scale γ and bias β, to W + (1/γ)⊗u, where 1/γ is on the input axis.
 
-    Divided by γ, the norm's output has the sum Σβ/γ. The kernel's output therefore changes by the constant u·Σβ/γ,
-    which is subtracted from the kernel's bias.
+    The entries of the norm's output, each divided by its γ, have the sum Σβ/γ for every input. The kernel's output
+    therefore changes by the constant u·Σβ/γ, which is subtracted from the kernel's bias.
     """
     vector, scaled = norm.vector, norm.plus is not None
     read = set(vector.labels) - layers
@@ -400,7 +413,11 @@ def _hidden_by_norm(
 def _hidden_and_absorbed(
     bias: View, norm: _Norm, kernels: Sequence[View], behind: Mapping[str, Sequence[View]], layers: set[Space]
 ) -> Flow:
-    """A shift δ of a centred norm's bias β, Σδ/γ = 0, that kernels without a bias take up as −(1/γ) ⊗ Wᵀδ/Σ(β/γ)."""
+    """Shifts the bias β of a centred norm with scale γ by a vector δ with Σδ/γ = 0; kernels without a bias undo it.
+
+    The output of a kernel W behind the norm changes by Wᵀδ, which the bias behind W subtracts. Without a bias, W gains
+    −(1/γ)⊗Wᵀδ/Σ(β/γ), whose output is −Wᵀδ (`_hidden_by_norm`).
+    """
     stacked = tuple(label for label in bias.labels if label in layers)
     axis = next((k for k, label in enumerate(bias.labels) if label not in layers), 0)
     readers = [k for k in kernels if set(bias.labels) < set(k.labels)]
@@ -428,7 +445,10 @@ def _hidden_and_absorbed(
 
 
 def _common_row(spaces: Sequence[Space], tables: Sequence[View], layers: set[Space]) -> Flow:
-    """One array on several tables, the same at all indices of the axes that the tables do not share."""
+    """One array that is added to some tables and subtracted from others, such as one vector on every row.
+
+    The array has the axes `spaces`, which the tables share. It is the same at all indices of their other axes.
+    """
     lone = len(set(spaces) - layers) == 1
 
     def write(taken: Coefficients, unread: list[int]) -> Call:
@@ -438,7 +458,7 @@ def _common_row(spaces: Sequence[Space], tables: Sequence[View], layers: set[Spa
         return _call("embedding_shift", {"token": [token], "position": [position]}, _names(spaces, layers))
 
     def belongs(taken: list[int]) -> bool:
-        """Tables that share more axes trade more; biases do so entry by entry, as the search for scales finds."""
+        """False if the tables share further axes, which another flow has, or are vectors: `search` finds those."""
         if len(taken) < 2 or (lone and all(len(tables[k].labels) == len(spaces) for k in taken)):
             return False
         return frozenset.intersection(*(frozenset(tables[k].labels) for k in taken)) == set(spaces)
@@ -447,10 +467,11 @@ def _common_row(spaces: Sequence[Space], tables: Sequence[View], layers: set[Spa
 
 
 def _read_past_norms(space: Space, views: Sequence[View]) -> Flow:
-    """(Wc)1ᵀ on the kernels W that write a stream, and −c(1ᵀW) on those that read it without a centred norm before.
+    """Adds the number c·x to every entry of a stream x, for a random vector c with Σc = 0.
 
-    They add c·x to every entry of the stream x, Σc = 0: its mean changes, which centred norms hide, and the readers
-    without a norm, such as a head behind no final norm, subtract it again.
+    The kernels W that write the stream get (Wc)1ᵀ added. The mean of the stream changes, which centred norms hide. The
+    kernels that read the stream without a norm before them, such as a head behind no final norm, subtract the number
+    again: they get −c(1ᵀW) added.
     """
 
     def make(point: Leaves, rng: np.random.Generator) -> list[Motion]:
@@ -463,33 +484,33 @@ def _read_past_norms(space: Space, views: Sequence[View]) -> Flow:
         return motions
 
     def belongs(taken: list[int]) -> bool:
-        """Some leaf writes, and another reads."""
+        """Whether one leaf that writes to the stream and another that reads it take part."""
         return len({k % 2 for k in taken}) == 2 and len({k // 2 for k in taken}) > 1
 
     return Flow(PAST_NORMS, make, 2 * len(views) if len(views) > 1 else 0, belongs)
 
 
 def _passed_on(space: Space, views: Sequence[View], behind: Mapping[str, Sequence[View]], constant: bool) -> Flow:
-    """A vector that one leaf adds to a stream, and that another leaf or the biases behind readers take away again.
+    """A vector that one leaf adds to a stream, and that another leaf or the biases behind readers subtract again.
 
     Args:
       space: the stream's axis.
       views: the leaves along it.
-      behind: kernels to the biases behind them.
-      constant: whether the vector has equal entries, which centred norms hide, or any.
+      behind: path of a kernel → the biases behind it.
+      constant: True for a vector with equal entries, which centred norms hide; False for any vector.
     """
     pairs = [(kernel, b) for kernel in views for b in behind.get(kernel.path, []) if set(b.labels) < set(kernel.labels)]
     columns = [*map(_Column, views), *(_Column(b, (kernel,)) for kernel, b in pairs)] if len(views) > 1 else []
 
     def belongs(taken: list[int]) -> bool:
-        """What one leaf adds and another takes away, without a bias behind a kernel, is a common row."""
+        """Whether a bias behind a kernel takes part or the vector is constant: all else is a `_common_row`."""
         return len(taken) > 1 and (constant or taken[-1] >= len(views))
 
     return _linear(PAST_NORMS if constant else ON_STREAM, (space,), columns, belongs, constant=constant)
 
 
 def _with_the_first(least: int) -> Callable[[list[int]], bool]:
-    """Whether columns are so many at least, the first among them: without it they belong to another flow."""
+    """A `Flow.belongs` that is true for combinations of at least `least` columns, if the first is among them."""
     return lambda taken: len(taken) >= least and taken[0] == 0
 
 
@@ -502,8 +523,8 @@ def unread_bias_call(trace: Trace, path: str, mask: np.ndarray) -> Call | None:
       mask: the entries without effect.
 
     Returns:
-      The call; None where the leaf is added to nothing that a kernel makes, or where its other entries are no whole
-      part.
+      The call; None if the leaf is not added to a kernel's product, or if the entries without effect are neither the
+      whole leaf nor a part of it that a view reads.
 
     >>> from gauge_optax.discovery.trace import walked
     >>> tree = {"key": np.ones((2, 3)), "bias": np.ones(3)}
@@ -521,7 +542,7 @@ def unread_bias_call(trace: Trace, path: str, mask: np.ndarray) -> Call | None:
 
 
 def merged_reads(calls: Sequence[Call]) -> list[Call]:
-    """One `norm_read_shift` for all kernels that read one norm.
+    """Merges the calls of `norm_read_shift` for kernels that read one norm into one; other calls stay as they are.
 
     >>> norm = {"scale": {"norm": "channel"}}
     >>> calls = [Call("norm_read_shift", {"read": {path: "channel _"}} | norm) for path in ("q", "k")]
@@ -540,10 +561,10 @@ def merged_reads(calls: Sequence[Call]) -> list[Call]:
 
 
 def _with_numbered_parts(view: View, trace: Trace) -> View:
-    """The view with axes of length 1 picked, because they are along no space, and with one space for parts of a kind.
+    """The view with index 0 picked on axes of length 1, which have no space, and with one space for axes of parts.
 
-    The parts of a fused kernel and those of its fused bias are taken one by one, so that nothing unites them. Here the
-    axis that counts them is the same wherever it is equally long.
+    A function takes the parts of a fused kernel one by one, and those of its fused bias too. No operation therefore
+    unites the two axes that count the parts. Here such axes are one space if they are equally long.
     """
 
     def changed(atom: Atom) -> Atom:

@@ -10,15 +10,18 @@ import numpy as np
 
 from gauge_optax.discovery.spaces import equal_runs
 
-FREE = -(2**58)  # added where no entry stands
+FREE = -(2**58)  # the step to an index at which no entry stands: it makes the number at that place negative
 
 
 class Places(NamedTuple):
-    """Which entry stands at each place of an array: a first one, and how the number changes along each axis.
+    """Which entry of a parameter stands at each place of an array.
+
+    An entry is known by its *number*, its flat index in the parameter. The number at a place is `base` plus one step
+    per axis.
 
     Attributes:
-      base: the number at the places where nothing is added.
-      steps: per axis, what each index adds; far below zero where no entry stands.
+      base: the number at the places where all steps are zero.
+      steps: one array per axis: what each index adds to the number. It is far below zero where no entry stands.
 
     >>> moved = Places.of((2, 3)).reshape((3, 2)).take(0, 1)
     >>> moved.numbers()
@@ -30,13 +33,13 @@ class Places(NamedTuple):
 
     @classmethod
     def of(cls, shape: Sequence[int]) -> Places:
-        """All entries in order."""
+        """The places of a parameter of this shape itself."""
         strides = [math.prod(shape[k + 1 :]) for k in range(len(shape))]
         return cls(0, tuple(np.arange(n) * stride for n, stride in zip(shape, strides, strict=True)))
 
     @classmethod
     def found(cls, numbers: np.ndarray) -> Places | None:
-        """The places of an array of numbers; None where its axes do not change them independently."""
+        """The places that have these numbers, -1 where no entry stands; None if no base and steps add up to them."""
         at = np.unravel_index(int((numbers >= 0).argmax()), numbers.shape) if numbers.ndim else ()
         base = int(numbers[at]) if numbers.size and numbers[at] >= 0 else FREE
         lines = [numbers[tuple(slice(None) if j == k else at[j] for j in range(numbers.ndim))]
@@ -46,63 +49,63 @@ class Places(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the array."""
+        """The shape of the array."""
         return tuple(map(len, self.steps))
 
     def numbers(self, axes: Iterable[int] | None = None) -> np.ndarray:
-        """The numbers as an array, -1 where no entry stands, along some axes or all."""
+        """The numbers as an array, -1 where no entry stands; its axes that are not in `axes` have length 1."""
         total = np.full((1,) * len(self.steps), self.base)
         for k in range(len(self.steps)) if axes is None else axes:
             total = total + self.steps[k].reshape([-1 if j == k else 1 for j in range(len(self.steps))])
         return np.maximum(total, -1)
 
     def entries(self) -> np.ndarray:
-        """The entries that stand somewhere."""
+        """The numbers of all entries that stand somewhere; axes that repeat them are left out."""
         numbers = self.numbers([k for k, step in enumerate(self.steps) if (step != 0).any()]).ravel()
         return numbers[numbers >= 0]
 
     def line(self, axis: int) -> np.ndarray:
-        """The numbers along an axis."""
+        """The numbers along an axis where entries stand, if all other steps are zero."""
         return self.base + self.steps[axis][self.steps[axis] > FREE // 2]
 
     def held(self) -> Places:
-        """Without the indices at which no entry stands."""
+        """The places without the indices of an axis at which no entry stands."""
         return Places(self.base, tuple(step[step > FREE // 2] for step in self.steps))
 
     def within(self, others: Sequence[np.ndarray]) -> Places:
-        """Spread over longer axes, of which no entry stands where none of another array does."""
+        """The inverse of `held`: the places on longer axes, with free indices where the steps `others` have them."""
         steps = [np.full(len(other), FREE) for other in others]
         for step, other, own in zip(steps, others, self.steps, strict=True):
             step[other > FREE // 2] = own
         return Places(self.base, tuple(steps))
 
     def take(self, axis: int, index: int) -> Places:
-        """One index of an axis, which is dropped."""
+        """The places at one index of an axis; the axis is dropped."""
         rest = tuple(x for k, x in enumerate(self.steps) if k != axis)
         return Places(self.base + int(self.steps[axis][index]), rest)
 
     def part(self, axis: int, index: Any) -> Places:
-        """Some indices of an axis."""
+        """The places at some indices of an axis."""
         return Places(self.base, tuple(x[index] if k == axis else x for k, x in enumerate(self.steps)))
 
     def parts(self, ranges: Sequence[range]) -> Places:
-        """Some indices of every axis."""
+        """The places at some indices of every axis."""
         return Places(self.base, tuple(x[np.array(taken, int)] for x, taken in zip(self.steps, ranges, strict=True)))
 
     def spread(self, shape: Sequence[int]) -> Places:
-        """Axes of length one repeated."""
+        """The places with axes of length one broadcast to `shape`."""
         pairs = zip(self.steps, shape, strict=True)
         return Places(self.base, tuple(np.broadcast_to(x, n) if len(x) == 1 else x for x, n in pairs))
 
     def at(self, axes: Sequence[int], shape: Sequence[int]) -> Places:
-        """Broadcast to `shape`: axis k becomes axis `axes[k]`, as in `jax.lax.broadcast_in_dim`."""
+        """The places broadcast to `shape`: axis k becomes axis `axes[k]`, as in `jax.lax.broadcast_in_dim`."""
         steps = [np.zeros(n, int) for n in shape]
         for k, x in zip(axes, self.steps, strict=True):
             steps[k] = np.broadcast_to(x, shape[k])
         return Places(self.base, tuple(steps))
 
     def reshape(self, shape: Sequence[int]) -> Places | None:
-        """In another shape, run by run of axes of equal size."""
+        """The places in another shape; None where no base and steps describe them."""
         base, steps = self.base, list[np.ndarray]()
         for before, after in equal_runs(self.shape, shape):
             run = self.steps[before.start : before.stop]
@@ -120,12 +123,12 @@ class Places(NamedTuple):
 
 
 def varying(ids: Places, axis: int, shape: Sequence[int]) -> list[int]:
-    """The axes of a parameter whose index changes along an axis of an array.
+    """The axes of a parameter along which the index changes if one moves along an axis of an array.
 
     Args:
-      ids: the parameter's entries in the array.
-      axis: of the array.
-      shape: the parameter's.
+      ids: where the parameter's entries stand in the array.
+      axis: number of the array's axis.
+      shape: the parameter's shape.
 
     >>> varying(Places.of((2, 3)).reshape((6,)), 0, (2, 3))
     [0, 1]

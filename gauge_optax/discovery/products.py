@@ -1,8 +1,9 @@
-"""What each parameter is contracted with: a walk over a jaxpr that follows every entry of every parameter.
+"""Finds each parameter's axes of inputs and outputs, by a walk over a jaxpr that follows every entry.
 
-Beside every value it carries which entries of which parameters stand where. Where such a value is contracted with data,
-the contracted axes are inputs and the others outputs. The walk then follows the outputs until something that is not
-linear reads them: those that are never read together, such as queries and keys of a fused kernel, are of two matrices.
+The walk knows of every value which entries of which parameters stand at which place. If such a value is contracted with
+data, this is a *product*: the contracted axes are the parameter's inputs, and its other axes are outputs. The walk then
+follows the outputs to the operations that *read* them, which combine several of them in one result. Outputs that are
+never read together, such as the queries and keys of a fused kernel, belong to different matrices.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from jax.extend import core
 from gauge_optax.discovery.interpret import CONTROL, applied, called, interpret, loop_parts, ranges_taken
 from gauge_optax.discovery.places import FREE, Places, varying
 
-_CONSTANT = 100_000  # entries of index arithmetic that is evaluated
+_CONSTANT = 100_000  # index arithmetic with more entries is not evaluated
 
 Owner = str | int
 """A parameter's path, or the number of a product."""
 Tags = Mapping[Owner, Places | None]
-"""For each owner, which of its entries stand where; None where that is no longer known."""
+"""For each owner, which of its entries stands at each place of a value; None if that is no longer known."""
 
 
 class Value(NamedTuple):
@@ -34,15 +35,15 @@ class Value(NamedTuple):
 
     Attributes:
       shape: its shape.
-      tags: the parameters that it consists of, or the products that it contains in a linear way.
-      params: whether parameters reach it.
-      data: whether the batch reaches it.
-      constant: its numbers, where they are small integers that do not depend on either.
-      before: kernels that made it.
-      one_hot: whether it compares data with a range of numbers.
+      tags: the parameters that it consists of, or the products whose outputs stand in it.
+      params: whether it depends on parameters.
+      data: whether it depends on the batch.
+      constant: its numbers, if they are few, are integers or booleans, and depend on neither.
+      before: paths of the kernels that it depends on.
+      one_hot: whether it is a one-hot code, which compares data with a range of numbers.
       row: whether its parameters are rows that were taken by index.
-      terms: (product, number of a mask): what was contracted with data to make it. Two terms of a sum are one
-        contraction, of both at once.
+      terms: (product, number of a mask in `Product.terms`): the outputs that were contracted with data to make it. A
+        sum of two terms reads the outputs of both together.
 
     >>> Value((2, 3), {"up": Places.of((2, 3))}, params=True).leaves()["up"].shape
     (2, 3)
@@ -59,11 +60,11 @@ class Value(NamedTuple):
     terms: frozenset[tuple[int, int]] = frozenset()
 
     def leaves(self) -> dict[str, Places]:
-        """The parameters that it consists of."""
+        """The parameters that it consists of, path → places."""
         return {name: x for name, x in self.tags.items() if isinstance(name, str) and x is not None}
 
     def moved(self, move: Callable[[Places], Places | None]) -> Tags:
-        """The tags of the value that a movement of entries makes."""
+        """The tags of a value that is this one with its entries rearranged, as `move` says."""
         return {own: None if x is None else move(x) for own, x in self.tags.items()}
 
 
@@ -72,17 +73,17 @@ class Product:
     """One contraction of a parameter.
 
     Attributes:
-      path: the parameter's.
-      ids: its entries as they stand in the operand.
+      path: the parameter's path.
+      ids: which of its entries stands at each place of the operand.
       inputs: contracted axes of the operand.
-      batch: axes of the operand that the other one has too.
-      window: contracted axes of a convolution's window.
-      before: kernels that made the other operand.
+      batch: batch axes of the operand, which the other operand has too.
+      window: those of the contracted axes that are a convolution's window.
+      before: paths of the kernels that the other operand depends on.
       one_hot: whether the other operand is one-hot.
-      pieces: places of the result that are read together, as masks that do not overlap.
+      pieces: masks over the flattened outputs, without overlaps: the outputs of one mask are read together.
       maxed: whether a maximum is taken over its outputs, as a softmax does.
       last: whether its outputs are the function's, up to a softmax and sums.
-      terms: masks of outputs that were contracted with data.
+      terms: masks of the outputs that one contraction with data takes.
 
     >>> product = Product("up", Places.of((2, 3)), (0,), (), frozenset())
     >>> product.read_together(np.array([True, True, False]))
@@ -104,23 +105,23 @@ class Product:
 
     @property
     def outputs(self) -> tuple[int, ...]:
-        """The other axes, batch axes first."""
+        """The axes of the operand that are not contracted, batch axes first."""
         return (*self.batch, *(k for k in range(len(self.ids.shape)) if k not in (*self.inputs, *self.batch)))
 
     def meet(self, places: Sequence[Places]) -> None:
-        """Makes what stands at these places one piece."""
+        """Notes that the outputs at these places are read together: they become one piece."""
         if places and not self.settled:
             self.read_together(self.mask(places))
 
     def mask(self, places: Sequence[Places]) -> np.ndarray:
-        """Which outputs stand at these places."""
+        """A mask over the flattened outputs: those that stand at these places."""
         mask = np.zeros(math.prod(self.ids.shape[k] for k in self.outputs), bool)
         for x in places:
             mask[x.entries()] = True
         return mask
 
     def read_together(self, mask: np.ndarray) -> None:
-        """Joins the pieces that share a place with the mask."""
+        """Joins the outputs of the mask, and all pieces that share an output with it, into one piece."""
         if not mask.any():
             return
         touched = [piece for piece in self.pieces if (piece & mask).any()]
@@ -134,18 +135,18 @@ class Product:
 
 
 class Walk:
-    """One walk over a jaxpr.
+    """One walk over a jaxpr, and what it notes.
 
     Attributes:
       products: contractions of parameters with data.
       counted: (path, axis): axes that count matrices, because a scan or an index takes one of them at a time.
       tables: (path, axis): axes of which rows are taken by index.
-      added: parameters that are added to data, with those of their axes that vary.
+      added: parameters that are added to data.
       multiplied: parameters that multiply data entry by entry.
-      summed: those of which the product is then summed along one of their axes.
+      summed: parameters that multiply data entry by entry, if a sum then goes along one of their axes.
       filters: kernels of depthwise convolutions.
-      unknown: parameters in operations that are not understood, with a sentence.
-      pairs: parameters that are contracted with each other, those of either side.
+      unknown: parameter → a sentence that says why the walk does not understand its use.
+      pairs: for each contraction of two values made of parameters, the products of the left and of the right one.
 
     >>> walk = Walk({"up": (2, 3)})
     >>> closed = jax.make_jaxpr(lambda a, x: x @ a)(np.ones((2, 3)), np.ones(2))
@@ -168,7 +169,7 @@ class Walk:
         self.pairs: list[tuple[list[Product], list[Product]]] = []
 
     def run(self, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Value]) -> list[Value]:
-        """Walks a jaxpr."""
+        """Walks a jaxpr, and returns the values of its outputs."""
         return interpret(jaxpr, consts, args, _constant, self._equation)
 
     def _equation(self, eqn: Any, ins: list[Value]) -> list[Value]:
@@ -198,7 +199,10 @@ class Walk:
         ]
 
     def _terms(self, name: str, ins: Sequence[Value]) -> frozenset[tuple[int, int]]:
-        """What was contracted to make a sum, or one value that is moved or scaled."""
+        """The `terms` of a result: those of all operands of a sum, which reads pairs of them together.
+
+        Another operation keeps those of its operand, if only one depends on data and parameters.
+        """
         for (own, one), (other, two) in itertools.product(ins[0].terms, ins[-1].terms) if name in _SUMS else ():
             if own == other and one != two:
                 product = self.products[own]
@@ -207,7 +211,7 @@ class Walk:
         return frozenset().union(*(x.terms for x in moving)) if name in _SUMS or len(moving) == 1 else frozenset()
 
     def _lost(self, ins: Sequence[Value], outs: Sequence[Value]) -> None:
-        """An operation behind which places are no longer known reads them; a parameter is named."""
+        """Notes owners whose places a result no longer knows: a product's outputs are read, a parameter is unknown."""
         for own, places in ((own, x) for value in ins for own, x in value.tags.items() if x is not None):
             if any(own in out.tags and out.tags[own] is None for out in outs):
                 if isinstance(own, int):
@@ -216,7 +220,7 @@ class Walk:
                     self.unknown[own] = "its entries are mixed in an order that axes do not express"
 
     def sight(self, *values: Value, linear: bool = False) -> None:
-        """Notes which outputs of a product of data and parameter one operation takes together: they become one matrix.
+        """Notes which outputs of a product one operation reads together: they become one matrix.
 
         Args:
           *values: the operands. The outputs of a product inside one operand are joined.
@@ -232,7 +236,10 @@ class Walk:
                     product.meet(places)
 
     def contract(self, kernel: Value, other: Value, inputs: Sequence[int], batch: Sequence[int]) -> dict[Owner, Any]:
-        """Notes a parameter that is contracted with data; returns the tags of the result, (batch, outputs)."""
+        """Notes a product for each parameter in `kernel`, which is contracted with data along its axes `inputs`.
+
+        Returns the tags of the result, whose axes are the batch axes and then the outputs.
+        """
         self.sight(other)
         tags: dict[Owner, Any] = {}
         for path, ids in kernel.leaves().items():
@@ -255,7 +262,7 @@ def _constant(number: Any) -> Value:
 
 
 def _general(eqn: Any, x: Places, *operands: Any) -> Places | None:
-    """What a primitive does to an array of numbers."""
+    """The places after a primitive that moves entries: it is evaluated on the array of their numbers."""
     filled = {"fill_value": -1} if eqn.primitive.name == "gather" else {}
     return Places.found(np.asarray(applied(eqn, [x.numbers(), *operands], **filled)[0]))
 
@@ -294,7 +301,7 @@ def _unstack(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags]:
 
 
 def _joined(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags]:
-    """A concatenation: places of other operands are free."""
+    """A concatenation or a stack. An owner has no entries at the places of operands that do not contain it."""
     stack = eqn.primitive.name == "stack"
     axis, tags = eqn.params["axis" if stack else "dimension"], dict[Owner, Places | None]()
     for own in {own: None for value in ins for own in value.tags}:
@@ -306,7 +313,7 @@ def _joined(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags]:
 
 
 def _indexed(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags | Value]:
-    """A gather or a dynamic slice: exact where the index is known; else one row stands for all."""
+    """A gather or a dynamic slice. With constant indices the places are exact; else the first row stands for all."""
     name, source, index = eqn.primitive.name, ins[0], ins[1:]
     gather = name == "gather"
     single = not gather or math.prod(index[0].shape[:-1]) == 1
@@ -339,7 +346,7 @@ def _indexed(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags | Value]:
 
 
 def _unknown(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags]:
-    """An operation of which nothing is known reads all that it gets; its parameters are named."""
+    """An operation of which nothing is known. It reads all outputs in each operand, and its parameters are unknown."""
     walk.sight(*ins)
     for path in {path for x in ins if not x.data for path in x.leaves()}:
         walk.unknown[path] = f"`{eqn.primitive.name}` is an operation whose axes are not known"
@@ -347,7 +354,10 @@ def _unknown(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags]:
 
 
 def _elementwise(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags]:
-    """Entry by entry: tags stay where all of the result depends on one operand; else what meets is read."""
+    """An operation entry by entry. A sum, or an operation on one value of data and parameters, keeps the tags.
+
+    A product of several values that depend on data and parameters reads their outputs, and its result has no tags.
+    """
     shape, name = tuple(getattr(eqn.outvars[0].aval, "shape", ())), eqn.primitive.name
     ranks = all(len(x.shape) in (0, len(shape)) for x in ins)
     fits = ranks and all(n in (1, m) for x in ins if x.shape for n, m in zip(x.shape, shape, strict=True))
@@ -361,7 +371,7 @@ def _elementwise(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags]:
             (walk.added if linear else walk.multiplied).update(x.leaves())
         if not linear and len(moving) > 1:
             walk.sight(*moving)
-            # What is divided by its own sum, as a softmax divides, stands where it stood.
+            # A value that is divided by its own sum, as in a softmax, keeps its places.
             sums = moving[1].tags if name == "div" else {}
             shares = bool(sums) and sums.keys() == moving[0].tags.keys() and not any(sums.values())
             return [moving[0].tags if shares else {}]
@@ -369,7 +379,8 @@ def _elementwise(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags]:
             moving = [*moving, *(x for x in still if any(len(x.shape) > 1 for x in still))]
         if linear:
             walk.sight(*moving, linear=True)
-        # Data alone may multiply a parameter, as a mask does; the result is no kernel of anything.
+        # A bias or a scale leaves no tags in the result. A matrix that data multiply, as a mask does, keeps its own,
+        # but the result depends on data, so that it is no kernel.
         ins = moving
     tags: dict[Owner, Places | None] = {}
     for x in ins:
@@ -385,7 +396,7 @@ _SUMS = ("add", "sub", "add_any", "select_n", "concatenate")
 
 
 def _reduced(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags]:
-    """A sum or a maximum over axes: places that differ along them meet."""
+    """A sum or a maximum over axes. If a product's outputs differ along these, it reads all that the operand has."""
     gone, tags = tuple(eqn.params.get("axes", ())), dict[Owner, Places | None]()
     value, maximum = ins[0], eqn.primitive.name != "reduce_sum"
     for own, x in value.tags.items():
@@ -450,7 +461,7 @@ def _dot_places(eqn: Any, ins: list[Value], k: int) -> list[int]:
 
 
 def _is_matrix(value: Value, inputs: Sequence[int]) -> bool:
-    """Whether entries of a parameter differ along contracted axes and along others; those of a vector do not."""
+    """Whether a parameter's entries differ both along contracted axes and along others, which a vector's do not."""
     for ids in value.leaves().values():
         differs = [bool((step != step[:1]).any()) for step in ids.steps]
         if any(differs[k] for k in inputs) and any(x for k, x in enumerate(differs) if k not in inputs):
@@ -459,7 +470,7 @@ def _is_matrix(value: Value, inputs: Sequence[int]) -> bool:
 
 
 def _outer(eqn: Any, ins: list[Value], sums: Any, batches: Any) -> Tags:
-    """The tags of a product of two parameters, each at the first place of what is contracted."""
+    """The tags of a contraction of two values made of parameters: the first of contracted entries stands for all."""
     tags: dict[Owner, Places | None] = {}
     for k in (0, 1):
         for own, x in ins[k].leaves().items():
@@ -504,7 +515,7 @@ def _convolution(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags | Valu
 
 
 def _ragged(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags | Value]:
-    """Rows times the matrix of their group: (rows, k) and (groups, k, columns)."""
+    """Multiplies each row by the matrix of its group: (rows, k) and (groups, k, columns)."""
     rows, kernel = ins[:2]
     if kernel.data or len(kernel.shape) != 3:
         return _elementwise(walk, eqn, ins)
@@ -532,7 +543,7 @@ _RULES: Mapping[str, Callable[[Walk, Any, list[Value]], Sequence[Any]]] = {
 
 
 def _either(*lists: Sequence[Value]) -> list[Value]:
-    """Values of which control flow takes one."""
+    """Merges lists of values of which control flow takes one, such as the results of two branches."""
     return [
         first._replace(
             tags={own: x for value in (*others, first) for own, x in value.tags.items()}, constant=None,
@@ -543,7 +554,10 @@ def _either(*lists: Sequence[Value]) -> list[Value]:
 
 
 def _loop(walk: Walk, eqn: Any, ins: list[Value]) -> list[Value]:
-    """A scan or a while; what its body notes counts once the carry's marks no longer change."""
+    """Walks a scan or a while. It repeats the body until the carry's marks no longer change.
+
+    Only the products and pairs of the last repetition are kept.
+    """
     body, consts, carry, stacks = loop_parts(eqn, ins)
     rows = []
     for value in stacks:

@@ -17,10 +17,10 @@ from gauge_optax.discovery.sketch import Function, Leaves, finite_points
 from gauge_optax.gauges.gauge import Gauge, product
 from gauge_optax.xla import quick_options
 
-_NOTICED = 1e-5  # relative change of the outputs that a move of the same size and no symmetry makes, at least
-_SHORT = 1e-5  # a step of this part of a move shows its direction
-_MANY = 60  # copies of gauges whose moves compile for longer than they run
-_ALONG = 1e-3  # a slice point that moves by less of the step, moves by its square
+_NOTICED = 1e-5  # a move proves something only if noise of its size changes the outputs by more than this, relatively
+_SHORT = 1e-5  # the part of a move that is taken as a small step in its direction
+_MANY = 60  # the moves of more copies of gauges would compile for longer than they run
+_ALONG = 1e-3  # a step is along an orbit if it moves the slice point by less than this, relative to its own length
 
 
 class Held(NamedTuple):
@@ -30,9 +30,9 @@ class Held(NamedTuple):
       gauge: the gauge.
       call: its constructor with arguments.
       exponents: leaf path → exponent with which it moves; for linear groups the sign tells vectors from covectors.
-      residual: the singular value: what gradients see of its generators, relative to what they see of one leaf's part.
+      residual: how much of its motion the gradients see, relative to what they see of the motion of single leaves.
       change: largest relative change of the outputs under a random finite move, over points and batches.
-      parts: the same for every layer that it merges; () if it merges none.
+      parts: a `Held` for every layer, if the gauge merges layers; else ().
 
     >>> call = Call("logit_shift", {"blocks": {"head": "_ vocab"}})
     >>> print(Held(call.gauge(), call, {"head": 1.0}, 0.0, 1e-15))
@@ -58,8 +58,8 @@ class Prover:
       fn: (leaves, batch) to a list of outputs.
       params: the tree that gauges bind to.
       batches: at least two.
-      large: whether moves run operation by operation, as those of many copies do: a program for many unrolled layers
-        compiles for longer than it runs.
+      large: True if all moves run operation by operation, because a program for many unrolled layers compiles for
+        longer than it runs; False if only those of many copies do.
 
     >>> fn = lambda p, x: [jax.nn.relu(x @ p["up"]) @ p["down"]]
     >>> tree = {"up": np.ones((2, 3)), "down": np.ones((3, 2))}
@@ -91,16 +91,18 @@ class Prover:
     def check_outputs(self, leaves: Leaves) -> None:
         """Raises where the outputs of the given leaves are not finite or differ between two calls."""
         first = self._finite_outputs(leaves)[0]
-        # A second trace draws anew whatever fn reads outside its arguments, such as a key or a counter.
+        # A second trace reads anew whatever fn takes from outside its arguments, such as a key or a counter.
         again = jax.jit(lambda p, b: inspect.unwrap(self._fn)(p, b), compiler_options=quick_options())
         for call in (self._call, again):
             checks.check_repeatable(first, [np.asarray(x) for x in call(leaves, self._batches[0])])
 
     def place_at(self, points: Iterable[Leaves], count: int = 2) -> None:
-        """Proves from now on at the first of these points at which the outputs are finite, and raises without any.
+        """Sets `points`, at which gauges are proved, to the first of these at which the outputs are finite.
+
+        Raises if the outputs are finite at too few of them.
 
         Args:
-          points: other than those of the sketch.
+          points: other points than those at which gradients are taken.
           count: how many are taken.
         """
         self.points = []  # large ones are freed before others are drawn
@@ -108,7 +110,7 @@ class Prover:
         self._before = [self._finite_outputs(point) for point in self.points]
 
     def change(self, moved: Sequence[Leaves]) -> float:
-        """Largest relative change of an output when the points are replaced."""
+        """Largest relative change of an output array over points and batches, if `moved` replaces the points."""
         worst = 0.0
         for point, before in zip(moved, self._before, strict=True):
             for batch, outputs in zip(self._batches, before, strict=True):
@@ -119,7 +121,7 @@ class Prover:
         return worst
 
     def change_of_entries(self, path: str, entries: np.ndarray, rng: np.random.Generator) -> float:
-        """The change that new values of some entries of a leaf make."""
+        """The change of the outputs (`change`) that new values make where the mask `entries` of a leaf is true."""
         moved = []
         for point in self.points:
             leaf = point[path]
@@ -128,10 +130,10 @@ class Prover:
         return self.change(moved)
 
     def changes(self, calls: Sequence[Call], rng: np.random.Generator) -> list[float]:
-        """The change that a random element of each gauge makes; infinite where the library refuses the gauge.
+        """The change of the outputs that a random element of each gauge makes; infinite if the library refuses a gauge.
 
-        The change is also infinite where the outputs do not notice a random move of the same leaves and size: then an
-        unchanged output proves nothing. Only a `key_bias` says just that.
+        It is also infinite if noise of the same size on the same leaves does not change the outputs, because then an
+        unchanged output proves nothing. A `key_bias` is exempt, because it says that no output depends on its leaves.
         """
         gauges = [self._bound(call) for call in calls]
         accepted = [gauge for gauge in gauges if gauge is not None]
@@ -164,9 +166,10 @@ class Prover:
         return [np.inf if gauge is None else next(results) for gauge in gauges]
 
     def along_orbits(self, held: Sequence[Held]) -> Callable[[Leaves], bool]:
-        """Whether a step from the first point starts along the orbits of some gauges, as a function of where it ends.
+        """A function of a point: whether the step to it from the first of `points` starts along the gauges' orbits.
 
-        On an orbit the slice point is the same: it moves by the square of a small step, and off it by as much as that.
+        All points of an orbit have one slice point. A small step along an orbit therefore moves the slice point by
+        about the square of the step, and any other step by about the step itself.
         """
         if not held:
             return lambda moved: False
@@ -212,13 +215,15 @@ class Prover:
     def together(self, held: Sequence[Held]) -> tuple[list[Held], list[str]]:
         """The gauges that the library accepts as one product, and why it refuses the others.
 
-        Where gauges wait for each other in a circle, other anchors are tried, and then the merged layers one by one.
+        If the library refuses the product of all, one gauge gets another anchor, or else is dropped. If neither helps
+        for any gauge, they are added one by one.
         """
         reason = self._refusal(held)
         if reason is None:
             return list(held), []
         dropped: tuple[list[Held], list[str]] | None = None
-        # Mostly one of them is to blame; of several, the last in the report's order, in which training's come first.
+        # Mostly one gauge is the reason. If it could be any of several, the last is dropped: those that training takes
+        # come first in the report.
         for k in reversed(range(len(held))):
             one, before, after = held[k], held[:k], held[k + 1 :]
             for other in _with_other_anchors(one):
@@ -229,7 +234,10 @@ class Prover:
         return dropped or self._one_by_one(held)
 
     def _one_by_one(self, held: Sequence[Held]) -> tuple[list[Held], list[str]]:
-        """The gauges that fit beside those before them, with other anchors or layer by layer, and the others."""
+        """The gauges that the library accepts beside those before them, and why it refuses the others.
+
+        Of a gauge that it refuses, other anchors are tried, and then its layers one by one.
+        """
         kept: list[Held] = []
         refused = []
 

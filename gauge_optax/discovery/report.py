@@ -1,4 +1,10 @@
-"""`discover`: the symmetries of a function, searched for, proved by finite moves, and written as gauges."""
+"""`discover`: searches for the symmetries of a function, proves them by finite moves, and writes them as gauges.
+
+The function is traced, and `trace` finds the axes on which groups could act. At random points `search` and `offsets`
+look for moves that no gradient of the outputs sees. `write` makes each a `Call` of a gauge's constructor. A gauge holds
+if a random finite move of it changes the outputs by no more than roundoff (`prove`). If a function is large, a small
+instance of it is searched, and the gauges are proved again on the large one.
+"""
 
 from __future__ import annotations
 
@@ -34,20 +40,20 @@ from gauge_optax.discovery.write import Unwritable, shift_call, write_shift_call
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauge
 
-_POINTS = 5  # one alone can have dead units, whose null vectors are accidents
-_CLOSE = 12  # candidates for what nearly holds
-_REACH = 2  # points at which a large instance is asked what its batches reach
-_ROWS = 1.5  # gradients for each column: with fewer rows than columns, any columns have null vectors
-_STILL_AT_SIZE = 10 * STILL  # at full size sums are longer: a gauge of a GPT of 124 million parameters moves by 1.3e-12
-_DEAD = 1e-11  # an element whose gradient is smaller, relative to a typical one, has no effect
-# The order in which a report lists kinds: first those that training takes, then those that make a step dearer.
+_POINTS = 5  # points with gradients: at one alone, units may be dead, and their moves only seem to be symmetries
+_CLOSE = 12  # symmetries that nearly hold by their gradients and are tried by a finite move, at most
+_REACH = 2  # points, at most, at which gradients of a large instance show which entries its batches reach
+_ROWS = 1.5  # gradients per column of `search`: fewer gradients than columns leave null vectors by chance
+_STILL_AT_SIZE = 10 * STILL  # sums are longer at full size: outputs of a GPT of 124 million parameters move by 1.3e-12
+_DEAD = 1e-11  # an entry of a leaf has no effect if its gradient, relative to the median of all entries, is smaller
+# The order in which a report lists gauges: first those that optimizers take, then those that make a step dearer.
 _TRAINING = ("norm_scale", "scale_invariant", "head_rotation", "head_linear", "rope_torus", "rope_linear", "rescale",
              "logit_shift")
 _REST = ("residual_rotation", "norm_read_shift", "norm_write_shift", "embedding_shift", "key_bias", "bias_absorption")
 
 
 class Uncovered(NamedTuple):
-    """Elements of a leaf that no batch reaches, such as rows of an embedding, positions, experts.
+    """How many of a leaf's entries no batch reaches (`entries` of `of`), such as rows of an embedding or experts.
 
     >>> Uncovered("table", 3, 7).entries
     3
@@ -59,7 +65,7 @@ class Uncovered(NamedTuple):
 
 
 class _Claim(NamedTuple):
-    """A gauge before its proof."""
+    """A gauge before its proof; `exponents` and `residual` are those of `Held`."""
 
     call: Call
     exponents: Mapping[str, float]
@@ -72,15 +78,16 @@ class Report(Mappings):
 
     Attributes:
       held: the gauges that hold, with their evidence.
-      nearly: gauges that change the outputs by less than ten times `near`, for example because of a norm's eps.
+      nearly: gauges whose finite moves change the outputs by less than ten times `near`, relative to their size, for
+        example because of a norm's eps.
       rejected: candidates that a finite move refutes, or that the library cannot bind beside the others, with reasons.
       dead: leaves whose values do not affect the outputs.
-      uncovered: elements that no batch reaches; nothing is known about them.
-      ungauged: symmetries that hold and have no gauge: kind → where.
+      uncovered: entries of leaves that no batch reaches; nothing is known about them.
+      ungauged: symmetries that hold and have no gauge: kind, in words → the leaves of each such symmetry.
       census: computes `certificate`.
       axes: which axes of each leaf are inputs and outputs; printed, it is `neurons` and `embeddings` as source.
-      outputs: what `fn` returns, as it was said or as the function shows; None where it shows nothing, so that every
-        change counted.
+      outputs: what `fn` returns, as the caller said or as the function shows. If both say nothing, it is None, and
+        every change of the outputs counted.
     """
 
     held: tuple[Held, ...]
@@ -95,13 +102,13 @@ class Report(Mappings):
 
     @functools.cached_property
     def certificate(self) -> Census:
-        """How many dead directions the function has at a generic point, and how many of them the gauges explain.
+        """How many directions of the weights change no output, and how many of these the gauges explain.
 
-        It is computed when it is first asked for, by `go.measure.census`: seconds for 2,000 parameters, a minute for
-        6,000; of more parameters, the directions in blocks of entries are counted, a lower bound. For a large tree it
-        is that of the small instance on which gauges were searched. Its inputs are new ones, drawn from the numbers
-        that the batches hold. It shows a bar if `discover` does. After ten minutes it counts no further block, and says
-        that its count is a lower bound. Raises what `go.measure.census` raises.
+        The first access computes it, by `go.measure.census` at a random point: in seconds for 2,000 parameters, in a
+        minute for 6,000. In larger trees it counts the directions inside blocks of entries, a lower bound. After ten
+        minutes it counts no further block. For a tree that was searched on a small instance it is the count of that
+        instance. The inputs are the batches, and new ones drawn from the numbers in them. It shows a bar if `discover`
+        does. Raises what `go.measure.census` raises.
         """
         if self.census is None:
             raise ValueError("a report that `discover` did not make has no certificate; call go.measure.census")
@@ -109,12 +116,12 @@ class Report(Mappings):
 
     @property
     def gauges(self) -> list[Gauge]:
-        """What training should take: scales, shifts of logits, and heads. A step is hardly dearer with them."""
+        """The gauges for optimizers: scales, shifts of logits, matrices of heads. They make a step hardly dearer."""
         return [held.gauge for held in self.held if held.call.kind in _TRAINING]
 
     @property
     def turning(self) -> list[Gauge]:
-        """`gauges` with rotations of heads in place of their invertible matrices, which change the norms of neurons."""
+        """`gauges` with only the rotations of heads: their other invertible matrices change the norms of neurons."""
         return [held.call.turning().gauge() for held in self.held if held.call.kind in _TRAINING]
 
     @property
@@ -126,14 +133,14 @@ class Report(Mappings):
         return tuple(held.gauge for held in self.held)
 
     def code(self, gauges: Iterable[Gauge] | None = None) -> str:
-        """A list as Python source, an expression in `go`: `report.gauges` by default, or `report.whole`."""
+        """A list of gauges, by default `report.gauges`, as a Python expression that uses the library as `go`."""
         listed = self.gauges if gauges is None else gauges
         return "\n".join(["[", *(textwrap.indent(repr(gauge), "  ") + "," for gauge in listed), "]"])
 
     def rebind(self, params: Any, **sizes: int) -> Report:
-        """The same gauges on a larger instance of the same architecture; the evidence stays that of the small one.
+        """The same gauges on a larger instance of the same architecture. It proves nothing anew.
 
-        Paths and axes carry over unchanged. Lengths that `report.code()` shows as `sizes=` do not: state all of them,
+        Paths and axes stay as they are. Lengths that `report.code()` shows as `sizes=` change: state all of them,
         because `rebind` reads shapes alone and cannot tell two heads of 8 from four heads of 4.
 
         Args:
@@ -141,7 +148,7 @@ class Report(Mappings):
           **sizes: the larger instance's lengths of the axes that the gauges' `sizes` name (`head=32`).
 
         Returns:
-          A report whose `gauges` and `whole` bind to it.
+          A report whose `gauges` and `whole` bind to `params`.
 
         Raises:
           ValueError: a gauge does not fit the tree, or contains a range of an axis, which holds for the small instance
@@ -188,7 +195,7 @@ def discover(
     fn: Callable[[Any, Any], Any], params: Any, batches: Sequence[Any], outputs: Outputs | None = None,
     near: float = 1e-3, seed: int = 0, progress: bool = True,
 ) -> Report:
-    """Finds the gauges of a function; a finite move proves every gauge that it returns.
+    """Finds the gauges of a function, and proves each by a random finite move, which must not change the outputs.
 
     Args:
       fn: pure function (params, batch) to outputs, an array or a tree of them; called in float64.
@@ -198,11 +205,12 @@ def discover(
       batches: at least two values that `fn` accepts; together they should reach what training reaches.
       outputs: what `fn` returns. With "logits", outputs count as unchanged if one number is added to all entries along
         the last axis, because a softmax follows; with "predictions" (of a regression), "logprobs" or "loss", every
-        change counts. By default the function decides: a softmax or a loss in it hides what it hides, and V outputs for
-        every token of a table of V rows are logits. Arrays without any of these, such as `model(x)` of images, may be
-        logits or predictions. Every change of them counts then, so that no gauge is false, and the report asks.
-      near: largest singular value, relative to a column, that is reported as nearly a symmetry.
-      seed: of points, projections and elements.
+        change counts. By default the function decides. V outputs for every token of a table of V rows are logits. If
+        it returns a softmax's outputs or single numbers, every change counts. Other arrays, such as `model(x)` of
+        images, may be logits or predictions. Then every change counts, so that no gauge is false, and the report asks.
+      near: a move is tried as nearly a symmetry if gradients see less of it than this, relative to what they see of a
+        move of one leaf.
+      seed: seed of the random points, projections of outputs, and moves.
       progress: whether to show a bar.
 
     Returns:
@@ -244,20 +252,20 @@ def _discovered(
     fn: Callable[[Any, Any], Any], params: Any, shallow: Shallow | None, batches: Sequence[Any],
     outputs: Outputs | None, near: float, seed: int, bar: Any,
 ) -> Report:
-    """What `discover` returns, searched on fewer layers if there are any.
+    """The report of `discover`, from a search on the function with fewer layers if `shallow` is given.
 
     Args:
       fn: function of params and a batch.
       params: the whole tree.
-      shallow: the function and its tree with fewer layers.
+      shallow: the function and its tree with fewer layers; None to search the whole function.
       batches: at least two.
-      outputs: what fn returns, as far as the user says it.
-      near: largest singular value of what nearly holds.
-      seed: of everything random.
+      outputs: what fn returns, if the user says it.
+      near: as in `discover`.
+      seed: seed of everything random.
       bar: the progress bar.
 
     Raises:
-      Unlike: what holds of fewer layers does not hold of all.
+      Unlike: a gauge that holds with fewer layers does not hold with all.
     """
     searched, tree = (fn, params) if shallow is None else (shallow.fn, shallow.tree)
     leaves = checks.double_leaves(tree, seed)
@@ -290,17 +298,20 @@ def _discovered(
 
 
 def _of_all_layers(report: Report, shallow: Shallow, params: Any) -> Report:
-    """The report on three layers as one on all, before its proof; raises `Unlike` where a gauge singles out some.
+    """The report on three layers as one on all layers, which is still to be proved.
 
     Args:
-      report: that of the shallow tree.
+      report: the report on the shallow tree.
       shallow: the tree with fewer layers.
       params: the whole tree.
+
+    Raises:
+      Unlike: a gauge moves only some of the layers that are equal.
     """
     held = [one._replace(call=shallow.of_all_layers(one.call, params)) for one in report.held]
     nearly = []
     for one in report.nearly:
-        # What nearly holds, and moves some of three layers alike, is chance: it says nothing about all of them.
+        # A near symmetry that moves only some of three equal layers is chance, and says nothing about all layers.
         with contextlib.suppress(Unlike):
             nearly.append(one._replace(call=shallow.of_all_layers(one.call, params)))
     rejected = tuple(dict.fromkeys(map(shallow.with_captures, report.rejected)))
@@ -311,20 +322,20 @@ def _of_all_layers(report: Report, shallow: Shallow, params: Any) -> Report:
 
 
 def _in_double(fn: Callable[[Any, Any], Any], tree: Any, shapes: Any, batch: Any) -> Function:
-    """A function of a tree as one of its leaves by path, in float64."""
+    """A function of (tree, batch) as a function of (leaves by path, batch), in float64."""
     dtypes = {path: x.dtype for path, x in leaves_by_path(tree).items() if path in shapes}
     return in_double(lambda leaves, batch: fn(with_leaves(tree, leaves), batch), shapes, dtypes, batch)
 
 
 def _comparable(double: Function, outputs: Outputs | None) -> Function:
-    """A function as one to what is compared of its outputs."""
+    """The function that returns those of a function's outputs that are compared; logits as log-probabilities."""
     return traced_once(lambda leaves, batch: checks.compared(double(leaves, batch), outputs))
 
 
 def _searched(
     fn: Function, params: Any, leaves: Leaves, batches: Sequence[Any], trace: Trace, near: float, seed: int, bar: Any
 ) -> Report:
-    """What `discover` returns for one instance.
+    """Searches one instance, large or small, and proves its gauges.
 
     Args:
       fn: (leaves, batch) to a list of outputs, in float64.
@@ -332,8 +343,8 @@ def _searched(
       leaves: its float64 leaves by path.
       batches: at least two.
       trace: the walk over fn.
-      near: largest singular value of what nearly holds.
-      seed: of everything random.
+      near: as in `discover`.
+      seed: seed of everything random.
       bar: the progress bar.
 
     Returns:
@@ -353,7 +364,7 @@ def _searched(
     gradients = Gradients(fn, batches)
     columns = max([*(len(one.columns) for one in tried), *(flow.columns for flow in flows)])
     rows = max(24, int(_ROWS * columns) + 8)
-    # Gradients at one point are independent up to the number of outputs: a scalar loss needs more points.
+    # At one point no more gradients are independent than the batches have outputs: a scalar loss needs more points.
     at_once = min(-(-rows // _POINTS), gradients.outputs(leaves) * len(batches))
     bar.total = bar.n + 3 + (count := -(-rows // at_once))
     squares = {path: np.zeros(leaf.shape) for path, leaf in leaves.items()}
@@ -379,7 +390,7 @@ def _searched(
     bar.update()
 
     bar.set_postfix_str("finite moves")
-    # Anchors of norms are their scales, not their biases, which may be zero.
+    # A norm's gauge is to have the norm's scale as its anchor, and not the bias, which may be zero.
     positive = {path for path, x in leaves.items() if (x > 0).all() or path not in trace.added}
     claims, unwritten = _claims(exact, trace, positive)
     ungauged = dict[str, list[str]]()
@@ -389,8 +400,8 @@ def _searched(
     for places, residual in shifts.solve(softmax=True):
         claims.append(_Claim(shift_call(places), {view.path: 1.0 for view, _ in places}, residual))
     proved, failed = _proved(prover, claims, STILL, rng(5))
-    # The gradients show these gauges as exact, but a finite move changes the outputs. If it changes them by little, the
-    # gauges are tried again below, as those that nearly hold.
+    # The gradients show these gauges as exact, but a finite move changes the outputs. If it changes them a little, the
+    # gauges are tried again as near symmetries.
     almost = [claim for claim in claims if any(claim.call is call and change <= 10 * near for call, change in failed)]
     rejected += [_refuted(call, change) for call, change in failed if change > 10 * near]
     nearly, _ = _proved(prover, [*almost, *_claims(close, trace, positive)[0]], 10 * near, rng(6))
@@ -410,7 +421,7 @@ def _searched(
         where = ungauged.get(addition.kind, [])
         vectors = ungauged.get(offsets.ON_STREAM, []) if addition.kind == offsets.PAST_NORMS else []
         if addition.where in (*where, *vectors):
-            continue  # a vector on these leaves has the constants among its moves
+            continue  # an addition of any vector to these leaves is listed, and includes that of a constant
         moved = [addition.move(point) for point in prover.points] if addition.move is not None else []
         if not moved or (prover.change(moved) <= STILL and not along_orbits(moved[0])):
             ungauged[addition.kind] = [*where, addition.where]
@@ -424,13 +435,13 @@ def _sorted(held: Sequence[Held]) -> list[Held]:
 
 
 class _Addition(NamedTuple):
-    """A direction that norms or biases leave flat.
+    """An addition to leaves that norms or biases hide (`offsets`).
 
     Attributes:
       kind: what it is, in words.
       where: the leaves that it moves, in words.
-      call: its gauge; None if there is none.
-      move: a finite move of a point; None where gradients are proof enough.
+      call: the call of its gauge; None if there is none.
+      move: point → the point after a finite move; None if gradients are proof enough.
     """
 
     kind: str
@@ -443,15 +454,15 @@ def _additions(
     trace: Trace, dead: Mapping[str, np.ndarray], flows: Sequence[offsets.Flow], shifts: offsets.Shifts,
     point: Leaves, matrices: Sequence[set[str]],
 ) -> list[_Addition]:
-    """What gradients do not see of additions to leaves.
+    """The additions to leaves that no gradient sees.
 
     Args:
       trace: the walk.
-      dead: masks of entries without effect.
-      flows: additions, with what gradients see of them.
-      shifts: constants along an axis, with what gradients see of them.
-      point: where leaves are named at.
-      matrices: the leaves of each symmetry by all matrices, which contains what is found between the same leaves.
+      dead: by path, masks of entries without effect.
+      flows: kinds of additions, which have observed the gradients.
+      shifts: constants along an axis, which have observed the gradients.
+      point: any point, which tells what leaves an addition moves.
+      matrices: the leaves of each symmetry by all matrices; it contains the additions that move exactly its leaves.
     """
     additions = []
     for places, _ in shifts.solve(softmax=False):
@@ -473,7 +484,7 @@ def _additions(
     traded = [one.call.paths for one in additions if one.call is not None and one.call.kind == "embedding_shift"]
     for path, axes in shifts.constants():
         if any(path in paths and hidden & set(paths) for paths in traded):
-            continue  # what the table gains the other one loses, whose loss a norm hides
+            continue  # two gauges make this move: the table gives the constant to a second leaf, where a norm hides it
         kind = "one constant on all entries of a table, which a centred norm and a softmax hide"
         call = Call("norm_write_shift", {"tied": {path: axes}}) if axes else None
         additions.append(_Addition(kind, path, call, functools.partial(_raised, path)))
@@ -483,7 +494,7 @@ def _additions(
 
 
 def _raised(path: str, point: Leaves) -> Leaves:
-    """A point with one constant, of the leaf's own size, on all entries of a leaf."""
+    """A point at which one constant, the leaf's root mean square, is added to all entries of a leaf."""
     return {**point, path: point[path] + np.sqrt(np.mean(np.square(point[path])))}
 
 
@@ -492,7 +503,7 @@ def _turns(
     before: Sequence[Copy], dead: Mapping[str, np.ndarray], rng: Callable[..., np.random.Generator],
     ungauged: dict[str, list[str]],
 ) -> list[_Claim]:
-    """The rotations of the residual stream; adds those without a gauge to `ungauged`."""
+    """Claims for the rotations of the residual stream (`stream`); adds those without a gauge to `ungauged`."""
     claims = []
     matrices = {path for one in before if one.family not in ("diagonal", "per_plane") for path in one.paths}
     for symmetry in stream_rotations(trace, leaves, gradients, at_once, _ROWS, norms, params, before, dead, rng):
@@ -513,25 +524,25 @@ def _carried(
 ) -> Report:
     """The report on a small instance as one on the large instance: every gauge is proved again there.
 
-    What no batch reaches is measured anew, because indices of the small instance stand for several of the large one.
+    The entries that no batch reaches are determined anew: one index of the small instance stands for several.
 
     Args:
-      report: that of the small instance, whose calls have captures for what it has fewer of.
-      full: the large instance's length that stands for one of the small instance's.
+      report: the report on the small instance, with paths and captures that fit all layers.
+      full: a length of the small instance → the length of the large one that it stands for.
       fn: (leaves, batch) to a list of outputs, in float64, of the large instance.
       params: the large tree.
-      batches: of the large instance.
-      near: largest singular value of what nearly holds.
-      seed: of everything random.
+      batches: the batches of the large instance.
+      near: as in `discover`.
+      seed: seed of everything random.
       bar: the progress bar.
     """
     rng = np.random.default_rng([seed, 12])
     bar.set_postfix_str("the large instance")
 
     def on_device(moved: Callable[[Leaves], Leaves]) -> Leaves:
-        """The given leaves in float64, moved and put on the device one after the other: a large tree is held once."""
-        gc.collect()  # what a trace captured is in cycles,
-        jax.device_put(0.0).block_until_ready()  # and jax frees what was deleted at its next call
+        """The given leaves in float64, moved and put on the device one by one, so that a large tree is held once."""
+        gc.collect()  # arrays that a trace captured are in reference cycles
+        jax.device_put(0.0).block_until_ready()  # jax frees deleted arrays only at its next call
         gc.collect()
         leaves, out = checks.double_leaves(params, seed), dict[str, Any]()
         for path in list(leaves):
@@ -571,12 +582,16 @@ def _carried(
 def _unreached(
     prover: Prover, squares: Leaves, noise: np.random.Generator
 ) -> tuple[dict[str, np.ndarray], list[str], list[Uncovered], list[str]]:
-    """Entries without a gradient as masks, the leaves that are dead, those not reached, and values that matter still.
+    """Classifies the entries without a gradient, by whether new values of them change the outputs all the same.
 
     Args:
-      prover: tells whether new values of such entries change the outputs.
+      prover: measures how much new values change the outputs.
       squares: sums of squared gradients by leaf.
       noise: source of the new values.
+
+    Returns:
+      Masks of these entries by path; leaves without effect on the outputs; entries that no batch reaches; and, as text,
+      leaves whose new values do change the outputs.
     """
     masks = _without_gradient(squares)
     dead, uncovered, rejected = list[str](), list[Uncovered](), list[str]()
@@ -584,7 +599,7 @@ def _unreached(
         if not mask.any():
             continue
         change = prover.change_of_entries(path, mask, noise)
-        if change > STILL:  # stop_gradient hides a value from gradients, not from the outputs
+        if change > STILL:  # for example, stop_gradient hides a value from gradients and not from the outputs
             moves = f"its values move the outputs by {change:.1e}"
             rejected.append(f"{path}: no gradient (stop_gradient?), but {moves}")
         elif mask.all():
@@ -595,8 +610,8 @@ def _unreached(
 
 
 def _without_gradient(squares: Leaves) -> dict[str, np.ndarray]:
-    """Masks of the entries whose gradients are nothing beside a typical one."""
-    step = 1 + sum(x.size for x in squares.values()) // 4_000_000  # of many entries some give the median
+    """Masks, by path, of the entries whose gradients are roundoff beside the median of all."""
+    step = 1 + sum(x.size for x in squares.values()) // 4_000_000  # a sample of the entries gives the median
     sample = np.sqrt(np.concatenate([x.ravel()[::step] for x in squares.values()]))
     typical = np.median(sample[sample > 0]) if (sample > 0).any() else 0.0
     return {path: np.sqrt(x) <= _DEAD * typical for path, x in squares.items()}
@@ -609,7 +624,7 @@ def _refuted(call: Call, change: float) -> str:
 def _claims(
     symmetries: Sequence[Copy], trace: Trace, positive: set[str]
 ) -> tuple[list[_Claim], list[tuple[str, Copy]]]:
-    """Symmetries as gauges, and those that have no gauge, with the reason."""
+    """Symmetries as claims, and those that have no gauge, each with the reason."""
     claims, unwritten = [], list[tuple[str, Copy]]()
     for symmetry in symmetries:
         signs = {"covector": -1.0}
@@ -628,7 +643,7 @@ def _proved(
 ) -> tuple[list[Held], list[tuple[Call, float]]]:
     """Gauges whose finite moves change the outputs by at most `most`, and the calls of the others with their change.
 
-    Layers are merged first, and proved one by one where the merged gauge fails.
+    Claims for several layers are merged into one gauge first. If this fails, they are proved one by one.
     """
     evidence = {id(claim.call): claim for claim in claims}
 

@@ -1,7 +1,8 @@
-"""What each JAX primitive does to index spaces: what it unites, contracts, moves or picks.
+"""What each JAX primitive does to the ids of axes (`spaces`): which it unites, contracts, moves or picks.
 
-A rule maps the axes of the operands to the axes of the results. A wrong guess costs a candidate that fails its proof;
-it never makes a false gauge. Control flow is in `trace`.
+A rule maps the axes of an equation's operands to those of its results, and records in the trace what the search needs.
+If a rule guesses wrong, the search may try a group that fails its proof; the guess never makes a false gauge. Control
+flow is in `trace`.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ class Value(NamedTuple):
     """What the walk knows of an intermediate array.
 
     Attributes:
-      axes: ids per axis.
-      constant: its numbers, where they are small and do not depend on parameters.
-      depends: whether parameters reach it.
-      leaf: the parameter that it is, with at most its entries moved; "" if it is none.
-      writers: kernels whose products it contains.
-      vectors: parameters that were added to it or multiplied with it since a kernel or a nonlinearity.
+      axes: the ids of each axis; None for an axis without ids.
+      constant: its numbers, if they are few and do not depend on parameters.
+      depends: whether it depends on parameters.
+      leaf: path of the parameter that it is, perhaps with its entries moved; "" if it is none.
+      writers: paths of the kernels whose products it contains, in a linear way.
+      vectors: paths of parameters that were added to it or multiplied with it since the last kernel or nonlinearity.
 
     >>> Value([None, np.arange(3)], leaf="kernel").depends
     False
@@ -51,7 +52,7 @@ _Function = TypeVar("_Function")
 
 
 def registering(registry: dict[str, _Function]) -> Callable[..., Callable[[_Function], _Function]]:
-    """A decorator of functions, which takes the names of the primitives that they are registered for.
+    """A decorator that gets the names of some primitives, and registers a function for them in `registry`.
 
     >>> known = {}
     >>> @registering(known)("add", "sub")
@@ -83,7 +84,10 @@ def _shapes(atoms: Sequence[Any]) -> list[tuple[int, ...]]:
 
 
 def _default(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
-    """Unites axis by axis where all operands have the results' shape, up to axes of length one; else guesses."""
+    """Unites the operands' axes that stand in one position. It guesses (`_opaque`) unless all shapes are equal.
+
+    Scalars and axes of length one, which are broadcast, count as equal to the results' shape.
+    """
     results, operands = _shapes(eqn.outvars), _shapes(eqn.invars)
     fits = (not s or (len(s) == len(results[0]) and all(n in (1, m) for n, m in zip(s, results[0], strict=True)))
             for s in operands)
@@ -98,7 +102,7 @@ def _default(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
 
 @_rule("mul")
 def _product(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
-    """Entries that a constant multiplies by zero are no longer those of the other factor: planes that do not turn."""
+    """A product. Entries that a constant multiplies by zero, as sines of planes that do not turn, get new ids."""
     (axes,) = _default(trace, eqn, ins)
     constant = next((np.asarray(value.constant) for value in ins if value.constant is not None), None)
     if constant is None or constant.ndim != len(axes):
@@ -127,7 +131,8 @@ def _opaque(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
             for out, shape in zip(outs, results, strict=True):
                 if len(shape) == rank and shape[k] == length:
                     out[k] = axis
-        # With two lengths in one position the longer one is groups of the shorter: query and key-value heads.
+        # Two lengths in one position are taken for query heads and key-value heads: the longer axis is a grid of the
+        # shorter one and the rest.
         if len(of_length) == 2 and 1 < (few := min(of_length)) and (many := max(of_length)) % few == 0:
             if spaces.factors(of_length[many]) is None:
                 spaces.unite_entries(spaces.split(of_length[many], [few, many // few])[0], of_length[few])
@@ -194,7 +199,7 @@ def _dynamic_slice(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
             out.append(trace.pick(axis, np.arange(start, start + size), length))
         else:
             out.append(None)
-            if axis is not None and size == 1:  # a loop over stacked layers
+            if axis is not None and size == 1:  # a computed index of an axis: probably a loop over stacked layers
                 trace.layers.append(axis)
                 trace.stacked.append(axis)
     return [out]
@@ -207,7 +212,7 @@ SCATTERS = ("scatter", "scatter-add", "scatter-mul", "scatter-max", "scatter-min
 def _update(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     at = 1 if eqn.primitive.name == "dynamic_update_slice" else 2
     target, update = _shapes(eqn.invars)[0], _shapes(eqn.invars)[at]
-    if at == 2 and ins[1].depends:  # parameters choose where it goes: an axis of experts
+    if at == 2 and ins[1].depends:  # parameters choose the index that is written to, as a router chooses an expert
         out = list(ins[0].axes)
         for k in eqn.params["dimension_numbers"].scatter_dims_to_operand_dims:
             out[k] = chosen = trace.spaces.nothing(id(eqn), k, target[k]) if out[k] is None else out[k]
@@ -272,7 +277,9 @@ def _window(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
 
 @_rule("eq")
 def _compare(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
-    """A comparison of what parameters choose with all numbers of a range, as in a one-hot code, has an axis of its own.
+    """A comparison. A range that a value of parameters is compared with, as in a one-hot code, gets ids.
+
+    The axis of the range then counts as one along which the function chooses.
     """
     (axes,) = _default(trace, eqn, ins)
     constant = next((value.constant for value in ins if value.constant is not None), None)
@@ -312,7 +319,10 @@ def _gather(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
 
 
 def _constant_rows(trace: Trace, out: Axes, spread: list[int], axis: Any, length: int, rows: np.ndarray) -> None:
-    """Rows of a table at constant indices; a constant repeat of all rows is a grid of rows and repeats."""
+    """Sets the ids in `out` of table rows that are taken at the constant indices `rows`.
+
+    If these repeat all rows equally often, the axis is a grid of rows and repeats.
+    """
     long = [k for k, n in enumerate(rows.shape) if n > 1]
     flat = np.where(rows < 0, rows + length, rows).reshape(-1)
     times = len(flat) // length
@@ -350,7 +360,7 @@ def _dot(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
 
 @_rule("ragged_dot", "ragged_dot_general")
 def _ragged_dot(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
-    """Rows times the matrix of their group: (rows, k) and (groups, k, columns)."""
+    """Multiplies each row by the matrix of its group: (rows, k) and (groups, k, columns)."""
     left, (groups, inner, columns) = ins[0].axes, ins[1].axes
     trace.note(trace.spaces.unify(left[1], inner), [groups])
     trace.note(groups)
@@ -396,7 +406,7 @@ def _sort(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
 
 
 def rule_of(name: str) -> Rule:
-    """The rule of a primitive; of one without a rule, a guess.
+    """The rule of a primitive; `_default`, which may guess, for a primitive without one.
 
     >>> rule_of("tanh") is rule_of("an operation of tomorrow")
     True
@@ -405,7 +415,7 @@ def rule_of(name: str) -> Rule:
 
 
 def is_elementwise(name: str) -> bool:
-    """Whether entries of a primitive's results depend on the entries of its operands in the same places.
+    """Whether each entry of a primitive's result depends only on the operands' entries in the same place.
 
     >>> is_elementwise("tanh"), is_elementwise("dot_general")
     (True, False)

@@ -1,9 +1,10 @@
-"""Queries and keys behind LayerNorms with scales, which turn together if the product of the scales changes with them.
+"""Finds a symmetry of queries and keys behind LayerNorms: both turn, and the norms' scales change with them.
 
-A centred norm leaves vectors q̂ and k̂ that sum to zero, and attention sees q̂ᵀ·D·k̂, with the product D of the two norms'
-scales. On such vectors D is a symmetric matrix of d − 1 eigenvalues, made of d numbers: along a curve of D these stay
-as they are, and the matrix turns. Where queries and keys turn as it does, no output changes. It has no gauge, because
-the turn depends on D.
+A centred norm, which subtracts the mean, makes vectors q̂ and k̂ whose d entries sum to zero. Attention computes
+q̂ᵀ·D·k̂, where the diagonal matrix D is the product of the two norms' scales. On vectors that sum to zero, D acts as a
+symmetric matrix with d − 1 eigenvalues. D has d numbers, so that it can move along a curve on which these eigenvalues
+stay the same and the matrix only turns. If queries and keys turn with it, no output changes. There is no gauge for this
+move, because the turn depends on D.
 """
 
 from __future__ import annotations
@@ -19,18 +20,21 @@ from gauge_optax.discovery.views import Piece, View
 from gauge_optax.linalg import singular_vectors
 
 KIND = "queries and keys turned behind norms that centre them, with another product of the norms' scales"
-_STEP = 0.1  # along the curve, relative to the scales
-_NEWTON = 20  # steps back to it
+_STEP = 0.1  # length of a step along the curve, relative to the length of D's diagonal
+_NEWTON = 20  # Newton steps that lead back onto the curve
 
 
 def turned_products(
     shifts: Shifts, kernels: Sequence[tuple[View, int]]
 ) -> Iterator[tuple[str, Callable[[Leaves], Leaves]]]:
-    """The leaves that would turn together, in words, and a finite move of a point; the move may turn out to be none.
+    """Leaves that may turn together, as text, each time with a finite move of a point that turns them.
+
+    The caller must test whether the move leaves the outputs unchanged.
 
     Args:
-      shifts: leaves with an axis along which constants may be hidden.
-      kernels: those that have it in one space, and the number of the axis: a centred norm reads what they write.
+      shifts: knows the views along every space.
+      kernels: views, along one space, of leaves that write what a centred norm reads, such as kernels of queries and
+        keys; and the number of the space's atom in each view.
     """
     space, hidden = kernels[0][0].labels[kernels[0][1]], {view.path for view, _ in kernels}
     vectors = [(view, at) for view, at in shifts.along(space) if view.path not in hidden]
@@ -48,13 +52,14 @@ def turned_products(
 
 
 def _turned(scales: Sequence[Piece], kernels: Sequence[Piece], stored_less: float, point: Leaves) -> Leaves:
-    """The point after a finite step along the curve, with scales that are stored less a constant."""
+    """The point after a finite step along the curve; the norms store their scales less `stored_less`."""
     moved = {piece.path: point[piece.path].copy().ravel() for piece in (*scales, *kernels)}
     factors = [moved[piece.path][piece.entries][..., 0] + stored_less for piece in scales]  # (layers, d)
     product = factors[0] * factors[-1]
     steps = [along_the_curve(row) for row in product]
     turns, after = np.stack([turn for _, turn in steps]), np.stack([row for row, _ in steps])
-    # One norm for both has the square root of the product, the first of two norms has what the second lacks.
+    # If queries and keys share a norm, its scale is the square root of the product. Of two norms only the first
+    # changes.
     new = after / factors[1] if len(factors) > 1 else np.sign(factors[0]) * np.sqrt(np.abs(after))
     moved[scales[0].path][scales[0].entries] = new[..., None] - stored_less
     for piece in kernels:
@@ -63,14 +68,14 @@ def _turned(scales: Sequence[Piece], kernels: Sequence[Piece], stored_less: floa
 
 
 def along_the_curve(product: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Other scales with the same eigenvalues on vectors that sum to zero, and the rotation that maps one to the other.
+    """Another product D′ of scales with D's eigenvalues on vectors that sum to zero, and the rotation between the two.
 
     Args:
-      product: the product of the scales, (d,).
+      product: the diagonal of D, (d,).
 
     Returns:
-      Products (d,), and an orthogonal matrix A (d, d) that keeps the vector of ones: Aᵀ·D′·A is D on vectors that sum
-      to zero.
+      The diagonal of D′, (d,), and an orthogonal matrix A (d, d) that keeps the vector of ones: Aᵀ·D′·A is D on vectors
+      that sum to zero.
 
     >>> scales = np.array([1.0, 2.0, 3.0, 4.0])
     >>> other, turn = along_the_curve(scales)

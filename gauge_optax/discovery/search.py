@@ -1,8 +1,10 @@
-"""Where groups could act, and which of their motions the gradients do not see.
+"""Tries groups on the leaves, and finds those of their motions that no gradient sees.
 
-For every space, set of companions and family of groups, one random element is drawn per point; a column holds the
-products of the gradients with the motion that it makes on one leaf (as a vector X·A, as a covector −X·Aᵀ, as a scale,
-as an offset). Null vectors of the columns are the exponents with which the leaves move together.
+A *candidate* is a family of groups (`groups`), a space on which it could act (`spaces`), and a set of *companions*:
+spaces that index copies of the group, such as heads. At each point it draws one random element of the group's algebra.
+The element moves a piece of a leaf (`views`) in one of four *modes*: as a vector X·A, as a covector −X·Aᵀ, as a scale,
+or as an offset. The inner products of the gradients with this motion of one piece are a *column*. A null vector of the
+matrix of columns holds exponents: if every piece moves with its own, no gradient sees the motion of all together.
 """
 
 from __future__ import annotations
@@ -23,10 +25,10 @@ from gauge_optax.discovery.trace import Trace
 from gauge_optax.discovery.views import Piece, View, part, runs, views_of
 from gauge_optax.linalg import singular_vectors
 
-_MOST_NEAR = 16  # null vectors of what nearly holds, per candidate
-_PASSES = 8  # of thinning a basis; one or two suffice but for accidents
-BLUR = 1e-5  # what roundoff leaves of an entry that is zero, beside what nearly holds
-_DENOMINATOR = 6  # of exponents, at most
+_MOST_NEAR = 16  # nearly null vectors that a candidate keeps, at most
+_PASSES = 8  # repetitions that make a basis sparse, at most; one or two nearly always suffice
+BLUR = 1e-5  # smaller entries of a null vector of length one are roundoff, which nearly null vectors enlarge
+_DENOMINATOR = 6  # the largest denominator of an exponent
 _MATRIX = 128  # the largest basis on which a linear group is tried
 _MOTIONS = 2**26  # bytes of motions of a leaf that are held at a time
 Column = tuple[Piece, str]  # a piece and its mode
@@ -41,7 +43,7 @@ class _Candidate:
       space: what it acts on.
       beside: companions.
       columns: piece and mode of every column.
-      products: one row per gradient and one column per column, chunk after chunk.
+      products: inner products, (gradients, columns) in each chunk of gradients.
       lengths: squared length of every column's motion, summed over points.
     """
 
@@ -65,7 +67,8 @@ class _Candidate:
         """
         lengths = np.broadcast_to(self.lengths, len(self.columns))
         live = [not piece.read(dead[piece.path][None]).all() for piece, _ in self.columns]
-        # A motion of roundoff is none: a rotation that keeps the vector of ones does not move a norm's scale there.
+        # A motion that is only roundoff counts as none: where a norm's scale is one, a rotation that keeps the vector
+        # of ones does not move it.
         kept = [k for k in range(len(live)) if live[k] and lengths[k] > ZERO**2 * lengths.max()]
         if not kept:
             return []
@@ -73,10 +76,11 @@ class _Candidate:
         energy = np.array([piece.read(squares[piece.path][None]).mean() for piece, _ in columns])
         sizes = np.sqrt(energy * lengths[kept] * len(products))
         values, right = singular_vectors(products / sizes)
-        # What has no gradient at all is not read, as the statistics of a BatchNorm that trains: it moves with nothing.
+        # A leaf without any gradient, such as the statistics of a BatchNorm in training, is not read at all. It need
+        # not move along with other leaves.
         read = {piece.path for piece, _ in self.columns if squares[piece.path].any()}
         asleep = [c for c, alive in zip(self.columns, live, strict=True) if not alive and c[0].path in read]
-        # Values descend. What nearly holds is a hint, and is worth no more than the best few.
+        # Singular values descend. Nearly null vectors are only hints, of which the best few are enough.
         last = len(values) - int((values < ZERO).sum())
         first = max(last - _MOST_NEAR, int((values >= near).sum()))
         basis, pivots = echelon(right[last:], sizes, BLUR)
@@ -92,7 +96,8 @@ class _Candidate:
             if self.space == WHOLE and all(term.mode == "offset" for term in terms):
                 continue  # constants on whole leaves are no scale; `offsets` looks for them
             moved = [term.piece for term in terms if term.mode in ("vector", "covector")]
-            # A piece that moves as vector and as covector: only a smaller family's part of that holds.
+            # If a piece moves both as vector and as covector, only the motions of a smaller family hold, which is a
+            # candidate of its own.
             if len(set(moved)) == len(moved):
                 along = _moved_along(terms, asleep)
                 symmetries.append(Copy(self.family, self.space, self.beside, terms, residual, along))
@@ -103,17 +108,17 @@ def sketched(
     tried: Sequence[_Candidate], gradients: Gradients, at_once: int, needed: int, points: Callable[[int], Leaves],
     squares: Leaves, rng: Callable[..., np.random.Generator], purposes: tuple[int, int],
 ) -> Iterator[tuple[int, Leaves, Leaves]]:
-    """Gradients at one point after the other, until there are enough; candidates take their products with them.
+    """Takes gradients at one point after the other until there are enough, and adds the candidates' products with them.
 
     Args:
-      tried: candidates, which observe all gradients.
-      gradients: of the function.
-      at_once: gradients at a point.
-      needed: gradients in all.
-      points: the point of a number.
-      squares: arrays of the leaves' shapes, to which squared gradients are added.
-      rng: a generator per purpose.
-      purposes: those of the gradients, and of the candidates' elements.
+      tried: candidates, whose products and lengths are extended.
+      gradients: computes gradients of the function.
+      at_once: number of gradients per point.
+      needed: number of gradients in all.
+      points: number → point.
+      squares: arrays of the leaves' shapes by path, to which squared gradients are added.
+      rng: (purpose, …) to a random generator.
+      purposes: the purpose of the gradients' random numbers, and that of the candidates' elements.
 
     Yields:
       The number of a point, the point, and some of the gradients there.
@@ -144,9 +149,9 @@ def _observe(
     Args:
       candidates: their products are extended, and their lengths too.
       point: where the gradients were taken.
-      elements: one of each candidate's algebra.
+      elements: for each candidate, one element of its algebra.
       gradients: (rows, *shape) by path.
-      first: whether these are the first gradients at that point.
+      first: whether these are the first gradients at that point; only then the motions' lengths are added.
     """
     of_leaf = dict[str, list[tuple[int, int]]]()
     for n, one in enumerate(candidates):
@@ -173,7 +178,7 @@ def _observe(
 
 
 def spaces_with_companions(trace: Trace) -> dict[Space, set[Space]]:
-    """Spaces that are contracted, gathered or returned, and what runs beside each.
+    """The spaces that are contracted, gathered from or returned, and the companions that each may have.
 
     >>> from gauge_optax.discovery.trace import walked
     >>> trace = walked(lambda p, x: [x @ p["a"]], {"a": np.ones((2, 3))}, np.ones(2))
@@ -195,13 +200,13 @@ def spaces_with_companions(trace: Trace) -> dict[Space, set[Space]]:
 
 
 def candidates(trace: Trace, leaves: Leaves, stream: bool = False) -> list[_Candidate]:
-    """Everything that is tried.
+    """All candidates that are tried.
 
     Args:
       trace: the walk.
       leaves: the parameters by path.
-      stream: whether to try the rotations of a residual stream, an axis that kernels read and that all heads share, as
-        they show at points where norms' scales are one; else everything but these is tried.
+      stream: True for the rotations of a residual stream alone, an axis that kernels read and that all heads share.
+        Gradients show these rotations only at points where norms' scales are one. False for all other candidates.
 
     >>> from gauge_optax.discovery.trace import walked
     >>> tree = {"up": np.ones((2, 3)), "down": np.ones((3, 4))}
@@ -221,13 +226,13 @@ def candidates(trace: Trace, leaves: Leaves, stream: bool = False) -> list[_Cand
         halves = tuple(dict.fromkeys(space))
         spaces[space] |= spaces.get(halves, set()) if halves != space else set()
     whole = {view.path: Piece(view, None, ()) for view in reversed(views)}
-    # A vector may be stored less one: its scale is then a constant added as well.
+    # A vector may be stored less one. A factor of the vector then also adds a constant to what is stored.
     scales = [(piece, mode) for piece in whole.values() for mode in ("scale", "offset")[: 1 + piece.lone]]
     tried = [] if stream else [_Candidate("diagonal", WHOLE, (), scales)]
     for space, companions in sorted(spaces.items(), key=lambda item: (-len(item[0]), item[0])):
         near = companions | _beside_companions(space, companions, views)
         present = sorted(c for c in near if any({space, c} <= set(v.labels) for v in views))
-        # Large sets of companions first; of more than three companions only all, each alone and none.
+        # Large sets of companions come first. If there are more than three, the sets are all, each alone, and none.
         sizes: Iterable[int] = range(len(present), -1, -1) if len(present) <= 3 else (len(present), 1, 0)
         every = itertools.chain.from_iterable(itertools.combinations(present, size) for size in sizes)
         for beside in ([()] if space in read else []) if stream else every:
@@ -243,14 +248,17 @@ def candidates(trace: Trace, leaves: Leaves, stream: bool = False) -> list[_Cand
 
 
 def _beside_companions(space: Space, companions: set[Space], views: Sequence[View]) -> set[Space]:
-    """Spaces that share an axis with a companion, as grouped query heads do with the heads of their keys."""
+    """Spaces that are components of one axis together with a companion, as query heads are with their key head."""
     windows = [window for view in views if space in view.labels for window in view.windows]
     grids = [{a.space for a in window.atoms if a.space is not None and a.pick is None} for window in windows]
     return {other for grid in grids if grid & companions for other in grid - companions - {space}}
 
 
 def _pieces(space: Space, beside: tuple[Space, ...], views: Sequence[View]) -> Iterator[Piece]:
-    """The pieces of all views along a space; other readings of an axis only where the main one has no such piece."""
+    """The pieces of all views along a space.
+
+    A view that reads an axis in another way than the main views counts only if these have no such piece on that axis.
+    """
     taken: set[tuple[str, int]] = set()
     for view in views:
         labels = view.labels
@@ -275,17 +283,17 @@ def _is_planes(space: Space) -> bool:
 
 
 def echelon(null: np.ndarray, sizes: np.ndarray, zero: float) -> tuple[np.ndarray, list[int]]:
-    """The reduced echelon form of a space of exponents, which belongs to the space and not to the rows that span it.
+    """The reduced echelon form of rows of exponents. It is the same for all rows that span one space.
 
-    Its entries are small fractions where a group acts; roundoff, and what nearly holds beside it, blur them.
+    If a group acts, its entries are fractions with small denominators. Roundoff and nearly null vectors blur them.
 
     Args:
-      null: orthonormal rows that span the space, in units of `sizes`.
-      sizes: of the columns.
-      zero: of a row of length one, smaller entries are blur.
+      null: orthonormal rows that span the space: exponents times `sizes`.
+      sizes: sizes of the columns.
+      zero: smaller entries of a row of length one are set to zero.
 
     Returns:
-      Its rows, in units of one, and the columns of their pivots.
+      Its rows of exponents, each with a pivot of one, and the numbers of the pivots' columns.
 
     >>> row = np.array([[1.0, -1.0]]) / np.sqrt(2)
     >>> echelon(row, np.ones(2), 1e-5)
@@ -294,7 +302,7 @@ def echelon(null: np.ndarray, sizes: np.ndarray, zero: float) -> tuple[np.ndarra
     rows, pivots = list[np.ndarray](), list[int]()
     for j in range(null.shape[1]):
         if len(null) and np.linalg.norm(null[:, j]) > zero:
-            turned = singular_vectors(null[None, :, j])[1] @ null  # only the first of these rows has this column
+            turned = singular_vectors(null[None, :, j])[1] @ null  # only the first row is not zero in column j
             rows, pivots, null = [*rows, turned[0]], [*pivots, j], turned[1:]
     basis = np.array(rows).reshape(len(rows), len(sizes))
     for i in reversed(range(len(basis))):
@@ -305,10 +313,10 @@ def echelon(null: np.ndarray, sizes: np.ndarray, zero: float) -> tuple[np.ndarra
 
 
 def sparse(rows: np.ndarray, beside: np.ndarray | None = None) -> np.ndarray:
-    """Rows with fewer entries that span the same space; modulo the rows `beside` if there are any.
+    """Rows with fewer nonzero entries that span the same space; multiples of the rows `beside` may be subtracted too.
 
     Returns:
-      Rows whose smallest entry is ±1 and whose first is positive.
+      Rows whose smallest nonzero entry is ±1 and whose first nonzero entry is positive.
 
     >>> sparse(np.array([[1.0, 1.0, 2.0], [0.0, 1.0, 2.0]]))
     array([[1., 0., 0.],
@@ -320,7 +328,7 @@ def sparse(rows: np.ndarray, beside: np.ndarray | None = None) -> np.ndarray:
         if not sum(_thinned(together, i, j) for i, j in pairs if i != j and np.any(together[i] * together[j])):
             break
     out = together[: len(rows)]
-    out = out[out.any(1)]  # a row that holds nearly may be one of those beside it but for blur
+    out = out[out.any(1)]  # a nearly null row that differs from those of `beside` by blur alone is zero now
     for row in out:
         row /= np.abs(row[row != 0]).min()
         row *= np.sign(row[np.nonzero(row)[0][0]])
@@ -328,7 +336,7 @@ def sparse(rows: np.ndarray, beside: np.ndarray | None = None) -> np.ndarray:
 
 
 def _with_fractions(rows: np.ndarray, close: float) -> np.ndarray:
-    """The rows with entries that are close to a fraction of a small denominator set to it."""
+    """The rows, in which a fraction with a small denominator replaces every entry that is close to it."""
     fractions = [float(Fraction(x).limit_denominator(_DENOMINATOR)) for x in rows.ravel().tolist()]
     near = np.array(fractions).reshape(rows.shape)
     return np.where(np.abs(near - rows) < close * np.abs(rows), near, rows)
@@ -361,7 +369,10 @@ def _thinned(rows: np.ndarray, i: int, j: int) -> bool:
 
 
 def _moved_along(terms: Sequence[Term], asleep: Sequence[Column]) -> tuple[Term, ...]:
-    """Dead pieces that move as a live one of the same module and place does, such as a key bias with its kernel."""
+    """Terms for pieces without effect that should move along with a live piece, as a key bias with its kernel.
+
+    The two are in one module, and the group acts on the same part of their axes.
+    """
 
     def parent(piece: Piece) -> tuple[Any, ...]:
         """The node that holds a leaf, and which part of its axes the group acts on."""
@@ -375,7 +386,7 @@ def _moved_along(terms: Sequence[Term], asleep: Sequence[Column]) -> tuple[Term,
     for piece, mode in asleep:
         place = parent(piece)
         if not piece.places:
-            continue  # one number for a whole leaf is mostly that of a norm before it, which no bias is scaled by
+            continue  # one factor of a whole kernel mostly undoes that of a norm before it, which biases do not follow
         if mode != "offset" and (place, mode) in exponents and (piece.path, place) not in taken:
             out.setdefault(piece, Term(piece, mode, exponents[place, mode]))
     return tuple(out.values())

@@ -1,9 +1,9 @@
-"""A traced function with shorter axes: each of its operations, on the entries of every axis that are kept.
+"""Evaluates a traced function on shorter axes: every operation gets only those entries of each axis that are kept.
 
-A function that checks its shapes, as Flax's modules do, cannot be called on a smaller tree. The walk over its jaxpr
-(`trace`) knows of every value which entries of which axes are one index. So the operations can be evaluated without the
-entries whose indices are dropped, whatever lengths the function has in its code. Which indices are dropped is decided
-in `shrink`.
+A function that checks its shapes, as Flax's modules do, cannot be called on a smaller tree. But the walk over its
+jaxpr (`trace`) knows which entries of which axes are one index. If an index is dropped, the operations can be evaluated
+without all entries that have it, whatever lengths are written in the function's code. `shrink` decides which indices
+are dropped.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MEANS = {"broadcast_in_dim", "reshape", "squeeze", "transpose", "convert_elemen
 
 
 class Refused(Exception):
-    """An operation has no shorter form, or it is not known."""
+    """An operation has no shorter form, or none that is known."""
 
 
 class _Short(NamedTuple):
@@ -37,7 +37,7 @@ class _Short(NamedTuple):
     Attributes:
       value: what the walk knows of it: the ids of its axes before entries were dropped; an axis without ids is whole.
       array: its entries that are kept.
-      summed: over how many entries it is a sum, of all and of those that are kept: a mean divides by their number.
+      summed: if it is a sum, the number of its terms: of all, and of those that are kept. A mean divides by it.
     """
 
     value: Value
@@ -46,13 +46,13 @@ class _Short(NamedTuple):
 
 
 def shorter(fn: Function, leaves: Leaves, batch: Any, dropped: Callable[[Trace], set[int]]) -> tuple[Function, Leaves]:
-    """A function without some indices, and its leaves.
+    """A function that is evaluated without some indices of its axes, and its shorter leaves.
 
     Args:
       fn: (leaves, batch) to a list of outputs.
       leaves: float64 leaves by path.
       batch: one of the batches; the function is called with others, too.
-      dropped: of a walk, the representatives of the indices to leave out.
+      dropped: the walk over fn → representatives of the ids to leave out.
 
     Returns:
       The function of the shorter leaves, whose outputs have all entries that are left; and the shorter leaves.
@@ -77,7 +77,7 @@ def shorter(fn: Function, leaves: Leaves, batch: Any, dropped: Callable[[Trace],
     small = {path: _taken(leaves[path], axes, kept) for path, axes in trace.leaves.items()}
     shapes = [jax.ShapeDtypeStruct(leaves[path].shape, leaves[path].dtype) for path in paths]
     order = list(leaves)
-    del leaves, flat  # the function needs no large leaf
+    del leaves, flat  # so that `function` keeps no large leaf in memory
 
     def function(given: Any, batch: Any) -> Any:
         arrays, structure = jax.tree.flatten(({path: given[path] for path in paths}, batch))
@@ -103,7 +103,7 @@ class _Kept:
         return self._axes[key]
 
     def _index(self, index: int) -> bool:
-        """A cell of a grid is kept where all its components are."""
+        """Whether an id is kept: it is not dropped, and if it is a cell of a grid, all its components are kept."""
         if index not in self._known:
             grid = self._spaces.grids.get(index)
             components = [] if grid is None else self._spaces.canon(np.array(grid.components)).tolist()
@@ -111,7 +111,7 @@ class _Kept:
         return self._known[index]
 
     def cuts(self, axis: Axis) -> bool:
-        """Whether some entries are dropped."""
+        """Whether some entries of an axis are dropped."""
         return axis is not None and len(self(axis)) < len(axis)
 
 
@@ -123,7 +123,7 @@ def _taken(leaf: Any, axes: Axes, kept: _Kept) -> np.ndarray:
 
 
 def _times(summed: tuple[int, int], shape: Sequence[int], left: Sequence[int], axes: Sequence[int]) -> tuple[int, int]:
-    """A sum over these axes as well."""
+    """The numbers `summed` after a further sum over `axes`, whose lengths are in `shape` and, when cut, in `left`."""
     return summed[0] * math.prod(shape[k] for k in axes), summed[1] * math.prod(left[k] for k in axes)
 
 
@@ -137,7 +137,7 @@ class _Evaluation:
         self.trace, self.kept = Trace(spaces, {}), kept
 
     def run(self, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[_Short]) -> list[_Short]:
-        """The outputs."""
+        """The outputs of a jaxpr."""
         return interpret(jaxpr, consts, args, lambda x: _Short(literal(x), x), self._equation)
 
     def _equation(self, eqn: Any, ins: list[_Short]) -> list[_Short]:
@@ -159,7 +159,7 @@ class _Evaluation:
     def _results(
         self, eqn: Any, values: Sequence[Value], arrays: Sequence[Any], summed: tuple[int, int] = (1, 1)
     ) -> list[_Short]:
-        """The results of an equation, if their arrays have the entries that their axes say."""
+        """The results of an equation; refuses arrays whose shapes are not those that the kept entries have."""
         for value, x, variable in zip(values, arrays, eqn.outvars, strict=True):
             shape = getattr(variable.aval, "shape", None)
             if shape is not None and jnp.shape(x) != self.left(value.axes, shape):
@@ -167,11 +167,14 @@ class _Evaluation:
         return [_Short(value, x, summed) for value, x in zip(values, arrays, strict=True)]
 
     def left(self, axes: Axes, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape that is left."""
+        """The shape that an array of this shape, with these axes, has after entries are dropped."""
         return tuple(n if axis is None else len(self.kept(axis)) for axis, n in zip(axes, shape, strict=True))
 
     def aligned(self, x: _Short, axes: Sequence[Axis]) -> Any:
-        """An array without the entries that others drop along axes of which it has no ids."""
+        """The array of x, cut along its axes without ids to the entries that are kept of `axes`.
+
+        Other values, which x meets in an operation, have ids along these axes.
+        """
         array = x.array
         for k, (own, axis) in enumerate(zip(x.value.axes, axes, strict=True)):
             if own is None and axis is not None and jnp.shape(array)[k] == len(axis) and self.kept.cuts(axis):
@@ -179,14 +182,14 @@ class _Evaluation:
         return array
 
     def meeting(self, x: _Short, other: _Short, pairs: Sequence[tuple[int, int]]) -> Any:
-        """An array without what another value drops along the axes at which the two meet, each an axis of either."""
+        """The array of x without what `other` drops along the `pairs` (axis of x, axis of `other`) that are aligned."""
         axes: Axes = [None] * len(x.value.axes)
         for mine, its in pairs:
             axes[mine] = other.value.axes[its]
         return self.aligned(x, axes)
 
     def _arrays(self, eqn: Any, ins: list[_Short], outs: list[Axes]) -> Sequence[Any]:
-        """What an equation computes, on what is kept of its inputs."""
+        """The arrays that an equation computes from the kept entries of its inputs."""
         name = eqn.primitive.name
         if name in ("slice", "split"):
             return [_part(self.kept, ins[0], eqn.invars[0].aval.shape, ranges) for ranges in ranges_taken(eqn)]
@@ -195,7 +198,7 @@ class _Evaluation:
         return applied(eqn, arrays, **params)
 
     def _summed(self, eqn: Any, ins: list[_Short]) -> tuple[int, int]:
-        """Over how many entries the result is a sum, of all and of those that are kept."""
+        """`_Short.summed` of the result: over how many entries it is a sum, of all and of those that are kept."""
         name, shapes = eqn.primitive.name, [getattr(v.aval, "shape", ()) for v in eqn.invars]
         if name == "reduce_sum":
             return _times(ins[0].summed, shapes[0], jnp.shape(ins[0].array), eqn.params["axes"])
@@ -206,7 +209,10 @@ class _Evaluation:
         return ins[0].summed if name in _MEANS else (1, 1)
 
     def _mean(self, eqn: Any, ins: list[_Short], x: Any) -> Any:
-        """A sum over the number of its entries, which the function has as a constant: over the number that is left."""
+        """The result x, corrected if it is a mean, which is a sum divided by the number of its entries.
+
+        The function has this number as a constant; the corrected mean divides by the number that is left.
+        """
         name = eqn.primitive.name
         if name == "dot_general":
             for one, other, v, axes in zip(ins, ins[::-1], eqn.invars, eqn.params["dimension_numbers"][0], strict=True):
@@ -270,7 +276,7 @@ _operation = registering(_SHORTER)
 
 
 def _unchanged(run: _Evaluation, eqn: Any, ins: list[_Short], outs: list[Axes]) -> Operands:
-    """Whether the results have the entries that they should is seen from their shapes."""
+    """The operands as they are; `_results` checks the shapes that they lead to."""
     return [x.array for x in ins], {}
 
 
@@ -316,8 +322,8 @@ def _gather(run: _Evaluation, eqn: Any, ins: list[_Short], outs: list[Axes]) -> 
     for k, (size, length) in enumerate(zip(eqn.params["slice_sizes"], eqn.invars[0].aval.shape, strict=True)):
         sizes.append(jnp.shape(table.array)[k] if size == length else size)
         if size < length and (axis := table.value.axes[k]) is not None and run.kept.cuts(axis):
-            # Rows that are computed, such as tokens, are within the shorter table. Of constant rows, all have to be
-            # there, in their places.
+            # Indices that are computed, such as tokens, are within the shorter table. Constant indices stay as they
+            # are, so that their rows must be kept, and must be among the first of the table without a gap.
             rows, left = index.value.constant, len(run.kept(axis))
             there = rows is None or (run.kept(axis)[-1] < left and np.all((rows >= 0) & (rows < left)))
             if size > 1 or not there:
@@ -360,7 +366,8 @@ def _stack(run: _Evaluation, eqn: Any, ins: list[_Short], outs: list[Axes]) -> O
 
 
 def _part(kept: _Kept, x: _Short, full: Sequence[int], ranges: Sequence[range]) -> Any:
-    """What is kept of some entries of every axis."""
+    """The entries that are kept of a slice of x: `ranges` has its entries of every axis, `full` the axes' full lengths.
+    """
     array = x.array
     for k, (axis, taken) in enumerate(zip(x.value.axes, ranges, strict=True)):
         if len(taken) == full[k]:

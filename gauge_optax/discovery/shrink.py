@@ -1,7 +1,8 @@
-"""A small instance of a function: the same code, called with shorter axes, or its operations on shorter axes.
+"""Makes a small instance of a function: the same code called with shorter axes, or its traced operations on these.
 
-The walk over the jaxpr tells which axes have one length. Their common length becomes a small prime, another for every
-set of axes, so that a length of the small instance says which lengths of the large one it stands for.
+The walk over the jaxpr (`trace`) tells which axes must have one common length. For each such set of axes this length
+becomes a small prime that no other set has. From the prime factors of a length in the small instance, its length in the
+large one follows.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Small:
       fn: the function of these leaves.
       leaves: float64 leaves by path.
       batches: batches whose indices are within the shorter axes.
-      lengths: prime of the small instance → length of the large one, per set of axes that were shortened.
+      lengths: for each set of axes that were shortened: its prime in the small instance → its length in the large one.
 
     >>> Small(lambda p, x: x, {}, [], {11: 768}).full(22)
     1536
@@ -55,12 +56,12 @@ class Small:
 
 @dataclasses.dataclass
 class _Group:
-    """Components of axes that have one common length, of all layers: leaf, axis and number of each.
+    """Components of axes that are shortened together, in all layers.
 
     Attributes:
       places: leaf, axis and number of every component.
-      length: of the longest of them.
-      unit: the common divisor of their lengths; the basis of rotary planes is twice as long as the planes are many.
+      length: length of the longest of them.
+      unit: the common divisor of their lengths: a basis of rotary planes has two entries for each plane.
       table: whether rows are taken from it by index, as from an embedding.
     """
 
@@ -78,12 +79,12 @@ class _Short(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Of the longest component, now."""
+        """The length of the longest component after it is shortened."""
         return self.group.length // self.group.unit * self.unit
 
 
 def smaller(fn: Function, trace: Trace, leaves: Leaves, batches: Sequence[Any]) -> Small | None:
-    """An instance with every axis short, or None where it is not much smaller.
+    """An instance in which every axis is short, or None if it is not much smaller.
 
     Args:
       fn: (leaves, batch) to outputs.
@@ -109,7 +110,7 @@ def smaller(fn: Function, trace: Trace, leaves: Leaves, batches: Sequence[Any]) 
     of_batches = {n for x in jax.tree.leaves(batches) for n in np.shape(x)}
 
     def instance(on_few: Function, small: Leaves, chosen: Sequence[_Short]) -> Small:
-        """The instance with these groups shortened; raises what the function raises about it."""
+        """The instance with these groups shortened; raises whatever the function raises when it gets these shapes."""
         rows = min((one.unit for one in chosen if one.group.table), default=None)
         short = [jax.tree.map(lambda x: _within(x, rows), batch) for batch in batches]
         shapes, outputs = jax.eval_shape(on_few, small, short[0]), jax.eval_shape(fn, leaves, batches[0])
@@ -131,7 +132,8 @@ def smaller(fn: Function, trace: Trace, leaves: Leaves, batches: Sequence[Any]) 
                 chosen[:] = _chosen(groups, own, of_batches)
                 split = [(one.group, *_split(walked, one)) for one in chosen]
                 gone = {x for _, _, rest in split for x in rest}
-                # An axis that is part of another in a different place stays whole.
+                # A group stays whole if another drops an index that it keeps: its axis is part of a longer one, where
+                # its entries do not come first.
                 clashing = [group for group, first, _ in split if not first.isdisjoint(gone)]
                 if not clashing:
                     return gone
@@ -154,9 +156,9 @@ def smaller(fn: Function, trace: Trace, leaves: Leaves, batches: Sequence[Any]) 
 def _chosen(groups: Sequence[_Group], atoms: Atoms, of_batches: set[int]) -> list[_Short]:
     """The groups that can be shorter, each with a prime that no other length has.
 
-    The longer axis stays the longer one: a vocabulary shorter than the stream hides directions of the stream, and a
-    basis of heads longer than the stream has directions that nothing reads. Planes of a rotary embedding come first,
-    because there must be fewer of them than tokens: scores tell no more planes apart.
+    Of two axes, the longer one stays longer. A vocabulary shorter than the stream would hide directions of the stream,
+    and a head's basis longer than the stream would have directions that no output depends on. Rotary planes come first
+    and get small primes, because there must be fewer planes than tokens: scores tell no more planes apart.
     """
 
     def shortened(group: _Group, chosen: Sequence[_Short], stay: set[int]) -> list[_Short]:
@@ -168,7 +170,7 @@ def _chosen(groups: Sequence[_Group], atoms: Atoms, of_batches: set[int]) -> lis
         return [*chosen, _Short(group, prime)] if group.unit > 1.5 * prime else list(chosen)
 
     stay = {n for lengths in atoms.values() for n in lengths}
-    for _ in range(2):  # what is short in the first round does not stand in the way of primes in the second
+    for _ in range(2):  # in the second round, primes may divide the lengths that the first round has shortened
         chosen = list[_Short]()
         for group in sorted(groups, key=lambda group: (group.unit == group.length, group.length)):
             chosen = shortened(group, chosen, stay)
@@ -178,7 +180,7 @@ def _chosen(groups: Sequence[_Group], atoms: Atoms, of_batches: set[int]) -> lis
 
 
 def _split(trace: Trace, one: _Short) -> tuple[set[int], set[int]]:
-    """The indices of a group that are kept, and all others."""
+    """The indices of a group that are kept, and all its others."""
     first, every = set[int](), set[int]()
     for place in one.group.places:
         ids = _indices(trace, place)
@@ -199,9 +201,13 @@ def _indices(trace: Trace, place: Place) -> list[int]:
 
 
 def _groups(trace: Trace, atoms: Atoms) -> list[_Group]:
-    """Components that share an index, and those of other layers in their places, without those that must stay."""
+    """Groups of components that share an index, together with the same components of other layers.
+
+    Components that cannot be shorter are left out.
+    """
     tables = {x for axis in trace.tables for atom in trace.atom_keys(axis) for x in atom}
-    # Single entries are taken from these, or parts of them are grids of their own, as in a fused kernel.
+    # The function takes single entries from axes with these ids, or parts of such an axis are grids, as in a fused
+    # kernel: the axes stay whole.
     fixed = trace.spaces.picked | trace.spaces.grids.keys()
     by_kind: dict[Any, list[list[Place]]] = {}
     for places in trace.families(dict.fromkeys(path for path, _ in atoms)):
@@ -218,7 +224,7 @@ def _groups(trace: Trace, atoms: Atoms) -> list[_Group]:
 
 
 def _cut(leaves: Leaves, atoms: Atoms, chosen: Sequence[_Short]) -> Leaves:
-    """The leaves, of which every chosen component keeps its first entries."""
+    """The leaves, cut so that every chosen component keeps its first entries alone."""
     kept = {place: (one.group.unit, one.unit) for one in chosen for place in one.group.places}
     out = {}
     for path, leaf in leaves.items():
@@ -237,7 +243,7 @@ def _cut(leaves: Leaves, atoms: Atoms, chosen: Sequence[_Short]) -> Leaves:
 
 
 def _within(x: Any, rows: int | None) -> Any:
-    """Indices within so many rows."""
+    """An array of a batch; integers beyond the first `rows` are replaced by their remainder, as indices of tables."""
     if rows is None or not np.issubdtype(getattr(x, "dtype", object), np.integer):
         return x
     return np.where(np.asarray(x) >= rows, np.asarray(x) % rows, x)

@@ -17,7 +17,7 @@ from gauge_optax.xla import quick_options
 
 Leaves = dict[str, np.ndarray]
 Function = Callable[[Mapping[str, Any], Any], Any]
-DRAWS = 5  # of a point, until the function is finite there; and times as many gradients as are needed, at most
+DRAWS = 5  # most draws until a point has finite outputs; and most gradients that are taken, per one that is needed
 _SPREAD = 0.5  # noise around the given point, relative to a leaf's RMS
 _CHUNK = 2**29  # bytes of gradients that are held at a time
 
@@ -30,9 +30,9 @@ def generic_point(leaves: Mapping[str, np.ndarray], rng: np.random.Generator) ->
       rng: source of the noise.
 
     Returns:
-      Leaves plus normal noise of half their RMS, and of at least the size at which a kernel keeps the scale of its
-      input (initial values of 0.02 make layers that the outputs hardly depend on). Leaves that are positive throughout
-      (norms' scales, variances) are multiplied by the noise's exponential instead, so that they stay positive.
+      Leaves plus normal noise of half their RMS. If a leaf is small, the noise is so large that a kernel keeps the size
+      of its input, because outputs hardly depend on layers whose initial values are 0.02. Leaves with only positive
+      entries (norms' scales, variances) are multiplied by the noise's exponential instead, and so stay positive.
 
     >>> point = generic_point({"scale": np.ones(3), "bias": np.zeros(3)}, np.random.default_rng(0))
     >>> bool((point["scale"] > 0).all()), bool(point["bias"].any())
@@ -53,9 +53,9 @@ def generic_point(leaves: Mapping[str, np.ndarray], rng: np.random.Generator) ->
 def finite_points(
     fn: Function, batches: Sequence[Any], points: Iterable[Leaves], count: int
 ) -> list[Leaves]:
-    """The first so many points at which the outputs are finite; if there are fewer, the last point fills their places.
+    """The first `count` points at which the outputs are finite; if there are fewer, the last point fills the list.
 
-    A norm without eps may meet a layer of which no unit is alive.
+    Outputs are not finite where, for example, a norm without eps reads a layer whose units are all dead.
 
     >>> points = [{"a": np.zeros(())}, {"a": np.ones(())}]
     >>> finite_points(lambda p, x: x / p["a"], [jnp.ones(2)], points, 1)
@@ -73,11 +73,11 @@ def finite_points(
 def squared_gradients(
     fn: Function, batches: Sequence[Any], point: Mapping[str, Any], rng: np.random.Generator, paths: Sequence[str]
 ) -> Leaves:
-    """Sums over the batches of the squared gradient of one random projection each, of a large tree.
+    """Squared gradients for a large tree: of one random projection of the outputs per batch, summed over the batches.
 
     A gradient of all leaves at once would be another copy of the tree in float64. So leaves are differentiated a few at
-    a time, and their squares are returned in float32. Operations run one by one: those of a further layer are compiled
-    already, where a program of many unrolled layers would compile for longer than it runs.
+    a time, and their squares are returned in float32. Operations run one by one, so that all layers share what is
+    compiled: a program of many unrolled layers would compile for longer than it runs.
 
     Args:
       fn: (leaves, batch) to a tree of outputs.
@@ -119,7 +119,7 @@ def squared_gradients(
 
 
 class Gradients:
-    """Gradients of random projections, a chunk at a time; the program is compiled once per shape of batches.
+    """Gradients of random projections of the outputs, in chunks. It compiles one program per shape of batches.
 
     Args:
       fn: (leaves, batch) to a tree of outputs.
@@ -139,7 +139,7 @@ class Gradients:
         self._pull = jax.jit(pull, compiler_options=quick_options())
 
     def outputs(self, leaves: Leaves) -> int:
-        """Number of outputs of a batch: a point yields no more independent gradients per batch."""
+        """Number of output entries of a batch: at one point no more gradients per batch are independent."""
         return sum(x.size for x in jax.tree.leaves(jax.eval_shape(self._fn, leaves, self._batches[0])))
 
     def at(self, leaves: Leaves, count: int, rng: np.random.Generator) -> Iterator[Leaves]:
@@ -157,7 +157,7 @@ class Gradients:
         """
         most = max(1, _CHUNK // (8 * max(1, sum(leaf.size for leaf in leaves.values()))))
         each = -(-count // len(self._batches))
-        if each * len(self._batches) <= most:  # all at once: what is computed per chunk is computed once
+        if each * len(self._batches) <= most:  # in one chunk, because the caller works on every chunk
             chunks = [chunk for batch in self._batches for chunk in self._chunks(leaves, [batch], each, most, rng)]
             if chunks:
                 yield {path: np.concatenate([chunk[path] for chunk in chunks]) for path in leaves}
@@ -167,7 +167,7 @@ class Gradients:
     def _chunks(
         self, leaves: Leaves, batches: Sequence[Any], each: int, most: int, rng: np.random.Generator
     ) -> Iterator[Leaves]:
-        """So many gradients for each of some batches, at most `most` at a time."""
+        """Gradients for some batches: `each` per batch, of which a chunk holds `most` at most."""
         for batch in batches:
             outputs = jax.eval_shape(self._fn, leaves, batch)
             for start in range(0, each, most):

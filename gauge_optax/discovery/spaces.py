@@ -1,8 +1,10 @@
-"""Which entries of which axes are one index: a union-find over the entries of every axis of every leaf.
+"""Finds which entries of which axes are one index: a union-find over the entries of every axis of every leaf.
 
-An axis of a parameter, or of anything computed from parameters, is a vector of ids, one per entry; it is None where no
-parameter varies along it. Ids that an operation combines are united. An axis that a reshape makes out of others keeps
-its components (one `_Grid` per id), so that a later split recovers them; ids with equal components are equal.
+An axis of a parameter, or of anything computed from parameters, is a vector of ids, one per entry. It is None if no
+parameter varies along it. If an operation combines two entries, as a sum or a contraction does, it unites their ids,
+which are equal from then on. A reshape that joins axes makes an axis of new ids. Each of these is a cell of a grid
+(`_Grid`) that stores the ids of its components on the joined axes, so that a later split recovers them. Cells with
+equal components are united. The *atoms* of an axis are the axes of the finest grid that is known of it.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import numpy as np
 
 Axis = np.ndarray | None
 Space = tuple[int, ...]  # an axis as a hashable value: the representatives of its ids
-MOST_IDS = 200_000  # per joined axis: longer products are batch sizes in practice, never a basis or channels
+MOST_IDS = 200_000  # in a joined axis. Longer ones get no ids: in practice they are batches, never a basis or channels
 
 
 class _Grid(NamedTuple):
@@ -29,12 +31,12 @@ class _Grid(NamedTuple):
 
 
 class Spaces:
-    """Ids, which of them are equal, and which are cells of a grid of others.
+    """All ids: which of them are equal, and which are cells of a grid of others.
 
     Attributes:
-      changes: number of unions and splits so far; the walk over the jaxpr stops when it no longer rises.
-      picked: ids of axes from which single indices are taken.
-      grids: the grid of each id that is a cell of one.
+      changes: number of unions and splits so far. The walks over the jaxpr (`trace`) end when it no longer rises.
+      picked: ids of axes from which the function takes single indices.
+      grids: id → its grid, for each id that is a cell of one.
 
     >>> spaces = Spaces()
     >>> rows, columns = spaces.fresh(2), spaces.fresh(3)
@@ -51,19 +53,20 @@ class Spaces:
         self.grids: dict[int, _Grid] = {}
         self._parent = np.arange(1024)
         self._count = 0
-        # By components, sizes, and how many cells before it have the same: those of a rotary plane are two.
+        # The id of a cell, by its components, the grid's sizes, and the number of earlier cells of the grid with the
+        # same components: in a grid that contains an axis of rotary planes, each occurs twice.
         self._joined: dict[tuple[tuple[int, ...], tuple[int, ...], int], int] = {}
         self._nothing: dict[tuple[int, int], np.ndarray] = {}
 
     def fresh(self, count: int) -> np.ndarray:
-        """New ids."""
+        """`count` new ids."""
         start, self._count = self._count, self._count + count
         while self._count > len(self._parent):
             self._parent = np.concatenate([self._parent, np.arange(len(self._parent), 2 * len(self._parent))])
         return np.arange(start, self._count)
 
     def nothing(self, equation: int, axis: int, count: int) -> np.ndarray:
-        """Ids of entries that an equation sets to zero, the same at every walk."""
+        """New ids for an axis of an equation's result, such as of entries that it sets to zero; equal in every walk."""
         if (equation, axis) not in self._nothing:
             self._nothing[equation, axis] = self.fresh(count)
         return self._nothing[equation, axis]
@@ -75,11 +78,11 @@ class Spaces:
         return ids
 
     def key(self, axis: np.ndarray) -> Space:
-        """An axis as a hashable value: equal for axes that are one space."""
+        """An axis as a hashable value, its *space*: two axes have equal keys if their ids are equal, entry by entry."""
         return tuple(self.canon(axis).tolist())
 
     def unite(self, one: int, other: int) -> None:
-        """Makes two ids equal, and their components too where both are cells of grids of equal sizes."""
+        """Makes two ids equal. If both are cells of grids of equal sizes, it makes their components equal too."""
         one, other = sorted(self.canon(np.array([one, other])).tolist())
         if one == other:
             return
@@ -95,12 +98,15 @@ class Spaces:
             self.grids[one] = merged
 
     def unite_entries(self, one: np.ndarray, other: np.ndarray) -> None:
-        """Unites two axes of one length, entry by entry."""
+        """Unites two axes of equal length, entry by entry."""
         for k in np.nonzero(self.canon(one) != self.canon(other))[0].tolist():
             self.unite(int(one[k]), int(other[k]))
 
     def unify(self, *axes: Axis) -> Axis:
-        """Makes axes that an operation aligns one axis, with the finest components of all."""
+        """Unites the axes that an operation aligns, entry by entry, and returns one of them.
+
+        If an axis is a grid, the others are split into the same atoms, and these are united too.
+        """
         present = [axis for axis in axes if axis is not None]
         if not present:
             return None
@@ -118,7 +124,7 @@ class Spaces:
         return whole
 
     def factors(self, axis: np.ndarray) -> list[np.ndarray] | None:
-        """The components whose grid an axis is, or None where it is no grid."""
+        """The axes that an axis is the grid of, or None if it is no grid."""
         grids = [grid for x in self.canon(axis).tolist() if (grid := self.grids.get(x)) is not None]
         if len(axis) == 1 or len(grids) < len(axis) or len({grid.sizes for grid in grids}) > 1:
             return None
@@ -136,19 +142,20 @@ class Spaces:
         return out if len(out) > 1 and math.prod(map(len, out)) == len(axis) else None
 
     def atoms(self, axis: np.ndarray) -> list[np.ndarray]:
-        """An axis as the finest grid that is known of it."""
+        """The axes of the finest grid that is known of an axis; the axis itself if it is no grid."""
         parts = self.factors(axis)
         return [axis] if parts is None else [atom for part in parts for atom in self.atoms(part)]
 
     def split(self, axis: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
-        """An axis that is one atom as a grid of these sizes."""
+        """Splits an axis that is one atom into a grid of these sizes, and returns the grid's axes."""
         if len(sizes) <= 1:
             return [axis]
         parts = self.factors(axis)
         if parts is not None and [len(part) for part in parts] == list(sizes):
             return parts
         parts, ids = [self.fresh(size) for size in sizes], self.canon(axis).tolist()
-        # An axis with repeated ids (a rotary plane) or with cells of another grid stays as it is: each id has one grid.
+        # Each id has one grid. The axis therefore stays one atom if an id occurs twice in it, as those of a rotary
+        # plane do, or is a cell of another grid.
         if len(set(ids)) == len(ids) and self.grids.keys().isdisjoint(ids):
             self.changes += 1
             for place, at in enumerate(np.ndindex(*sizes)):
@@ -157,7 +164,7 @@ class Spaces:
         return parts
 
     def join(self, axes: Sequence[tuple[Axis, int]]) -> Axis:
-        """The grid of axes (each with its length) as one axis."""
+        """The axis into which a reshape joins axes, each given with its length; None if that has no ids."""
         if all(axis is None for axis, _ in axes):
             return None
         whole = [self.fresh(length) if axis is None else axis for axis, length in axes]
@@ -193,7 +200,7 @@ class Spaces:
                 number[components, sizes] += 1
 
     def reshape(self, axes: Sequence[Axis], shape: Sequence[int], new: Sequence[int]) -> list[Axis]:
-        """The axes of a reshaped array."""
+        """The axes of an array after a reshape from `shape`, where it has `axes`, to the shape `new`."""
         out: list[Axis] = [None] * len(new)
         for before, after in equal_runs(shape, new):
             source = [(axes[k], shape[k]) for k in before if shape[k] > 1]
@@ -221,7 +228,7 @@ class Spaces:
         return out
 
     def _cut(self, atoms: Sequence[np.ndarray], cuts: Sequence[int]) -> list[np.ndarray]:
-        """A grid of atoms, split further so that every cut is a suffix product of the sizes."""
+        """Splits the atoms of a grid further, until the products of its last k sizes contain all numbers in `cuts`."""
         out, outer = list[np.ndarray](), math.prod(len(atom) for atom in atoms)
         for atom in atoms:
             inner = outer // len(atom)
@@ -232,7 +239,7 @@ class Spaces:
 
 
 def equal_runs(shape: Sequence[int], new: Sequence[int]) -> Iterator[tuple[range, range]]:
-    """The shortest runs of axes of two shapes that have equal numbers of entries.
+    """Divides the axes of two shapes into the shortest runs such that paired runs have equal numbers of entries.
 
     >>> list(equal_runs((4, 6, 5), (2, 12, 5)))
     [(range(0, 2), range(0, 2)), (range(2, 3), range(2, 3))]
@@ -247,6 +254,6 @@ def equal_runs(shape: Sequence[int], new: Sequence[int]) -> Iterator[tuple[range
 
 
 def _common_cuts(one: Sequence[int], other: Sequence[int]) -> list[int] | None:
-    """The suffix products of two grids' sizes, ascending; None where one does not divide the next."""
+    """The products of the last k sizes of two grids, for all k, ascending; None if one does not divide the next."""
     cuts = sorted({math.prod(sizes[k:]) for sizes in (one, other) for k in range(len(sizes) + 1)})
     return cuts if all(b % a == 0 for a, b in itertools.pairwise(cuts)) else None

@@ -1,8 +1,9 @@
-"""The rotation of the residual stream, searched for where norms' scales are one.
+"""Searches for the rotation of the residual stream, at points where the norms' scales are one.
 
-A norm's scale γ does not commute with a rotation R of the stream: the readers' motion is γ⁻¹·Rᵀ·γ·W. Where γ = 1 it is
-RᵀW, a plain rotation of leaves. So gradients are taken at points with γ = 1, with the norms whose scales other gauges
-have shown to be movable into their readers, and the finite move that proves the result is made where γ is anything.
+A rotation R of the stream does not commute with a norm's scale γ: a kernel W behind the norm must become γ⁻¹·Rᵀ·γ·W.
+Where γ = 1 this is Rᵀ·W, a plain rotation of the leaf. The gradients of this search are therefore taken at points with
+γ = 1. They can be, if a gauge that is already proved moves γ into the kernels behind the norm. The finite move that
+proves the rotation is made at points with any γ.
 """
 
 from __future__ import annotations
@@ -26,22 +27,22 @@ def stream_rotations(
     trace: Trace, leaves: Leaves, gradients: Gradients, at_once: int, rows: float, norms: Sequence[Call], params: Any,
     before: Sequence[Copy], dead: Mapping[str, np.ndarray], rng: Callable[..., np.random.Generator],
 ) -> list[Copy]:
-    """Rotations of axes that kernels read and all heads share.
+    """The rotations of the residual stream: of axes that kernels read and that all heads share.
 
     Args:
       trace: the walk.
       leaves: the parameters by path.
-      gradients: of the function.
-      at_once: gradients at a point.
-      rows: gradients per column, at least.
-      norms: the norms' gauges that hold.
+      gradients: computes gradients of the function.
+      at_once: number of gradients per point.
+      rows: number of gradients per column of a candidate (`search`), at least.
+      norms: the gauges of norms' scales that hold.
       params: the tree that they bind to.
-      before: symmetries that may contain what is found.
-      dead: masks of the entries without effect.
-      rng: a generator per purpose.
+      before: symmetries that are known; a rotation that they contain is left out.
+      dead: by path, masks of the entries without effect on the outputs.
+      rng: (purpose, …) to a random generator.
 
     Returns:
-      The symmetries that `before` do not contain.
+      The rotations that the gradients do not see.
     """
     ones = _scales(norms, params)
     tried = candidates(trace, leaves, stream=True)
@@ -66,11 +67,11 @@ def rotation_call(symmetry: Copy, trace: Trace, norms: Sequence[Call], params: A
     Args:
       symmetry: the rotation.
       trace: the walk; it tells which leaves read the stream.
-      norms: the norms' gauges that hold.
+      norms: the gauges of norms' scales that hold.
       params: the tree that they bind to.
 
     Raises:
-      Unwritable: a leaf moves against the others.
+      Unwritable: a leaf turns by another angle than the others, or no leaf writes to the stream.
     """
     readers = {kernel for kernel, axis in trace.readers if set(symmetry.space) <= set(trace.spaces.key(axis))}
     passed, moved = [], set[str]()
@@ -100,7 +101,7 @@ def rotation_call(symmetry: Copy, trace: Trace, norms: Sequence[Call], params: A
 
 
 def passed(norms: Iterable[Call], params: Any) -> list[Call]:
-    """The norms whose gauges move every channel of the scale alone, so that it can be divided out.
+    """The norms whose gauges can multiply each channel of the scale by a number of its own, and so make the scale one.
 
     >>> norms = [Call("norm_scale", {"scale": {"norm": "channel"}, "into": {"up": "channel _"}})]
     >>> [norm.kind for norm in passed(norms, {"norm": np.ones(2), "up": np.ones((2, 3))})]
@@ -114,7 +115,7 @@ def passed(norms: Iterable[Call], params: Any) -> list[Call]:
 
 
 def _scales(norms: Iterable[Call], params: Any) -> Mapping[str, float]:
-    """The stored value of every norm's scale where the scale is one."""
+    """Leaf path → what the leaf stores if the norm's scale is one: 0 if it stores the scale less one, else 1."""
     out = {}
     for norm in norms:
         for _, _, blocks in bound_copies(norm.gauge(), params):

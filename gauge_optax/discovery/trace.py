@@ -1,7 +1,7 @@
-"""A function's jaxpr walked over index spaces, until no id changes: where a symmetry could act.
+"""Walks over a function's jaxpr that follow the ids of every axis (`spaces`), to find where a symmetry could act.
 
-The walk records the axes that are contracted, gathered from or returned. What each primitive does is in `rules`;
-control flow is below.
+Each equation unites the ids of entries that it combines. The walk is repeated until it unites no more. It records the
+axes that are contracted, gathered from or returned. What each primitive does is in `rules`; control flow is below.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _MOVES = {"transpose", "reshape", "convert_element_type", "squeeze", "slice", "s
 _SUMS = {"add", "sub", "add_any"}
 _LINEAR = {*_MOVES, *_SUMS, "neg", "concatenate", "reduce_sum", "cumsum", "select_n", "pad"}
 _CONTRACTIONS = {"dot_general", "conv_general_dilated"}
-# Primitives of which tables of cosines and sines are made.
+# Primitives that compute the tables of cosines and sines of rotary embeddings.
 _TABLES = {*_MOVES, "mul", "div", "neg", "exp", "log", "pow", "integer_pow", "cos", "sin", "concatenate", "iota",
            "dot_general", "add", "sub"}
-_PASSES = 6  # walks, at most; two or three reach the fixed point
-_MOST_CONSTANT = 100_000  # entries of index arithmetic that is evaluated
+_PASSES = 6  # walks, at most; after two or three, ids no longer change
+_MOST_CONSTANT = 100_000  # constants with more entries are not evaluated
 Place = tuple[str, int, int]  # a component of a leaf's axis: path, axis, number
 
 
 class Trace:
-    """One walk.
+    """One walk over a jaxpr, and what it records.
 
     Args:
       spaces: ids, shared by all walks.
@@ -44,13 +44,13 @@ class Trace:
     Attributes:
       spaces: ids, shared by all walks.
       leaves: the ids of every leaf's axes, by path.
-      contracted: the axes on which symmetries are looked for, each with the axes that run beside it (heads).
-      layers: leading axes of the enclosing scans.
+      contracted: axes on which symmetries are searched, each with the axes that may count copies of it, such as heads.
+      layers: leading axes of the arrays that the enclosing scans loop over.
       stacked: all axes that are scanned over.
       tables: axes of which rows are taken by index.
       returned: axes of the outputs.
-      readers: (kernel, axis): the leaves that contract a value that parameters made, as kernels do the residual stream,
-        and along which of their axes.
+      readers: (kernel, axis): the kernel contracts this axis with a value that depends on parameters, such as the
+        residual stream.
       vector_reads: (vector, kernel): the kernel contracts what the vector was added to or multiplied with.
       added_behind: (kernel, vector): the vector is added to the kernel's product.
       added: parameters that are added to a value which depends on others, as a bias is and a norm's scale is not.
@@ -86,7 +86,13 @@ class Trace:
             self.contracted.append((axis, others))
 
     def pick(self, axis: Axis, index: np.ndarray, length: int) -> Axis:
-        """Some entries of an axis; one entry alone marks the axis as one that single indices are taken from."""
+        """The ids at some entries of an axis; None for one entry alone, which marks the axis as `picked`.
+
+        Args:
+          axis: the ids.
+          index: the entries.
+          length: the axis's length.
+        """
         if axis is None or (len(index) == length and (index == np.arange(length)).all()):
             return axis
         if len(index) == 1:
@@ -102,12 +108,13 @@ class Trace:
         return {self.spaces.key(axis) for axis in self.ranked} & {self.spaces.key(axis) for axis in self.summed}
 
     def components(self, path: str, axis: int) -> list[np.ndarray]:
-        """The axes of which an axis of a leaf is a grid, as representatives; none for a length of one."""
+        """The atoms of a leaf's axis, each an array of representatives of ids; [] for an axis of length one."""
         ids = self.leaves[path][axis]
         return [] if ids is None else [self.spaces.canon(atom) for atom in self.spaces.atoms(ids)]
 
     def families(self, paths: Iterable[str]) -> list[list[Place]]:
-        """The components of leaves' axes, those together that share an index with each other or with a third one."""
+        """The atoms of all axes of some leaves, grouped: atoms that share an id, or are linked by others, are together.
+        """
         family_of: dict[int, int] = {}
         families: dict[int, list[Place]] = {}
         for path, axis in ((leaf, axis) for leaf in paths for axis in range(len(self.leaves[leaf]))):
@@ -124,25 +131,26 @@ class Trace:
         return list(families.values())
 
     def atom_keys(self, axis: np.ndarray) -> list[Space]:
-        """The components of an axis, as spaces."""
+        """The atoms of an axis, as spaces."""
         return [self.spaces.key(atom) for atom in self.spaces.atoms(axis)]
 
     def inputs(self, shaped: Sequence[Any]) -> list[Value]:
-        """The inputs of a function: the leaves, and other values with shapes, which are data."""
+        """The walk's values of a jaxpr's inputs: the leaves come first, and all others are data, which have no ids."""
         leaves = [Value(list(axes), None, True, path) for path, axes in self.leaves.items()]
         return [*leaves, *(Value([None] * len(x.aval.shape)) for x in shaped[len(leaves) :])]
 
     def run(self, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Value]) -> list[Value]:
-        """Walks a jaxpr."""
+        """Walks a jaxpr, and returns the values of its outputs."""
         return interpret(jaxpr, consts, args, literal, self.equation)
 
     def equation(self, eqn: Any, ins: list[Value]) -> list[Value]:
-        """The results of an equation."""
+        """The walk's values of an equation's results."""
         name = eqn.primitive.name
         if name in CONTROL:
             return (_branches if name == "cond" else _loop)(self, eqn, ins)
         avals = [out.aval for out in eqn.outvars]
-        # Index arithmetic is evaluated: a gather by known rows can be a repeat or a slice. So are rotary tables.
+        # Index arithmetic on constants is evaluated, because a gather by known rows can be a repeat or a slice. Rotary
+        # tables are evaluated too: a sine that is zero throughout shows a plane that does not turn.
         integer = all(jnp.issubdtype(a.dtype, jnp.integer) or jnp.issubdtype(a.dtype, jnp.bool_) for a in avals)
         constant = all(value.constant is not None for value in ins)
         if (integer or name in _TABLES) and constant and sum(math.prod(a.shape) for a in avals) <= _MOST_CONSTANT:
@@ -157,7 +165,8 @@ class Trace:
         return [Value(axes, None, depends, leaf, writers, vectors) for axes in outs]
 
     def _parameters_in(self, name: str, ins: Sequence[Value]) -> tuple[frozenset[str], frozenset[str]]:
-        """The kernels and vectors in a result; records which vector a kernel reads, and which is added behind it."""
+        """The `writers` and `vectors` of a result; records which vector a kernel reads, and which is added behind it.
+        """
         writers = frozenset[str]().union(*(value.writers for value in ins))
         vectors = frozenset[str]().union(*(value.vectors for value in ins))
         leaves = frozenset(value.leaf for value in ins if value.leaf)
@@ -165,20 +174,21 @@ class Trace:
             self.vector_reads |= {(vector, kernel) for kernel in leaves for vector in vectors}
             return (leaves, frozenset()) if leaves else (writers, vectors)
         if leaves and name in _SUMS and len(leaves) == sum(value.depends for value in ins):
-            return writers, vectors | leaves  # one plus a norm's scale
+            return writers, vectors | leaves  # nothing but leaves and constants is added, as in one plus a norm's scale
         if leaves and len(leaves) < sum(value.depends for value in ins):
             self.added_behind |= {(kernel, leaf) for kernel in writers for leaf in leaves if name in _SUMS}
             self.added |= leaves if name in _SUMS else frozenset()
             return writers, vectors | leaves
-        # A product of two values that depend on parameters is a norm's or a gate's, behind which no kernel is linear. A
-        # norm's scale may be in one of the factors, as in flax: (x − mean)·(scale/σ).
+        # Norms and gates multiply two values that depend on parameters. The product is not linear in the kernels before
+        # it, and has no writers. It keeps its vectors, because one of the factors may contain a norm's scale, as in
+        # flax: (x − mean)·(scale/σ).
         product = name in ("mul", "div") and sum(value.depends for value in ins) > 1
         linear = name in _LINEAR or (name in ("mul", "div") and not product)
         return (writers if linear else frozenset(), vectors if linear or product else frozenset())
 
 
 def walk(closed: core.ClosedJaxpr, paths: Sequence[str]) -> Trace:
-    """Index spaces of a function of leaves, as a fixed point over walks.
+    """Walks the jaxpr of a function of leaves again and again, until a walk changes no id.
 
     Args:
       closed: the function's jaxpr; one input per leaf, and perhaps others that are data.
@@ -227,7 +237,7 @@ def traced_once(fn: Callable[..., Any]) -> Callable[..., Any]:
       fn: a pure function.
 
     Returns:
-      The function, as its equations say it. `inspect.unwrap` gives fn itself.
+      A function that evaluates the traced equations. `inspect.unwrap` returns fn itself from it.
 
     >>> from gauge_optax.discovery.trace import traced_once
     >>> calls = []
@@ -253,7 +263,7 @@ def traced_once(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def literal(number: Any) -> Value:
-    """A constant: its numbers, where they are few.
+    """The walk's value of a constant; it contains the numbers if they are few.
 
     >>> literal(np.ones(3)).constant
     array([1., 1., 1.])
@@ -266,7 +276,8 @@ def literal(number: Any) -> Value:
 
 
 def _united(trace: Trace, *lists: Sequence[Value]) -> list[Value]:
-    """Values that control flow identifies: the branches of a condition, a carry before and after."""
+    """Unites values that control flow makes one: the results of two branches, or a carry before and after the body.
+    """
     out = []
     for values in zip(*lists, strict=True):
         axes = [trace.spaces.unify(*same) for same in zip(*(value.axes for value in values), strict=True)]
@@ -277,14 +288,15 @@ def _united(trace: Trace, *lists: Sequence[Value]) -> list[Value]:
 
 
 def _loop(trace: Trace, eqn: Any, ins: list[Value]) -> list[Value]:
-    """A scan or a while: the carry has the same ids before and after the body, which takes one of the layers."""
+    """Walks a scan or a while. The carry gets equal ids before and after the body; the body gets one row of the stacks.
+    """
     body, consts, carry, stacks = loop_parts(eqn, ins)
     lead, depth = trace.spaces.unify(*(value.axes[0] for value in stacks)), len(trace.layers)
     layers = [] if lead is None else [lead]
     trace.stacked += layers
     rows = [value._replace(axes=value.axes[1:], constant=None) for value in stacks]
     carry = [value._replace(constant=None) for value in carry]
-    for _ in range(2):  # the second turn sees the ids that the first brings into the carry
+    for _ in range(2):  # the second pass starts with the ids that the first brings into the carry
         trace.layers += layers
         outs = trace.run(body.jaxpr, body.consts, [*consts, *carry, *rows])
         carry = _united(trace, carry, outs[: len(carry)])

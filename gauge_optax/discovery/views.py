@@ -1,8 +1,9 @@
-"""Leaves as tensors over index spaces: where a group could act on a leaf.
+"""Leaves as tensors whose axes are spaces (`spaces`): where a group could act on a leaf.
 
-A `View` cuts every axis of a leaf to a window and splits the window into atoms, one per space; an atom may be picked
-at one index (fused kernels). A `Piece` is a view read along one space, with the companions that index the group's
-copies (heads): a tensor (companions, space, rest).
+A `View` cuts every axis of a leaf to a window, and splits the window into atoms, each along one space. It reads all
+indices of an atom, or *picks* one, such as the index of the queries in a fused kernel. A `Piece` is a view with one
+atom on which a group acts, and with *companions*: atoms that index copies of the group, such as heads. It reads a leaf
+as a tensor (companions, space, rest).
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ import numpy as np
 from gauge_optax.discovery.spaces import Axis, Space
 from gauge_optax.discovery.trace import Trace
 
-_MOST_PICKED = 64  # indices of an axis that are looked at one by one
-Ranges = tuple[tuple[int, int], ...]  # first index and end of each
+_MOST_PICKED = 64  # the indices of longer axes are not picked one by one
+Ranges = tuple[tuple[int, int], ...]  # start and stop of each range of indices
 
 
 class Atom(NamedTuple):
     """A component of an axis.
 
     Attributes:
-      space: None where it has none.
+      space: its ids as a value; None where it has none.
       size: how many of its indices are read.
-      pick: the one index that is selected instead.
-      span: where it is a part of a longer component, its ranges there and that component's length.
+      pick: the one index that is read instead of them.
+      span: None; or, if the atom is a part of a longer component, its ranges there and that component's length.
 
     >>> Atom(None, 3).selection, Atom(None, 3, pick=2).selection
     (slice(0, 3, None), slice(2, 3, None))
@@ -43,7 +44,7 @@ class Atom(NamedTuple):
 
     @property
     def full(self) -> int:
-        """Length of the component."""
+        """Length of the whole component."""
         return self.size if self.span is None else self.span[1]
 
     @property
@@ -56,7 +57,7 @@ class Atom(NamedTuple):
 
 
 class Window(NamedTuple):
-    """Entries start to stop of a leaf axis, as a grid of atoms.
+    """The entries from start to stop of an axis of a leaf, as a grid of atoms.
 
     >>> Window(4, 8, (Atom(None, 4),)).stop
     8
@@ -75,7 +76,7 @@ class View:
       path: the leaf's normalised path.
       shape: its shape.
       windows: one per axis.
-      other: the axis that is read in another way than the first; None for the leaf's main views.
+      other: the axis that this view reads in another way than the leaf's main views do; None for a main view.
 
     >>> view = View("up", (2, 3), (Window(0, 2, (Atom(None, 2),)), Window(1, 3, (Atom((5, 6), 2),))))
     >>> view.read(np.arange(6).reshape(1, 2, 3))
@@ -120,7 +121,10 @@ class View:
         return math.prod(self.lengths)
 
     def read(self, values: np.ndarray) -> np.ndarray:
-        """Selected entries of (rows, *shape) as (rows, *atoms), without a copy where windows are whole."""
+        """The entries that the view selects from an array (rows, *shape), as (rows, *lengths).
+
+        It makes no copy if the windows and atoms are whole.
+        """
         cut = values[(slice(None), *(slice(w.start, w.stop) for w in self.windows))]
         atoms = [atom for window in self.windows for atom in window.atoms]
         grid = selected(cut.reshape(len(values), *(atom.full for atom in atoms)), atoms, first=1)
@@ -162,17 +166,17 @@ class Piece:
 
     @property
     def lone(self) -> bool:
-        """Whether it has no longer axes than the space and its companions, as a bias or a part of one has none."""
+        """Whether all atoms beside the space and its companions have length 1, as in a bias or a part of one."""
         longer = [atom for atom in self.view.atoms.values() if atom.size > 1 or atom.space is not None]
         return len(longer) == 1 + len(self.beside)
 
     @functools.cached_property
     def entries(self) -> np.ndarray:
-        """Flat indices in the leaf: (companions, space, rest)."""
+        """The flat indices in the leaf of the entries that it reads: (companions, space, rest)."""
         return self.read(np.arange(math.prod(self.view.shape)).reshape(1, *self.view.shape))[0]
 
     def read(self, values: np.ndarray) -> np.ndarray:
-        """(rows, *shape) as (rows, companions, space, rest)."""
+        """Reads an array (rows, *shape) as (rows, companions, space, rest)."""
         tensor = self.view.read(values)
         if self.at is None:
             return tensor.reshape(len(values), 1, 1, -1)
@@ -189,7 +193,8 @@ def views_of(trace: Trace, path: str, shape: tuple[int, ...], searched: set[Spac
       trace: the walk.
       path: the leaf's path.
       shape: its shape.
-      searched: the spaces on which symmetries are looked for; spaces that only a view shows are added.
+      searched: the spaces on which symmetries are looked for. The function adds spaces that only views show, such as
+        those of rotary planes.
 
     >>> from gauge_optax.discovery.trace import walked
     >>> trace = walked(lambda p, x: [x @ p["a"]], {"a": np.ones((2, 3))}, np.ones(2))
@@ -206,7 +211,7 @@ def views_of(trace: Trace, path: str, shape: tuple[int, ...], searched: set[Spac
 
 
 def selected(grid: np.ndarray, atoms: Sequence[Atom], first: int = 0) -> np.ndarray:
-    """What atoms read of an array, one per axis from `first` on; picked axes have length 1.
+    """The entries of an array that atoms read, one atom per axis from axis `first` on; a picked axis keeps length 1.
 
     >>> selected(np.arange(6).reshape(2, 3), [Atom(None, 2, pick=1), Atom(None, 3)])
     array([[3, 4, 5]])
@@ -218,10 +223,11 @@ def selected(grid: np.ndarray, atoms: Sequence[Atom], first: int = 0) -> np.ndar
 
 
 def runs(space: Space) -> list[Ranges]:
-    """Runs in which ids occur equally often, where they do not all: the rotary part of a basis, and the rest.
+    """Cuts a space into runs whose ids occur equally often, such as the rotary part of a basis and the rest.
 
-    A run counts only if its ids occur nowhere else. Runs of one kind also count together: rotary embeddings that turn
-    some planes leave entries of both halves alone.
+    The result is empty if all ids occur equally often. A run is returned if it is longer than one and its ids occur
+    nowhere else. Runs whose ids occur equally often are also returned together: a rotary embedding that turns only some
+    planes leaves a run of entries unchanged in each of the two halves.
 
     >>> runs((7, 8, 7, 8, 5, 6))
     [((0, 4),), ((4, 6),)]
@@ -246,7 +252,7 @@ def part(space: Space, ranges: Ranges) -> Space:
 
 
 def _readings(trace: Trace, axis: Axis, length: int, searched: set[Space]) -> list[list[Window]]:
-    """Ways to read one axis, each as a list of windows."""
+    """Ways to read one axis, each a list of windows; the main way comes first."""
     if axis is None or length == 1:
         return [[Window(0, length, (Atom(None, length),))]]
     spaces, whole = trace.spaces, trace.spaces.key(axis)
@@ -256,7 +262,8 @@ def _readings(trace: Trace, axis: Axis, length: int, searched: set[Space]) -> li
     if length <= _MOST_PICKED and not spaces.picked.isdisjoint(whole):
         return [[Window(0, length, (Atom(whole, length, q),)) for q in range(length)], [one]]
     ways = [[one]] if whole in searched else []
-    # Segments of the axis are consecutive cells of one grid, or of none: query, key and value of a fused kernel.
+    # The axis of a fused kernel is cut into segments, such as query, key and value: each has consecutive cells of one
+    # grid, or ids that are no cells.
     grids = [spaces.grids.get(x) for x in whole]
     cuts = [
         k for k, (a, b) in enumerate(itertools.pairwise(grids), start=1)
@@ -270,12 +277,12 @@ def _readings(trace: Trace, axis: Axis, length: int, searched: set[Space]) -> li
     ways += [[Window(0, length, (atom,))] for atom in _divided(whole, searched)]
     inner = _inner_windows(whole, searched)
     if not ways and sum(window.stop - window.start for window in inner) < length:
-        ways = [[one]]  # the main reading reads all entries
+        ways = [[one]]  # the main way has to read all entries
     return [*ways, inner] if inner else ways
 
 
 def _inner_windows(whole: Space, searched: set[Space]) -> list[Window]:
-    """Windows of an axis that are searched spaces themselves, longest first, without overlaps."""
+    """The windows of an axis whose ids are a searched space. Where windows overlap, only the longest is returned."""
     taken = np.zeros(len(whole), bool)
     windows = []
     for space in sorted((s for s in searched if len(s) < len(whole)), key=len, reverse=True):
@@ -288,7 +295,7 @@ def _inner_windows(whole: Space, searched: set[Space]) -> list[Window]:
 
 
 def _divided(key: Space, searched: set[Space]) -> list[Atom]:
-    """Searched parts of an axis that lie in several ranges of it."""
+    """Atoms for the searched spaces that lie in several ranges of an axis (`runs`)."""
     several = [(part(key, ranges), ranges) for ranges in runs(key) if len(ranges) > 1]
     return [Atom(inner, len(inner), None, (ranges, len(key))) for inner, ranges in several if inner in searched]
 
@@ -296,12 +303,16 @@ def _divided(key: Space, searched: set[Space]) -> list[Atom]:
 def _grid_readings(
     trace: Trace, start: int, stop: int, keys: Sequence[Space], searched: set[Space]
 ) -> list[list[Window]]:
-    """A grid with all choices of what is picked, and with a picked pair as the planes of its neighbour."""
+    """Ways to read a window that is a grid of these spaces.
+
+    The first has a window for every choice of indices along picked axes. The others read a part of one axis, or join a
+    picked axis of length 2 with its neighbour into rotary planes.
+    """
     picked = [not trace.spaces.picked.isdisjoint(key) and len(key) <= _MOST_PICKED for key in keys]
     atoms = [Atom(key, len(key)) for key in keys]
 
     def chosen(grid: list[Atom]) -> Iterator[list[Atom]]:
-        """The grid with every choice of indices along the axes that are picked."""
+        """The grid, once for every choice of one index along each of its picked axes."""
         choices = itertools.product(*(range(a.size) if p else (None,) for a, p in zip(grid, picked, strict=True)))
         return ([a._replace(pick=q) for a, q in zip(grid, choice, strict=True)] for choice in choices)
 
@@ -313,7 +324,7 @@ def _grid_readings(
         others += [[way for part in cut for way in chosen(part)]] if cut and not picked[k] else []
         divided = [] if picked[k] else [[*atoms[:k], atom, *atoms[k + 1 :]] for atom in _divided(key, searched)]
         others += [list(chosen(grid)) for grid in divided]
-    for k, key in enumerate(keys):  # a pair of entries that are picked one by one: cosine and sine parts of a plane
+    for k, key in enumerate(keys):  # two indices that are picked one by one may be the two entries of a rotary plane
         if picked[k] and len(key) == 2:
             if k > 0 and not picked[k - 1]:
                 space = tuple(x for x in keys[k - 1] for _ in range(2))

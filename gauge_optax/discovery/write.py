@@ -1,4 +1,8 @@
-"""Symmetries as calls of the library's gauges: kinds, roles and axes strings, from shapes alone."""
+"""Writes symmetries as calls of the library's gauge constructors, with their roles and axes strings.
+
+Words: a symmetry (`groups.Copy`) has *terms*, each a piece of a leaf that moves and its exponent. A piece (`views`) has
+an axis along the *space* on which the group acts, and axes along *companions*, which index copies of the group.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +34,8 @@ def written(symmetry: Copy, layers: set[Space], positive: Collection[str]) -> Ca
     Args:
       symmetry: the symmetry.
       layers: spaces that are scanned over, which get the name `layer`.
-      positive: leaves that are no bias or have no zero or negative element: among vectors they are listed first, as a
-        gauge's anchor.
+      positive: paths of leaves that are no bias or have only positive entries. Among vectors they are listed first,
+        because the first block becomes the gauge's anchor.
 
     Returns:
       The call, for concrete leaves.
@@ -105,7 +109,7 @@ def _scale_call(symmetry: Copy, names: _Names) -> Call:
     degree = Fraction(quotient).limit_denominator(12)
     if abs(degree - quotient) > 10 * _CLOSE * quotient:
         raise Unwritable(f"a scale with exponents {', '.join(f'{v:g}' for v in values)}")
-    # "up" is the side that moves less, or the one that is computed first.
+    # "up" is the side with the smaller exponent; if both are equal, the side that is computed first.
     up, down = sorted(values, key=lambda value: (abs(value), *_order(sides[value])))
     vectors, kernels = all(t.piece.vector for t in sides[up]), not all(t.piece.vector for t in sides[down])
     if degree == 1 and vectors and kernels:
@@ -124,7 +128,10 @@ def _trade_call(terms: Sequence[Term], names: _Names) -> Call:
 
 
 def shift_call(places: Sequence[tuple[View, int]]) -> Call:
-    """The gauge of a constant along one space of several leaves: their views, and each view's atom for that space.
+    """The `logit_shift` of leaves to which a constant along one space may be added.
+
+    Args:
+      places: views of the leaves, and the number of each view's atom along the space.
 
     >>> head = View("head", (2, 3), (Window(0, 2, (Atom(None, 2),)), Window(0, 3, (Atom((5, 6, 7), 3),))))
     >>> shift_call([(head, 1)]).roles
@@ -135,7 +142,7 @@ def shift_call(places: Sequence[tuple[View, int]]) -> Call:
 
 
 def write_shift_calls(places: Sequence[tuple[View, int]]) -> list[Call]:
-    """The gauges of a constant along an axis that only centred norms read: one for each leaf that has it.
+    """The gauges of a constant along an axis that only centred norms read, which subtract it: one for each leaf.
 
     >>> out = View("out", (2, 3), (Window(0, 2, (Atom(None, 2),)), Window(0, 3, (Atom((5, 6, 7), 3),))))
     >>> [(call.kind, call.roles) for call in write_shift_calls([(out, 1)])]
@@ -149,7 +156,7 @@ def write_shift_calls(places: Sequence[tuple[View, int]]) -> list[Call]:
 
 
 def _constants(places: Sequence[tuple[View, int]], name: str) -> tuple[dict[str, Axes], dict[str, int]]:
-    """Paths and axes of leaves that a constant along one space is added to, and the lengths that they need."""
+    """Path → axes string of leaves that gain a constant along a space called `name`; and the lengths that they need."""
     terms, taken = list[Term](), dict[str, np.ndarray]()
     for view, at in places:  # a leaf has several views, which may overlap
         term = Term(Piece(view, at, ()), "offset", 1.0)
@@ -162,7 +169,11 @@ def _constants(places: Sequence[tuple[View, int]], name: str) -> tuple[dict[str,
 
 
 def _order(terms: Sequence[Term]) -> tuple[Any, ...]:
-    """Sorts what writes to a space before what reads it: vectors alone, vectors with kernels, kernels by last axis."""
+    """A sort key that puts the side that writes to a space before the side that reads it.
+
+    First comes the side with a vector; then the side with a kernel whose last axis is the space; then the side with
+    fewer kernels.
+    """
     pieces = [term.piece for term in terms]
     kernels = [p for p in pieces if not p.vector]
     last = [p for p in kernels if p.at is not None and p.view.places[p.at][0] == len(p.view.shape) - 1]
@@ -183,10 +194,10 @@ def _pairing(symmetry: Copy) -> str:
 
 
 class _Names:
-    """Names of a symmetry's axes, and the sizes that its strings need.
+    """The names of a symmetry's axes, and the lengths that its axes strings must state.
 
-    Companions that are neighbours in every leaf are one axis; so is the space with them, where a group acts on each
-    entry separately.
+    Companions that are neighbours in every leaf get one name together. The space gets one name with them too, if the
+    group acts on each entry separately.
     """
 
     def __init__(self, symmetry: Copy, layers: set[Space], positive: Collection[str]) -> None:
@@ -212,11 +223,14 @@ class _Names:
     def role(
         self, terms: Iterable[Term], target: str, plus: Collection[str] = (), pairing: str | None = None
     ) -> dict[str, Axes]:
-        """Paths and axes of some terms: what is stored less one, then kernels, then norms' scales."""
+        """Path → axes string of some terms, with the name `target` for the space.
+
+        Leaves that store a value less one (`plus`) come first, then kernels, then vectors.
+        """
 
         def order(term: Term) -> tuple[bool, bool, bool, str]:
             path = term.piece.path
-            # What is stored less one starts at one, where a kernel that modulates it may start at zero.
+            # The first is the anchor. A scale stored less one starts at one; a kernel that modulates it may start at 0.
             stored = path in plus and term.mode == "offset"
             return not stored, term.piece.vector, path not in plus and path not in self._positive, path
 
@@ -227,17 +241,21 @@ class _Names:
             for k, (length, window) in enumerate(zip(piece.view.shape, piece.view.windows, strict=True)):
                 inside = [names.get((k, j), "_") for j in range(len(window.atoms))]
                 planes = pairing if target in inside else None
-                # The axis of a stack of one layer, on a norm's scale: a free axis would be one factor for several.
+                # A norm's scale in a stack of one layer has an axis of length 1. If it were free, "_", one factor would
+                # seem to move several entries.
                 one = length == 1 and piece.vector and inside == ["_"]
                 items.append(_only(k) if one else _axis_text(length, window, inside, self.sizes, planes, target))
             text = " ".join(items)
-            one_plus = piece.path in plus and mode == "offset"  # of a leaf that holds several blocks perhaps one
+            one_plus = piece.path in plus and mode == "offset"  # perhaps only one of several blocks of the leaf
             out[piece.path] = joined(out.get(piece.path), f"1+ {text}" if one_plus else text)
         return out
 
 
 def _only(axis: int) -> str:
-    """The one index of an axis of length 1, which is no free axis then; every such axis of a leaf has its own name."""
+    """The item of an axes string that takes the one index of an axis of length 1, so that the axis is not free.
+
+    Every such axis of a leaf has its own name.
+    """
     return f"only{axis}=0" if axis else "only=0"
 
 
@@ -246,7 +264,7 @@ def axes_text(view: View, names: Mapping[Space, str], only: bool = False) -> tup
 
     Args:
       view: the view.
-      names: spaces that have a name; all others are free.
+      names: space → its name; axes along other spaces are free, `_`.
       only: whether to write an axis of length 1 as its one index, so that it is no free axis.
 
     >>> view = View("up", (6,), (Window(0, 6, (Atom((0, 1), 2), Atom(None, 3))),))
@@ -265,7 +283,7 @@ def _axis_text(
     length: int, window: Window, names: Sequence[str], sizes: dict[str, int], pairing: str | None = None,
     target: str = "",
 ) -> str:
-    """One axis of an axes string; adds the lengths that it needs to `sizes`."""
+    """The item of an axes string for one axis, of which a window moves; adds the lengths that it needs to `sizes`."""
     parts: list[tuple[str, int]] = []
     for atom, name in zip(window.atoms, names, strict=True):
         if atom.pick is not None:
@@ -277,20 +295,20 @@ def _axis_text(
         elif name == "+" or (name == "_" and parts and parts[-1][0] == "_"):
             parts[-1] = (parts[-1][0], parts[-1][1] * atom.size)
         elif pairing is not None and name == target:
-            if atom.span is not None:  # planes of a part of every head: equal parts have a number
+            if atom.span is not None:  # planes of a part of every head: one of equal parts is written by its number
                 ((start, _), *more), count = atom.span[0], atom.full // atom.size
                 if more or atom.full % atom.size or start % atom.size:
                     raise Unwritable("factors for rotary planes in a part of an axis, which no axes string can say")
                 parts.append((f"part{count}={start // atom.size}", count))
             pair = [("_", 2), (target, atom.size // 2)]
             if pairing == "half" and parts and parts[-1][0] == "_":
-                pair[0] = ("_", 2 * parts.pop()[1])  # one free axis: of two side by side neither length is determined
+                pair[0] = ("_", 2 * parts.pop()[1])  # free neighbours become one axis: neither length is determined
             parts += pair if pairing == "half" else pair[::-1]
         else:
             parts.append((name, atom.size))
     size = window.stop - window.start
     span = "" if size == length else f"={window.start}:{window.stop}"
-    if span and length % size == 0 and window.start % size == 0:  # equal parts have a number
+    if span and length % size == 0 and window.start % size == 0:  # one of equal parts is written by its number
         span, parts = "", [(f"part{length // size}={window.start // size}", length // size), *parts]
     if len(parts) == 1:
         return parts[0][0] + span

@@ -398,7 +398,7 @@ def tangential_step(
     into: Mapping[Any, jax.Array] | None = None,
     before_polar: Callable[[Arrays], Arrays] | None = None,
 ) -> tuple[Arrays, Arrays, Arrays, HeadMoments]:
-    """Computes the step of directions: Adam's quotient of moments, or for matrices the polar factor of the first moment.
+    """Computes the step of directions: Adam's quotient of moments, or a matrix's polar factor of the first moment.
 
     Args:
       s: the slice.
@@ -430,7 +430,8 @@ def tangential_step(
 
 @functools.singledispatch
 def can_step(part: Part[Any]) -> bool:
-    """Whether DDC has a rule for the leaves of a part. It has none for GL(d), which changes lengths and bases freely."""
+    """Whether DDC has a rule for the leaves of a part. It has none for GL(d), which has no lengths and keeps no basis.
+    """
     return True
 
 

@@ -9,9 +9,9 @@ and (1, …, 1) for a chain. A step has these parts:
 * radial (B.4, B.6, B.7): one scalar Adam on s, or on log s / |e|. The step of log s is clamped, and log ρᵢ moves by its
   share eᵢ/|e|². Decay acts here, as a factor exp(−|e|²·lr·wd) of s;
 * tangential (B.4, B.5): Adam entry by entry on ρ·g without its radial part; the step is relative, −lr·ρ·U;
-* heads (B.8, B.9): the gradient loses its part along rotations, then gets one of the kinds of second moments of
-  `ddc.heads`, with the paper's floor. If the basis rotates by R, second moments move by |R|. Directions below the cut
-  are not divided;
+* heads (B.8, B.9): the gradient loses its part along rotations. Its first moment is divided by the root of one of the
+  kinds of second moments of `ddc.heads`, with the paper's floor. If the basis rotates by R, second moments move by |R|.
+  Directions that are not live are not divided;
 * matrices under Muon (B.10): the polar factor of the horizontal first moment M, times ‖M‖_F/√rank.
 
 The step is taken in the coordinates of `ddc.links.link`, those of the frame that was read at `init`. If two gauges

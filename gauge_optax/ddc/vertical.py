@@ -1,8 +1,8 @@
 """Motion along orbits, for losses with a penalty on weights, which are not constant along them.
 
 Every coordinate of a point in its orbit is stepped by momentum (mode "sgd") or by Adam (mode "adam"). The coordinates
-are log α of a scale channel, the shift of a leaf, and the rotation of a head. The derivatives by a head's rotation share
-one second moment.
+are log α of a scale channel, the shift of a leaf, and the rotation of a head. All derivatives by the rotation of one
+head share one second moment.
 Reference: DDC B.1–B.4, `vertical_mode`.
 """
 

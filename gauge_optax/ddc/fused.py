@@ -126,8 +126,8 @@ def fused_ddc(
 def _applies(s: Slice) -> bool:
     """Whether heads may keep their stored basis.
 
-    They may if only scales act beside them on their leaves, nothing moves the residual stream, and no anchor is stored
-    more precisely than another leaf of its size (`Slice.following`).
+    They may if no constant moves the leaves of heads, no part moves the residual stream, and no anchor is stored more
+    precisely than another leaf of its size (`Slice.following`).
     """
     turned = {path for turn in s.heads for path in turn.paths}
     beside = (path for part in s.parts if not acts_in_any_basis(part) for path in changed(part))

@@ -134,7 +134,8 @@ def rotational(
 
     Reference: Kosson et al. 2024, Algorithm 1, Table 1, App. I. Deviations: vectors are centred in the first step, not
       before it (a transformation cannot change parameters at `init`); ν and its correction wait while the learning rate
-      is zero; `gain` is trained beside the vector and multiplied in, where the paper has a parameter of the model.
+      is zero; a trained gain is part of the state and multiplies the vector, but in the paper it is a parameter of the
+      model.
     """
     return named_rotational(
         "rotational", inner, blocks, sizes, learning_rate, weight_decay, eta_r, beta, center, gain, eps, b1, b2

@@ -226,7 +226,7 @@ def _with_growth(
 ) -> tuple[Arrays, Frame, Elements]:
     """Returns the step on the slice, the frame and the offset after a step, given what `fix` has removed.
 
-    The inner step led to e·θ̂′, and `fix` removed the element e (`grown`), which left θ̂′. For a size of
+    A step of `inner` led to e·θ̂′, and `fix` removed the element e (`grown`), which left θ̂′. For a size of
     `Slice.following`, the anchor keeps this growth instead: the stored step is F·(e·θ̂′ − θ̂), and F becomes F·e. This
     changes neither the function nor what `inner` sees. With `pin=False`, `inner` must see its own result θ̃ + u at the
     next step. Since θ̂ + B·u = e·θ̂′, this result is B⁻¹·e·θ̂′ = (e⁻¹·B)⁻¹·θ̂′, so that the offset becomes e⁻¹·B.

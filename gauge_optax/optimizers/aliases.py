@@ -124,7 +124,7 @@ def quotient_muon(
       beta: decay of the first moment of matrices.
       eps: see `scale_by_scaled_polar`.
       weight_decay: decoupled decay of matrices, multiplied by the learning rate; a number or a schedule.
-      weight_decay_mask: where `weight_decay` decays, as in `optax.contrib.muon`. Any mask treats twins alike.
+      weight_decay_mask: where `weight_decay` decays, as in `optax.contrib.muon`. No mask can make twins differ.
       mu_dtype: dtype of the first moment; by default that of slice coordinates, at least float32.
       nesterov: whether to use Nesterov momentum, for matrices and all other leaves.
       adam_b1: decay of Adam's first moments.
@@ -251,7 +251,7 @@ def max_norm_muon(
       beta: decay of the first moment of matrices and tokens.
       eps: see `scale_by_scaled_polar`.
       weight_decay: decoupled decay of matrices, multiplied by the learning rate; rarely needed.
-      weight_decay_mask: where `weight_decay` decays, as in `optax.contrib.muon`. Any mask treats twins alike.
+      weight_decay_mask: where `weight_decay` decays, as in `optax.contrib.muon`. No mask can make twins differ.
       mu_dtype: dtype of the first moment; by default that of slice coordinates, at least float32.
       nesterov: whether to use Nesterov momentum, for all leaves.
       adam_b1: decay of Adam's first moments.

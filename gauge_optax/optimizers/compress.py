@@ -26,7 +26,7 @@ from gauge_optax.transformation import GaugeTransformation, checked_inner, requi
 from gauge_optax.xla import hashed_positions
 
 _NAME = "compress_second_moments"
-_PER_OCTAVE = 8  # codes of one byte: 255 is a power of two above the leaf's largest, 247 is half of it, and 0 is 0
+_PER_OCTAVE = 8  # code 255 stands for the power of two above the leaf's largest entry, 247 for half of it, and 0 for 0
 _DIFFERENCES = ("ScaleByRStdDevState", "ScaleByRStdDevWithCountState")  # ν − μ² must not become negative by rounding
 _STORED = ("bfloat16", "uint8")
 

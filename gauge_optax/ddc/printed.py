@@ -4,11 +4,12 @@
 the paper's text, for comparison with its figures. A scale gauge joins *tensors* with norms ρ₁, ρ₂, … per channel: the
 two sides of a rescale, a norm's scale and the kernels that read it, or all layers of a chain of rescales of whole
 tensors. The product s = Π ρᵢ^eᵢ does not change along the orbit. Its exponents are e = (p, 1) for a pair of degree p,
-and (1, …, 1) for a chain. A step has these parts:
+and (1, …, 1) for a chain; |e| is the norm of this vector. A step has these parts:
 
 * radial (B.4, B.6, B.7): one scalar Adam on s, or on log s / |e|. The step of log s is clamped, and log ρᵢ moves by its
   share eᵢ/|e|². Decay acts here, as a factor exp(−|e|²·lr·wd) of s;
-* tangential (B.4, B.5): Adam entry by entry on ρ·g without its radial part; the step is relative, −lr·ρ·U;
+* tangential (B.4, B.5): Adam entry by entry on ρ·g without its radial part, where g is the gradient. The step is
+  relative: −lr·ρ·U, where U is Adam's result;
 * heads (B.8, B.9): the gradient loses its part along rotations. Its first moment is divided by the root of one of the
   kinds of second moments of `ddc.heads`, with the paper's floor. If the basis rotates by R, second moments move by |R|.
   Directions that are not live are not divided;

@@ -44,7 +44,7 @@ class RotationalState(NamedTuple):
         error.
       square: in the same form, the average ν of ‖Δ‖², see `rotational`.
       gain: in the same form, the trained factor of each norm; () without `gain`.
-      gain_state: the state of the optimizer of the gains; else ().
+      gain_state: the state of the optimizer that trains these factors; () without `gain`.
       frozen: path of a leaf that the optimizer inside never changes → ().
     """
 

@@ -83,8 +83,8 @@ def quotient(
 
     Returns:
       The transformation. Its `update` needs `params`. Line searches take the extra arguments `grad` and `value_fn`:
-      pass the gradient at the weights θ and a function of θ, and `inner` gets both as functions of θ̂. All other extra
-      arguments reach `inner` unchanged.
+      pass the gradient at the weights θ and a function of θ, and `inner` gets the gradient at the point that it sees
+      and a function of that point. All other extra arguments reach `inner` unchanged.
 
     Raises:
       ValueError: bindings that do not fit the tree, gauges that do not commute; `frozen` that does not fit the tree;

@@ -1,4 +1,5 @@
-"""gauge_optax: Optax transformations that see the function a network computes, not the coordinates it is written in."""
+"""gauge_optax: optimizers whose steps depend on the function that a network computes, not on the weights that store it.
+"""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -56,7 +57,8 @@ else:
     _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 
     def __getattr__(name: str) -> Any:
-        """Imports a public name, or one of the public modules. A name of `go.orbit` is found as `go.name` too."""
+        """Imports a public name or module when it is first used. A name of `go.orbit`, say, is found as `go.name` too.
+        """
         if name in _MODULES:
             return importlib.import_module(f"gauge_optax.{name}")
         if name in _MODULE_OF:
@@ -74,7 +76,7 @@ else:
         return list(__all__)
 
 
-# The reference has the same groups.
+# The API reference (docs) has the same groups.
 __all__ = [  # noqa: RUF022  by what a user wants
     # Train with your optimizer, on the slice.
     "quotient", "quotient_adamw", "quotient_muon", "max_norm_muon", "ddc_adamw", "ddc_muon",

@@ -1,8 +1,8 @@
-"""Which leaves an Optax transformation never changes, whatever the gradients are. It is read from the program.
+"""Finds the leaves that an Optax transformation never changes, whatever the gradients are, from its jaxpr.
 
 Optax freezes leaves in many ways: `set_to_zero` in a partition, `freeze`, `selective_transform`, a learning rate of
-zero. All have in common that the update is zero by construction. So one abstract run is enough, in which every number
-is known to be zero or not known at all.
+zero. In all of them the update is zero by construction. One abstract run of the jaxpr is therefore enough, in which
+every array is either known to be zero or unknown.
 """
 
 from collections.abc import Collection, Sequence
@@ -30,21 +30,21 @@ _ZERO_OF_ALL = frozenset(
 
 
 def frozen_leaves(name: str, inner: Any, params: Any) -> frozenset[str]:
-    """The leaves whose updates are zero at every step of a run.
+    """Returns the paths of leaves whose updates are zero at every step of a run.
 
-    An array of the state counts as zero if it is so after `init` and each `update` leaves it so, as Adam's moments do
-    behind `optax.freeze`. A learning rate that is a schedule, or one of `optax.inject_hyperparams`, is not known.
+    An array of the state counts as zero if it is zero after `init` and every `update` leaves it zero, as Adam's moments
+    are behind `optax.freeze`. A learning rate that is a schedule or comes from `optax.inject_hyperparams` is unknown.
 
     Args:
-      name: of the public function, for messages.
+      name: name of the public function, for messages.
       inner: the transformation. It is traced, and not run.
-      params: the parameters, of which shapes and dtypes are read.
+      params: the parameters; only their shapes and dtypes are used.
 
     Returns:
-      Paths.
+      The paths.
 
     Raises:
-      ValueError: a transformation of parts of a tree that cannot be traced.
+      ValueError: a transformation with `optax.masked` or `optax.partition` that cannot be traced.
     """
     if not all(hasattr(leaf, "dtype") or isinstance(leaf, int | float | complex) for leaf in jax.tree.leaves(params)):
         return frozenset()  # a tree that `init` refuses
@@ -71,17 +71,16 @@ def frozen_leaves(name: str, inner: Any, params: Any) -> frozenset[str]:
 
 
 def frozen_beside_others(name: str, inner: Any, params: Any) -> frozenset[str]:
-    """As `frozen_leaves`, for a wrapper that moves weights by itself.
+    """Returns `frozen_leaves`, but no leaf if `inner` never changes any, as with a learning rate of zero.
 
-    Around an optimizer that never changes any leaf, as at a learning rate of zero, no leaf counts: the wrapper's moves
-    are then what is wanted.
+    It is for wrappers that move weights themselves: around such an optimizer, only the wrapper's own moves are wanted.
     """
     found = frozen_leaves(name, inner, params)
     return frozenset() if found >= set(leaves_by_path(params)) else found
 
 
 def said_to_be_frozen(name: str, frozen: Any, params: Any) -> frozenset[str]:
-    """The leaves that a mask of Optax's form names: a tree or prefix of booleans, or a callable from parameters to one.
+    """Returns the paths at which a mask is True: a tree or prefix of booleans, or a callable from parameters to one.
 
     Raises ValueError for a mask of another structure.
     """
@@ -101,7 +100,7 @@ def said_to_be_frozen(name: str, frozen: Any, params: Any) -> frozenset[str]:
 
 
 def zero_frozen(updates: Any, frozen: Collection[str]) -> Any:
-    """Updates with zeros for leaves that never change. Whoever reads the program then sees that they never do."""
+    """Returns updates with constant zeros for frozen leaves, so that `frozen_leaves` of an outer wrapper finds them."""
     if not frozen:
         return updates
     leaves = leaves_by_path(updates)
@@ -109,8 +108,8 @@ def zero_frozen(updates: Any, frozen: Collection[str]) -> Any:
 
 
 def _traced(name: str, inner: Any, shapes: Any, state: Any) -> Any:
-    """The program of an update; None where it cannot be traced and freezes nothing."""
-    # Line searches ask for the loss. Which one does not matter, because no update is zero whatever the loss is.
+    """Returns the jaxpr of an update; None if it cannot be traced and has no masks that could freeze leaves."""
+    # Line searches need a loss. Any will do, because only updates that are zero for every loss count.
     searching = {"value": 0.0, "grad": None, "value_fn": lambda p: sum(jax.tree.leaves(jax.tree.map(_sum, p)))}
     error: Exception | None = None
     for extra in ({}, searching):
@@ -121,7 +120,7 @@ def _traced(name: str, inner: Any, shapes: Any, state: Any) -> Any:
 
         try:
             return jax.make_jaxpr(update)(shapes, state, shapes)
-        except Exception as failed:  # whatever an optimizer asks for: it is traced again, and raises, in its own update
+        except Exception as failed:  # of any class: if the update is wrong, it raises again when the user calls it
             error = failed
     if "Masked" in str(jax.tree.structure(state)) or "Partition" in str(jax.tree.structure(state)):
         raise binding_error(
@@ -139,7 +138,7 @@ def _sum(x: Any) -> Any:
 
 
 def _zero_outputs(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[bool]) -> list[bool]:
-    """Which outputs of a program are zero, where it is known which inputs are."""
+    """Returns which outputs of a jaxpr are known to be zero, given which inputs are."""
     from jax.extend.core import Literal  # here, because it imports Pallas
 
     zero = dict(zip(jaxpr.invars, inputs, strict=True))
@@ -155,7 +154,7 @@ def _zero_outputs(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[bool]) -> 
 
 
 def _zeros_of(equation: Any, given: list[bool]) -> list[bool]:
-    """Which results of one equation are zero."""
+    """Returns which results of one equation are known to be zero, given which of its operands are."""
     kind, options, count = equation.primitive.name, equation.params, len(equation.outvars)
     if kind in _ZERO_OF_FIRST:
         return given[:count] if kind == "optimization_barrier" else [given[0]] * count
@@ -180,7 +179,16 @@ def _zeros_of(equation: Any, given: list[bool]) -> list[bool]:
 
 
 def _repeated(closed: Any, given: list[bool], constants: int, carried: int) -> list[bool]:
-    """The results of a loop: what it carries is zero if it is so at first and every turn leaves it so."""
+    """Returns which results of a loop are known to be zero.
+
+    A carried array is zero if it is zero at first and one iteration leaves it zero.
+
+    Args:
+      closed: the body of the loop.
+      given: which inputs of the loop are zero: constants, carried arrays, then scanned arrays.
+      constants: number of constants.
+      carried: number of carried arrays.
+    """
     fixed, carry, rest = given[:constants], given[constants : constants + carried], given[constants + carried :]
     while True:
         out = _closed(closed, [*fixed, *carry, *rest])

@@ -1,4 +1,4 @@
-"""Further links of a chain, beside `gauge_project`, `scale_by_ddc`, `add_gauge_decay` and `gauge_retract`."""
+"""Links for `optax.chain`, further to `gauge_project`, `scale_by_ddc`, `add_gauge_decay` and `gauge_retract`."""
 
 from gauge_optax.ddc.links import scale_by_scaled_polar
 from gauge_optax.norms.links import keep_norms_below, scale_by_vector_norm
@@ -8,7 +8,7 @@ from gauge_optax.optimizers.opposite_gram import scale_by_opposite_gram
 from gauge_optax.optimizers.relative import scale_by_relative_rms
 
 __all__ = [  # noqa: RUF022  by what a user wants
-    # Muon in a max-norm ball, link by link.
+    # Muon with a bound on norms (`max_norm_muon`), link by link.
     "scale_by_polar", "scale_by_vector_norm", "keep_norms_below",
     # Others.
     "scale_by_scaled_polar", "scale_by_opposite_gram", "scale_by_relative_rms", "compress_second_moments",

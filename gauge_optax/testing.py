@@ -1,10 +1,10 @@
 """Assertions for users: is this binding a symmetry of my loss, is this update horizontal, is my optimizer equivariant?
 
-Every assertion returns None or raises AssertionError, which names the gauge, the leaf and the relative error, and ends
-with what `chex.assert_trees_all_close` reports. As in chex, values are close where |value − expected| is at most
+Every assertion returns None or raises AssertionError. The message names the gauge, the leaf and the relative error, and
+ends with the report of `chex.assert_trees_all_close`. As in chex, two trees are close if |value − expected| is at most
 atol + rtol·|expected| in every entry. By default `rtol` depends on the dtype (docs/design.md §7), and `atol` is `rtol`
-times the largest entry, so that zeros need not be exact. Chex comes with `pip install "gauge_optax[testing]"`; nothing
-else needs it.
+times the largest entry, so that zeros need not be exact. Only this module needs chex, which
+`pip install "gauge_optax[testing]"` installs.
 """
 
 import functools
@@ -35,14 +35,14 @@ _DTYPES = ("float64", "float32")  # the first two columns; the third is for shor
 
 
 def tolerance(check: str, tree: Any) -> float:
-    """Returns the relative tolerance of a check on a tree (docs/design.md §7), by the coarsest floating dtype in it.
+    """Returns the default `rtol` of a check on a tree (docs/design.md §7), for the coarsest floating dtype in it.
 
     Args:
       check: "invariant", "horizontal", "equivariant" or "loss".
       tree: parameters.
 
     Returns:
-      A relative tolerance.
+      The relative tolerance.
 
     >>> go.testing.tolerance("equivariant", {"w": jnp.ones(2)})
     0.0001
@@ -65,17 +65,17 @@ def assert_invariant(
     """Asserts that a random element of every gauge, and of their product, does not change the loss.
 
     Args:
-      loss_fn: params → scalar, or any array or tree of outputs (logits show more than their loss); also
-        `self.variant(loss_fn)` in a chex test.
-      params: the point.
-      gauges: a gauge or a sequence of them.
+      loss_fn: a function of params that returns a scalar, or an array or tree of outputs. Logits show more errors than
+        their loss does. In a chex test it may be `self.variant(loss_fn)`.
+      params: the weights at which to test.
+      gauges: a gauge or a sequence of gauges.
       key: a PRNG key.
-      rtol: largest change relative to each output; by default that of docs/design.md §7 for the dtype.
-      scale: size of the elements.
-      atol: largest change besides; by default `rtol` times the largest output.
+      rtol: largest change relative to each output; by default `tolerance("invariant", params)`.
+      scale: size of the random elements, see `Gauge.sample`.
+      atol: a change that is allowed in addition to `rtol`; by default `rtol` times the largest output.
 
     Raises:
-      AssertionError: names the gauge that is no symmetry, the leaves it moves and by how much the loss changed.
+      AssertionError: a gauge is no symmetry; the message names it, the leaves that it moves and the relative change.
 
     >>> params = {"up": jnp.ones((2, 3)), "down": jnp.ones((3, 1))}
     >>> relu = go.rescale({"up": "_ channel"}, {"down": "channel _"})
@@ -109,14 +109,15 @@ def assert_horizontal(
     Args:
       updates: a tangent, as `scale_by_ddc` or `gauge_project(kind="update")` returns it. A difference of two points
         on a curved path, as `gauge_retract` returns it, is no tangent.
-      params: the point.
-      gauges: a gauge or a sequence of them, meaning their product.
-      rtol: largest difference between the update and its horizontal part, relative to each entry, both on the slice;
-        by default that of docs/design.md §7 for the dtype.
-      atol: largest difference besides; by default `rtol` times the update's largest entry.
+      params: the weights that the tangent belongs to.
+      gauges: a gauge or a sequence of gauges.
+      rtol: largest difference between the update and its horizontal part, relative to each entry, both in slice
+        coordinates; by default `tolerance("horizontal", params)`.
+      atol: a difference that is allowed in addition to `rtol`; by default `rtol` times the update's largest entry.
 
     Raises:
-      AssertionError: names the gauge, the leaf with the largest vertical part and the relative error.
+      AssertionError: the tangent has a vertical part; the message names the gauge, the leaf with the largest vertical
+        part and the relative error.
 
     >>> params = {"w": jnp.ones((1, 2))}
     >>> shift = go.logit_shift({"w": "_ vocab"})
@@ -135,7 +136,7 @@ def assert_horizontal(
         )
     tangent, across = _compiled(lambda params, updates: _on_slice(group, params, updates))(params, updates)
     if (difference := _difference(across, tangent, rtol, atol)) is not None:
-        # Where gauges share leaves, the message names the gauge with the largest part along its orbits.
+        # The message names the gauge along whose orbits the update has the largest part.
         blamed = max(group.gauges, key=lambda part: _norm(jax.tree.leaves(part.vertical(params, updates))))
         worst = max(_leaves_of(blamed, params), key=lambda path: _norm([across[path] - tangent[path]]))
         raise AssertionError(
@@ -159,28 +160,30 @@ def assert_equivariant_step(
     scale: float = 1.0,
     atol: float | None = None,
 ) -> None:
-    """Asserts that two weight sets of one function stay one function under an optimizer.
+    """Asserts that twins, two weight sets of one function, stay twins under an optimizer.
 
-    Trains from θ and from g·θ, where g is a random element of the product, and compares g·θ_t with the twin after every
-    step. The step is compiled, quickly rather than well. Functions that are wrapped already, such as
-    `self.variant(tx.update)` of a chex test or `jax.jit(loss_fn)`, are called as they are, with arrays.
+    Trains from θ and from g·θ, where g is a random element of all gauges together. After every step it compares g·θ_t
+    with the second run's weights, and the two losses. The step is compiled with few optimizations, to save time.
+    Functions that are wrapped already, such as `self.variant(tx.update)` of a chex test or `jax.jit(loss_fn)`, are
+    called as they are, with arrays.
 
     Args:
       tx: an optimizer; `optax.GradientTransformation(tx.init, self.variant(tx.update))` in a chex test.
-      loss_fn: params → scalar.
+      loss_fn: a function of params that returns a scalar.
       params: the starting point θ.
-      gauges: a gauge or a sequence of them, meaning their product.
+      gauges: a gauge or a sequence of gauges.
       key: a PRNG key for g.
-      steps: how long to train.
+      steps: number of training steps.
       ignore: path patterns of leaves that are not compared, such as a key bias without rotary positions, whose gradient
-        is nothing but roundoff. The loss, which depends on these leaves too, is compared.
+        is only roundoff. The loss depends on these leaves too, and is compared.
       rtol: largest difference relative to each entry of a leaf, and largest relative difference of the loss; by
-        default those of docs/design.md §7 for the dtype.
-      scale: size of g.
-      atol: largest difference besides; by default `rtol` times the leaf's largest entry.
+        default `tolerance("equivariant", params)` for leaves and `tolerance("loss", params)` for the loss.
+      scale: size of g, see `Gauge.sample`.
+      atol: a difference that is allowed in addition to `rtol`; by default `rtol` times the leaf's largest entry.
 
     Raises:
-      AssertionError: names the step, the leaf (or the loss), the gauges that bind it and the relative error.
+      AssertionError: the runs differ; the message names the step, the leaf (or the loss), the gauges that bind the leaf
+        and the relative error.
 
     >>> params = {"up": jnp.ones((2, 3)), "down": jnp.ones((3, 1))}
     >>> relu = go.rescale({"up": "_ channel"}, {"down": "channel _"})
@@ -224,7 +227,7 @@ def _step_of(tx: optax.GradientTransformation, loss_fn: LossFn) -> Callable[[Any
     """Returns one training step, (params, state) → ((params, state), loss)."""
     gradient, update = jax.value_and_grad(loss_fn), tx.update
     wrapped = _is_wrapped(loss_fn), _is_wrapped(tx.update)
-    if any(wrapped):  # then the step is not compiled as a whole, because a variant is to be called with arrays
+    if any(wrapped):  # the step is not compiled as a whole, because a variant of chex must be called with arrays
         gradient = gradient if wrapped[0] else _compiled(lambda params: jax.value_and_grad(loss_fn)(params))
         update = _compiled(update)
 
@@ -237,12 +240,12 @@ def _step_of(tx: optax.GradientTransformation, loss_fn: LossFn) -> Callable[[Any
 
 
 def _is_wrapped(function: Any) -> bool:
-    """Whether the caller has decided how a function runs, by `jax.jit` or by a variant of chex."""
+    """Whether the caller has wrapped a function by `jax.jit` or by a variant of chex."""
     return hasattr(function, "__wrapped__")
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function compiled for a few calls; itself where the caller has decided how it runs."""
+    """Returns a function compiled for a few calls; the function itself if the caller has wrapped it."""
     return function if _is_wrapped(function) else jax.jit(function, compiler_options=quick_options())
 
 
@@ -289,7 +292,7 @@ def _on_slice(group: Product, params: Any, updates: Any) -> tuple[Arrays, Arrays
 
 
 def _difference(value: Any, expected: Any, rtol: float, atol: float | None) -> str | None:
-    """Returns what chex says about the difference of two trees; None where they are close."""
+    """Returns the report of chex on the difference of two trees; None if they are close."""
     try:
         import chex
     except ImportError as error:
@@ -297,7 +300,7 @@ def _difference(value: Any, expected: Any, rtol: float, atol: float | None) -> s
     if atol is None:
         atol = rtol * max((float(np.max(np.abs(x), initial=0.0)) for x in _on_host(expected)), default=0.0)
     try:
-        chex.assert_tree_all_finite((value, expected))  # NaN is close to NaN otherwise
+        chex.assert_tree_all_finite((value, expected))  # the next line would take two NaNs for equal
         chex.assert_trees_all_close(value, expected, rtol=rtol, atol=atol)
     except AssertionError as error:
         return str(error)
@@ -314,5 +317,5 @@ def _norm(arrays: Iterable[Any]) -> float:
 
 
 def _on_host(tree: Any) -> list[np.ndarray]:
-    """Returns the leaves in double precision."""
+    """Returns the leaves as NumPy arrays in double precision."""
     return [np.asarray(x, np.complex128 if jnp.iscomplexobj(x) else np.float64) for x in jax.tree.leaves(tree)]

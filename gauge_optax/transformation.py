@@ -1,7 +1,7 @@
-"""What all transformations of this library share: checks of arguments and states, explicit meshes, dtypes of leaves.
+"""Code that all transformations of this library share: checks of arguments and states, explicit meshes, dtypes.
 
-Every transformation is an `init` and an `update` that compute with arrays. The function `transformation` adds to them
-the checks and the handling of meshes.
+A transformation is written as an `init` and an `update` that only compute. The function `transformation` adds the
+checks and the handling of meshes to them.
 """
 
 import contextlib
@@ -25,11 +25,11 @@ Tree = TypeVar("Tree")
 
 
 class LeafRule(NamedTuple):
-    """What an optimizer says of one leaf.
+    """How an optimizer steps one leaf, for `go.plan`.
 
     Attributes:
-      rule: what makes its update: "Adam", "polar", "per-head polar", "momentum".
-      matrices: how it reads the leaf, as in "4 × (8, 3)"; "" unless it orthogonalizes it.
+      rule: name of the rule for its update: "Adam", "polar", "per-head polar" or "momentum".
+      matrices: the matrices whose polar factors are taken, as in "4 × (8, 3)"; "" for other rules.
     """
 
     rule: str
@@ -37,20 +37,22 @@ class LeafRule(NamedTuple):
 
 
 Rules = Callable[[Any], Mapping[str, LeafRule]]
-"""Parameters, or their shapes → leaf path → what is done to it."""
+"""A function of parameters, or of their shapes, that returns leaf path → rule."""
 
 
 class GaugeTransformation(optax.GradientTransformationExtraArgs):
-    """An Optax transformation, a pair of `init` and `update`, that carries the list of gauges that it was given.
+    """An Optax transformation, a pair of `init` and `update`, with attributes that describe it.
 
-    What Optax makes of it (`chain`, `masked`, `inject_hyperparams`) does not carry the list.
+    Optax's wrappers of it (`chain`, `masked`, `inject_hyperparams`) do not have these attributes; `wrapped` finds it
+    inside them.
 
     Attributes:
-      gauges: the gauges that it was given, with products taken apart, and behind them others that the optimizer inside
-        carries.
-      rules: what it says of the leaves; None if it says nothing.
-      preflight: params → what `go.check` should say of them before training: errors to raise, and sentences.
-      inner: the optimizer that it runs on the slice; None if it is no such wrapper.
+      gauges: the gauges that it was given, with products split into their factors, followed by further gauges of the
+        optimizer that it wraps.
+      rules: a function of params that returns leaf path → `LeafRule`; None if unknown.
+      preflight: a function of params that returns what `go.check` reports before training: errors to raise, and
+        sentences.
+      inner: the optimizer that it runs on the slice; None if it is not `quotient`.
     """
 
     gauges: tuple[Any, ...] = ()
@@ -66,7 +68,7 @@ class GaugeTransformation(optax.GradientTransformationExtraArgs):
         rules: Rules | None = None,
         preflight: "Preflight | None" = None,
     ) -> "GaugeTransformation":
-        """See the attributes, and Optax for `init` and `update`."""
+        """Takes `init` and `update` as Optax defines them, and the attributes above."""
         self = super().__new__(cls, init, update)
         self.gauges, self.rules = tuple(gauges), rules
         self.preflight = preflight or _nothing_to_say
@@ -81,7 +83,7 @@ def _nothing_to_say(params: Any) -> Sequence[str | ValueError]:
 
 
 def with_gauges_of(inner: Any, gauges: Iterable[Any] = ()) -> tuple[Any, ...]:
-    """Returns gauges, and behind them the others that a transformation says it holds."""
+    """Returns `gauges`, followed by those gauges of a transformation that are not among them."""
     return tuple(dict.fromkeys((*gauges, *getattr(inner, "gauges", ()))))
 
 
@@ -103,10 +105,10 @@ def transformation(
       update: (updates, state, params, **extra) → (updates, state). It need not mention shardings. On a mesh with
         explicit axes the compiler chooses them inside, and results get the shardings of `updates` and `state`.
       state_type: the NamedTuple that `init` returns.
-      init_empty: params → state, for trees without leaves: `optax.tree.map_params` calls `init` with one.
-      gauges: what it says of itself, see `GaugeTransformation`.
-      rules: likewise.
-      preflight: likewise.
+      init_empty: params → state, for a tree without leaves, with which `optax.tree.map_params` calls `init`.
+      gauges: see `GaugeTransformation`.
+      rules: see `GaugeTransformation`.
+      preflight: see `GaugeTransformation`.
 
     Returns:
       The transformation.
@@ -124,8 +126,8 @@ def transformation(
         def plain(updates: Any, state: Any, params: Any, extra: Any) -> tuple[Any, Any]:
             return update(updates, state, params, **extra)
 
-        # Only the outermost transformation reports the gradient that it is given. Those inside it are given slice
-        # gradients, which are zero for a norm's scale, and `go.check` would call that leaf frozen.
+        # Only the outermost transformation records its gradient for `go.check`. Transformations inside it get slice
+        # gradients, which are zero for a norm's scale, so that `go.check` would report this leaf as frozen.
         for record in _recorders if not _running else ():
             record.append((updates, None, None))
         _running.append(None)
@@ -135,14 +137,14 @@ def transformation(
             _running.pop()
 
     made = GaugeTransformation(init_fn, update_fn, gauges, rules, preflight)
-    init_fn.made_by = made  # type: ignore[attr-defined]  # `optax.chain` keeps functions alone
+    init_fn.made_by = made  # type: ignore[attr-defined]  # `optax.chain` keeps only the functions
     return made
 
 
 def checked_inner(name: str, inner: Any) -> GaugeTransformation:
     """Returns `inner` with support of extra arguments and an error message for another optimizer's state.
 
-    Its update also reports what it is given and returns inside `recording()`, as `go.check` asks.
+    Inside `recording()`, which `go.check` uses, its update also records its gradients, steps and parameters.
 
     Raises ValueError unless `inner` has `init` and `update`.
     """
@@ -165,8 +167,11 @@ _running: list[None] = []  # one per transformation of this library whose update
 
 @contextlib.contextmanager
 def recording() -> Iterator[list[tuple[Any, Any, Any]]]:
-    """Collects, while an update runs, gradients, steps and points: the gradients that transformations of this library
-    are given, with None and None; and what the optimizers inside them are given, return, and see as parameters."""
+    """Collects triples (gradients, steps, parameters) while an update runs.
+
+    The outermost transformation of this library adds (its gradients, None, None). Every optimizer inside one adds the
+    gradients that it gets, the steps that it returns, and the parameters that it sees.
+    """
     _recorders.append([])
     try:
         yield _recorders[-1]
@@ -175,7 +180,7 @@ def recording() -> Iterator[list[tuple[Any, Any, Any]]]:
 
 
 def in_computing_dtype(leaf: Any) -> jax.Array:
-    """Returns a leaf in the dtype in which gauges compute; complex leaves, which no gauge binds, as they are."""
+    """Returns a leaf in the dtype in which gauges compute; a complex leaf, which no gauge binds, as it is."""
     return leaf if jnp.iscomplexobj(leaf) else jnp.asarray(leaf, real_dtype())
 
 
@@ -191,21 +196,21 @@ def in_dtype_of(tree: Any, leaves: Mapping[str, jax.Array]) -> Any:
 
 
 def stepped(gauge: Any, params: Any, updates: Any) -> Any:
-    """Returns the parameters after the updates of the leaves that a gauge binds; other leaves do not change."""
+    """Returns the parameters with the updates added to the leaves that a gauge binds; other leaves do not change."""
     leaves, steps = leaves_by_path(params), gauge._bound(params).slice.vectors(updates)
     return with_leaves(params, {path: optax.apply_updates(leaves[path], step) for path, step in steps.items()})
 
 
 def placeholder() -> jax.Array:
-    """Returns one scalar leaf, which stands for the gauges' part of a state if a tree has no leaves (`is_empty`)."""
+    """Returns a scalar that stands in place of the gauges' part of a state if a tree has no leaves (`is_empty`)."""
     return jnp.zeros(())
 
 
 def at_once(function: Callable[..., Tree], static: tuple[Any, ...], *arrays: Any) -> Tree:
     """Returns function(*static, *arrays), computed by one program if it is called outside `jit` on one device.
 
-    Operation by operation, `init` would compile a hundred programs. On several devices it does, so that every array is
-    placed as its operands are.
+    Operation by operation, `init` would compile a hundred programs. On several devices it runs operation by operation
+    all the same, so that every result is placed on the devices of its operands.
     """
     leaves = [leaf for leaf in jax.tree.leaves(arrays) if isinstance(leaf, jax.Array)]
     # Inside `jit` a new array is a tracer, even where `arrays` are constants.
@@ -226,9 +231,10 @@ def _program(function: Callable[..., Any]) -> Callable[..., Any]:
 
 # Meshes ---------------------------------------------------------------------------------------------------
 #
-# On a mesh with explicit axes (`AxisType.Explicit`) an array's type has its sharding, here called its layout. JAX then
-# requires the caller to name the layout of every result that operands do not determine: of a reshape that merges a
-# sharded axis, of a contraction over one, of a stack of heads from several leaves. Here the compiler chooses them.
+# On a mesh with explicit axes (`AxisType.Explicit`) an array's type contains its sharding, here called its layout. JAX
+# then requires the caller to name the layout of every result that the operands do not determine, as for a reshape that
+# merges a sharded axis, a contraction over such an axis, or a stack of heads from several leaves. `Layout` lets the
+# compiler choose these layouts.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,7 +242,7 @@ class Layout:
     """A mesh some of whose axes are explicit.
 
     Attributes:
-      mesh: the mesh; None where no axis is explicit, and then no method changes an array.
+      mesh: the mesh; None if no axis is explicit, and then no method changes an array.
     """
 
     mesh: Mesh | AbstractMesh | None
@@ -255,9 +261,10 @@ class Layout:
         return jax.tree.map(lambda x: x if _sharding(x) is None else jax.sharding.reshard(x, PartitionSpec()), tree)
 
     def restore(self, tree: Tree, like: Any = None) -> Tree:
-        """Returns arrays with the layouts of the leaves of `like`, by default of their own; replicated without one.
+        """Returns arrays with the layouts of the leaves of `like`, which by default is `tree` itself.
 
-        Call it outside the context of `left_open`. `like` has the structure of `tree`.
+        If a leaf of `like` has no layout, the array is replicated. Call it outside the context of `left_open`. `like`
+        has the structure of `tree`.
         """
         if self.mesh is None:
             return tree
@@ -276,7 +283,7 @@ class Layout:
         return jax.tree.map(lambda x: jax.sharding.reshard(x, everywhere), tree)
 
     def run(self, function: Callable[..., Tree], *arrays: Any, like: Any = None) -> Tree:
-        """Returns function(*arrays), computed in the context of `left_open`, with the layouts that `restore` gives."""
+        """Returns function(*arrays), computed in the context of `left_open`, with the layouts of `restore`."""
         if self.mesh is None:
             return function(*arrays)
         with self.left_open():
@@ -285,7 +292,7 @@ class Layout:
 
 
 def layout(tree: Any) -> Layout:
-    """Returns the `Layout` of a tree: the mesh of its first array on a mesh with explicit axes, or None if none is."""
+    """Returns the `Layout` of a tree: the mesh of its first array on a mesh with explicit axes, or None without one."""
     shardings = (sharding for leaf in jax.tree.leaves(tree) if (sharding := _sharding(leaf)) is not None)
     return Layout(next((sharding.mesh for sharding in shardings), None))
 
@@ -294,7 +301,7 @@ def _sharding(leaf: Any) -> NamedSharding | None:
     """Returns the sharding of an array on a mesh with explicit axes; None for everything else."""
     if not isinstance(leaf, jax.Array) or not (typed := jax.typeof(leaf).sharding).mesh.explicit_axes:
         return None
-    # The mesh of a type has no devices, but `reshard` outside `jit` needs them: take the sharding of the array there.
+    # `reshard` outside `jit` needs devices, which the mesh of a type lacks: the sharding of the array has them.
     placed = None if isinstance(leaf, jax.core.Tracer) else leaf.sharding
     return NamedSharding(placed.mesh, typed.spec) if isinstance(placed, NamedSharding) else typed
 
@@ -305,7 +312,7 @@ def _sharding(leaf: Any) -> NamedSharding | None:
 
 
 def zeros_like(tree: Tree, dtype: Any = None) -> Tree:
-    """Returns zeros, which under `jit` are laid out like the leaves of `tree`."""
+    """Returns zeros in the shapes of `tree`, which under `jit` are sharded like its leaves."""
 
     def zeros(leaf: Any) -> Any:
         if isinstance(leaf, jax.core.Tracer) and jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -316,7 +323,7 @@ def zeros_like(tree: Tree, dtype: Any = None) -> Tree:
 
 
 def with_sharding_of(like: Tree, tree: Tree) -> Tree:
-    """Returns `tree`, which under `jit` is laid out like the leaves of `like`, a tree of the same shapes."""
+    """Returns `tree`, whose leaves under `jit` are sharded like those of `like`, a tree of the same shapes."""
 
     def tied(target: Any, x: Any) -> Any:
         if isinstance(target, jax.core.Tracer) and jnp.issubdtype(target.dtype, jnp.floating):
@@ -425,7 +432,7 @@ def explain_state_mismatch(transformation: str, inner: Any, state: Any, params: 
     except Exception as error:
         told, *rest = str(error).splitlines() or [""]
         if "state" in told and any(line.startswith("  remedy:") for line in rest):
-            raise  # a transformation inside has said more of its state
+            raise  # a transformation inside has raised a better message about its state
         actual, expected = (str(jax.tree.structure(tree)) for tree in (state, jax.eval_shape(inner.init, params)))
         if actual == expected:
             raise

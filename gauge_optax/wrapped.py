@@ -1,4 +1,4 @@
-"""What an optimizer holds behind Optax's wrappers, which keep what they wrap in closures and say nothing of it."""
+"""Finds transformations of this library inside Optax's wrappers, which hold what they wrap only in closures."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -6,11 +6,11 @@ from typing import Any
 
 from gauge_optax.transformation import GaugeTransformation, Preflight
 
-_MOST_NESTED = 12  # closures within closures
+_MOST_NESTED = 12  # levels of objects within objects that are searched
 
 
 def transformations_of(tx: Any) -> list[GaugeTransformation]:
-    """The outermost transformations of this library that an optimizer consists of, in the order of appearance."""
+    """Returns the transformations of this library in an optimizer, but none inside another one, as they are found."""
     found: dict[int, GaugeTransformation] = {}
 
     def keep(thing: Any) -> bool:
@@ -23,7 +23,7 @@ def transformations_of(tx: Any) -> list[GaugeTransformation]:
 
 
 def preflight_of(inner: Any) -> Preflight:
-    """What the transformations of this library inside an optimizer have to say before training."""
+    """Returns the preflight of an optimizer: the reports of all transformations of this library inside it, joined."""
 
     def preflight(params: Any) -> list[str | ValueError]:
         return [said for held in transformations_of(inner) for said in held.preflight(params)]
@@ -32,7 +32,8 @@ def preflight_of(inner: Any) -> Preflight:
 
 
 def wrapped_by(tx: Any) -> list[Any]:
-    """The optimizers inside the quotients of an optimizer, in the order of appearance."""
+    """Returns the optimizers that are wrapped by `quotient` inside an optimizer, in the order in which they are found.
+    """
     found: dict[int, Any] = {}
 
     def keep(thing: Any) -> bool:
@@ -46,11 +47,11 @@ def wrapped_by(tx: Any) -> list[Any]:
 
 
 def walk(tx: Any, keep: Callable[[Any], bool]) -> None:
-    """Calls a function with everything that an optimizer holds.
+    """Calls a function with every object that an optimizer holds: in containers, closures, partials and attributes.
 
     Args:
       tx: the optimizer.
-      keep: thing → whether to leave out what that thing holds itself.
+      keep: a function of an object. If it returns True, the objects inside this one are not visited.
     """
     visited: set[int] = set()
 
@@ -68,7 +69,8 @@ def walk(tx: Any, keep: Callable[[Any], bool]) -> None:
             inside = [getattr(thing, field.name) for field in dataclasses.fields(thing)]
         else:
             inside = [cell.cell_contents for cell in getattr(thing, "__closure__", None) or ()]
-            # Functions of this library, decorated ones, partials, bound methods, MultiSteps hold what they call here.
+            # Attributes in which functions of this library, decorated functions, partials, bound methods and
+            # `optax.MultiSteps` hold what they call.
             names = ("made_by", "__wrapped__", "func", "args", "keywords", "__self__", "_opt")
             inside += [*(getattr(thing, name, None) for name in names), _injected(thing)]
         for item in inside:
@@ -78,9 +80,9 @@ def walk(tx: Any, keep: Callable[[Any], bool]) -> None:
 
 
 def _injected(thing: Any) -> Any:
-    """The optimizer that `optax.inject_hyperparams` makes at each step, with its first numbers; None for other things.
+    """Returns the optimizer that `optax.inject_hyperparams` would make at the first step; None for other objects.
 
-    Only a factory is held there, and the `init` beside it holds the numbers.
+    `inject_hyperparams` holds no optimizer. Its `init` holds a factory and the hyperparameters to call it with.
     """
     names = getattr(getattr(thing, "__code__", None), "co_freevars", ())
     if not {"inner_factory", "numeric_hps", "other_hps", "sched_hps"} <= set(names):

@@ -1,4 +1,4 @@
-"""DDC's whole optimizers: `ddc_adamw` and `ddc_muon`, with the argument names and defaults of Optax's."""
+"""DDC's whole optimizers `ddc_adamw` and `ddc_muon`, with the argument names and defaults of Optax's optimizers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -51,11 +51,13 @@ def ddc_adamw(
 ) -> GaugeTransformation:
     """DDC's AdamW on the slice: one Adam per length of a scale channel, and second moments per head.
 
-    It equals the chain of gauge_project, scale_by_ddc, add_gauge_decay, scale_by_learning_rate and gauge_retract.
+    On the slice, the anchor of a scale channel has a constant size. The entries on the scale's other side form a
+    vector with a *length* and a direction. `ddc/plain.py` explains the steps. The chain of `gauge_project`,
+    `scale_by_ddc`, `add_gauge_decay`, `scale_by_learning_rate` and `gauge_retract` is the same optimizer.
 
     Args:
       learning_rate: a number or a schedule.
-      gauges: a gauge or a sequence of them, meaning their product; leaves that none binds get AdamW.
+      gauges: a gauge or a sequence of gauges; leaves that no gauge binds get plain AdamW.
       b1: decay of first moments.
       b2: decay of second moments.
       eps: added to the root of the second moment.
@@ -63,7 +65,8 @@ def ddc_adamw(
       mu_dtype: dtype of the first moment; by default that of slice coordinates, at least float32.
       weight_decay: decoupled decay, multiplied by the learning rate as in `optax.adamw`; a number, a schedule, or a
         number per role as in `add_gauge_decay`.
-      mask: where to decay, as in `optax.adamw`. It sees slice coordinates, so that any mask treats twins alike.
+      mask: which leaves decay, as in `optax.adamw`. A callable gets the slice point, which twins share, so that no mask
+        can make twins differ.
       match: see `add_gauge_decay`.
       nesterov: whether to use Nesterov momentum.
       vertical: see `scale_by_ddc`; unless it is "frozen", steps do not return to the slice.
@@ -74,17 +77,18 @@ def ddc_adamw(
       live_threshold: see `scale_by_ddc`.
       refresh_drift: see `scale_by_ddc`.
       refresh_every: see `scale_by_ddc`.
-      preset: "paper" for appendix B to the letter; None for what trains best, which deviates from it
+      preset: "paper" for appendix B to the letter; None for the version that trains best, which deviates from it
         (`ddc/plain.py`, and a table in docs/design.md §4).
-      max_log_step: under `preset="paper"`, the most that the log of a joint scale moves in a step.
-      rest: see `quotient`; the preset has its own, and takes "anchor" alone.
+      max_log_step: with `preset="paper"`, the largest change in a step of log s, where s is the product of norms that a
+        scale gauge leaves as it is (`ddc/printed.py`).
+      rest: see `quotient`; with the preset only "anchor", and the lengths stay where the step leaves them.
 
     Returns:
       The optimizer. Its `update` needs `params`.
 
     Raises:
-      ValueError: a mode that does not exist; a preset with a mask or a decay per role; bindings that do not fit;
-        `update` without params.
+      ValueError: an unknown mode; a preset with a mask or a decay per role; bindings that do not fit; `update` without
+        params.
 
     >>> gauge = go.rescale(up={"up": "_ channel"}, down={"down": "channel _"})
     >>> params = {"up": jnp.ones((2, 3)), "down": jnp.full((3, 1), 0.5)}
@@ -104,7 +108,7 @@ def ddc_adamw(
     5.05
 
     Reference: DDC §3, App. B; `optax.adamw` for the leaves that no gauge binds. Deviations of the default: see
-      `ddc/plain.py`; with `preset="paper"` none, but for two numbers that the text does not give.
+      `ddc/plain.py`. With `preset="paper"` there are none, but the paper's text leaves two numbers open.
     """
     options = checked_options(
         "ddc_adamw", b1, b2, eps, eps_root, mu_dtype, nesterov, vertical, v_mode, radial, radial_scale,
@@ -153,14 +157,14 @@ def ddc_muon(
 
     Args:
       learning_rate: a number or a schedule.
-      gauges: a gauge or a sequence of them, meaning their product; leaves that none binds get AdamW.
+      gauges: a gauge or a sequence of gauges; leaves that no gauge binds get plain AdamW.
       ns_coeffs: see `scale_by_scaled_polar`.
       ns_steps: see `scale_by_scaled_polar`.
       beta: decay of the first moment of matrices.
       eps: see `scale_by_scaled_polar`.
       weight_decay: decoupled decay of matrices, multiplied by the learning rate as in `optax.contrib.muon`; a number, a
         schedule, or a number per role as in `add_gauge_decay`.
-      weight_decay_mask: where `weight_decay` decays, as in `optax.contrib.muon`. Any mask treats twins alike.
+      weight_decay_mask: where `weight_decay` decays, as in `optax.contrib.muon`. No mask can make twins differ.
       mu_dtype: dtype of the first moment; by default that of slice coordinates, at least float32.
       nesterov: whether to use Nesterov momentum, for matrices and all other leaves.
       adam_b1: decay of Adam's first moments.
@@ -168,12 +172,13 @@ def ddc_muon(
       adam_eps_root: added inside the root of Adam's second moment.
       adam_weight_decay: decoupled decay of all other leaves.
       adam_learning_rate: learning rate of all other leaves; by default `learning_rate`.
-      consistent_rms: optax's name for a number as `scale`; it excludes another `scale`.
+      consistent_rms: the RMS of a matrix's step before the learning rate. It means the same as a number as `scale` and
+        has Optax's name; give only one of them.
       scale: see `scale_by_scaled_polar`.
       labels: see `scale_by_scaled_polar`.
       sizes: see `scale_by_scaled_polar`.
-      preset: "paper" for appendix B to the letter: B.10 and Table 1's routing for matrices, `ddc_adamw`'s preset for
-        all else; without Nesterov momentum, and with ns_coeffs="sharp".
+      preset: "paper" for appendix B to the letter. Matrices are the leaves that Table 1 names, and are stepped by B.10;
+        all other leaves get the preset of `ddc_adamw`. There is no Nesterov momentum, and ns_coeffs is "sharp".
       match: see `add_gauge_decay`.
       vertical: see `scale_by_ddc`; unless it is "frozen", steps do not return to the slice.
       radial: see `scale_by_ddc`.
@@ -201,8 +206,8 @@ def ddc_muon(
     >>> bool(loss(params) < 8)
     True
 
-    Reference: DDC §3.1, B.10, C.14; `optax.contrib.muon` for names and defaults. Its `adaptive` and `preconditioning`
-      are left out, because a dual norm per leaf and a scale per row differ between twins.
+    Reference: DDC §3.1, B.10, C.14; `optax.contrib.muon` for names and defaults, without `adaptive` and
+      `preconditioning`: these use a dual norm per leaf and a scale per row, which differ between twins.
     """
     group = group_of("ddc_muon", learning_rate, gauges)
     polar = polar_of("ddc_muon", ns_coeffs, ns_steps, beta, eps, scale, labels, preset, consistent_rms, sizes)
@@ -248,15 +253,24 @@ def _ddc_optimizer(
     tail: tuple[optax.GradientTransformation, ...],
     rest: str,
 ) -> GaugeTransformation:
-    """DDC's optimizers: `quotient` around a chain of `ddc` and `tail`, which is the decay and the learning rate."""
+    """`quotient` around a chain of `ddc` and `tail`, by the function that computes it with the least memory.
+
+    Args:
+      name: name of the public function, for messages.
+      group: the gauges.
+      options: the settings of `ddc`.
+      polar: settings of the polar factors; None for Adam everywhere.
+      tail: the links behind `ddc`: decay and learning rate.
+      rest: see `quotient`.
+    """
     first = ddc(group, options, polar)
     chain = optax.chain(first, *tail)
     inner = GaugeTransformation(chain.init, chain.update, rules=first.rules)
     require_choice(name, "rest", rest, RESTS if options.vertical == "frozen" else RESTS[:1])
     if options.vertical != "frozen":  # `inner` moves along orbits, so its steps must not return to the slice
         return link(name, inner, group, without_shifts=False)
-    plain = quotient_for(name, inner, group, hold=False, rest=rest)  # DDC's steps turn no head: nothing to take out
+    plain = quotient_for(name, inner, group, hold=False, rest=rest)  # DDC's steps rotate no head: nothing to hold
     if rest != "anchor":
         return plain
-    # The same step with less memory: it sums over stored leaves in place of slice points (see ddc.fused).
+    # The same step with less memory, computed from stored leaves in place of slice points (see ddc.fused).
     return fused_ddc(name, plain, group, options, polar, optax.chain(*tail))

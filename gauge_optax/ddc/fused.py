@@ -1,13 +1,13 @@
-"""DDC's whole step in one function that needs less memory than `quotient` around `ddc`, and equals it.
+"""DDC's whole step in one function that makes the same steps as `quotient` around `ddc` with less memory.
 
-On one wide layer (d = 2048, f = 8192) its peak memory is 1.27 of AdamW's; `quotient` around `ddc` has 1.73. Two facts
-save memory:
+For an update of one wide layer (d = 2048, f = 8192) its peak memory is 1.27 of AdamW's; `quotient` around `ddc` has
+1.73. Two facts save memory:
 
 * Most operations of DDC on heads give the same result in any basis, so that heads stay in their stored basis. Only
-  moments need the slice's basis, and one product with F⁻¹ and an eigenbasis (`ddc.heads`) takes a gradient there.
-* Along a channel, a stored leaf and its stored gradient have the same sums as on the slice, ⟨θ̂, ĝ⟩ = ⟨θ, g⟩, and a
-  scale that is constant along a channel is a factor of the sum. So XLA can fuse θ̂ and ĝ into the operations that read
-  them, and never stores them as arrays.
+  moments need the slice's basis. One product with F⁻¹·U, where U is an eigenbasis (`ddc.heads`), moves gradients there.
+* Sums along a channel can be computed from the stored leaf θ and its stored gradient g, because ⟨θ̂, ĝ⟩ = ⟨θ, g⟩, and
+  because a scale that is constant along a channel is a factor of the sum. All other operations on the slice point θ̂
+  and the slice gradient ĝ are entrywise, so that XLA fuses them, and never stores θ̂ and ĝ as arrays.
 """
 
 import dataclasses
@@ -57,14 +57,14 @@ def fused_ddc(
     polar: Polar | None,
     tail: optax.GradientTransformationExtraArgs,
 ) -> GaugeTransformation:
-    """The same transformation as `plain`, with the same states.
+    """Returns a transformation with the steps and states of `plain` that needs less memory.
 
     Args:
-      name: of the public function, for messages.
-      plain: `quotient` around a chain of `ddc` and the links of `tail`; it takes over where this one does not apply.
+      name: name of the public function, for messages.
+      plain: `quotient` around a chain of `ddc` and the links of `tail`; it runs if `_applies` is False.
       group: the gauges.
-      options: the settings.
-      polar: how matrices are stepped.
+      options: the settings of `ddc`.
+      polar: settings of the polar factors; None for Adam everywhere.
       tail: a chain of the links that follow DDC: the decay and the learning rate.
     """
 
@@ -77,7 +77,8 @@ def fused_ddc(
             past: ScaleByDDCState = state.inner_state[0]
             adam, before = Adam.at(options, optax.safe_increment(past.count)), past.gauges
 
-        # The slice point, with heads in their stored basis; the matrices of `into` take their rows to the slice.
+        # The slice point, but with heads in their stored basis. `into` has the matrices that move their rows to the
+        # slice.
         entered = s.enter(s.without_heads(f), s.values(params))
         point = entered.point
         slice_gradient = with_leaves(updates, s.quiet(point, entered.pull(s.vectors(updates))))
@@ -85,7 +86,7 @@ def fused_ddc(
         least = s.least_signal(point, slice_gradient)
         into = {turn: matrix(turn, turn.inverse(f[turn.label])) for turn in s.heads}
 
-        # Lengths, by sums over stored leaves.
+        # The steps of lengths, from sums over stored leaves.
         stored = _Stored.of(s, f, params, updates)
         matrices = polar_matrices(s, polar, params)
         carriers, anchors = channels_with_length(s, matrices), channels_of_anchors(s)
@@ -100,7 +101,7 @@ def fused_ddc(
             options, adam, carriers, point, squares[: len(carriers)], pairings, before, polar is not None
         )
 
-        # Directions.
+        # The steps of directions.
         across = stored.without_lengths(sized, point, gradient, paired=True)
         across = {p: _above(x, gradient[p], least) for p, x in across.items()}
         step, mu, nu, heads = tangential_step(s, options, adam, polar, matrices, point, across, past, into)
@@ -123,19 +124,22 @@ def fused_ddc(
 
 
 def _applies(s: Slice) -> bool:
-    """Whether heads may keep their stored basis: no other part acts but scales, and constants on other leaves.
+    """Whether heads may keep their stored basis.
+
+    They may if no constant moves the leaves of heads, no part moves the residual stream, and no anchor is stored more
+    precisely than another leaf of its size (`Slice.following`).
     """
     turned = {path for turn in s.heads for path in turn.paths}
     beside = (path for part in s.parts if not acts_in_any_basis(part) for path in changed(part))
     return not any(map(moves_the_stream, s.parts)) and turned.isdisjoint(beside) and not s.following
 
 
-# What is asked of each kind of part -----------------------------------------------------------------------
+# One function per property of a part, with one method per kind of part ------------------------------------
 
 
 @functools.singledispatch
 def matrix(part: Part[Any], e: Any) -> jax.Array:
-    """The matrices of an element of a turn of heads, (*shape, size, size): rows W go to W·matrix."""
+    """The matrices of an element of a turn of heads, (*shape, size, size): it maps a head's rows W to W·matrix."""
     raise NotImplementedError(type(part).__name__)
 
 
@@ -151,7 +155,10 @@ def _of_planes(part: Planes, e: jax.Array) -> jax.Array:
 
 @functools.singledispatch
 def moves_the_stream(part: Part[Any]) -> bool:
-    """Whether a part moves the residual stream, or biases by amounts that depend on kernels: `plain` runs then."""
+    """Whether a part moves the residual stream, or moves biases by amounts that depend on kernels.
+
+    `plain` runs if one does.
+    """
     return False
 
 
@@ -168,7 +175,7 @@ def _means_do_not(part: Mean) -> bool:
 
 @functools.singledispatch
 def acts_in_any_basis(part: Part[Any]) -> bool:
-    """Whether a part acts on heads in the same way in any basis. Constants do not: rotations turn them."""
+    """Whether a part acts on heads in the same way in any basis. A constant does not: a rotation changes it."""
     return True
 
 
@@ -193,7 +200,8 @@ def _they_keep(part: Part[Any]) -> bool:
 
 @functools.singledispatch
 def factors(part: Part[Any], e: Any) -> dict[str, jax.Array]:
-    """Role of a block → the factors by which an element multiplies its channels; {} for what is no scale."""
+    """Role of a block ("up", "down") → factors per channel by which an element multiplies it; {} if part is no scale.
+    """
     return {}
 
 
@@ -207,7 +215,13 @@ def _of_scale(part: Factor, e: jax.Array) -> dict[str, jax.Array]:
 
 
 def _above(rest: jax.Array, whole: jax.Array, least: jax.Array | None) -> jax.Array:
-    """The rest of a gradient, with zeros for roundoff of the subtraction and where the whole gradient is roundoff."""
+    """The rest of a gradient after a subtraction, with entries set to zero that are only roundoff.
+
+    Args:
+      rest: a leaf's gradient after a part of it was subtracted; `whole` itself if nothing was.
+      whole: the leaf's gradient before.
+      least: the size below which entries of `whole` are roundoff; None for no such size.
+    """
     if not jnp.issubdtype(rest.dtype, jnp.floating):
         return rest
     size, small = jnp.abs(whole), []
@@ -219,11 +233,11 @@ def _above(rest: jax.Array, whole: jax.Array, least: jax.Array | None) -> jax.Ar
 
 
 class _StoredBlock(NamedTuple):
-    """A block that only scales (and rotations) take to the slice, so that sums can read the stored leaf.
+    """A block that only scales and rotations map to the slice, so that sums can be taken over the stored leaf.
 
     Attributes:
       leaf: the stored leaf's values.
-      along: the factor of the channel's own scale, per channel; it is constant along a sum.
+      along: the factor, per channel, of the scale along whose channels is summed; it is constant within a sum.
       others: the other scales on the block: their named axes, their blocks, and their factors per channel.
     """
 
@@ -232,9 +246,10 @@ class _StoredBlock(NamedTuple):
     others: tuple[tuple[tuple[str, ...], Block, jax.Array], ...]
 
     def weighted(self, *powers: int, by: jax.Array | None = None) -> jax.Array:
-        """The leaf times the factors of other scales, raised to each of `powers` in turn, and times `by`.
+        """The leaf times the factors of other scales once per entry of `powers`, raised to that power, and times `by`.
 
-        `weighted(1, 1)` multiplies twice instead of squaring: XLA:CPU would materialize the shared square.
+        `weighted(1, 1)` multiplies twice by the factors instead of once by their squares, because XLA:CPU would store
+        the squares as an array.
         """
         pairs = [(named, b, x if k == 1 else computed_twice(x * x)) for named, b, x in self.others for k in powers]
         spread = [b.spread(named, x, elsewhere=1.0) for named, b, x in pairs]
@@ -243,7 +258,7 @@ class _StoredBlock(NamedTuple):
 
 
 _Removed = Sequence[tuple[Channels, jax.Array]]
-"""Channels, each with the rates (multiples of the point, per channel) that were subtracted from a vector."""
+"""Pairs of channels and a rate per channel: rate times the point was subtracted from a vector along these channels."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,8 +266,8 @@ class _Stored:
     """Sums along channels, computed from stored leaves where that is possible.
 
     Attributes:
-      blocks: the stored blocks, by part and block.
-      pairs: leaf path → its stored values and gradient, which have the same sums along a channel as on the slice.
+      blocks: (part, block) → the stored block.
+      pairs: leaf path → its stored values θ and gradient g, if sums of θ·g along a channel equal those of θ̂·ĝ.
     """
 
     blocks: Mapping[tuple[Any, Block], _StoredBlock]
@@ -260,11 +275,13 @@ class _Stored:
 
     @classmethod
     def of(cls, s: Slice, f: Elements, params: Any, updates: Any) -> "_Stored":
-        """At a point with frame F."""
+        """Collects the stored blocks and pairs at the stored weights `params`, with gradients `updates` and frame F.
+        """
         values, vectors, heads = s.values(params), s.vectors(updates), set(s.heads)
         back = {p: by_role for p in s.parts if (by_role := factors(p, p.inverse(f[p.label])))}
         moving = [(p, b) for p in s.parts if p not in heads for b in p.blocks]
-        # One array per side of a part, computed_twice from the factors that `enter` multiplies the same leaves by.
+        # `enter` multiplies the same leaves by these factors. `computed_twice` hides this from XLA, which would
+        # otherwise store the product as an array.
         roles = {(p, b.argument) for p in back for b in p.blocks}
         sides = {(p, role): computed_twice(back[p][role]) for p, role in roles}
         blocks: dict[tuple[Any, Block], _StoredBlock] = {}
@@ -274,15 +291,15 @@ class _Stored:
                 if all(p in back for p, _ in others):
                     by_others = tuple((p.named, b, sides[p, b.argument]) for p, b in others)
                     blocks[part, block] = _StoredBlock(values[block.path], sides[part, block.argument], by_others)
-        # Only leaves that nothing but scales and rotations move make pairs. Single rows of heads make none, because
-        # `quiet` may set their gradient to zero as roundoff.
+        # A leaf is in `pairs` only if no parts but scales and isometries move it. Leaves with a single row per head are
+        # not, because `quiet` may set their gradient to zero as roundoff.
         plain = {b.path for p in s.parts if keeps_pairings(p) for b in p.blocks}
         mixed = {b.path for p in s.parts if not keeps_pairings(p) for b in p.blocks}
         single = {b.path for turn in s.heads for b in turn.blocks if turn.row_count(b) == 1}
         return cls(blocks, {p: (values[p], vectors[p]) for p in sorted(plain - mixed - single)})
 
     def squares(self, channels: Channels, point: Arrays) -> jax.Array:
-        """Squared lengths at a point."""
+        """Returns the squared length of every channel at a slice point."""
         totals, named = [], channels.part.named
         for block in channels.blocks:
             if stored := self.blocks.get((channels.part, block)):
@@ -293,13 +310,13 @@ class _Stored:
         return sum(totals[1:], totals[0])
 
     def pairing(self, channels: Channels, point: Arrays, vector: Arrays, removed: _Removed | None) -> jax.Array:
-        """Sums of products of a point and a vector, per channel.
+        """Returns ⟨point, vector⟩ along every channel.
 
         Args:
-          channels: along which to sum.
-          point: bound leaves.
-          vector: bound leaves.
-          removed: what was subtracted from the gradient to make the vector; None if the vector is not a gradient.
+          channels: the channels along which to sum.
+          point: bound leaves of the slice point.
+          vector: bound leaves of a slice gradient or tangent.
+          removed: what was subtracted from the slice gradient to make the vector; None if the vector is a tangent.
         """
         totals, named = [], channels.part.named
         for block in channels.blocks:
@@ -314,7 +331,7 @@ class _Stored:
         return sum(totals[1:], totals[0])
 
     def _rest_of_pair(self, block: Block, removed: _Removed) -> tuple[jax.Array, jax.Array] | None:
-        """A stored leaf and the rest of its stored gradient; None where stored leaves do not determine it."""
+        """Returns a stored leaf and its stored gradient less what was removed; None if stored leaves do not suffice."""
         if block.path not in self.pairs:
             return None
         leaf, gradient = self.pairs[block.path]
@@ -329,9 +346,13 @@ class _Stored:
         return leaf, gradient
 
     def without_lengths(self, sized: _Removed, point: Arrays, vector: Arrays, paired: bool) -> Arrays:
-        """Removes what changes lengths from a vector; `sized` pairs channels with inverses of squared lengths.
+        """Removes the part of a vector that changes lengths.
 
-        `paired` says that the vector is the gradient, whose sums can be taken from stored leaves.
+        Args:
+          sized: pairs of channels and the inverses of their squared lengths.
+          point: bound leaves of the slice point.
+          vector: bound leaves of the slice gradient or of a tangent.
+          paired: True if the vector is the slice gradient, so that stored leaves can give its sums.
         """
         out = dict(vector)
         removed: list[tuple[Channels, jax.Array]] = []

@@ -1,21 +1,21 @@
 """Moments: `Adam`'s arithmetic for one array, as in `optax.scale_by_adam`, and the second moments of heads.
 
-The argument `v_mode` says which numbers of a head share one variance:
+The argument `v_mode` says which numbers of a head share one second moment (variance):
 
 * "none": one variance per head, of all its blocks together;
 * "per_head_scalar": one per block and head;
 * "per_head_matrix": a d × d matrix V per block and head; rows are multiplied by V^(−1/2);
 * "body_frame": one per entry, in the eigenbasis of the Gram matrix WᵀW of the head's rows W. Only *live* directions
-  have one, those whose eigenvalue is not roundoff; the others are divided as under "none";
-* "body_frame_topk": the same, where eigenvalues of live directions exceed `live_threshold` of the largest.
+  have one, those whose eigenvalue is not roundoff; the others are divided by the root of the head's mean variance;
+* "body_frame_topk": the same, but a direction is live if its eigenvalue exceeds `live_threshold` times the largest.
 
 Twins have one slice point, so that no convention for the signs of eigenvectors is needed. The eigenbasis is kept until
-the Gram matrix has turned away from it. Then moments move to the new basis: first moments by the rotation R between
-the two bases, second moments by R∘R.
+the Gram matrix is too far from diagonal in it. Then moments move to the new basis: first moments by the rotation R
+between the two bases, second moments by R∘R, its entrywise square.
 
-Reference: DDC B.8. Deviations: the reference takes |R| for R∘R, which makes variances grow; a fixed diagonal is added
-to the Gram matrix, which makes the eigenbasis unique where eigenvalues are equal; directions that are not live follow
-the mean over the head's RMS, not the bare mean, whose size depends on the loss's scale.
+Reference: DDC B.8. Deviations: the reference takes |R| in place of R∘R, which makes variances grow; a fixed diagonal is
+added to the Gram matrix, which makes the eigenbasis unique if eigenvalues are equal; in directions that are not live,
+the reference steps by the first moment alone, whose size depends on the loss's scale.
 """
 
 import functools
@@ -39,8 +39,8 @@ from gauge_optax.slice import Slice
 
 Scalar = float | jax.Array
 V_MODES = ("body_frame_topk", "body_frame", "per_head_scalar", "per_head_matrix", "none")
-_TIE_BREAK = 5e-2  # end of the ramp from 0 that is added to the diagonal, as a share of the mean eigenvalue
-_MATRIX_FLOOR = 3e-2  # share of √‖V‖_F; no direction is divided by less, which bounds the step
+_TIE_BREAK = 5e-2  # numbers from 0 to this share of the mean eigenvalue are added to a Gram matrix's diagonal
+_MATRIX_FLOOR = 3e-2  # no direction is divided by less than this share of √‖V‖_F, which bounds the step
 
 
 class Adam(NamedTuple):
@@ -49,13 +49,13 @@ class Adam(NamedTuple):
     Attributes:
       b1: decay of first moments.
       b2: decay of second moments.
-      eps: added to the root.
-      eps_root: added inside the root.
-      nesterov: whether the mean uses Nesterov momentum.
+      eps: added to the root of the second moment.
+      eps_root: added to the second moment inside the root.
+      nesterov: whether `mean` uses Nesterov momentum.
       count: the number of this step, from 1.
-      first_weight: the sum of the weights of a first moment, 1 − b1^count.
-      next_weight: the same sum at the next step; unused without `nesterov`.
-      second_weight: the sum of the weights of a second moment.
+      first_weight: the bias correction of first moments, 1 − b1^count.
+      next_weight: this correction at the next step, 1 − b1^(count+1); unused without `nesterov`.
+      second_weight: the bias correction of second moments, 1 − b2^count.
     """
 
     b1: Scalar
@@ -70,7 +70,7 @@ class Adam(NamedTuple):
 
     @classmethod
     def at(cls, options: Any, count: jax.Array) -> "Adam":
-        """Returns the hyperparameters at step `count`, from options with the first five fields."""
+        """Returns the hyperparameters at step `count`; `options` has the first five fields of this class."""
         b1, b2 = options.b1, options.b2
         weights = 1 - b1**count, 1 - b1 ** (count + 1), 1 - b2**count
         return cls(b1, b2, options.eps, options.eps_root, options.nesterov, count, *weights)
@@ -84,7 +84,7 @@ class Adam(NamedTuple):
         return self.b2 * past + (1 - self.b2) * square
 
     def mean(self, moment: jax.Array, gradient: jax.Array) -> jax.Array:
-        """Returns the first moment with its bias corrected."""
+        """Returns the first moment with its bias corrected, and with Nesterov's look-ahead if `nesterov` is True."""
         if not self.nesterov:
             return moment / self.first_weight
         return self.b1 * moment / self.next_weight + (1 - self.b1) * gradient / self.first_weight
@@ -94,13 +94,13 @@ class Adam(NamedTuple):
         return moment / self.second_weight
 
     def without_bias(self, root: jax.Array) -> jax.Array:
-        """Returns the root of a second moment with its bias corrected."""
+        """Returns the root of the bias-corrected second moment, given the root of the second moment itself."""
         root = root / jnp.sqrt(self.second_weight)
         zero = isinstance(self.eps_root, int | float) and self.eps_root == 0
         return root if zero else jnp.sqrt(jnp.square(root) + self.eps_root)
 
     def root(self, moment: jax.Array) -> jax.Array:
-        """Returns what a mean is divided by."""
+        """Returns the divisor of a first moment: √(v̂ + eps_root) + eps, with v̂ the bias-corrected second moment."""
         variance = self.variance(moment)
         # `eps_root` is traced under `inject_hyperparams`; where it is a plain zero, no leaf needs the addition.
         zero = isinstance(self.eps_root, int | float) and self.eps_root == 0
@@ -108,12 +108,12 @@ class Adam(NamedTuple):
 
 
 class HeadMoments(NamedTuple):
-    """The state of heads between steps, under each `v_mode`.
+    """The state of heads between steps; which fields are empty depends on `v_mode`.
 
     Attributes:
-      bases: eigenbasis per head, (heads, d, d), one array per size of heads; () for modes without.
-      outer: second moment gᵀg/rows per head of every block, part after part; () for modes without.
-      age: steps since the bases were renewed, int32.
+      bases: for the two "body_frame" modes, the eigenbasis of every head: one array (heads, d, d) per head size d.
+      outer: for "per_head_matrix", the average V of gᵀg/rows: one array (*shape, d, d) per block, part after part.
+      age: steps since the bases were computed, int32.
     """
 
     bases: tuple[jax.Array, ...]
@@ -122,11 +122,11 @@ class HeadMoments(NamedTuple):
 
 
 class Bases(NamedTuple):
-    """The bases in which moments are kept, by rotation; not the frame F of a point.
+    """The bases in which moments are kept, by turn of heads. They are not the frame F of a point.
 
     Attributes:
-      matrices: (*shape, d, d), which take rows to these bases; {} if rows need no change.
-      live: which directions are live, (*shape, d), under the modes with eigenbases; else {}.
+      matrices: turn → (*shape, d, d), the matrices that map rows to these bases; {} if rows need no change.
+      live: turn → which directions are live, (*shape, d), for the modes with eigenbases; else {}.
     """
 
     matrices: Mapping[Any, jax.Array]
@@ -134,13 +134,13 @@ class Bases(NamedTuple):
 
 
 def init_heads(s: Slice, point: Arrays, v_mode: str, paper: bool = False) -> HeadMoments:
-    """The state at a starting point.
+    """Returns the state of heads at a starting point.
 
     Args:
       s: the slice.
-      point: bound leaves.
+      point: bound leaves of the slice point.
       v_mode: one of `V_MODES`.
-      paper: whether to follow B.8 to the letter.
+      paper: if True, follows B.8 to the letter.
     """
     bases: tuple[jax.Array, ...] = ()
     outer: tuple[jax.Array, ...] = ()
@@ -160,16 +160,19 @@ def refreshed(
     nu: Arrays,
     options: Any,
 ) -> tuple[HeadMoments, Bases, Arrays, Arrays]:
-    """The state of heads at this step, its bases, and the first and second moments in these bases.
+    """Computes new eigenbases if the old ones are stale, and moves the moments to them.
 
     Args:
       s: the slice.
       point: bound leaves.
-      into: per rotation, the matrix that takes its rows to the slice; None if the rows are on it already.
+      into: turn → the matrices that map its rows to the slice; None if `point` has its rows on the slice already.
       heads: the state after the last step.
-      mu: first moments.
-      nu: second moments.
+      mu: first moments in the old bases.
+      nu: second moments in the old bases.
       options: the settings of `scale_by_ddc`.
+
+    Returns:
+      The state of heads, its bases, and the first and the second moments in these bases.
     """
     groups = by_size(s.heads)
     turns = [turn for group in groups for turn in group]
@@ -187,7 +190,8 @@ def refreshed(
 
     def renew(mu: Arrays, nu: Arrays) -> Any:
         fresh = tuple(_eigenbasis(gram, options.paper) for gram in grams)
-        # `_eigenbasis` reverses columns. Reversing here and back makes products alone read slices, see `_unstacked`.
+        # `_eigenbasis` ends by reversing columns. It is undone here and redone behind the product, so that only matrix
+        # products read the slices, see `_unstacked`.
         ascending = _unstacked(groups, [basis[..., ::-1] for basis in fresh])
         pairs = zip(_unstacked(groups, heads.bases), ascending, strict=True)
         rotations = dict(zip(turns, (matmul(transpose(old), new)[..., ::-1] for old, new in pairs), strict=True))
@@ -212,7 +216,7 @@ def refreshed(
 
 
 def in_bases(bases: Bases, vector: Arrays, back: bool = False) -> Arrays:
-    """A vector in the bases that moments are kept in, or back."""
+    """Moves the heads of a vector to the bases of moments; with back=True, from these bases back."""
     return _turned({turn: transpose(x) if back else x for turn, x in bases.matrices.items()}, vector)
 
 
@@ -231,9 +235,9 @@ def divided(
     Args:
       s: the slice.
       heads: the state of heads at this step.
-      live: which directions are live, as in `Bases`.
+      live: turn → which directions are live, as in `Bases`.
       options: the settings of `scale_by_ddc`.
-      adam: hyperparameters.
+      adam: hyperparameters of this step.
       mean: first moments with their bias corrected, in the bases of moments.
       gradient: the gradient of this step, in the same bases.
       nu: second moments so far.
@@ -258,7 +262,8 @@ def divided(
         by_matrix, outer = _by_matrix(s, heads.outer, adam, mean, gradient, options.paper)
         return step | by_matrix, nu, heads._replace(outer=outer)
     for turn, alive in live.items():
-        # Directions that are not live follow the mean over the head's RMS; in the paper, the bare mean.
+        # In directions that are not live, `mean` is divided by the root of the head's mean second moment; in the paper,
+        # it is not divided.
         root = jnp.ones(turn.shape, real_dtype()) if options.paper else adam.root(turn.mean(nu))
         for block in turn.blocks:
             rows = block.rows(step[block.path])
@@ -283,7 +288,7 @@ def _eigenbasis(gram: jax.Array, paper: bool) -> jax.Array:
 
 
 def _off_diagonal(gram: jax.Array, basis: jax.Array) -> jax.Array:
-    """The largest share of a head's Gram matrix that is off the diagonal of its basis."""
+    """The largest share, over all heads, of a Gram matrix (in Frobenius norm) that is off the diagonal in its basis."""
     inside = matmul(matmul(transpose(basis), gram), basis)
     off = inside * (1.0 - jnp.broadcast_to(jnp.eye(gram.shape[-1], dtype=gram.dtype), inside.shape))
     whole = jnp.linalg.norm(inside, axis=(-2, -1))
@@ -291,16 +296,16 @@ def _off_diagonal(gram: jax.Array, basis: jax.Array) -> jax.Array:
 
 
 def _unstacked(groups: Sequence[Sequence[Any]], stacked: Sequence[jax.Array]) -> list[jax.Array]:
-    """One array per rotation, from one array per size of heads.
+    """Returns one array per turn of heads, from one array per head size.
 
-    XLA fuses a slice with what reads it, unless that is a matrix product. It compiles fused programs one by one, but
-    programs that are equal in all layers once: so only products should read these arrays.
+    Only matrix products should read the results. XLA fuses a slice of an array with any other operation that reads it,
+    and compiles every fused program separately. Programs without slices are equal in all layers and compiled once.
     """
     return [x for turns, array in zip(groups, stacked, strict=True) for x in unstack_heads(array, turns)]
 
 
 def _turned(matrices: Mapping[Any, jax.Array], leaves: Arrays) -> Arrays:
-    """The leaves with the rows of every head multiplied by its matrix."""
+    """Multiplies the rows of every head of these leaves by the head's matrix."""
     out = dict(leaves)
     for turn, matrix in matrices.items():
         out |= turn.turned(out, matrix)
@@ -310,14 +315,15 @@ def _turned(matrices: Mapping[Any, jax.Array], leaves: Arrays) -> Arrays:
 def _by_matrix(
     s: Slice, outer: tuple[jax.Array, ...], adam: Adam, mean: Arrays, gradient: Arrays, paper: bool
 ) -> tuple[Arrays, tuple[jax.Array, ...]]:
-    """The leaves of heads, rows multiplied by (V̂ + floor)^(−1/2), and the new V of every block."""
+    """Returns the first moments of heads with rows multiplied by (V̂ + floor)^(−1/2), and the new V of every block."""
     out, fresh, past = {p: mean[p] for turn in s.heads for p in turn.paths}, [], iter(outer)
     for turn in s.heads:
         products = [turn.block_gram(b, gradient[b.path], gradient[b.path]) / turn.row_count(b) for b in turn.blocks]
         moments = [adam.second(square, next(past)) for square in products]
         fresh += moments
         variances = [adam.variance(x) for x in moments]
-        # The head's mean variance bounds the floor of a block without gradient (a key bias) from below.
+        # The floor is computed from at least the head's mean variance, so that it is not zero for a block without
+        # gradient (a key bias).
         pooled = functools.reduce(jnp.add, variances) / len(variances)
         for block, variance in zip(turn.blocks, variances, strict=True):
             if paper:

@@ -1,10 +1,10 @@
-"""Links of a chain for `optax.chain`: projection, DDC's preconditioners, and the retraction.
+"""Links for `optax.chain`: a projection, DDC's preconditioners, and a retraction.
 
     optax.chain(gauge_project(gauges), scale_by_ddc(gauges), add_gauge_decay(0.1, gauges),
                 optax.scale_by_learning_rate(3e-4), gauge_retract(gauges))
 
-is `ddc_adamw(3e-4, gauges, weight_decay=0.1)`. Every link enters the slice and leaves it again. *Vertical* updates
-are along the orbit, the set of all twins of a point; the rest is *horizontal*.
+is `ddc_adamw(3e-4, gauges, weight_decay=0.1)`. Every link maps its input to slice coordinates and its result back.
+*Vertical* updates are along the orbit, the set of all twins of a point; the other part of an update is *horizontal*.
 References: DDC §3, B.1–B.10.
 """
 
@@ -42,10 +42,10 @@ def link(
     """A link of a chain: `inner` on the slice. Its step leads off the slice, and `gauge_retract` leads back.
 
     Args:
-      name: of the public function, for messages.
+      name: name of the public function, for messages.
       inner: a transformation of slice gradients into slice tangents.
       group: the gauges.
-      without_shifts: whether gradients lose their part along shifts. False for an `inner` that moves along orbits.
+      without_shifts: if True, gradients lose their part along shifts; False for an `inner` that moves along orbits.
     """
     inner = checked_inner(name, inner)
 
@@ -72,7 +72,7 @@ class GaugeRetractState(NamedTuple):
     """State of `gauge_retract`.
 
     Attributes:
-      frame: the frame F that was read at `init`. Every step ends on F·(the slice), the set where the weights started.
+      frame: the frame F that was read at `init`. Every step ends on F·x for a point x of the slice.
     """
 
     frame: Any
@@ -82,14 +82,14 @@ def gauge_project(gauges: Gauges, kind: str = "gradient") -> GaugeTransformation
     """Keeps the horizontal part of updates: it removes their part along the orbit.
 
     Args:
-      gauges: a gauge or a sequence of them, meaning their product.
-      kind: what the updates are: "gradient" for cotangents (gradients and their averages), "update" for tangents.
+      gauges: a gauge or a sequence of gauges.
+      kind: "gradient" if the updates are cotangents (gradients and their averages), "update" if they are tangents.
 
     Returns:
       A transformation without state; leaves that no gauge binds pass unchanged.
 
     Raises:
-      ValueError: another `kind`; bindings that do not fit; `update` without params.
+      ValueError: an unknown `kind`; bindings that do not fit; `update` without params.
 
     >>> shift = go.logit_shift({"w": "_ vocab"})
     >>> params, grads = {"w": jnp.ones((1, 2))}, {"w": jnp.array([[1.0, 3.0]])}
@@ -98,8 +98,9 @@ def gauge_project(gauges: Gauges, kind: str = "gradient") -> GaugeTransformation
     >>> updates["w"].tolist()
     [[-1.0, 1.0]]
 
-    Reference: DDC Eq. (1), the projectors. Deviations: one projection for all gauges of the list; along scales and
-      shifts it removes what changes the anchors (docs/design.md §2), and gradients get its adjoint.
+    Reference: DDC Eq. (1), the projectors. Deviations: one projection serves all gauges of the list; along scales and
+      shifts it removes the part that changes what is read from the anchors (docs/design.md §2), not an orthogonal
+      part, so that gradients get its adjoint.
     """
     require_choice("gauge_project", "kind", kind, ("gradient", "update"))
     group = product(gauges)
@@ -139,36 +140,39 @@ def scale_by_ddc(
     refresh_every: int | jax.Array | None = None,
     preset: str | None = None,
 ) -> GaugeTransformation:
-    """DDC's Adam on the slice of a product of gauges; leaves that no gauge binds get Adam.
+    """DDC's Adam on the slice; leaves that no gauge binds get Adam. `ddc/plain.py` explains the steps.
 
     Args:
-      gauges: a gauge or a sequence of them, meaning their product.
+      gauges: a gauge or a sequence of gauges.
       b1: decay of first moments.
       b2: decay of second moments.
       eps: added to √v̂.
       eps_root: added to v̂ inside the root.
       mu_dtype: dtype of the first moment; by default that of slice coordinates, at least float32.
       nesterov: whether to use Nesterov momentum, as in `optax.adam`.
-      vertical: "frozen" (no motion along orbits), "sgd" or "adam" (for losses that hold a penalty).
-      v_mode: second moment of rotated leaves: "body_frame_topk", "body_frame", "per_head_scalar",
-        "per_head_matrix" or "none"; `ddc/heads.py` defines them.
-      radial: "linear" (Adam on a channel's length s) or "log" (on log s, which decay drives to zero).
-      radial_scale: factor on the radial step; with 1, a length of n entries moves by up to lr·√n, as far as Adam can
-        move it.
-      scale_floor: share of a gauge's mean length at `init`; a shorter length is made to grow. 0 lets channels die.
-      live_threshold: under "body_frame_topk", eigendirections whose eigenvalue is below this share of the largest are
-        not divided by their second moments.
-      refresh_drift: share of a head's Gram matrix off the diagonal of its eigenbasis at which the basis is renewed.
-      refresh_every: age in steps at which the basis is renewed in any case; None for never.
-      preset: "paper" for appendix B to the letter, to first order in the learning rate and without decay, because a
-        link knows neither; `ddc_adamw` has all of it.
+      vertical: "frozen" for no motion along orbits; "sgd" or "adam" for losses with a penalty on weights, which are
+        not constant along orbits.
+      v_mode: the kind of second moments of leaves that rotations bind: "body_frame_topk", "body_frame",
+        "per_head_scalar", "per_head_matrix" or "none"; `ddc/heads.py` defines them.
+      radial: "linear" for Adam on the length s of a channel; "log" for Adam on log s, where decay can shrink s to zero.
+      radial_scale: a factor of the steps of lengths. With 1, the length of a vector of n entries moves by up to lr·√n a
+        step, as far as Adam's steps of the entries could move it.
+      scale_floor: a share of a gauge's mean length at `init`; a shorter length is made to grow. With 0, channels can
+        become zero.
+      live_threshold: with "body_frame_topk", eigendirections whose eigenvalue is below this share of the largest have
+        no second moments per entry; their head's mean second moment divides them.
+      refresh_drift: if more than this share of a head's Gram matrix is off the diagonal in the current eigenbasis, a
+        new basis is computed. The share is a ratio of Frobenius norms.
+      refresh_every: number of steps after which a new basis is computed in any case; None for never.
+      preset: "paper" for appendix B to the letter, but to first order in the learning rate and without decay, because a
+        link knows neither number; `ddc_adamw` follows all of it.
 
     Returns:
       A transformation of gradients (cotangents) into a tangent, which the learning rate scales and `gauge_retract`
       turns into a step. If `vertical` is "frozen", the tangent is horizontal.
 
     Raises:
-      ValueError: a mode that does not exist; bindings that do not fit; `update` without params.
+      ValueError: an unknown mode; bindings that do not fit; `update` without params.
 
     >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
     >>> params = {"up": jnp.ones((2, 3)), "down": jnp.ones((3, 2))}
@@ -211,32 +215,34 @@ def scale_by_scaled_polar(
     radial_scale: Scalar = 1.0,
     scale_floor: Scalar = 0.0,
 ) -> GaugeTransformation:
-    """Muon on the slice of a product of gauges for matrices, `scale_by_ddc` for everything else.
+    """Muon's steps on the slice for matrices, `scale_by_ddc` for everything else.
 
-    Matrices are the leaves of rotations, tori and rescales and the consumers of norms, except vectors and the leaves of
-    a `logit_shift`. A leaf has one matrix per head where a rotation or torus binds it. Otherwise channels are on one
-    side and free axes on the other. Ranges of a fused kernel that gauges bind are read as leaves of their own would be.
+    Matrices are the leaves that rotations, tori and rescales bind, and the kernels that read a norm, except vectors and
+    the leaves of a `logit_shift`. A leaf has one matrix per head if a rotation or torus binds it. Otherwise its
+    channels are one side of one matrix, and its free axes the other side. If gauges bind ranges of a fused kernel, each
+    range is treated like a separate leaf.
 
     Args:
-      gauges: a gauge or a sequence of them, meaning their product.
+      gauges: a gauge or a sequence of gauges.
       ns_coeffs: polynomials of the Newton–Schulz iteration: a preset ("standard", "dion", "polar_express", "sharp"),
         one tuple of coefficients, or a tuple of such tuples.
       ns_steps: how often a single polynomial is applied; 5 by default. It must not be traced.
       beta: decay of the first moment of matrices.
-      eps: added to ‖M‖_F where a moment is normalised, in units of its largest entry, and to √v̂ of Adam; for lengths
-        in units of the largest √v̂. Steps of matrices and lengths do not depend on the size of gradients.
+      eps: a moment M of a matrix is divided by its largest entry and then by its Frobenius norm plus eps. In Adam, eps
+        is added to √v̂; for lengths, eps times the largest √v̂ is added. Steps of matrices and of lengths therefore do
+        not depend on the size of gradients.
       mu_dtype: dtype of the first moment; by default that of slice coordinates, at least float32.
       nesterov: whether to use Nesterov momentum, for matrices and all other leaves.
-      scale: what multiplies a polar factor. "width": √max(1, outputs/inputs), the default of `optax.contrib.muon`;
-        "rms": ‖M‖_F/√rank, the size of the moment (DDC B.10); "none": 1; a number: √max(inputs, outputs) times it,
-        which makes it the RMS of the step (`consistent_rms` of optax).
-      labels: path pattern → "muon", "adam" or axes, for leaves that the rule above should not decide. Later patterns
-        win. Axes say which matrices a leaf holds: `_` stands in two axes, for rows and for columns, and names count
-        matrices: "_ head _" for a gate per head, "expert _ _" for stacked experts. A tuple of axes says it for the
-        ranges of a fused kernel: ("_ _=0:32", "_ _=32:40").
+      scale: the factor of a polar factor. "width": √max(1, outputs/inputs), the default of `optax.contrib.muon`. "rms":
+        ‖M‖_F/√rank, so that the step has the norm of the moment M (DDC B.10). "none": 1. A number: the number times
+        √max(inputs, outputs), so that the step has this number as its RMS (Optax's `consistent_rms`).
+      labels: path pattern → "muon", "adam" or axes, for leaves that the rule above should not decide. If several
+        patterns match, the last one decides. Axes say which matrices a leaf holds: `_` stands for rows and for columns,
+        and names count matrices: "_ head _" for a gate per head, "expert _ _" for stacked experts. Give a tuple of axes
+        for the ranges of a fused kernel: ("_ _=0:32", "_ _=32:40").
       sizes: lengths of axes inside `(a b)` in `labels` that shapes do not fix.
-      preset: "paper" does what DDC does: only rotations make matrices (Table 1), `scale` is "rms" and ns_coeffs "sharp"
-        (B.10), without Nesterov momentum; all other leaves as under the preset of `scale_by_ddc`.
+      preset: "paper" for DDC's own rules: only leaves that rotations bind are matrices (Table 1), `scale` is "rms" and
+        ns_coeffs "sharp" (B.10), and there is no Nesterov momentum. All other leaves get the preset of `scale_by_ddc`.
       adam_b1: decay of Adam's first moments.
       adam_b2: decay of Adam's second moments.
       adam_eps_root: added to v̂ inside the root.
@@ -251,9 +257,9 @@ def scale_by_scaled_polar(
       `optax.MaskedNode` for every matrix, as in `optax.contrib.muon`.
 
     Raises:
-      ValueError: a mode that does not exist; a label that is neither "muon" nor "adam" nor axes, or that matches no
-        leaf; "muon" for a leaf that is no matrix; axes without two sides, or for a leaf that a rotation binds; a kernel
-        of which gauges bind some ranges, and nothing says what the others are; bindings that do not fit; `update`
+      ValueError: an unknown mode; a label that is neither "muon" nor "adam" nor axes, or that matches no leaf; "muon"
+        for a leaf that is no matrix; axes without two sides, or for a leaf that a rotation binds; a kernel of which
+        gauges bind some ranges, if nothing says which matrices the others are; bindings that do not fit; `update`
         without params.
 
     >>> gauge = go.head_rotation({"query": "_ head basis", "key": "_ head basis"})
@@ -271,8 +277,8 @@ def scale_by_scaled_polar(
     >>> go.testing.assert_horizontal(updates, params, gauge)
 
     Reference: DDC B.10. Deviations: its scale ‖M‖_F/√rank is an option and not the default, because steps as small as
-      the gradient need other learning rates than Muon's; the projection is applied before the polar factor and after
-      it; rescales make matrices too.
+      the gradient need other learning rates than Muon's; the part along orbits is removed before the polar factor and
+      after it; leaves of rescales are matrices too.
     """
     group = product(gauges)
     polar = polar_of("scale_by_scaled_polar", ns_coeffs, ns_steps, beta, eps, scale, labels, preset, sizes=sizes)
@@ -288,10 +294,10 @@ def scale_by_scaled_polar(
 
 
 def gauge_retract(gauges: Gauges) -> GaugeTransformation:
-    """Turns a scaled tangent into a step that ends on the slice, moved to the starting point: no coordinate drifts.
+    """Turns a scaled tangent into a step after which every anchor reads as it did at `init`: no coordinate drifts.
 
     Args:
-      gauges: a gauge or a sequence of them, meaning their product.
+      gauges: a gauge or a sequence of gauges.
 
     Returns:
       A transformation of updates (tangents) into differences of parameters, the last element of a chain; leaves that no

@@ -1,20 +1,20 @@
 """DDC's Adam and Muon in slice coordinates: ordinary inner transformations that follow the paper's appendix B.
 
-DDC is the paper *Dead-Direction Conditioners*; numbers as B.4 name its sections. *Vertical* is what lies along the
-orbit and changes no function; *horizontal* is the rest. On the slice the anchor of a scale channel has a constant size.
-The channel's other block (a unit's outgoing weights, or the rows of a kernel behind a norm) has a length s and a
-direction:
+DDC is the paper *Dead-Direction Conditioners*; numbers such as B.4 name its sections. *Vertical* motion is along the
+orbit and changes no output; the other part of a motion is *horizontal*. On the slice the anchor of a scale channel has
+a constant size. The channel's entries in the other block (a unit's outgoing weights, or a row of a kernel behind a
+norm) form a vector with a *length* s and a *direction*. A step has two parts:
 
 * radial: one Adam per channel on s, or on log s (B.4);
-* tangential: Adam entry by entry on the part of the gradient that changes no length (B.5). Heads get one of five second
-  moments (B.8, `ddc.heads`). Under Muon, a matrix gets the polar factor of its first moment (B.10, `polar`).
+* tangential: Adam entry by entry on the part of the gradient that changes no length (B.5). Heads get one of five kinds
+  of second moments (B.8, `ddc.heads`). Under Muon, a matrix gets the polar factor of its first moment (B.10, `polar`).
 
 Twins have one slice point, so their moments are the same numbers, and no gauge has to move a moment.
 
-Deviations from appendix B: a length moves by lr·√n, where n is the number of its entries, because Adam can change the
-norm of n entries by that much; if several kernels read a norm, each has a length; the inner lengths of a chain of
-layers belong to anchors, so that one radial part is left (B.6); there is no clamp (B.7). docs/design.md §4 has the
-figures.
+Deviations from appendix B: a length moves by up to lr·√n, where n is the number of its entries, because Adam can change
+the norm of n entries by that much. If several kernels read a norm, each has lengths of its own. In a chain of layers
+all lengths but the last belong to anchors, which are constant, so that one radial part remains (B.6). There is no clamp
+(B.7). docs/design.md §4 has a table.
 """
 
 import dataclasses
@@ -60,14 +60,15 @@ from gauge_optax.transformation import (
 
 Scalar = float | jax.Array
 RADIAL = ("linear", "log")
-# Divisors are at least this share of the gauge's mean length, so that the step of a nearly dead channel stays finite.
+# Steps are divided by the length or by this share of the gauge's mean length, if that is larger: the step of a channel
+# that is nearly zero stays finite.
 _LEAST_SHARE = 1e-3
-# Lengths below their floor grow by this many of Adam's largest steps. It exceeds one, so that decay cannot undo it.
+# A length below its floor grows by this many of Adam's largest steps. More than one, so that decay cannot undo it.
 _REGROWTH = 4.0
 
 
 class Options(NamedTuple):
-    """The arguments of `scale_by_ddc`, except the gauges."""
+    """The arguments of `scale_by_ddc` except the gauges, and `paper`."""
 
     b1: Scalar
     b2: Scalar
@@ -83,11 +84,12 @@ class Options(NamedTuple):
     live_threshold: Scalar = 1e-3
     refresh_drift: Scalar = 0.1
     refresh_every: int | jax.Array | None = None
-    paper: bool = False  # second moments of heads to the letter of B.8, see `ddc.heads`
+    paper: bool = False  # True: second moments of heads follow B.8 to the letter, see `ddc.heads`
 
 
 def checked_options(name: str, *settings: Any) -> Options:
-    """The settings, in the order of `Options`. Raises ValueError, for the transformation `name`, for unknown modes."""
+    """Returns settings, given in the order of `Options`. Raises ValueError, in the name of `name`, for unknown modes.
+    """
     options = Options(*settings)
     require_choice(name, "vertical", options.vertical, VERTICAL)
     require_choice(name, "v_mode", options.v_mode, V_MODES)
@@ -99,10 +101,11 @@ class GaugeMoments(NamedTuple):
     """The moments that DDC keeps per channel, head or orbit coordinate; small beside the parameters.
 
     Attributes:
-      radial_mu: first moment of the derivative by s (or log s), per scale channel that has a length.
-      radial_nu: its second moment; under Muon the root of it.
-      least: per block that has lengths, the floor below which a length is made to grow.
-      heads: what `v_mode` keeps of heads.
+      radial_mu: first moments of the derivatives by s (or log s): one array per block with lengths, with a number per
+        channel.
+      radial_nu: their second moments in the same form; under Muon the roots of these.
+      least: per block with lengths, the floor below which a length is made to grow.
+      heads: the state of heads, which depends on `v_mode`.
       vertical: moments of the coordinates along orbits, see `ddc.vertical`.
     """
 
@@ -118,8 +121,8 @@ class ScaleByDDCState(NamedTuple):
 
     Attributes:
       count: steps so far, int32.
-      mu: first moment, shaped like the parameters; heads are in the bases of their `v_mode`.
-      nu: second moment, likewise; `optax.MaskedNode` where a leaf is stepped by its polar factor.
+      mu: first moment, shaped like the parameters; heads are in the bases of `heads.Bases`.
+      nu: second moment, in the same form; `optax.MaskedNode` in place of leaves that are stepped by polar factors.
       gauges: a `GaugeMoments`.
     """
 
@@ -135,7 +138,7 @@ def ddc(group: Product, options: Options, polar: Polar | None = None) -> GaugeTr
     Args:
       group: the gauges.
       options: the settings.
-      polar: how matrices are stepped; by default they get Adam like everything else.
+      polar: settings of the polar factors; None for Adam everywhere.
 
     Returns:
       A transformation of gradients into a tangent, which is horizontal if `options.vertical` is "frozen"; leaves that
@@ -147,7 +150,7 @@ def ddc(group: Product, options: Options, polar: Polar | None = None) -> GaugeTr
         adam = Adam.at(options, optax.safe_increment(state.count))
         point, gradient = s.vectors(params), leaves_by_path(updates) | s.vectors(updates)
 
-        # B.4: the derivative by every length s is ⟨θ̂, ĝ⟩/s over the entries that carry it.
+        # B.4: the derivative by a length s is ⟨θ̂, ĝ⟩/s, summed over the entries whose norm s is.
         matrices = polar_matrices(s, polar, params)
         carriers, anchors = channels_with_length(s, matrices), channels_of_anchors(s)
         squares = [channels.dot(point, point) for channels in carriers]
@@ -186,7 +189,7 @@ def ddc(group: Product, options: Options, polar: Polar | None = None) -> GaugeTr
 
 
 def init_ddc(group: Product, options: Options, polar: Polar | None, params: optax.Params) -> ScaleByDDCState:
-    """The state at a slice point. Raises ValueError for gauges or leaves that DDC cannot step."""
+    """Returns the state of `ddc` at the slice point `params`. Raises ValueError for gauges or leaves it cannot step."""
     s = bound(group.gauges, params).slice
     check_ddc(s, options, params)
 
@@ -213,7 +216,7 @@ def _init_moments(
 
 
 def polar_matrices(s: Slice, polar: Polar | None, params: Any) -> dict[str, Reading]:
-    """Leaf path → how it is read as matrices, for leaves stepped by their polar factor."""
+    """Returns leaf path → which matrices it holds, for leaves stepped by polar factors; {} if `polar` is None."""
     return {} if polar is None else polar.matrices(s, params)
 
 
@@ -222,7 +225,7 @@ def polar_matrices(s: Slice, polar: Polar | None, params: Any) -> dict[str, Read
 
 @dataclasses.dataclass(frozen=True)
 class Channels:
-    """Blocks of one scale that have one length per channel.
+    """Blocks of one scale; the entries of a channel in all of them form one vector, which has one length.
 
     Attributes:
       part: the scale.
@@ -234,16 +237,16 @@ class Channels:
 
     @property
     def entries(self) -> int:
-        """The number of entries whose norm is one length."""
+        """The number of entries of one channel's vector."""
         return sum(block.entries(self.part.named) for block in self.blocks)
 
     def dot(self, a: Arrays, b: Arrays) -> jax.Array:
-        """Sums of products, per channel."""
+        """Returns the inner product ⟨a, b⟩ of every channel's vectors, shaped like the scale's named axes."""
         totals = [block.total(self.part.named, a[block.path] * b[block.path]) for block in self.blocks]
         return sum(totals[1:], totals[0])
 
     def times(self, point: Arrays, rates: jax.Array) -> Arrays:
-        """The blocks of a point times a number per channel; zero elsewhere on their leaves."""
+        """Returns path → the point times a number per channel on the blocks, and zero elsewhere on their leaves."""
         out: Arrays = {}
         for block in self.blocks:
             part = point[block.path] * block.spread(self.part.named, rates)
@@ -253,7 +256,7 @@ class Channels:
 
 @functools.singledispatch
 def has_lengths(part: Part[Any]) -> bool:
-    """Whether the blocks of a part have a length per channel, which its elements change; only those of scales have."""
+    """Whether a part is a scale, whose elements change one length per channel."""
     return False
 
 
@@ -264,7 +267,7 @@ def _factor_has_lengths(part: Factor) -> bool:
 
 @functools.singledispatch
 def partner(part: Part[Any], anchor: Anchor) -> tuple[Block, ...]:
-    """The blocks whose size is the length of a channel while its anchor's size is fixed; () where there are none."""
+    """The blocks on the other side of a scale than its anchor, which have lengths; () for other parts and anchors."""
     return ()
 
 
@@ -274,8 +277,9 @@ def _partner_of_factor(part: Factor, anchor: Anchor) -> tuple[Block, ...]:
 
 
 def channels_with_length(s: Slice, matrices: Mapping[str, Reading]) -> list[Channels]:
-    """The blocks opposite to anchors; every block has lengths of its own, and so has every range of a fused kernel."""
-    # A whole block that is the anchor of another gauge without named axes has no length to change.
+    """Returns the blocks opposite to anchors, each with lengths of its own; each range of a fused kernel counts as one.
+    """
+    # The norm of a whole block is constant on the slice if the block is the anchor of another gauge without named axes.
     whole = [block for part, anchor, _ in s.sizes for block in anchor if not part.named]
     channels = []
     for part, anchor, _ in s.sizes:
@@ -287,12 +291,12 @@ def channels_with_length(s: Slice, matrices: Mapping[str, Reading]) -> list[Chan
 
 
 def channels_of_anchors(s: Slice) -> list[Channels]:
-    """The anchors of scales, whose lengths are constant on the slice."""
+    """Returns the anchors of scales, whose lengths are constant on the slice."""
     return [Channels(part, anchor) for part, anchor, _ in s.sizes if has_lengths(part)]
 
 
 def inverse_of(x: jax.Array) -> jax.Array:
-    """1/x, and 0 where that would be infinite."""
+    """Returns 1/x, and 0 where 1/x would be infinite."""
     least = float(jnp.finfo(x.dtype).tiny)
     return jax.lax.select(x < least, jnp.zeros_like(x), 1.0 / jnp.maximum(x, least))
 
@@ -307,18 +311,19 @@ def radial_step(
     past: GaugeMoments,
     muon: bool,
 ) -> tuple[Arrays, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """Adam on the length of every channel.
+    """Steps the length of every channel by Adam.
 
     Args:
       options: the settings.
       adam: the hyperparameters of this step.
       channels: blocks that have lengths.
       point: bound leaves of the slice point.
-      squares: the squared lengths, per block of `channels`.
-      pairings: ⟨θ̂, ĝ⟩ along every channel, per block of `channels`.
+      squares: per item of `channels`, the squared length of every channel.
+      pairings: per item of `channels`, ⟨θ̂, ĝ⟩ along every channel.
       past: moments so far.
-      muon: whether steps of directions are polar factors. Like those, steps of lengths then do not depend on the size
-        of gradients: roots of second moments are kept, which do not underflow, and eps counts in units of the largest.
+      muon: True if matrices are stepped by polar factors, which do not depend on the size of gradients. Steps of
+        lengths then do not depend on it either: roots of second moments are kept, because these do not underflow, and
+        eps is multiplied by the largest root.
 
     Returns:
       A tangent along the lengths, and both new moments.
@@ -329,7 +334,7 @@ def radial_step(
     moments = zip(past.radial_mu, past.radial_nu, past.least, strict=True)
     for each, square, pairing, (mu, nu, least) in zip(channels, squares, pairings, moments, strict=True):
         length = jnp.sqrt(square)
-        # ∂/∂s is ⟨θ̂, ĝ⟩/s, and the step is along θ̂/s. Both factors 1/s are bounded for channels that are nearly dead.
+        # ∂/∂s is ⟨θ̂, ĝ⟩/s, and the step is along θ̂/s. Both factors 1/s are bounded for channels that are nearly zero.
         unit = jnp.maximum(length, _LEAST_SHARE * jnp.mean(length)) if linear else jnp.ones_like(length)
         inverse = inverse_of(unit)
         derivative = pairing * inverse
@@ -352,7 +357,13 @@ def radial_step(
 
 
 def without_lengths(sized: Sequence[tuple[Channels, jax.Array]], point: Arrays, vector: Arrays) -> Arrays:
-    """Removes what changes lengths from a vector, gauge after gauge; `sized` pairs channels with squared lengths."""
+    """Removes the part of a vector that changes lengths.
+
+    Args:
+      sized: pairs of channels and their squared lengths; the part is removed along one pair after the other.
+      point: bound leaves of the slice point.
+      vector: bound leaves of a slice gradient or tangent.
+    """
     out = dict(vector)
     for channels, square in sized:
         rates = channels.dot(point, out) * inverse_of(square)
@@ -364,11 +375,11 @@ def without_lengths(sized: Sequence[tuple[Channels, jax.Array]], point: Arrays, 
 
 
 def without_roundoff(rest: jax.Array, whole: jax.Array) -> jax.Array:
-    """The rest of a gradient, with zeros for roundoff of the subtraction: Adam would make a full step of roundoff.
+    """Sets entries of a gradient to zero that are only roundoff of a subtraction: Adam would make them a full step.
 
     Args:
-      rest: of a leaf's gradient, after a part of it was subtracted.
-      whole: the gradient.
+      rest: a leaf's gradient after a part of it was subtracted.
+      whole: the leaf's gradient before.
     """
     if rest is whole:
         return rest
@@ -387,18 +398,18 @@ def tangential_step(
     into: Mapping[Any, jax.Array] | None = None,
     before_polar: Callable[[Arrays], Arrays] | None = None,
 ) -> tuple[Arrays, Arrays, Arrays, HeadMoments]:
-    """Divides the first moment of what changes directions by the root of its second moment.
+    """Computes the step of directions: Adam's quotient of moments, or a matrix's polar factor of the first moment.
 
     Args:
       s: the slice.
       options: the settings.
       adam: the hyperparameters of this step.
-      polar: how matrices are stepped.
-      matrices: which leaves are matrices, and how.
+      polar: settings of the polar factors; None for Adam everywhere.
+      matrices: leaf path → which matrices it holds, see `polar_matrices`.
       point: bound leaves of the slice point.
-      across: the gradient without its radial parts, all leaves.
+      across: the gradient without the part that changes lengths, all leaves.
       state: the state so far.
-      into: per rotation, the matrix that takes its rows to the slice; None if the rows are on it already.
+      into: turn → the matrices that map its rows to the slice; None if `point` has its rows on the slice already.
       before_polar: a function that changes first moments before their polar factors are computed; by default none.
 
     Returns:
@@ -419,7 +430,8 @@ def tangential_step(
 
 @functools.singledispatch
 def can_step(part: Part[Any]) -> bool:
-    """Whether DDC has a rule for the leaves of a part; GL(d) has neither lengths nor a basis that Adam could keep."""
+    """Whether DDC has a rule for the leaves of a part. It has none for GL(d), which has no lengths and keeps no basis.
+    """
     return True
 
 

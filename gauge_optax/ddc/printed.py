@@ -1,21 +1,24 @@
 """`preset="paper"`: appendix B of *Dead-Direction Conditioners* to the letter, as an ordinary inner transformation.
 
-`ddc` is what this library takes for DDC; it trains better (examples/results/starts.json). Here is what the paper
-prints, for comparison with its figures. A scale gauge joins *tensors* with norms ρ₁, ρ₂, … per channel: the two sides
-of a rescale or of a norm with its readers, or all layers of a chain of whole-tensor rescales. The product
-s = Π ρᵢ^eᵢ does not change along the orbit (e = (p, 1) for a pair of degree p, (1, …, 1) for a chain).
+`ddc.plain` is the library's own version of DDC, which trains better (examples/results/starts.json). This module follows
+the paper's text, for comparison with its figures. A scale gauge joins *tensors* with norms ρ₁, ρ₂, … per channel: the
+two sides of a rescale, a norm's scale and the kernels that read it, or all layers of a chain of rescales of whole
+tensors. The product s = Π ρᵢ^eᵢ does not change along the orbit. Its exponents are e = (p, 1) for a pair of degree p,
+and (1, …, 1) for a chain; |e| is the norm of this vector. A step has these parts:
 
-* radial (B.4, B.6, B.7): one scalar Adam on s, or on log s / |e|; its step is clamped, and log ρᵢ moves by its share
-  eᵢ/|e|², so that the lengths keep their ratios. Decay acts here, as a factor exp(−|e|²·lr·wd) of s;
-* tangential (B.4, B.5): Adam entry by entry on ρ·g without its radial part; the step is relative, −lr·ρ·U;
-* heads (B.8, B.9): the gradient without its part along rotations, then one of the second moments of `ddc.heads`, with
-  its paper's floor, |R| for second moments that move, and bare means in directions below the cut;
-* matrices under Muon (B.10): the polar factor of the horizontal first moment, times ‖M‖_F/√rank.
+* radial (B.4, B.6, B.7): one scalar Adam on s, or on log s / |e|. The step of log s is clamped, and log ρᵢ moves by its
+  share eᵢ/|e|². Decay acts here, as a factor exp(−|e|²·lr·wd) of s;
+* tangential (B.4, B.5): Adam entry by entry on ρ·g without its radial part, where g is the gradient. The step is
+  relative: −lr·ρ·U, where U is Adam's result;
+* heads (B.8, B.9): the gradient loses its part along rotations. Its first moment is divided by the root of one of the
+  kinds of second moments of `ddc.heads`, with the paper's floor. If the basis rotates by R, second moments move by |R|.
+  Directions that are not live are not divided;
+* matrices under Muon (B.10): the polar factor of the horizontal first moment M, times ‖M‖_F/√rank.
 
-The step is taken in coordinates that are constant along the orbit of the start (those of `link`), where a leaf that
-two gauges share has invariant lengths too: ρ is then the geometric mean of its lengths. Nothing returns to the slice:
-the lengths rest where the step leaves them. Numbers that the text does not give are arguments: `max_log_step`, and
-`scale_floor`, the floor of s as a share of the fixed point s* = 1/(|e|²·wd).
+The step is taken in the coordinates of `ddc.links.link`, those of the frame that was read at `init`. If two gauges
+share a leaf, ρ is the geometric mean of the leaf's lengths. Nothing returns to the slice: the lengths stay where the
+step leaves them. Two numbers that the text does not give are arguments: `max_log_step`, and `scale_floor`, the floor of
+s as a share of its fixed point s* = 1/(|e|²·wd).
 """
 
 import dataclasses
@@ -64,19 +67,21 @@ from gauge_optax.transformation import (
 )
 
 Scalar = float | jax.Array
-_RESET_EVERY = 1000  # steps after which eigenbases are renewed in any case; the text has no number
+_RESET_EVERY = 1000  # steps after which eigenbases are computed anew in any case; the text gives no number
 
 
 class PaperOptions(NamedTuple):
     """The settings of appendix B that `Options` does not have.
 
     Attributes:
-      learning_rate: a number or a schedule; None for the direction alone, to first order in the rate and without decay.
-      weight_decay: decoupled, times the rate; of s where a scale gauge binds, else of the leaf. May be a schedule.
-      matrix_rate: the rate of matrices under Muon.
-      matrix_decay: their decay.
-      max_log_step: the most that log s moves in a step.
-      scale_floor: the least divisor of a derivative by s, as a share of s*.
+      learning_rate: a number or a schedule. None makes a direction in place of a step: the step's derivative by the
+        rate at 0, with its sign changed, without decay.
+      weight_decay: decoupled decay, multiplied by the rate; a number or a schedule. It shrinks s of leaves that a scale
+        gauge binds, and the entries of all other leaves.
+      matrix_rate: the learning rate of matrices under Muon.
+      matrix_decay: the decay of these matrices.
+      max_log_step: the largest change of log s in a step.
+      scale_floor: the derivative by s is divided by s or by this share of s*, if that is larger.
     """
 
     learning_rate: Any
@@ -90,14 +95,16 @@ class PaperOptions(NamedTuple):
 def paper_options(
     name: str, preset: str, options: Options, weight_decay: Any, mask: Any, rest: str = "anchor"
 ) -> Options:
-    """The settings under a preset. Raises ValueError for another one, and for arguments that appendix B does not have.
+    """Returns the settings under a preset.
+
+    Raises ValueError for an unknown preset, and for arguments that appendix B does not have.
 
     Args:
-      name: of the transformation, for messages.
+      name: name of the transformation, for messages.
       preset: "paper".
-      options: the settings without it.
-      weight_decay: of the optimizer.
-      mask: of its decay.
+      options: the settings without the preset.
+      weight_decay: the decay of the optimizer.
+      mask: the mask of this decay.
       rest: as in `quotient`.
     """
     require_choice(name, "preset", preset, ("paper",))
@@ -118,12 +125,12 @@ def paper_options(
 
 @dataclasses.dataclass(frozen=True)
 class Tensors:
-    """Tensors that scale gauges join.
+    """Tensors that scale gauges join: a product of powers of their norms does not change along the orbit.
 
     Attributes:
-      channels: a tensor each: its blocks, with lengths per channel.
+      channels: one item per tensor: the tensor's blocks, with lengths per channel.
       exponents: e, a number per tensor.
-      frozen: whether the only tensor has no length to step (a scale-invariant kernel).
+      frozen: True if there is only one tensor, whose length is not stepped (a scale-invariant kernel).
     """
 
     channels: tuple[Channels, ...]
@@ -138,10 +145,10 @@ class Tensors:
 
 @functools.singledispatch
 def joined_sides(part: Part[Any]) -> tuple[tuple[Block, ...], ...]:
-    """The tensors that appendix B joins by a product of their norms; () where it has no rule for norms.
+    """The tensors that appendix B joins by a product of their norms; () for a part without such a rule.
 
-    That product of both sides is what a scale does not change. A scale of one side leaves no product, and its one
-    tensor has no length to step. The planes of rotary heads have no lengths in the paper.
+    A scale with two sides leaves the product of their norms as it is. A scale with one side has no such product, so
+    that the length of its one tensor is not stepped. The planes of rotary heads have no lengths in the paper.
     """
     return ()
 
@@ -154,13 +161,15 @@ def _joined_by_factor(part: Factor) -> tuple[tuple[Block, ...], ...]:
 
 
 def joined_tensors(s: Slice) -> list[Tensors]:
-    """Pairs of scale gauges, and chains of gauges that name no axis; every chain once."""
+    """Returns the joined tensors: per scale with named axes a pair, per chain of scales without named axes one item,
+    and per scale with one side a single tensor.
+    """
     joined = {i: joined_sides(i) for i in s.parts}
     pairs = {i: sides for i, sides in joined.items() if len(sides) == 2}
     tensors: list[Tensors] = []
     whole = [i for i in pairs if not i.named]
     while whole:
-        # A chain begins with the side that is the second one of no other gauge.
+        # A chain begins with a gauge whose first side is the second side of no other gauge.
         chain = [next(i for i in whole if not any(_meet(pairs[i][0], pairs[j][1]) for j in whole if j is not i))]
         while later := [i for i in whole if i not in chain and _meet(pairs[chain[-1]][1], pairs[i][0])]:
             chain.append(later[0])
@@ -183,13 +192,13 @@ def _meet(side: Sequence[Block], other: Sequence[Block]) -> bool:
 def paper_ddc(
     group: Product, options: Options, paper: PaperOptions, polar: Polar | None = None
 ) -> GaugeTransformation:
-    """Appendix B for gradients in the coordinates of `link`: into a step; into a direction without a learning rate.
+    """Appendix B as a transformation of gradients into steps, in the coordinates of `link`.
 
     Args:
       group: the gauges.
-      options: the settings that DDC shares with the paper, `options.paper` among them.
-      paper: the paper's own.
-      polar: how matrices are stepped; by default they get Adam like everything else.
+      options: the settings of `ddc`, with paper=True.
+      paper: the paper's further settings. If their learning rate is None, the result is a direction, not a step.
+      polar: settings of the polar factors; None for Adam everywhere.
     """
 
     def update(updates: Any, state: ScaleByDDCState, params: Any, **extra: Any) -> tuple[Any, ScaleByDDCState]:
@@ -197,7 +206,7 @@ def paper_ddc(
         adam = Adam.at(options, optax.safe_increment(state.count))
         point, gradient = s.vectors(params), leaves_by_path(updates) | s.vectors(updates)
         gradient = s.project_turning(point, gradient)  # B.8, B.9
-        for turn in s.heads:  # not in the paper: a key bias has a gradient of roundoff alone
+        for turn in s.heads:  # not in the paper: the gradient of a key bias is only roundoff, and is set to zero
             gradient = turn.quiet(gradient)
         now = PaperOptions(*(x(state.count) if callable(x) else x for x in paper))
         rate, matrix_rate = now.learning_rate, now.matrix_rate
@@ -215,7 +224,7 @@ def paper_ddc(
             s, options, adam, polar, matrices, point, relative, state,
             before_polar=lambda mean: s.project_turning(point, mean),
         )
-        # Adam's steps are tangent again; a polar factor is taken as it is, but for lengths, which are radial.
+        # Adam's steps lose their parts along lengths, constants and rotations again; polar factors only along lengths.
         step = without_lengths(sized, point, step)
         step = s.centred(s.project_turning(point, step)) | {path: step[path] for path in matrices}
 
@@ -260,7 +269,7 @@ def paper_ddc(
 
 
 def _sizes(sized: Sequence[tuple[Channels, jax.Array]], point: Arrays) -> Arrays:
-    """Leaf path → ρ per entry: the geometric mean of the lengths of all channels that an entry is in."""
+    """Returns leaf path → ρ per entry: the geometric mean of the lengths of all channels that contain the entry."""
     logs: Arrays = {}
     counts: dict[str, jax.Array] = {}
     for channels, square in sized:
@@ -282,7 +291,7 @@ def _radial(
     gradient: Arrays,
     past: GaugeMoments,
 ) -> tuple[Arrays, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """B.4, B.6, B.7: the step of all lengths, and both moments."""
+    """Returns the step of all lengths by B.4, B.6 and B.7, and both new moments."""
     out: Arrays = {}
     mus, nus = [], []
     for joined, mu, nu in zip(tensors, past.radial_mu, past.radial_nu, strict=True):
@@ -308,9 +317,10 @@ def _log_step(
     mu: jax.Array,
     nu: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The change of log s per channel, and both moments of its Adam.
+    """Returns the change of log s per channel, and both new moments.
 
-    If the learning rate is None, the first is minus the derivative of that change by the rate, at 0, without decay.
+    If the learning rate is None, the derivative of that change by the rate at 0, with its sign changed and without
+    decay, stands in place of the change.
     """
     e2, rate = joined.square, paper.learning_rate
     squares = [c.dot(point, point) for c in joined.channels]

@@ -1,7 +1,8 @@
-"""Motion along orbits, for losses with a penalty, which are not constant along them.
+"""Motion along orbits, for losses with a penalty on weights, which are not constant along them.
 
-Every orbit coordinate is stepped by momentum (mode "sgd") or by an Adam of its own (mode "adam"). The coordinates are
-log α of a scale channel, the shift of a leaf, and the turning of a head; all turning of a head shares one variance.
+Every coordinate of a point in its orbit is stepped by momentum (mode "sgd") or by Adam (mode "adam"). The coordinates
+are log α of a scale channel, the shift of a leaf, and the rotation of a head. All derivatives by the rotation of one
+head share one second moment.
 Reference: DDC B.1–B.4, `vertical_mode`.
 """
 
@@ -27,9 +28,10 @@ class Moments(NamedTuple):
     """One moment of every orbit coordinate.
 
     Attributes:
-      scales: one array per scale instance.
-      shifts: one tuple, an array per block, per shift.
-      turning: a dict by leaf; in second moments, a dict by number of the rotation, with one number per head.
+      scales: one array per scale, with a number per channel.
+      shifts: one tuple per shift, with an array per block.
+      turning: in first moments, path of a leaf that rotations move → the part of its gradient along rotations; in
+        second moments, number of the rotation in `Slice.heads`, as a string → one number per head.
     """
 
     scales: Any
@@ -41,8 +43,8 @@ class VerticalMoments(NamedTuple):
     """Moments of orbit coordinates.
 
     Attributes:
-      first: first moments; () where coordinates are frozen.
-      second: second moments; () where they are frozen, or moved by momentum alone.
+      first: first moments; () in mode "frozen".
+      second: second moments; () in modes "frozen" and "sgd".
     """
 
     first: Moments | tuple[()]
@@ -50,7 +52,7 @@ class VerticalMoments(NamedTuple):
 
 
 def init_vertical(s: Slice, mode: str, point: Arrays) -> VerticalMoments:
-    """The moments at a starting point."""
+    """Returns zero moments, in the form that `mode` needs at this slice point."""
     if mode == "frozen":
         return VerticalMoments((), ())
     derivatives = _derivatives(s, point, point)
@@ -94,16 +96,16 @@ def vertical_step(
     return out, VerticalMoments(mu, nu)
 
 
-# What is asked of each kind of gauge ----------------------------------------------------------------------
+# One function per property of a part, with one method per kind of part ------------------------------------
 
 
 @functools.singledispatch
 def has_orbit_coordinates(part: Part[Any]) -> bool:
-    """Whether the orbits of a part have coordinates of the three kinds that are stepped here, or no dimension."""
+    """Whether `vertical_step` can move along all orbits of a part; also True if its orbits have no dimension."""
     return True
 
 
-@has_orbit_coordinates.register(OfUser)  # known by its action alone
+@has_orbit_coordinates.register(OfUser)  # of a user's part only the action is known
 @has_orbit_coordinates.register(Constant)
 def _has_none(part: Part[Any]) -> bool:
     return False
@@ -116,7 +118,7 @@ def _means_have(part: Mean) -> bool:
 
 @functools.singledispatch
 def log_step(part: Part[Any]) -> float:
-    """√(1 + p²), the norm of the changes (1, −p) that log α = 1 makes to both sides' logs; 0 if it is no scale."""
+    """√(1 + p²) for a scale of degree p, 0 for other parts: log α = 1 changes the logs of both sides by (1, −p)."""
     return 0.0
 
 
@@ -148,13 +150,16 @@ def _shifts(s: Slice) -> list[tuple[Any, Anchor]]:
 
 
 def _scaled(part: Any, point: Arrays, logs: jax.Array) -> Arrays:
-    """A point whose channels are scaled by the exponentials of these logs."""
+    """Returns the point moved by the scale whose log α per channel are `logs`."""
     out: Arrays = part.act(jnp.exp(logs), point)
     return out
 
 
 def _derivatives(s: Slice, point: Arrays, gradient: Arrays) -> Moments:
-    """The loss's derivatives by every orbit coordinate; zero where they are roundoff, as for an invariant loss."""
+    """Returns the loss's derivatives by every orbit coordinate, with zeros in place of roundoff.
+
+    For an invariant loss all of them are roundoff.
+    """
     sizes = {p: jnp.abs(point[p] * x) for p, x in gradient.items()}
     scales = []
     for part in _scales(s):
@@ -173,7 +178,7 @@ def _derivatives(s: Slice, point: Arrays, gradient: Arrays) -> Moments:
 
 
 def _times(s: Slice, turning: Arrays, factors: Arrays) -> Arrays:
-    """The leaves of heads, each head multiplied by its factor."""
+    """Multiplies every head of these leaves by its factor; keys of `factors` are those of `Moments.turning`."""
     out = dict(turning)
     for k, turn in enumerate(s.heads):
         for block in turn.blocks:
@@ -183,12 +188,12 @@ def _times(s: Slice, turning: Arrays, factors: Arrays) -> Arrays:
 
 
 def _above_noise(derivative: jax.Array, size: jax.Array) -> jax.Array:
-    """A derivative, with zeros where it is roundoff of a sum whose terms have this size."""
+    """Returns a derivative, with zeros where it is only roundoff of a sum; `size` is the sum of the terms' sizes."""
     return jnp.where(jnp.abs(derivative) > direction_tolerance(derivative.dtype) * size, derivative, 0.0)
 
 
 def _is_turned(turn: Any, point: Arrays, gradient: Arrays) -> jax.Array:
-    """Whether a gradient turns a head by more than the roundoff of sums over its rows."""
+    """Per head, whether the part of a gradient along rotations exceeds the roundoff of sums over the head's rows."""
     lengths = (jnp.sqrt(jnp.trace(turn.gram(x, x), axis1=-2, axis2=-1)) for x in (point, gradient))
     moment = jnp.linalg.norm(skew(turn.gram(point, gradient)), axis=(-2, -1))
     return moment > direction_tolerance(moment.dtype) * math.prod(lengths, start=jnp.ones(()))

@@ -1,4 +1,4 @@
-"""Control of norms and rotation: steps and balls per weight vector."""
+"""Optimizers and links that set the norm of every weight vector, or the angle by which a step turns it."""
 
 from gauge_optax.norms._hyperball import hyperball
 from gauge_optax.norms._max_norm import max_norm

@@ -1,9 +1,9 @@
-"""Hard radial control: weights stay on spheres, and a step changes their directions alone.
+"""`hyperball`: every weight vector keeps its norm, and a step changes only its direction.
 
-The projection of a step onto the tangents of the sphere removes decoupled weight decay, because decay is normal to the
-sphere. Then W ← R·(W + U)/‖W + U‖ moves the result back to the radius. A sphere for each factor of a product does not
-balance the Gram matrices of the factors, and does not fix the GL(r) symmetry between them. A step is equivariant under
-rotations within a sphere, but not under rescalings or GL.
+A step U is projected onto the tangents of the sphere, which also removes decoupled weight decay, because decay is
+normal to the sphere. Then W ← R·(W + U)/‖W + U‖ moves the result back to the radius R. If each factor A, B of a product
+A·Bᵀ is on a sphere, the Gram matrices AᵀA and BᵀB can still differ, and invertible matrices can still move from one
+factor to the other. A step is equivariant under rotations within a sphere, but not under rescalings or GL(r).
 
 Reference: "When Equivalent Weights Train Differently" ("the post") §5.
 """
@@ -26,15 +26,15 @@ from gauge_optax.norms.vectors import Leaves, Selection
 from gauge_optax.transformation import placeholder, transformation
 
 Radius = float | jax.Array
-_JUMP = 0.01  # of a radius; bfloat16 rounds norms by less
+_JUMP = 0.01  # share of a radius by which a norm may differ without a warning; bfloat16 rounds norms by less
 
 
 class HyperballState(NamedTuple):
     """State of `hyperball`.
 
     Attributes:
-      radius: leaf path → axes → the radii of its spheres, shaped like the named axes; () where the user gave numbers.
-        The keys say what the state was made for.
+      radius: leaf path → axes string → the radii of these spheres, shaped like the named axes; () if the user gave
+        numbers. A state with other keys raises an error.
       count: the number of steps so far, int32; () unless the learning rate is a schedule.
     """
 
@@ -49,40 +49,41 @@ def hyperball(
     learning_rate: optax.ScalarOrSchedule | None = None,
     sizes: Mapping[str, int] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Keeps weights on spheres, by a tangent projection of the step and a retraction.
+    r"""Keeps weights on spheres: projects each step onto the sphere's tangents, then moves the result onto the sphere.
 
-    It stands last in a chain, after the learning rate. It changes every sphere's update U into
+    Put it last in a chain, after the learning rate. For each sphere with the weights W, the radius R and the update U,
+    it computes
 
     .. math::
       U_T = U - \frac{\langle U, W\rangle}{\lVert W\rVert^2} W, \qquad
       W_{new} = R\,\frac{W + U_T}{\lVert W + U_T\rVert}.
 
-    A sphere per factor does not balance the Gram matrices of the factors: it fixes only the traces of AᵀA and BᵀB. A
-    step is gauge-equivariant under rotations that act within a sphere, but not under rescalings or GL.
+    One sphere per factor of a product A·Bᵀ fixes the traces of AᵀA and BᵀB, but does not make these matrices equal. A
+    step is equivariant under rotations that act within a sphere, but not under rescalings or GL(r).
 
     Args:
-      axes: path → axes, as in gauges. Named axes count independent spheres, and a sphere spans the axes `_`: `"_ _"` is
-        a sphere per matrix, `"_ head _"` one per head, `"_ channel"` one per channel. Every leaf has separate spheres,
-        also where a pattern matches several leaves. Under `1+` the value is on the sphere, not the stored number.
-      radius: "initial" for the norm at `init`; a positive number; or pattern → number, with the keys of `axes`. Under a
-        number the first step moves the weights onto their sphere, however small the learning rate; `init` warns where
-        that is far, unless it is traced.
+      axes: path → axes string, as in gauges. Named axes count independent spheres, and a sphere spans the axes `_`:
+        `"_ _"` is a sphere per matrix, `"_ head _"` one per head, `"_ channel"` one per channel. If a pattern matches
+        several leaves, each has its own spheres. Under `1+` the stored number plus 1 is on the sphere.
+      radius: "initial" for the norm at `init`; a positive number; or pattern → number, with the keys of `axes`. With a
+        number, the first step moves the weights onto their sphere, however small the learning rate. `init` warns if
+        the weights are far from it, unless `init` is traced.
       learning_rate: None, or a number or a schedule that sets the length of the step: U_T is scaled to the length
-        learning_rate·R, so that only its direction comes from the transformations before. A sphere on which the tangent
-        part is roundoff does not move. Weights that are not yet on their sphere turn by atan(learning_rate·R/‖W‖).
+        learning_rate·R, so that only its direction comes from the transformations before. If U_T is only roundoff, the
+        sphere's weights do not move. Weights that are not yet on their sphere turn by atan(learning_rate·R/‖W‖).
       sizes: lengths of axes inside `(a b)` that shapes do not fix.
 
     Returns:
-      A transformation of updates (tangents) into differences of parameters (chords) W_new − W, which end on the sphere
-      from any W. Leaves that are not listed pass unchanged.
+      A transformation of updates (tangents) into differences of parameters (chords) W_new − W, where W_new is on the
+      sphere whatever W is. Updates of unlisted leaves pass unchanged.
 
     Raises:
       ValueError: when called, malformed axes, radii that are not positive, or patterns that only one of `axes` and
-        `radius` has; at `init`, no match, a hidden leaf, ranks or lengths that do not fit, entries on two spheres, or
-        under "initial" a sphere that is zero; `update` without params.
+        `radius` has; at `init`, a pattern that matches no leaf, a leaf that `optax.MaskedNode` hides, ranks or lengths
+        that do not fit, entries on two spheres, or with "initial" a vector of norm zero; `update` without params.
 
-    Zeros have no direction. A traced `init` cannot detect them: a sphere that is zero then has the radius 0, and its
-    updates pass unchanged. If `radius` is a number, the first update of a sphere that is zero decides its direction.
+    A vector of zeros has no direction. A traced `init` cannot detect it: its radius is then 0, and its updates pass
+    unchanged. If `radius` is a number, the first update decides the direction of a vector of zeros.
 
     >>> tx = optax.chain(
     ...     optax.add_decayed_weights(0.1),
@@ -101,7 +102,7 @@ def hyperball(
     True
 
     Reference: the post's §5. Deviation: `learning_rate` sets the length of the tangent part. In the post it sets the
-      length of the whole update, so that decay would shorten the step.
+      length of the whole update, so that adding decay shortens the tangent part.
     """
     specs, numbers = vectors.parse("hyperball", axes, sizes), _radii(axes, radius)
     initial = isinstance(radius, str)
@@ -142,7 +143,7 @@ def hyperball(
 
 
 def _chord(sphere: Selection, leaves: Leaves, tangents: Leaves, radius: Any, rate: Any) -> jax.Array:
-    """Returns W_new − W for the spheres of one axes string; `rate` is None, or the tangent part's length over R."""
+    """Returns W_new − W for the spheres of one axes string; `rate` is None, or the length of U_T in units of R."""
     point, tangent, radius = sphere.value(leaves), sphere.view(tangents), sphere.spread(radius)
 
     def dot(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -153,24 +154,24 @@ def _chord(sphere: Selection, leaves: Leaves, tangents: Leaves, radius: Any, rat
 
     flat = projected(tangent)
     if rate is not None:
-        # Only the direction counts, so that squares are of a tangent whose largest entry is 1. The first projection
-        # leaves roundoff along W, which would count towards the length.
+        # Only the direction counts: dividing by the largest entry keeps squares from overflow and underflow. The second
+        # projection removes the roundoff along W that the first one leaves and that would count towards the length.
         tangent, _ = unit_and_size(tangent, sphere.axes)
         flat = projected(projected(tangent))
         length = jnp.sqrt(dot(flat, flat))
-        # An update that is all decay leaves roundoff, in the coarser of its dtype and the computing dtype.
+        # Of an update along W, such as decay, only roundoff is left, in the coarser of its dtype and the computing one.
         dtypes = tangents[sphere.block.path].dtype, tangent.dtype
         roundoff = 2.0 * max(float(jnp.finfo(dtype).eps) for dtype in dtypes)
         moves = length > roundoff * jnp.sqrt(dot(tangent, tangent))
         flat = flat * jnp.where(moves, safe_divide(rate * radius, length), 0.0)
     moved = point + flat
     chord = radius * safe_divide(moved, jnp.sqrt(dot(moved, moved))) - point
-    # A traced `init` gives zeros the radius 0, and leaves them free.
+    # Vectors of zeros get the radius 0 from a traced `init`: their updates pass unchanged.
     return jnp.where(radius > 0, chord, sphere.view(tangents))
 
 
 def _warn_of_jumps(spheres: Iterable[tuple[Selection, jax.Array, Radius]]) -> None:
-    """Warns of spheres on which weights are not yet; a traced `init` cannot see them."""
+    """Warns if weights are not on their spheres yet; a traced `init` cannot tell and does not warn."""
     found = []
     for sphere, norms, radius in spheres:
         if norms.size and not isinstance(jnp.asarray(radius) + norms, jax.core.Tracer):
@@ -187,7 +188,7 @@ def _warn_of_jumps(spheres: Iterable[tuple[Selection, jax.Array, Radius]]) -> No
 
 
 def _radii(axes: Mapping[str, Axes], radius: Any) -> Mapping[str, Radius]:
-    """Returns the user's number for every pattern, none under "initial"; raises ValueError for what is no radius."""
+    """Returns pattern → the user's number, or {} for "initial". Raises ValueError for a radius that is not positive."""
     if isinstance(radius, str) and radius == "initial":
         return {}
     numbers = radius if isinstance(radius, Mapping) else dict.fromkeys(axes, radius)
@@ -200,7 +201,7 @@ def _radii(axes: Mapping[str, Axes], radius: Any) -> Mapping[str, Radius]:
             )
     for pattern, number in numbers.items():
         if isinstance(number, jax.core.Tracer) and number.ndim == 0:
-            continue  # `inject_hyperparams` traces numbers, whose sign nobody can tell
+            continue  # under `inject_hyperparams` the number is traced, and its sign is unknown
         try:
             positive = not isinstance(number, bool | str) and np.ndim(number) == 0 and 0 < float(number) < math.inf
         except (TypeError, ValueError):

@@ -34,9 +34,9 @@ class MaxNormState(NamedTuple):
       inner_state: the state of the optimizer inside.
       count: the number of steps so far.
       tracked: the number of steps whose learning rate was not zero.
-      length: leaf path → axes → ν, the root mean square of the inner update's length over its learning rate, shaped
-        like the named axes. The keys say what the state was made for.
-      frozen: path of a leaf that the optimizer inside never changes → (). Its vectors stay, above the bound too.
+      length: leaf path → axes string → ν, an average over steps (root mean square) of the inner update's length divided
+        by the learning rate, shaped like the named axes. A state with other keys raises an error.
+      frozen: path of a leaf that the optimizer inside never changes → (). Its vectors stay, even above the bound.
     """
 
     inner_state: optax.OptState
@@ -57,37 +57,39 @@ def max_norm(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Gives every weight vector steps of one length on average, and keeps its norm below a bound.
 
-    For each vector p, with Δ the update of `inner` over its learning rate η, and R the bound,
+    Let η be the learning rate, R the bound, t the number of steps, and Δ the update that `inner` makes for a vector p,
+    divided by η. Then
 
     .. math::
       \nu^2 \leftarrow \beta\nu^2 + (1 - \beta)\lVert\Delta\rVert^2, \qquad
       q = p + \eta R\,\frac{\Delta}{\nu/\sqrt{1 - \beta^t}}, \qquad
       p \leftarrow q\,\min\!\left(1, \frac{\max(R, \lVert p\rVert - \lVert q - p\rVert)}{\lVert q\rVert}\right)
 
-    A step has the length ηR on average over steps. Its direction is that of `inner`, and so is how its length varies
-    from step to step. A vector of zeros moves like any other. A vector within the bound stays within it. One that
-    starts above it never grows: its norm falls by the length of its step, ηR on average, until it is within, so that a
-    small rate changes the function little, whatever the weights. Without a gradient nothing moves.
+    The length of a step is ηR on average over steps. `inner` decides its direction, and how its length varies from
+    step to step. A vector of zeros moves like any other. A vector within the bound stays within it. A vector that
+    starts above the bound never grows: its norm falls by the length of its step, ηR on average, until it is within the
+    bound. With a small rate, a step therefore changes even such weights little. A vector without an update stays.
 
     Args:
       inner: a whole optimizer, its learning rate included; Muon gains most. Its decay counts as part of Δ, and is
-        rarely needed: the bound does what decay is for. Leaves that `blocks` do not list get `inner`'s update.
-      blocks: path → axes, as in `rotational`. Named axes count vectors, and a vector spans the axes `_`: `"_ channel"`
-        for a neuron per output of a kernel (inputs, outputs).
-      learning_rate: inner's, a number or a schedule.
-      bound: R, the largest norm of a vector. 1 is the norm of a neuron of variance 1/inputs. Weights that are already
-        trained, and shall keep their norms, need a larger one.
-      beta: the memory of the average squared length; 0 steps by exactly ηR each time.
+        rarely needed, because the bound already limits norms. Leaves that `blocks` do not list get `inner`'s update.
+      blocks: path → axes string. Named axes count vectors, and a vector spans the axes `_`: in a kernel (inputs,
+        outputs), `"_ channel"` makes one vector per output.
+      learning_rate: the learning rate of `inner`, a number or a schedule.
+      bound: R, the largest norm of a vector. 1 is the norm of a neuron whose weights have variance 1/inputs. Trained
+        weights whose norms shall stay need a larger bound.
+      beta: decay of the average of squared lengths; with 0, every step has exactly the length ηR.
       sizes: lengths of axes inside `(a b)` that shapes do not fix.
 
     Returns:
-      A whole optimizer. Its state has one scalar per vector beside inner's.
+      A whole optimizer. Beside the state of `inner`, its state has one number per vector.
 
     Raises:
-      ValueError: when called, malformed axes or a bound that is not positive; at `init`, no match, entries in two
-        vectors or a hidden leaf; `update` without params, or with a state that was made for other `blocks`.
+      ValueError: when called, malformed axes or a bound that is not positive; at `init`, a pattern that matches no
+        leaf, entries in two vectors, or a leaf that `optax.MaskedNode` hides; `update` without params, or with a state
+        that was made for other `blocks`.
 
-    A step whose learning rate is zero moves nothing, and does not scale back.
+    A step whose learning rate is zero moves nothing, not even a vector above the bound.
 
     >>> params = {"kernel": jnp.array([[0.0, 0.1], [0.0, 0.0]]), "bias": jnp.zeros(2)}
     >>> tx = go.norms.max_norm(optax.sgd(0.5), {"kernel": "_ neuron"}, learning_rate=0.5)
@@ -109,11 +111,11 @@ def max_norm(
 
 
 class Measure(NamedTuple):
-    """The unit of the vectors of one axes string and leaf.
+    """The unit in which steps and bounds of the vectors of one axes string and leaf are measured.
 
     Attributes:
-      unit: the norm in which steps and the bound count.
-      bounded: whether there is a bound.
+      unit: a norm. Steps have the length η·R·unit on average, and the bound is R·unit.
+      bounded: if False, the vectors have no bound, only steps of that length.
     """
 
     unit: float = 1.0
@@ -127,11 +129,11 @@ def named_max_norm(
     """`max_norm` with the name of the function that the user called, for errors, and a measure per leaf.
 
     Args:
-      name: of the public function.
+      name: name of the public function.
       inner: a whole optimizer.
-      specs: which vectors there are.
-      measure: in what vectors are measured.
-      learning_rate: inner's.
+      specs: the parsed axes of all vectors.
+      measure: a function that returns the `Measure` of a selection of vectors.
+      learning_rate: the learning rate of `inner`.
       bound: see `max_norm`.
       beta: see `max_norm`.
 
@@ -158,8 +160,8 @@ def named_max_norm(
 
         eta = learning_rate(state.count) if callable(learning_rate) else learning_rate
         eta = jnp.asarray(eta, real_dtype())
-        # At a learning rate of zero the update over the rate is undefined: vectors stay where they are, and neither
-        # their average squared step ν nor the number of steps that corrects its bias changes.
+        # With a learning rate of zero, Δ (the update divided by the rate) is undefined. Vectors then stay, and neither
+        # ν nor the number of steps that corrects its bias changes.
         moving = eta != 0
         tracked = state.tracked + moving.astype(jnp.int32)
         correction = 1.0 - jnp.asarray(beta, real_dtype()) ** jnp.maximum(tracked, 1)
@@ -196,7 +198,7 @@ def named_max_norm(
     return transformation(name, init, update, MaxNormState, empty, rules=optimizer.rules, preflight=preflight)
 
 
-_ABOVE = 1.25  # LeCun-normal vectors are at 1 in the mean, He-normal ones at 1.41
+_ABOVE = 1.25  # norms in units of the bound from which on `check` raises: LeCun-normal vectors have 1, He-normal 1.41
 
 
 def _above(name: str, selection: Selection, usual: float, bound: float) -> ValueError:

@@ -1,9 +1,9 @@
-"""Controlled rotation: weight vectors turn by a set angle a step on average, at norms that never change.
+"""`rotational`: weight vectors turn by a set angle a step on average, and their norms never change.
 
-Weight decay brings a weight vector to a norm at which noise and decay make up for each other. From then on the vector
-turns by an angle that only learning rate and decay decide (`equilibrium`). The wrapper takes that angle from the first
-step on and needs no decay. From the update of another optimizer it takes the direction, and how the length varies from
-step to step.
+Gradient noise makes a weight vector longer and weight decay makes it shorter, until its norm settles where the two
+cancel. From then on the vector turns by an angle per step that only learning rate and decay decide (`equilibrium`). The
+wrapper turns vectors by that angle from the first step on, without decay. It takes the direction, and how the length
+varies from step to step, from the update of another optimizer.
 
 Reference: Kosson, Messmer and Jaggi, "Rotational Equilibrium" (ICML 2024), Algorithm 1.
 """
@@ -27,9 +27,9 @@ from gauge_optax.wrapped import preflight_of
 
 Scalar = float | jax.Array
 
-# The kind of an optimizer's state decides its row of Table 1.
+# The class of an optimizer's state → its row in the paper's Table 1, see `equilibrium`.
 _KINDS: dict[type, str] = {optax.ScaleByAdamState: "adamw", optax.TraceState: "sgdm", optax.ScaleByLionState: "lion"}
-# A number that is smaller than this many epsilons of a squared length counts as zero, because sums round.
+# A difference of sums counts as zero if it is below this many machine epsilons of the squared length it came from.
 _ROUNDOFF = 16.0
 
 
@@ -40,11 +40,11 @@ class RotationalState(NamedTuple):
       inner_state: the state of the optimizer inside.
       count: the number of steps so far.
       tracked: the number of steps whose learning rate was not zero.
-      length: leaf path → axes → norms at `init`, shaped like the named axes. The keys say what the state was made for.
-      square: in the same form, the average squared length of the inner update over its learning rate, across the
-        vector.
-      gain: in the same form, the factor of the norm, where it is trained; else ().
-      gain_state: the state of the optimizer of the gains; else ().
+      length: leaf path → axes string → norms at `init`, shaped like the named axes. A state with other keys raises an
+        error.
+      square: in the same form, the average ν of ‖Δ‖², see `rotational`.
+      gain: in the same form, the trained factor of each norm; () without `gain`.
+      gain_state: the state of the optimizer that trains these factors; () without `gain`.
       frozen: path of a leaf that the optimizer inside never changes → ().
     """
 
@@ -75,8 +75,8 @@ def rotational(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Rotates weight vectors by a set angle a step on average, in the direction of another optimizer's updates.
 
-    For each vector p of norm n, with Δ the part of `inner`'s update over its learning rate that is orthogonal to p and
-    to the vector of ones,
+    Let p be a vector of norm n, η the learning rate, η_r the angle in radians, and t the number of steps. Δ is the
+    update of `inner` divided by η, without its parts along p and along the vector of ones. Then
 
     .. math::
       \nu \leftarrow \beta\nu + (1 - \beta)\lVert\Delta\rVert^2, \qquad
@@ -84,37 +84,38 @@ def rotational(
       q = p + \eta_r\, n\, \frac{\Delta}{\sqrt{\nu/(1 - \beta^t) + \epsilon}}
 
     Args:
-      inner: a whole optimizer, its learning rate included. A decoupled decay of p is along p and drops out. One that
-        goes through a momentum (ℓ2) is along earlier p, and drops out up to their angle to p: with SGD one step is
-        7e-6 off the paper's Algorithm 1. Leaves that `blocks` do not list get `inner`'s update, decay included.
-      blocks: path → axes, as in gauges. Named axes count vectors, and a vector spans the axes `_`: `"_ channel"` for a
-        neuron per output, `"_ head _"` for a vector per head, `"_ _"` for one per layer.
-      learning_rate: inner's, a number or a schedule.
-      weight_decay: λ of the equilibrium, a number or a schedule; nothing decays by it.
-      eta_r: radians a step, a number or a schedule. None for the angle of Table 1, by the kind of state that `inner`
-        has: √(2ηλ·(1 − β₁)/(1 + β₁)) for Adam, wherever its decay is added; √(2ηλ/(1 + α)) for momentum; √(πηλγ) for
-        Lion. For Adam on g + λω this is the paper's special variant, which has the directions of that optimizer and the
-        angle of AdamW.
-      beta: the memory of the average squared length; 0 turns by exactly `eta_r` each step.
-      eps: added to that average, which is a squared length over a squared learning rate. For SGD it depends on the
-        scale of the loss, so that only 0 is safe.
-      center: whether vectors and their steps keep a mean of zero; the first step takes their mean away.
-      gain: trains a factor of each vector's norm with this optimizer, for weights whose size matters. The norm is then
-        the one at `init` times the gain, which starts at 1 and may not reach 0.
-      b1: inner's momentum β₁ or α, for Table 1 alone.
-      b2: Lion's second momentum, for Table 1 alone.
+      inner: a whole optimizer, its learning rate included. A decoupled decay of p is along p and drops out. A decay
+        that is added to gradients before a momentum (ℓ2) is along earlier values of p, and drops out up to their angle
+        to p: with SGD one step is 7e-6 off the paper's Algorithm 1. Leaves that `blocks` do not list get `inner`'s
+        update, decay included.
+      blocks: path → axes string, as in gauges. Named axes count vectors, and a vector spans the axes `_`: `"_ channel"`
+        makes a vector per output, `"_ head _"` one per head, `"_ _"` one per layer.
+      learning_rate: the learning rate of `inner`, a number or a schedule.
+      weight_decay: λ in the default of `eta_r`, a number or a schedule. It does not decay any weight.
+      eta_r: radians a step, a number or a schedule. None for the angle of the paper's Table 1, chosen by the class of
+        `inner`'s state: √(2ηλ·(1 − β₁)/(1 + β₁)) for Adam, whether its decay is decoupled or not; √(2ηλ/(1 + α)) for
+        momentum; √(πηλγ) for Lion. For Adam on g + λω this is the paper's special variant, which has the directions of
+        that optimizer and the angle of AdamW.
+      beta: decay of the average of squared lengths; with 0, each step turns by exactly `eta_r`.
+      eps: added to the average ν of ‖Δ‖². For SGD, ν depends on the scale of the loss, so that only 0 is safe.
+      center: if True, vectors and their steps have a mean of zero; the first step removes the vectors' means.
+      gain: None, or an optimizer that trains a factor of each vector's norm, for weights whose size matters. The norm
+        is then the norm at `init` times this factor, which starts at 1 and may not reach 0.
+      b1: the momentum β₁ or α of `inner`, used only for Table 1.
+      b2: the second momentum of Lion, used only for Table 1.
       sizes: lengths of axes inside `(a b)` that shapes do not fix.
 
     Returns:
-      A whole optimizer. Its state has two scalars per vector beside inner's; with `gain` one more, and the state of
-      its optimizer.
+      A whole optimizer. Beside the state of `inner`, its state has two numbers per vector; with `gain`, one more and
+      the state of that optimizer.
 
     Raises:
-      ValueError: when called, malformed axes; at `init`, vectors too short to turn, no match, entries in two vectors, a
-        hidden leaf, or without `eta_r` an `inner` whose state does not tell its kind; `update` without params.
+      ValueError: when called, malformed axes; at `init`, vectors too short to turn, a pattern that matches no leaf,
+        entries in two vectors, a leaf that `optax.MaskedNode` hides, or without `eta_r` an `inner` whose state is of no
+        class in Table 1; `update` without params.
 
-    A vector that is zero at `init` has no norm to keep: it gets inner's update throughout. A step whose learning rate
-    is zero turns nothing.
+    A vector that is zero at `init` has no norm to keep: it always gets the update of `inner`. A step whose learning
+    rate is zero turns nothing.
 
     >>> params = {
     ...     "kernel": jnp.array([[3.0, 0.0], [-4.0, 2.0], [1.0, -2.0]]),
@@ -133,7 +134,8 @@ def rotational(
 
     Reference: Kosson et al. 2024, Algorithm 1, Table 1, App. I. Deviations: vectors are centred in the first step, not
       before it (a transformation cannot change parameters at `init`); ν and its correction wait while the learning rate
-      is zero; `gain` is trained beside the vector and multiplied in, where the paper has a parameter of the model.
+      is zero; a trained gain is part of the state and multiplies the vector, but in the paper it is a parameter of the
+      model.
     """
     return named_rotational(
         "rotational", inner, blocks, sizes, learning_rate, weight_decay, eta_r, beta, center, gain, eps, b1, b2
@@ -160,7 +162,7 @@ def named_rotational(
             _kind(name, inner_state)
         selections, leaves, least = vectors.resolve(name, specs, params), leaves_by_path(params), 3 if center else 2
         for selection in selections:
-            # The norm takes one degree of freedom of a vector, and centring another.
+            # A fixed norm removes one degree of freedom of a vector, and centring another.
             if selection.length < least:
                 raise binding_error(
                     name, f"nothing to turn at '{selection.block.path}'",
@@ -182,13 +184,13 @@ def named_rotational(
         tangents = vectors.updates_by_path(name, selections, moves)
 
         eta = _at(learning_rate, state.count)
-        # Without a learning rate there is no Δ: nothing turns, and ν and its correction wait.
+        # With a learning rate of zero Δ is undefined: nothing turns, and ν and its correction do not change.
         moving = eta != 0
         eta = jnp.where(moving, eta, 1.0)
         if eta_r is not None:
             angle = _at(eta_r, state.count)
         else:
-            # `dim` and `gradient_norm` may be any number: they decide the norm at rest, which the angle does not need.
+            # The angle does not depend on `dim` and `gradient_norm`, which only decide the norm: any number will do.
             angle = predict_equilibrium(
                 _kind(name, state.inner_state), learning_rate=eta, weight_decay=_at(weight_decay, state.count),
                 b1=b1, b2=b2, dim=1.0, gradient_norm=1.0,
@@ -202,7 +204,7 @@ def named_rotational(
         lengths, gains, gain_state = vectors.arrays_of(selections, state.length), state.gain, state.gain_state
         if gain is not None:
             gradients = vectors.updates_by_path(name, selections, updates)
-            # The weights are gain·p₁ with a p₁ that the gain does not change, so that the derivative is ⟨p, g⟩/gain.
+            # p = gain·p₁, where p₁ does not depend on the gain, so that the derivative by the gain is ⟨p, g⟩/gain.
             gain_gradients = [
                 safe_divide(jnp.sum(selection.value(leaves) * selection.view(gradients), selection.axes), factor)
                 for selection, factor in zip(selections, vectors.arrays_of(selections, gains), strict=True)
@@ -218,16 +220,16 @@ def named_rotational(
             def total(x: jax.Array) -> jax.Array:
                 return jnp.sum(x, selection.axes, keepdims=True)
 
-            # Δ is not written out. Five sums decide the step, and the chord is a combination of p, the inner update and
-            # 1: both arrays are read once for the sums and once for the chord.
+            # Δ is not stored as an array, to save memory traffic. Five sums decide the step, and the chord is a
+            # combination of p, the inner update and 1: both arrays are read once for the sums and once for the chord.
             share, roundoff = 1.0 / selection.length if center else 0.0, _ROUNDOFF * jnp.finfo(point.dtype).eps
             point_mean, step_mean = share * total(point), share * total(step)
             point_square, step_square = total(point * point), total(step * step)
-            # ‖p‖² without the mean. A constant vector leaves roundoff here, which has no direction to keep.
+            # ‖p‖² without the mean. For a constant vector this is roundoff, and the vector has no direction to keep.
             size = point_square - selection.length * point_mean * point_mean
             size = jnp.where(size > roundoff * point_square, size, 0.0)
             along = safe_divide(total(point * step) - selection.length * point_mean * step_mean, size)
-            # ‖ηΔ‖². An update that is along p and 1, such as decay, leaves roundoff here, which must not turn p.
+            # ‖ηΔ‖². For an update along p and 1, such as decay, this is roundoff, which must not turn p.
             across = step_square - selection.length * step_mean * step_mean - along * along * size
             across = jnp.where(across > roundoff * step_square, across, 0.0)
             average = memory * selection.spread(square) + (1.0 - memory) * (across * inverse_eta**2)
@@ -253,12 +255,13 @@ def named_rotational(
 
 
 def _at(value: optax.ScalarOrSchedule, count: jax.Array) -> jax.Array:
-    """Returns a number or a schedule's value, in the computing dtype: a schedule may return float32 under x64."""
+    """Returns a number or the value of a schedule, cast to the computing dtype: schedules may return float32 under x64.
+    """
     return jnp.asarray(value(count) if callable(value) else value, real_dtype())
 
 
 def _kind(name: str, inner_state: Any) -> str:
-    """Returns the row of Table 1 of the optimizer that made this state; raises ValueError unless it has just one."""
+    """Returns the row of Table 1 for the optimizer that made this state. Raises ValueError unless just one row fits."""
     nodes = jax.tree.leaves(inner_state, is_leaf=lambda x: isinstance(x, tuple(_KINDS)))
     kinds = [kind for kind in _KINDS if any(isinstance(node, kind) for node in nodes)]
     if len(kinds) != 1:

@@ -1,4 +1,4 @@
-"""Aliases: `rotational` around three of Optax's optimizers, with their names and defaults."""
+"""`rotational` around Optax's AdamW, SGD and Lion, with the argument names and defaults of these optimizers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -31,7 +31,7 @@ def rotational_adamw(
     gain: optax.GradientTransformation | None = None,
     sizes: Mapping[str, int] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """`rotational` around `optax.adamw`: by default every vector turns by √(2ηλ·(1 − β₁)/(1 + β₁)) a step.
+    """`rotational` around `optax.adamw`: by default every vector turns by √(2ηλ·(1 − β₁)/(1 + β₁)) radians a step.
 
     Args:
       learning_rate: η, a number or a schedule.
@@ -90,7 +90,7 @@ def rotational_sgdm(
     gain: optax.GradientTransformation | None = None,
     sizes: Mapping[str, int] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """`rotational` around SGD with momentum: by default every vector turns by √(2ηλ/(1 + α)) a step.
+    """`rotational` around SGD with momentum: by default every vector turns by √(2ηλ/(1 + α)) radians a step.
 
     Args:
       learning_rate: η, a number or a schedule.
@@ -98,12 +98,12 @@ def rotational_sgdm(
       momentum: α, as in `optax.sgd`.
       nesterov: as in `optax.sgd`; Table 1 has no separate angle for it.
       accumulator_dtype: as in `optax.sgd`.
-      weight_decay: λ, which decides the angle of `blocks`; as decay it is added to the gradient of every other leaf
-        that `mask` names.
+      weight_decay: λ, which decides the angle of `blocks`. For every other leaf that `mask` names, λ times the weights
+        is added to the gradient.
       mask: which leaves decay, as in `optax.add_decayed_weights`.
       eta_r: see `rotational`.
       beta: see `rotational`.
-      eps: see `rotational`; 0, so that the scale of the loss does not matter. The paper has 1e-8.
+      eps: see `rotational`. The default 0 makes steps independent of the scale of the loss; the paper has 1e-8.
       center: see `rotational`.
       gain: see `rotational`.
       sizes: see `rotational`.
@@ -121,7 +121,7 @@ def rotational_sgdm(
     specs = vectors.parse("rotational_sgdm", blocks, sizes)
 
     def decays(params: Any) -> Any:
-        """Returns a mask of the leaves whose gradient gets decay: those of `mask` without those that turn."""
+        """Returns the mask of leaves whose gradient gets decay: `mask`, with False for the leaves of `blocks`."""
         turning = [] if is_empty(params) else vectors.resolve("rotational_sgdm", specs, params)
         wanted = values_at(mask, params)
         chosen = jax.tree.map(lambda _: True, params) if wanted is None else wanted
@@ -149,7 +149,7 @@ def rotational_lion(
     gain: optax.GradientTransformation | None = None,
     sizes: Mapping[str, int] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """`rotational` around `optax.lion`: by default every vector turns by √(πηλγ) a step.
+    """`rotational` around `optax.lion`: by default every vector turns by √(πηλγ) radians a step.
 
     Args:
       learning_rate: η, a number or a schedule.

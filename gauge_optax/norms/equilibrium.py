@@ -1,12 +1,13 @@
-r"""Closed forms of the norm and the rotation at which weight decay brings a weight vector to rest.
+r"""Closed forms of the norm at which a weight vector settles under weight decay, and of its rotation per step there.
 
-One step moves ω ∈ R^C by η·Δ and decays it by ηλω. Over all steps that follow a gradient, this gradient moves ω by u in
-total, and decay takes d. In a random walk u is orthogonal to ω on average, and the norm rests where both cancel,
+One step moves a weight vector ω of C entries by η·Δ and decays it by ηλω, with the learning rate η and the decay λ. One
+gradient g acts on ω over all later steps, through momentum: it moves ω by u in total, while decay removes d. In a
+random walk u is orthogonal to ω on average. The norm settles where both cancel,
 
     (‖ω‖ − ‖d‖)² + ‖u‖² = ‖ω‖².
 
-`rms_update` is the length of one step's ηΔ, and `rms_diffusion` that of u. Over the norm they are rotations. There are
-five rules:
+`rms_update` is the length of one step's ηΔ, and `rms_diffusion` is the length of u. Divided by the norm, they are
+angles in radians. There are five rules (E is the mean over steps, r the rank of a matrix, S the norm of Muon's update):
 
 | | ‖Δ‖² | ‖u‖²/η² | d |
 |---|---|---|---|
@@ -17,8 +18,8 @@ five rules:
 | Muon, polar factor of n | S² | S²·a²/γ | ηλω |
 
 γ = (1 − β₁)² + β₁²·(1 − β₂)/(1 + β₂) is E‖n‖²/E‖g‖²: n weights the last gradients by 1 − β₁, β₁(1 − β₂), β₁(1 − β₂)β₂,
-…, which sum to 1. a is the cosine between n and its sign or polar factor, a²/γ the part of the squared length that one
-gradient contributes in total. For Lion n is a row, a = ‖n‖₁/(√C·‖n‖₂); for Muon a matrix, a = ‖n‖_*/(√r·‖n‖_F).
+…, which sum to 1. The number a is the cosine between n and its sign or polar factor. Then a²/γ is ‖u‖²/η² in units of
+one update's squared length. For Lion n is a vector, a = ‖n‖₁/(√C·‖n‖₂); for Muon a matrix, a = ‖n‖_*/(√r·‖n‖_F).
 
 Reference: Kosson, Messmer and Jaggi, "Rotational Equilibrium" (ICML 2024).
 """
@@ -32,7 +33,7 @@ from gauge_optax.errors import binding_error
 from gauge_optax.transformation import require_choice
 
 Number = Any
-"""A float, or arrays that broadcast: one per neuron, one per step."""
+"""A float, or an array that broadcasts against the others, such as one number per neuron or per step."""
 
 
 class Equilibrium(NamedTuple):
@@ -40,10 +41,11 @@ class Equilibrium(NamedTuple):
 
     Attributes:
       norm: √E‖ω‖².
-      rms_update: η_g = √E‖Δω‖² of one step without its decay; any parameter of this size has it, a bias too.
+      rms_update: η_g = √E‖ηΔ‖², the length of one step without its decay. It holds for other parameters with as many
+        entries too, such as biases.
       rotation: η_r = rms_update / norm, radians a step.
-      rms_diffusion: √E‖u‖², how far one gradient moves the vector over all steps that follow it.
-      rotational_diffusion: rms_diffusion / norm.
+      rms_diffusion: √E‖u‖², how far one gradient moves the vector over all later steps.
+      rotational_diffusion: rms_diffusion / norm, radians.
     """
 
     norm: Number
@@ -69,7 +71,9 @@ def predict_equilibrium(
     nesterov: bool = True,
     second_order: bool = False,
 ) -> Equilibrium:
-    r"""Predicts norm, step and rotation of a scale-invariant weight vector in a random walk: Table 1 and Table 6.
+    r"""Predicts norm, step length and rotation of a weight vector in a random walk: the paper's Tables 1 and 6.
+
+    The vector is scale-invariant: its norm does not change the outputs. The module's docstring defines the letters.
 
     Args:
       kind: "sgdm", "adamw", "adam_l2" (Adam on the gradient plus λω), "lion" or "muon".
@@ -78,20 +82,20 @@ def predict_equilibrium(
       b1: the momentum: α for SGDM, β for Muon, β₁ for the others; by default 0.9, for Muon 0.95.
       b2: Lion's second momentum. Adam's does not matter here.
       dim: the number of entries C of the vector; SGDM does not need it.
-      gradient_norm: √E‖g̃‖² of the gradient at weights of norm 1, g̃ = ‖ω‖·g; for SGDM and Adam + ℓ₂.
+      gradient_norm: √E‖g̃‖², where g̃ = ‖ω‖·g is the gradient at weights of norm 1; for SGDM and Adam + ℓ₂.
       gradient_roots: Σᵢ √E g̃ᵢ² for Adam + ℓ₂; by default √C·gradient_norm, as if all entries had one variance.
       sign_alignment: the cosine a between n and its sign (Lion) or its polar factor (Muon); by default √(2/π), for
         entries with one variance, and for Muon the cosine of a Gaussian matrix of this `shape`.
       shape: (rows, columns) of Muon's matrix; the vector is the whole matrix.
       update_norm: Frobenius norm S of Muon's update before η; by default that of a polar factor, √min(rows, columns).
       nesterov: whether Muon's n has Nesterov momentum.
-      second_order: whether to keep the term λ²η² of decay, Eq. (18); Table 1 leaves it out.
+      second_order: if True, keeps the term λ²η² of decay, Eq. (18); Table 1 leaves it out.
 
     Returns:
-      The steady state. All arguments broadcast.
+      The steady state; its fields have the shape to which all arguments broadcast.
 
     Raises:
-      ValueError: an unknown kind, or an argument that this kind needs is missing.
+      ValueError: an unknown kind; an argument that this kind needs is missing.
 
     >>> rest = go.measure.predict_equilibrium(
     ...     "adamw", learning_rate=1.25e-2, weight_decay=8e-2, dim=128
@@ -99,16 +103,16 @@ def predict_equilibrium(
     >>> round(float(rest.norm), 3), round(float(rest.rotation), 5)
     (3.162, 0.01026)
 
-    In slice coordinates the norm of a gauge's anchor stays what it was at `init`: noise does not make the anchor
-    longer, and decay acts on the other side of the gauge. Predictions are then for that other side, and for vectors
-    that no gauge binds.
+    Inside `quotient`, the norm of a gauge's anchor stays what it was at `init`: noise does not make the anchor longer,
+    and decay acts on the other side of the gauge. The predictions then hold for that other side, and for vectors that
+    no gauge binds.
 
     Reference: Kosson et al., Table 1 and 6. Deviations: Table 6 prints SGDM's rotation as √(2ηλ/(1 − α)), which is the
-      diffusion below it; by its own definition it is Table 1's √(2ηλ/(1 + α)). Eq. (68), (69) and (72) have one η in
-      E‖u‖² where their Eq. (67) gives η²; Eq. (73) is right again. Muon is not in the paper; the derivation is Lion's,
-      with the polar factor in place of the sign. Liu et al., "Muon is Scalable" (2502.16982), and work since (Hägele et
-      al. 2606.25971, Lion et al. 2605.10797) say that Muon's updates have one norm, so that its weights have a norm at
-      rest.
+      rotational diffusion in the row below; by its own definition it is Table 1's √(2ηλ/(1 + α)). Eq. (68), (69) and
+      (72) have one η in E‖u‖² where their Eq. (67) gives η²; Eq. (73) is right again. Muon is not in the paper; its
+      derivation here is that of Lion, with the polar factor in place of the sign. Liu et al., "Muon is Scalable"
+      (2502.16982), and later work (Hägele et al. 2606.25971, Lion et al. 2605.10797) say that Muon's updates have one
+      norm, so that the norm of its weights settles.
     """
     require_choice("predict_equilibrium", "kind", kind, ("sgdm", "adamw", "adam_l2", "lion", "muon"))
 
@@ -122,7 +126,7 @@ def predict_equilibrium(
 
     lr, decay = learning_rate, weight_decay
     b1 = (0.95 if kind == "muon" else 0.9) if b1 is None else b1
-    # The lengths of Δ and u/η, for SGDM at weights of norm 1.
+    # `step` is the length of Δ and `total` that of u/η; for SGDM both are at weights of norm 1.
     if kind == "sgdm":
         gradient = needed("gradient_norm", gradient_norm)
         step, total = gradient / (1 - b1**2) ** 0.5, gradient / (1 - b1)
@@ -137,14 +141,14 @@ def predict_equilibrium(
             rows, columns = needed("shape", shape)
             step = min(rows, columns) ** 0.5 if update_norm is None else update_norm
             alignment = polar_alignment(rows, columns) if sign_alignment is None else sign_alignment
-            # Muon's m weights gradients as Lion's n does with β₁ = β₂ = β, and Nesterov's β·m + (1 − β)·g as with
-            # β₁ = β².
+            # Muon's m weights past gradients as Lion's n with β₁ = β₂ = β does. With Nesterov, n = β·m + (1 − β)·g
+            # weights them as Lion's n with β₁ = β² and β₂ = β does.
             b1, b2 = b1**2 if nesterov else b1, b1
         total = step * alignment / ((1 - b1) ** 2 + b1**2 * (1 - b2) / (1 + b2)) ** 0.5
 
     squared_decay = lr * decay**2 if second_order else 0.0
     if kind == "sgdm":
-        # Gradients are inversely proportional to the norm, so that it enters to the fourth power.
+        # SGD's steps are proportional to gradients, and these to 1/norm: the equation has the norm's fourth power.
         norm = (lr * gradient**2 / (2 * decay * (1 - b1) - squared_decay)) ** 0.25
         step, total = step / norm, total / norm
     elif kind == "adam_l2":
@@ -172,12 +176,12 @@ def polar_alignment(rows: int, columns: int) -> float:
 
 
 def corrected(prediction: Equilibrium, *, decay_ratio: Number = 1.0, gradient_square: Number = 1.0) -> Equilibrium:
-    """Corrects a prediction for gradients that also decay ω, and for second moments that are not E[g²].
+    """Corrects a prediction for gradients that also decay ω, and for second moments v that are not E[g²].
 
     Args:
-      prediction: of `predict_equilibrium`, for AdamW, Lion or Muon.
-      decay_ratio: λ_err = λ_e/λ, where λ_e = λ + ⟨ω, g⟩/‖ω‖² counts the part of the gradient that decays ω, too;
-        for AdamW, g is g/√v.
+      prediction: a result of `predict_equilibrium`, for AdamW, Lion or Muon.
+      decay_ratio: λ_err = λ_e/λ, where λ_e = λ + ⟨ω, g⟩/‖ω‖² also counts the part of the gradient along ω, which acts
+        like decay. For AdamW, take g/√v in place of g.
       gradient_square: C_err = E‖g/√v‖²/C, which is 1 if v is the average of g².
 
     Returns:

@@ -1,6 +1,6 @@
-"""Two links around a learning rate: steps of one length per weight vector before it, a bound on norms behind it.
+"""Two links of a chain: one gives updates the length 1 per weight vector, one keeps norms below a bound.
 
-`max_norm` does both around a whole optimizer.
+The first link stands before the learning rate, the second behind it. `max_norm` does both around a whole optimizer.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,8 @@ class ScaleByVectorNormState(NamedTuple):
 
     Attributes:
       count: the number of steps so far, int32.
-      length: leaf path → axes → ν, the root mean square of the length of updates, shaped like the named axes.
+      length: leaf path → axes string → ν, the average over steps (root mean square) of the length of updates, shaped
+        like the named axes.
     """
 
     count: Any
@@ -35,22 +36,25 @@ class ScaleByVectorNormState(NamedTuple):
 def scale_by_vector_norm(
     neurons: Mapping[str, Axes], *, beta: Scalar = 0.9, sizes: Mapping[str, int] | None = None
 ) -> GaugeTransformation:
-    r"""Divides the update of every weight vector by its usual length, so that it is 1 on average over steps.
+    r"""Divides the update of every weight vector by its average length, so that its length is 1 on average over steps.
+
+    For the update u of a vector at step t,
 
     .. math::
       \nu^2 \leftarrow \beta\nu^2 + (1 - \beta)\lVert u\rVert^2, \qquad u \leftarrow \frac{u}{\nu/\sqrt{1 - \beta^t}}
 
     Args:
-      neurons: path → axes. Named axes count vectors, and a vector spans the axes `_`: `"_ neuron"` for a kernel
-        (inputs, outputs). Leaves that it does not list keep their updates.
-      beta: the memory of the average squared length; 0 makes every update 1 long.
+      neurons: path → axes string. Named axes count vectors, and a vector spans the axes `_`: `"_ neuron"` for a kernel
+        (inputs, outputs). Unlisted leaves keep their updates.
+      beta: decay of the average of squared lengths; with 0, every update has exactly the length 1.
       sizes: lengths of axes inside `(a b)` that shapes do not fix.
 
     Returns:
-      A link, before the learning rate. Its `update` needs `params`, of which it reads the shapes.
+      A link; put it before the learning rate. Its `update` needs `params`, but uses only their shapes.
 
     Raises:
-      ValueError: malformed axes; no match, or entries in two vectors; a state that was made for other vectors.
+      ValueError: malformed axes; a path that matches no leaf; entries in two vectors; a state that was made for other
+        vectors.
 
     >>> neurons = {"kernel": "_ neuron"}
     >>> tx = optax.chain(
@@ -96,21 +100,23 @@ def keep_norms_below(
 ) -> GaugeTransformation:
     r"""Scales back every weight vector that a step would make longer than a bound.
 
+    For a vector p with the update u,
+
     .. math::
       q = p + u, \qquad
       p \leftarrow q\,\min\!\left(1, \frac{\max(R, \lVert p\rVert - \lVert u\rVert)}{\lVert q\rVert}\right)
 
     Args:
-      neurons: path → axes, as in `scale_by_vector_norm`. Other leaves keep their updates.
-      bound: R, the largest norm of a vector. A vector that starts above it never grows, and shrinks by no more than its
-        step is long.
+      neurons: path → axes string, as in `scale_by_vector_norm`. Unlisted leaves keep their updates.
+      bound: R, the largest norm of a vector. A vector that starts above it never grows: its norm falls by the length of
+        its step, until it is within the bound.
       sizes: lengths of axes inside `(a b)` that shapes do not fix.
 
     Returns:
-      A link without state, last in a chain. Its `update` needs `params`.
+      A link without state; put it last in a chain. Its `update` needs `params`.
 
     Raises:
-      ValueError: malformed axes, or a bound that is not positive; no match, or entries in two vectors.
+      ValueError: malformed axes; a bound that is not positive; a path that matches no leaf; entries in two vectors.
 
     >>> tx = optax.chain(optax.sgd(1.0), go.links.keep_norms_below({"w": "_ neuron"}, 2.0))
     >>> params = {"w": jnp.array([[1.0, 0.0]])}
@@ -138,7 +144,7 @@ def keep_norms_below(
 
 
 def no_lengths(selections: list[Selection], params: Any) -> dict[str, dict[str, jax.Array]]:
-    """Returns ν of vectors that took no step."""
+    """Returns ν before the first step, zeros: leaf path → axes string → array, shaped like the named axes."""
     leaves = leaves_by_path(params)
     return vectors.by_axes(selections, [jnp.zeros_like(selection.norm(leaves)) for selection in selections])
 
@@ -146,14 +152,14 @@ def no_lengths(selections: list[Selection], params: Any) -> dict[str, dict[str, 
 def of_length_one(
     selection: Selection, tangent: jax.Array, usual: jax.Array, memory: Scalar, correction: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns a tangent in units of the usual length of its vectors, and the new ν.
+    """Returns updates divided by the average length of each vector's updates, and the new ν.
 
     Args:
-      selection: which vectors.
+      selection: the vectors.
       tangent: their updates, as `selection.view` returns them.
-      usual: ν so far.
-      memory: β.
-      correction: 1 − βᵗ.
+      usual: ν so far, the root mean square of the updates' lengths, shaped like the named axes.
+      memory: β, the decay of ν².
+      correction: 1 − βᵗ, which corrects the bias of ν².
     """
     direction, size = unit_and_size(tangent, selection.axes)
     share = jnp.sqrt(jnp.sum(direction * direction, selection.axes, keepdims=True))
@@ -162,14 +168,15 @@ def of_length_one(
 
 
 def kept_below(selection: Selection, point: jax.Array, step: jax.Array, bound: Scalar) -> jax.Array:
-    """Returns the chord from vectors to where a step leads them, scaled back to the bound."""
+    """Returns the step changed so that no vector ends longer than max(bound, its norm less its step's length)."""
 
     def norm(x: jax.Array) -> jax.Array:
         return jnp.sqrt(jnp.sum(x * x, selection.axes, keepdims=True))
 
     moved = point + step
     after, most = norm(moved), jnp.maximum(bound, norm(point) - norm(step))
-    # 1 less the factor that scales back, so that a vector within the bound moves by its step without roundoff.
+    # `excess` is 1 less the factor that scales back. It is exactly 0 within the bound, where the step then stays as it
+    # is, without roundoff.
     excess = jnp.where(after > most, 1.0 - safe_divide(most, after), 0.0)
     return step - excess * moved
 

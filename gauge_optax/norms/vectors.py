@@ -1,7 +1,7 @@
-"""Which entries of a leaf form one weight vector (a neuron, a head, a whole layer), by axes strings.
+"""Axes strings that say which entries of a leaf form one weight vector (a neuron, a head, a whole layer).
 
-Named axes count vectors, and `_` marks the axes that one vector spans. Unlike the blocks of a gauge, vectors of two
-leaves have nothing in common: no shared sizes, and no shared group element.
+Named axes count vectors, and `_` marks the axes that one vector spans. An axis name may have different lengths in two
+leaves, unlike in the blocks of a gauge: vectors of two leaves have nothing in common.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ Leaves = Mapping[str, Any]
 """Leaves by path."""
 
 Specs = tuple[tuple[BlockSpec, tuple[tuple[str, int], ...]], ...]
-"""Each axes string that the user wrote, with those of the user's `sizes` that it contains."""
+"""Per axes string that the user wrote: the parsed string, and the user's `sizes` of the axis names in it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Selection:
         return self.block.view(jnp.asarray(leaves[self.block.path], real_dtype()))
 
     def value(self, leaves: Leaves) -> jax.Array:
-        """Returns the selected weights: one more than is stored where the axes say `1+`."""
+        """Returns the selected weights: the stored numbers, plus 1 if the axes string begins with `1+`."""
         return self.view(leaves) + 1.0 if self.block.one_plus else self.view(leaves)
 
     def norm(self, leaves: Leaves) -> jax.Array:
@@ -66,24 +66,24 @@ class Selection:
         return jnp.sqrt(jnp.sum(jnp.square(self.value(leaves)), self.axes))
 
     def spread(self, x: Any) -> jax.Array:
-        """Reshapes one number per vector so that it broadcasts against `view`; a scalar stays a scalar."""
+        """Reshapes an array with one number per vector to broadcast against `view`; a scalar stays a scalar."""
         shape = [1 if k in self.axes else n for k, n in enumerate(self.block.view_shape)]
         return x.reshape(shape) if jnp.ndim(x) else jnp.asarray(x, real_dtype())
 
 
 def parse(name: str, axes: Mapping[str, Axes], sizes: Mapping[str, int] | None) -> Specs:
-    """Checks what the user wrote, as far as that is possible without a tree.
+    """Parses the user's axes strings and checks them as far as possible without a tree.
 
     Args:
-      name: of the transformation, for errors.
-      axes: path → axes.
+      name: name of the transformation, for errors.
+      axes: path → axes string, or a tuple of them for ranges of a leaf.
       sizes: lengths of axes that shapes do not fix.
 
     Returns:
-      Per axes string, what was parsed, and the entries of `sizes` that it contains.
+      Per axes string: the parsed string, and the entries of `sizes` that it contains.
 
     Raises:
-      ValueError: malformed axes, or a name in `sizes` that no axes string contains.
+      ValueError: malformed axes; a name in `sizes` that no axes string contains.
     """
     if not isinstance(axes, Mapping) or not axes:
         block_specs(name, "axes", axes)  # raises
@@ -110,21 +110,23 @@ def resolve(name: str, specs: Specs, tree: Any) -> list[Selection]:
     """Resolves axes strings on a tree.
 
     Args:
-      name: of the transformation, for errors.
-      specs: of `parse`.
+      name: name of the transformation, for errors.
+      specs: the result of `parse`.
       tree: the parameters.
 
     Returns:
-      One per axes string and leaf that it matches; those of one leaf are adjacent, in the order of `specs`.
+      One selection per axes string and leaf that it matches. The selections of one leaf are adjacent, in the order of
+      `specs`.
 
     Raises:
-      ValueError: no match, a hidden leaf, ranks or lengths that do not fit, or an entry in two vectors.
+      ValueError: an axes string that matches no leaf; a leaf that `optax.MaskedNode` hides; ranks or lengths that do
+        not fit; an entry in two vectors.
     """
     leaves, hidden = shown_and_hidden(tree)
     by_path: dict[str, list[Selection]] = {}
     for spec, sizes in specs:
         paths = [path for path in leaves if match(name, spec.pattern, path) is not None]
-        # A hidden subtree that only may contain a leaf of the pattern counts where nothing else matches.
+        # A hidden subtree that may or may not contain a leaf of the pattern counts only if no other leaf matches.
         hits = [(path, hit) for path in hidden if (hit := hidden_match(name, spec.pattern, path)) is not None]
         masked = [path for path, (_, certain) in hits if certain or not paths]
         if masked:
@@ -153,10 +155,10 @@ def resolve(name: str, specs: Specs, tree: Any) -> list[Selection]:
 
 
 def updates_by_path(name: str, selections: Sequence[Selection], updates: Any) -> dict[str, Any]:
-    """Returns the leaves of updates by path.
+    """Returns path → leaf of updates.
 
     Raises:
-      ValueError: a leaf that has vectors has no update.
+      ValueError: a selected leaf has no update.
     """
     leaves = leaves_by_path(updates)
     for selection in selections:
@@ -180,7 +182,7 @@ def replace(updates: Any, selections: Sequence[Selection], views: Sequence[jax.A
 
 
 def by_axes(selections: Sequence[Selection], arrays: Sequence[Any]) -> dict[str, dict[str, Any]]:
-    """Returns leaf path → axes → array, of an array per selection."""
+    """Returns leaf path → axes string → array, from one array per selection."""
     kept: dict[str, dict[str, Any]] = {}
     for selection, array in zip(selections, arrays, strict=True):
         kept.setdefault(selection.block.path, {})[selection.block.axes] = array
@@ -193,7 +195,10 @@ def arrays_of(selections: Sequence[Selection], kept: Mapping[str, Mapping[str, A
 
 
 def require_same(name: str, selections: Sequence[Selection], length: Any) -> None:
-    """Raises ValueError where a state was made for other vectors; shapes alone cannot tell rows from columns."""
+    """Raises ValueError if a state was made for other vectors.
+
+    It compares axes strings too, because the shapes of a square kernel's arrays cannot tell rows from columns.
+    """
 
     def text(kept: Any) -> str:
         rows = [f'"{path}" as "{axes}" {shape}' for path, by_axes in kept.items() for axes, shape in by_axes.items()]

@@ -1,1 +1,1 @@
-"""Transformations that run on the slice or move weights along orbits."""
+"""Optimizers that run on the slice (`quotient` and the aliases around it), and links that respect gauges."""

@@ -37,8 +37,8 @@ class QuotientState(NamedTuple):
     """State of `quotient`.
 
     Attributes:
-      frame: the frame F that was read at `init`, a `slice.Frame`. Steps change it only for a size whose anchor is
-        stored more precisely (float32) than another leaf of it (bfloat16), see `Slice.following`.
+      frame: the frame F that was read at `init`, a `slice.Frame`. A step changes only the elements of sizes whose
+        anchor is stored more precisely (float32) than another leaf that they multiply (bfloat16): `Slice.following`.
       inner_state: state of the inner transformation, in slice coordinates.
       offset: with `pin=False`, the element B that maps the point θ̃ which `inner` sees to the slice point, θ̂ = B·θ̃:
         label of a size → element. Empty with `pin=True`, where `inner` sees the slice point itself.
@@ -62,29 +62,29 @@ def quotient(
 
     Args:
       inner: a whole optimizer, with its learning rate, decay, clipping and masks, or a link of a chain. It sees bound
-        leaves in float32 (float64 with x64), and a leaf that a gauge binds as `1+` with the 1 added: decay pulls that
-        value towards zero.
-      gauges: a gauge or a sequence of them, in any order, meaning their product. Leaves that no gauge binds pass
-        unchanged.
-      hold: whether to remove from every step the part that only rotates the basis of an attention head, and that of
-        the residual stream where its gauge has `hold=True`. If False, they rotate as `inner` rotates them.
-      pin: whether `inner` sees the weights on the slice, where anchors (the blocks from which sizes are read) have a
+        leaves in float32 (float64 with x64). If a gauge binds a leaf as `1+`, `inner` sees the stored value plus 1, so
+        that its decay pulls this sum towards zero.
+      gauges: a gauge, or a sequence of gauges in any order. Steps of leaves that no gauge binds pass unchanged.
+      hold: if True, every step loses the part that only rotates the basis of an attention head, and the part that
+        only rotates the residual stream if the gauge of the stream has `hold=True`. If False, steps keep these parts.
+      pin: if True, `inner` sees the weights on the slice, where anchors (the blocks from which sizes are read) have a
         constant size. If False, it sees anchors grow and shrink as they would if it ran alone. From small starts Adam
         trains better with True; Muon, whose steps all have one size, trains better with False
         (examples/results/starts.json).
-      rest: which of the weights that compute one function is stored after a step. It changes no output of the network,
-        and no later step of `inner`. "anchor": the anchor of a scale keeps its size, and its partner takes all
-        growth (if another leaf of the scale is less precise than the anchor, the anchor takes it). "balanced": both
-        sides share it, see `optimizers/rest.py`.
-      frozen: leaves that never change, beside those that `inner` never changes (`set_to_zero` in a partition, `freeze`,
-        a learning rate of zero), which need not be said: a tree or prefix of booleans, or a callable from parameters to
-        one. Name every leaf that must not move and that `inner` would move, as weight decay moves a leaf behind
+      rest: which of the weights that compute one function are stored after a step. It changes no output of the network,
+        and no later step of `inner`. "anchor": the anchor of a scale keeps its size, and the other side takes all
+        growth (but the anchor takes it if another leaf of the scale is stored less precisely). "balanced": both sides
+        share the growth, see `optimizers/rest.py`.
+      frozen: leaves that never change: a tree or prefix of booleans, or a callable from parameters to one. Leaves that
+        `inner` never changes (`set_to_zero` in a partition, `freeze`, a learning rate of zero) need no mention. Name
+        every leaf that must not move although `inner` would move it, as weight decay moves a leaf behind
         `stop_gradient`. A gauge that changes a frozen leaf is read at `init` alone, or dropped, so that no growth moves
         from one side to the other.
 
     Returns:
       The transformation. Its `update` needs `params`. Line searches take the extra arguments `grad` and `value_fn`:
-      pass those of the weights θ, and `inner` gets those of θ̂. All other extra arguments reach it unchanged.
+      pass the gradient at the weights θ and a function of θ, and `inner` gets the gradient at the point that it sees
+      and a function of that point. All other extra arguments reach `inner` unchanged.
 
     Raises:
       ValueError: bindings that do not fit the tree, gauges that do not commute; `frozen` that does not fit the tree;
@@ -140,7 +140,7 @@ def quotient_for(
         u = zero_frozen(u, state.frame.frozen) if state.frame.frozen else u
         grown, after = s.fix(optax.tree.add(entered.point, seen.push(s.vectors(u))), state.frame.live)  # fix(θ̂ + B·u)
         step = optax.tree.sub(after, entered.point)
-        step = s.hold(entered.point, step) if hold else step  # without rotations of heads
+        step = s.hold(entered.point, step) if hold else step  # removes the part that only rotates heads
         step, frame, offset = _with_growth(s, state, grown, entered.point, step)
         out = with_leaves(u, cast_like(entered.push(step), updates))  # F·(θ̂′ − θ̂)
         out = zero_frozen(out, state.frame.frozen) if state.frame.frozen else out
@@ -148,7 +148,7 @@ def quotient_for(
 
     def init(params: optax.Params) -> QuotientState:
         require_values(name, params)
-        bound(group.gauges, params)  # raises where a binding does not fit, before anybody looks at `inner`
+        bound(group.gauges, params)  # a binding that does not fit raises here, before `inner` is run
         unchanged = never_changing(params)
         frame, point = frame_and_slice_point(name, group, params, unchanged)
         s = bound(group.gauges, params, unchanged).slice
@@ -187,14 +187,15 @@ def group_of(name: str, learning_rate: Any, gauges: Any) -> Product:
 def slice_gradient(s: Slice, entered: Undone, updates: Any, without_constants: bool = True) -> Any:
     """The slice gradient ĝ = Fᵀ·g as a tree, without roundoff in entries that are zero by invariance.
 
-    A rotation of the residual stream needs norms whose scale is 1. The gradient of such a scale is computed from the
-    other entries, by invariance. Entries that are zero for every invariant loss, up to roundoff, are set to zero.
+    Entries that are zero for every invariant loss, up to roundoff, are set to zero. If a gauge rotates the residual
+    stream, the gradients of the norms' scales are computed from other entries of ĝ: docs/design.md §3 explains why.
 
     Args:
       s: the slice.
-      entered: the point, with the maps from it.
-      updates: the gradient g, a tree.
-      without_constants: whether to remove the part along constants. Only a loss with a penalty on weights has one.
+      entered: the slice point, with the maps `pull` and `push` at it.
+      updates: the gradient g at the stored weights, a tree.
+      without_constants: if True, removes the part of ĝ along constants. An invariant loss has none up to roundoff, but
+        a loss with a penalty on weights does.
     """
     gradient = s.quiet(entered.point, entered.pull(s.vectors(updates)), without_constants)
     return s.without_roundoff(entered.point, with_leaves(updates, gradient))
@@ -206,7 +207,7 @@ def no_offset(s: Slice) -> Elements:
 
 
 def _frame_of(name: str, s: Slice, state: QuotientState, pin: bool) -> Elements:
-    """F. Raises ValueError for the state of other gauges, and for one that was made with another `pin`."""
+    """Returns the elements of F. Raises ValueError for a state that other gauges or another `pin` made."""
     f = s.checked(state.frame)
     if set(state.offset) != set({} if pin else no_offset(s)):
         made, wanted = ("False", "True") if pin else ("True", "False")
@@ -223,11 +224,12 @@ def _frame_of(name: str, s: Slice, state: QuotientState, pin: bool) -> Elements:
 def _with_growth(
     s: Slice, state: QuotientState, grown: Elements, point: Arrays, step: Arrays
 ) -> tuple[Arrays, Frame, Elements]:
-    """The step on the slice, the frame and the offset, after a step to e·θ̂′ from which `fix` has removed e.
+    """Returns the step on the slice, the frame and the offset after a step, given what `fix` has removed.
 
-    If the anchor of a size is to take its growth, the stored step is F·(e·θ̂′ − θ̂), and F becomes F·e. This changes
-    neither the function nor what `inner` sees. With `pin=False`, `inner` must see its own result θ̃ + u at the next
-    step. θ̂ + B·u = e·θ̂′, so that θ̃ + u = B⁻¹·e·θ̂′, which is (e⁻¹·B)⁻¹·θ̂′: the offset becomes e⁻¹·B.
+    A step of `inner` led to e·θ̂′, and `fix` removed the element e (`grown`), which left θ̂′. For a size of
+    `Slice.following`, the anchor keeps this growth instead: the stored step is F·(e·θ̂′ − θ̂), and F becomes F·e. This
+    changes neither the function nor what `inner` sees. With `pin=False`, `inner` must see its own result θ̃ + u at the
+    next step. Since θ̂ + B·u = e·θ̂′, this result is B⁻¹·e·θ̂′ = (e⁻¹·B)⁻¹·θ̂′, so that the offset becomes e⁻¹·B.
     """
     elements, offset = dict(state.frame.elements), dict(state.offset)
     for part, _, _ in s.sizes:
@@ -252,8 +254,8 @@ def frame_and_slice_point(
       frozen: paths of leaves that never change.
 
     Raises:
-      ValueError: leaves that have no values, as in a tree of shapes; gauges that pass a norm's scale without its
-        `norm_scale`, or divide by one that is zero.
+      ValueError: leaves that have no values, as in a tree of shapes; a gauge whose moves depend on a norm's scale, if
+        the list lacks the `norm_scale` of that norm or the scale is zero.
     """
     require_values(name, params)
     s, sharding = bound(group.gauges, params, frozen).slice, layout(params)

@@ -1,4 +1,4 @@
-"""Whole optimizers: `quotient` around AdamW and Muon, with the argument names and defaults of Optax's."""
+"""Whole optimizers: `quotient` around AdamW and Muon, with the argument names and defaults of Optax's optimizers."""
 
 import math
 import warnings
@@ -44,14 +44,15 @@ def quotient_adamw(
 
     Args:
       learning_rate: a number or a schedule.
-      gauges: a gauge or a sequence of them, meaning their product; leaves that none binds get AdamW.
+      gauges: a gauge or a sequence of gauges; leaves that no gauge binds get plain AdamW.
       b1: decay of first moments.
       b2: decay of second moments.
       eps: added to the root of the second moment.
       eps_root: added inside that root.
       mu_dtype: dtype of the first moment; by default that of slice coordinates, at least float32.
       weight_decay: decoupled decay, multiplied by the learning rate; a number or a schedule.
-      mask: where to decay, as in `optax.adamw`. It sees slice coordinates, so that any mask treats twins alike.
+      mask: which leaves decay, as in `optax.adamw`. A callable gets the slice point, which twins share, so that no mask
+        can make twins differ.
       nesterov: whether to use Nesterov momentum.
       hold: see `quotient`.
       pin: see `quotient`.
@@ -61,7 +62,7 @@ def quotient_adamw(
       The optimizer. Its `update` needs `params`.
 
     Raises:
-      ValueError: bindings that do not fit the tree; a mask that splits a gauge; `update` without params.
+      ValueError: bindings that do not fit the tree; `update` without params.
 
     >>> gauge = go.head_linear({"a": "_ basis"}, {"b": "basis _"})
     >>> params = {"a": jnp.array([[2.0], [1.0]]), "b": jnp.zeros((1, 2))}  # LoRA's start
@@ -109,21 +110,21 @@ def quotient_muon(
 ) -> GaugeTransformation:
     """`quotient` around Muon with one matrix per head, and Adam for the leaves that are not matrices.
 
-    Matrices are the leaves of rotations, tori, linear gauges and rescales and the consumers of norms, except vectors
-    and the leaves of a `logit_shift`. A leaf has one matrix per head where one of these gauges or an axis called `head`
-    names heads. Otherwise channels are on one side and free axes on the other. Where gauges bind ranges of a fused
-    kernel, each range is read as a leaf of its own would be. Every other leaf gets Adam, even a kernel that no gauge
-    binds, unless `labels` say "muon".
+    Matrices are the leaves that rotations, tori, linear gauges and rescales bind, and the kernels that read a norm,
+    except vectors and the leaves of a `logit_shift`. A leaf has one matrix per head if one of these gauges or an axis
+    called `head` names heads. Otherwise its channels are one side of one matrix, and its free axes the other side.
+    If gauges bind ranges of a fused kernel, each range is treated like a separate leaf. Every other leaf gets Adam,
+    even a kernel that no gauge binds, unless `labels` say "muon".
 
     Args:
       learning_rate: a number or a schedule.
-      gauges: a gauge or a sequence of them, meaning their product.
+      gauges: a gauge or a sequence of gauges.
       ns_coeffs: see `scale_by_scaled_polar`.
       ns_steps: see `scale_by_scaled_polar`.
       beta: decay of the first moment of matrices.
       eps: see `scale_by_scaled_polar`.
       weight_decay: decoupled decay of matrices, multiplied by the learning rate; a number or a schedule.
-      weight_decay_mask: where `weight_decay` decays, as in `optax.contrib.muon`. Any mask treats twins alike.
+      weight_decay_mask: where `weight_decay` decays, as in `optax.contrib.muon`. No mask can make twins differ.
       mu_dtype: dtype of the first moment; by default that of slice coordinates, at least float32.
       nesterov: whether to use Nesterov momentum, for matrices and all other leaves.
       adam_b1: decay of Adam's first moments.
@@ -131,7 +132,8 @@ def quotient_muon(
       adam_eps_root: added inside the root of Adam's second moment.
       adam_weight_decay: decoupled decay of all other leaves.
       adam_learning_rate: learning rate of all other leaves; by default `learning_rate`.
-      consistent_rms: optax's name for a number as `scale`; it excludes another `scale`.
+      consistent_rms: the RMS of a matrix's step before the learning rate. It means the same as a number as `scale` and
+        has Optax's name; give only one of them.
       scale: see `scale_by_scaled_polar`.
       labels: see `scale_by_scaled_polar`.
       sizes: see `scale_by_scaled_polar`.
@@ -144,8 +146,8 @@ def quotient_muon(
       The optimizer. Its `update` needs `params`.
 
     Raises:
-      ValueError: as `scale_by_scaled_polar`; `heads_per_matrix` that does not divide the heads; a kernel of which
-        gauges bind some ranges, while neither they nor `labels` say what matrices the others are.
+      ValueError: as `scale_by_scaled_polar`; `heads_per_matrix` that does not divide the number of heads; a kernel of
+        which gauges bind some ranges, if neither gauges nor `labels` say which matrices the other ranges are.
 
     >>> gauge = go.head_linear({"a": "_ basis"}, {"b": "basis _"})
     >>> params = {"a": jnp.array([[2.0], [1.0]]), "b": jnp.array([[0.5, 0.0]])}
@@ -177,19 +179,19 @@ def quotient_muon(
 
 @runtime_checkable
 class Found(Protocol):
-    """The part of a report of `go.discover` that an optimizer needs."""
+    """The three attributes of a report of `go.discover` that an optimizer needs."""
 
     @property
     def turning(self) -> Sequence[Gauge]:
-        """The gauges for training, with rotations in place of all matrices of heads."""
+        """The gauges for training; their elements on heads are rotations only, not general invertible matrices."""
 
     @property
     def neurons(self) -> Mapping[str, Axes]:
-        """Path → axes of kernels."""
+        """Path → axes string of every kernel, such as "_ neuron"."""
 
     @property
     def embeddings(self) -> Mapping[str, Axes]:
-        """Path → axes of tables of tokens."""
+        """Path → axes string of every table of tokens, such as "token _"."""
 
 
 def max_norm_muon(
@@ -236,10 +238,10 @@ def max_norm_muon(
 
     Args:
       learning_rate: a number or a schedule.
-      gauges: a gauge or a sequence of them, meaning their product. Or the report of `go.discover`, which has gauges,
-        neurons and embeddings: `go.max_norm_muon(0.02, report)`. It then takes the gauges `report.turning`, which has
-        only rotations for heads, because other matrices change the norms that it bounds.
-      neurons: path → axes of kernels, by default those of the report: `_` are a neuron's inputs, and named axes count
+      gauges: a gauge or a sequence of gauges; or the report of `go.discover`, which has gauges, neurons and embeddings:
+        `go.max_norm_muon(0.02, report)`. Its gauges are `report.turning`, which acts on heads by rotations only,
+        because other invertible matrices would change the norms that this optimizer bounds.
+      neurons: path → axes of kernels, by default the report's mapping: `_` are a neuron's inputs, and named axes count
         neurons, as in `"_ neuron"` for (inputs, outputs) and `"_ head neuron"` for (inputs, heads, size). A kernel is
         one matrix; axes named `layer` or `expert` count matrices. The neurons of an unembedding are tokens: write `"_
         token"`.
@@ -249,7 +251,7 @@ def max_norm_muon(
       beta: decay of the first moment of matrices and tokens.
       eps: see `scale_by_scaled_polar`.
       weight_decay: decoupled decay of matrices, multiplied by the learning rate; rarely needed.
-      weight_decay_mask: where `weight_decay` decays, as in `optax.contrib.muon`. Any mask treats twins alike.
+      weight_decay_mask: where `weight_decay` decays, as in `optax.contrib.muon`. No mask can make twins differ.
       mu_dtype: dtype of the first moment; by default that of slice coordinates, at least float32.
       nesterov: whether to use Nesterov momentum, for all leaves.
       adam_b1: decay of Adam's first moments.
@@ -267,11 +269,11 @@ def max_norm_muon(
       The optimizer. Its `update` needs `params`.
 
     Raises:
-      ValueError: as `max_norm` and `quotient`; neurons that describe no matrix; a path in both mappings; a leaf that is
-        listed in part.
+      ValueError: as `max_norm` and `quotient`; neurons that describe no matrix; a path in both mappings; a leaf of
+        which the mappings list only some entries.
 
-    A fused kernel lists its parts as ranges, `("_ (head unit)=0:32", "_ (head unit)=32:40")`, each of which is a matrix
-    of its own. Leaves that neither mapping lists get Adam, with its eps; `init` warns of those that are matrices.
+    For a fused kernel, list the ranges of its matrices: `("_ (head unit)=0:32", "_ (head unit)=32:40")`. Leaves that
+    neither mapping lists get Adam with `eps`; `init` warns if some of them are matrices.
 
     >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
     >>> params = {"up": jnp.full((2, 3), 0.5**0.5), "down": jnp.zeros((3, 2))}
@@ -281,9 +283,10 @@ def max_norm_muon(
     >>> jnp.linalg.norm(step["down"], axis=0).round(3)  # from zero, by the learning rate
     Array([0.02, 0.02], dtype=float32)
 
-    Reference: Jordan et al. 2024 (Muon), whose steps get one length per vector; Lau and Su 2026, arXiv 2605.18106, for
-      tokens, whose momentum they divide by its present norm, where this divides by an average, so that the steps of an
-      absent token fade; `optax.contrib.muon` for names, and for defaults except those of Adam's rate and b2.
+    Reference: Jordan et al. 2024 (Muon); here its steps get one length per vector. Lau and Su 2026, arXiv 2605.18106,
+      for tokens: they divide a token's momentum by its present norm; here it is divided by an average of its norms,
+      so that the steps of an absent token fade. `optax.contrib.muon` for names, and for defaults except those of Adam's
+      rate and b2.
     """
     name = "max_norm_muon"
     if isinstance(gauges, Found):
@@ -316,7 +319,9 @@ def max_norm_muon(
         return is_table(selection) or TOKEN in selection.block.split_labels
 
     def listed(params: Any) -> dict[str, list[vectors.Selection]]:
-        """Returns leaf path → its vectors, for the leaves of the mappings; raises ValueError for a leaf listed in part.
+        """Returns leaf path → its vectors, for the leaves of both mappings.
+
+        Raises ValueError if only some entries of a leaf are listed, or if a leaf has both tokens and neurons.
         """
         by_path: dict[str, list[vectors.Selection]] = {}
         for selection in vectors.resolve(name, specs, params):
@@ -355,12 +360,13 @@ def max_norm_muon(
     adam = optax.adamw(adam_rate, adam_b1, adam_b2, eps, adam_eps_root, mu_dtype, adam_weight_decay, nesterov=nesterov)
     inner = muon(matrices, polar, nesterov, mu_dtype, tail, adam, (tokens, scale))
 
-    # The loss sees an unembedding's tokens up to one common vector, so that a bound on their norms would depend on it.
+    # Adding one vector to all tokens of an unembedding changes no loss but changes their norms: they have no bound.
     def measure(selection: vectors.Selection) -> Measure:
         table = is_table(selection)
         return Measure(math.sqrt(selection.length) if table else 1.0, bounded=table or not of_tokens(selection))
 
-    # A momentum decays by 0.95 a step and its average size by √0.95, so that the steps of an absent token fade.
+    # An absent token's momentum falls by the factor 0.95 a step and its average size only by √0.95, so that its steps
+    # fade.
     stepped = named_max_norm(name, inner, specs, measure, learning_rate, bound, beta=0.95)
     made = quotient_for(name, stepped, group, hold=hold, pin=pin, rest=rest)
 
@@ -394,8 +400,8 @@ def max_norm_muon(
 def _unlisted(group: Product, params: Any, listed: list[vectors.Selection]) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of matrices that no mapping lists.
 
-    A matrix is a leaf with at least two axes that are longer than 1. A leaf that gauges take for a bias or a norm's
-    scale is none.
+    A matrix is a leaf with at least two axes that are longer than 1. A leaf that gauges treat as a bias or as a norm's
+    scale is no matrix.
     """
     s = slice_of(group.gauges, params).slice
     known = rotated_or_scaled(s) - matrices_of(s.parts).keys() | {selection.block.path for selection in listed}

@@ -1,15 +1,15 @@
-"""Second moments of any optimizer in two bytes per entry, or in one; the optimizer itself computes in float32.
+"""Stores the second moments of any optimizer in one or two bytes per entry; the optimizer itself computes in float32.
 
-If an average changes in a step by less than the distance between two stored numbers, rounding to the nearest keeps it
-constant: at b2 = 0.999, Adam's v never falls again. Here every entry is rounded up or down at random, so that its
-expected value is the exact one, except below the smallest code of one byte. The random numbers are hashed from the
-entry's position and the step, so that a run can be repeated.
+Rounding to the nearest would not do. It keeps an average constant that changes in a step by less than half the distance
+between two stored numbers: at b2 = 0.999, Adam's v would never fall. Here every entry is rounded up or down at random,
+so that its expected value is exact, except for entries below the smallest code of one byte. The random numbers are
+hashed from the entry's position and the step, so that a run can be repeated.
 
-*Measured* on 4,000 averages of squared normals, 6,000 steps, with gradients a tenth as large in the second half: the
-root of v is off by 5 % in two bytes and by 23 % in one at b2 = 0.999, by 0.6 % and 8 % at 0.98; its mean by 0.3 % at
-most. Rounded to the nearest, v ends 26 times too large in two bytes at 0.999, and 361 times in one at 0.98. On a Llama
-of two layers of width 64 (400 steps, three seeds, b2 = 0.999) the validation loss of AdamW and `ddc_adamw` differs from
-the loss without compression by at most 0.2 % in two bytes and 0.8 % in one, in either direction.
+*Measured* on 4,000 averages v of squared normal numbers, in 6,000 steps, with gradients a tenth as large in the second
+half: √v is off by 5 % in two bytes and by 23 % in one at b2 = 0.999, by 0.6 % and 8 % at 0.98; the mean is off by 0.3 %
+at most. Rounded to the nearest, v ends 26 times too large in two bytes at 0.999, and 361 times in one at 0.98. On a
+Llama of two layers of width 64 (400 steps, three seeds, b2 = 0.999) the validation loss of AdamW and `ddc_adamw`
+differs from the loss without compression by at most 0.2 % in two bytes and 0.8 % in one, in either direction.
 References: Dettmers et al. 2022, arXiv:2110.02861 (one byte per entry, to the nearest); Gupta et al. 2015,
 arXiv:1502.02551 (rounding at random).
 """
@@ -26,7 +26,7 @@ from gauge_optax.transformation import GaugeTransformation, checked_inner, requi
 from gauge_optax.xla import hashed_positions
 
 _NAME = "compress_second_moments"
-_PER_OCTAVE = 8  # codes of one byte: 255 is a power of two above the leaf's largest, 247 is half of it, and 0 is 0
+_PER_OCTAVE = 8  # code 255 stands for the power of two above the leaf's largest entry, 247 for half of it, and 0 for 0
 _DIFFERENCES = ("ScaleByRStdDevState", "ScaleByRStdDevWithCountState")  # ν − μ² must not become negative by rounding
 _STORED = ("bfloat16", "uint8")
 
@@ -36,8 +36,9 @@ class CompressedState(NamedTuple):
 
     Attributes:
       count: steps so far, int32.
-      tops: for one byte per entry, what the largest code stands for: a power of two per leaf, (leaves,). Otherwise ().
-      inner_state: the state of the optimizer inside, with its fields `nu` in bfloat16, or in codes, uint8.
+      tops: with one byte per entry, the numbers that the largest code stands for: a power of two per leaf, (leaves,).
+        Otherwise ().
+      inner_state: the state of the wrapped optimizer, with its fields `nu` in bfloat16, or as codes in uint8.
     """
 
     count: jax.Array  # type: ignore[assignment]
@@ -52,19 +53,21 @@ def compress_second_moments(
 
     Args:
       inner: any Optax transformation, a whole optimizer or a link. Its second moments are the fields `nu` of its
-        states, as those of Optax's Adam, NAdam, RMSProp, AdaBelief and Muon, of `ddc_adamw`, and of all inside
-        `quotient`. What a state keeps elsewhere stays as it is, and so do moments in float64 and those from which a
-        squared mean is subtracted (centered RMSProp). Put `optax.apply_if_finite` around the result, not inside.
-      dtype: "bfloat16", or "uint8": codes of 255 sizes, 8 per factor of two, from the power of two above the largest
-        entry of the leaf down. They span a factor of 3.6e9. Smaller positive entries are stored as the smallest code
-        and not as zero, which makes their steps shorter. One infinite or undefined entry makes its whole leaf NaN.
+        states. Optax's Adam, NAdam, RMSProp, AdaBelief and Muon and `ddc_adamw` have such fields, inside `quotient`
+        too. All other fields stay as they are. So do moments in float64, and those from which a squared mean is
+        subtracted (centered RMSProp). Put `optax.apply_if_finite` around the result, not inside.
+      dtype: "bfloat16", or "uint8" for codes of 255 numbers. The largest is the power of two above the leaf's largest
+        entry, and there are 8 per factor of two. They span a factor of 3.6e9. Smaller positive entries are stored as
+        the smallest code and not as zero, which makes their steps shorter. One infinite or undefined entry makes its
+        whole leaf NaN.
 
     Returns:
       The optimizer. Its updates have the dtypes of the gradients.
 
     Raises:
-      ValueError: an `inner` that is no transformation; another `dtype`; at `init`, a state without a field `nu`, a
-        state that is compressed already, parameters in a NamedTuple with a field `nu`; `update` without params.
+      ValueError: an `inner` that is no transformation; an unknown `dtype`; at `init`, a state without a field `nu` that
+        may be rounded, a state that is compressed already, parameters in a NamedTuple with a field `nu`; `update`
+        without params.
 
     >>> params = {"w": jnp.ones(1000)}
     >>> tx = go.links.compress_second_moments(optax.adamw(1e-3), "uint8")
@@ -74,8 +77,8 @@ def compress_second_moments(
     dtype('uint8')
 
     Reference: Dettmers et al. 2022. Deviation: rounding at random, and one scale per leaf in place of one per block.
-      Weights of one function get one run up to these roundings: numbers that differ in their last digit may be rounded
-      to different sides.
+      Around `quotient`, the runs of twins are equal up to these roundings only: two numbers that differ in their last
+      digit may be rounded to different sides.
     """
     require_choice(_NAME, "dtype", dtype, _STORED)
     inner = checked_inner(_NAME, inner)
@@ -103,7 +106,8 @@ def compress_second_moments(
         before = decompressed(state)
         steps, after = inner.update(updates, before, params, **extra)
         steps = jax.tree.map(lambda step, given: jnp.asarray(step, jnp.result_type(given)), steps, updates)
-        # A state made for bfloat16 parameters computes with second moments in float32 here: its types must not change.
+        # For bfloat16 parameters `before` has second moments in float32, and `inner` may return other dtypes: the
+        # state's dtypes must not change.
         inner_state = jax.tree.map(_in_dtype_of, before, after)
         return steps, compressed(optax.safe_increment(state.count), inner_state, dtype)
 
@@ -114,10 +118,10 @@ def compress_second_moments(
 
 
 def compressed(count: jax.Array, state: Any, dtype: str, stream: int = 0) -> CompressedState:
-    """Rounds the second moments of a state at random; `count` and `stream` say which random numbers.
+    """Rounds the second moments of a state at random; `count` and `stream` are the seed of the random numbers.
 
-    If a state is rounded twice at one count, use two streams: with the same random numbers both roundings would go to
-    one side.
+    If a state is rounded twice at one count, use two values of `stream`. With the same random numbers, both roundings
+    of an entry would go to one side.
 
     >>> state = optax.scale_by_adam().init({"w": jnp.ones(4)})
     >>> compressed(jnp.zeros((), jnp.int32), state, "uint8").inner_state.nu["w"].dtype
@@ -143,7 +147,7 @@ def compressed(count: jax.Array, state: Any, dtype: str, stream: int = 0) -> Com
 
 
 def decompressed(state: CompressedState) -> Any:
-    """The state of the optimizer inside, with second moments in float32.
+    """Returns the state of the wrapped optimizer, with second moments in float32.
 
     >>> state = optax.scale_by_adam().init({"w": jnp.ones(4)})
     >>> decompressed(compressed(jnp.zeros((), jnp.int32), state, "bfloat16")).nu["w"]
@@ -160,7 +164,7 @@ def decompressed(state: CompressedState) -> Any:
 
 
 def dtype_of(state: CompressedState) -> str:
-    """The argument `dtype` of the transformation that made a state.
+    """Returns the argument `dtype` of the transformation that made a state.
 
     >>> dtype_of(compress_second_moments(optax.adam(0.1), "uint8").init({"w": jnp.ones(4)}))
     'uint8'
@@ -180,13 +184,13 @@ def _is_compressed(node: Any) -> bool:
 
 
 def _in_dtype_of(before: Any, after: Any) -> Any:
-    """The new array of a state in the dtype of the old one."""
+    """Returns the array `after` in the dtype of the array `before`."""
     changed = jnp.result_type(after) != jnp.result_type(before)
     return jnp.asarray(after, jnp.result_type(before)) if changed else after
 
 
 def _second_moments(state: Any) -> Iterator[Any]:
-    """All fields `nu` of a state."""
+    """Yields all fields `nu` of a state."""
     for node in jax.tree.leaves(state, is_leaf=_has_second_moments):
         if _has_second_moments(node):
             yield node.nu
@@ -194,7 +198,7 @@ def _second_moments(state: Any) -> Iterator[Any]:
 
 
 def _with_second_moments(state: Any, change: Callable[[Any], Any]) -> Any:
-    """The state with every array of its fields `nu` changed."""
+    """Returns the state with `change` applied to every array of its fields `nu`."""
 
     def at(node: Any) -> Any:
         if not _has_second_moments(node):
@@ -213,23 +217,23 @@ def _is_rounded(x: Any) -> bool:
 
 
 def _to_bfloat16(x: jax.Array, chances: jax.Array) -> jax.Array:
-    """Cuts the lower 16 bits off after adding 16 random ones: it rounds up with the chance that they say."""
+    """Adds 16 random bits and cuts the lower 16 bits off: the chance of rounding up is their value over 2¹⁶."""
     pattern = jax.lax.bitcast_convert_type(x, jnp.uint32) + (chances & 0xFFFF)
     cut = jax.lax.bitcast_convert_type(pattern & jnp.uint32(0xFFFF0000), jnp.float32)
     return jnp.where(jnp.isfinite(x), cut, x).astype(jnp.bfloat16)
 
 
 def _to_codes(x: jax.Array, chances: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Codes of entries that are not negative, and the power of two that the largest code stands for."""
+    """Returns codes of entries that are not negative, and the power of two that the largest code stands for."""
     _, exponent = jnp.frexp(jnp.max(x, initial=0.0))
     top = jnp.ldexp(jnp.float32(1.0), jnp.minimum(exponent, 127))
-    top = jnp.where(jnp.all(jnp.isfinite(x)), top, jnp.nan)  # what is no number must not become one
+    top = jnp.where(jnp.all(jnp.isfinite(x)), top, jnp.nan)  # otherwise an infinite or NaN entry would look finite
     place = jnp.log2(jnp.maximum(x / top, jnp.finfo(jnp.float32).tiny)) * _PER_OCTAVE + 255.0
     lower = jnp.clip(jnp.floor(place), 0.0, 254.0)
     below, above = (_size_of_code(code, top) for code in (lower, lower + 1.0))
     share = (x - below) / (above - below)
     code = lower + (share * 2.0**24 > (chances >> 8).astype(jnp.float32)).astype(jnp.float32)
-    # A small entry whose second moment were zero would take a step of its first moment over eps.
+    # A positive entry is never stored as zero: Adam would divide its first moment by eps alone.
     return jnp.where((x > 0) & (code < 1), 1.0, code).astype(jnp.uint8), top
 
 

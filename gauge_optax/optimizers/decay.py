@@ -1,8 +1,9 @@
-"""Decoupled weight decay that respects gauges: wd·θ once per leaf, whatever its gauges, without its part along shifts.
+"""Decoupled weight decay that respects gauges: each leaf decays once, by wd·θ without the part along shifts.
 
-The decay direction θ is equivariant under scales and rotations, and from balanced weights it leads to balanced weights:
-every log s shrinks by (p+1)·lr·wd, exactly as under AdamW. A logit shift is affine, so that the mean along it does not
-decay. A number per role shrinks the sides of a gauge independently; a part of that field lies along the orbits.
+A scale multiplies `up` by α and `down` by α⁻ᵖ, and leaves the *joint scale* s = ‖up‖ᵖ·‖down‖ as it is. The decay wd·θ
+moves with θ under scales and rotations, and leads from balanced weights to balanced weights. Every log s falls by
+(p+1)·lr·wd a step, exactly as under AdamW. A logit shift adds a mean that changes no output, and this mean does not
+decay. With one number per role, the sides of a gauge shrink independently, and a part of this motion is along orbits.
 References: DDC B.7 and C.14; docs/design.md §4; "When Equivalent Weights Train Differently" ("the post") §4.
 """
 
@@ -36,7 +37,7 @@ Decay: TypeAlias = optax.ScalarOrSchedule | Mapping[str, float]
 
 _NAME = "add_gauge_decay"
 _OTHER = "other"
-# The constructors that give the blocks of this role another name.
+# (constructor, role of a block in its part) → the name of the constructor's argument, where the two differ.
 _ARGUMENTS = {
     ("norm_scale", "up"): "scale", ("norm_scale", "down"): "into", ("scale_invariant", "up"): "blocks",
     ("multiplier_balance", "up"): "query", ("multiplier_balance", "down"): "key",
@@ -47,7 +48,7 @@ class AddGaugeDecayState(NamedTuple):
     """State of `add_gauge_decay`.
 
     Attributes:
-      count: steps so far, int32; a schedule is read at it.
+      count: steps so far, int32; the argument of a schedule.
     """
 
     count: jax.Array  # type: ignore[assignment]
@@ -60,15 +61,15 @@ def add_gauge_decay(
 
     Args:
       weight_decay: a number, or a schedule of the step; or role → number, which shrinks the sides of a gauge
-        independently. A role is the argument of the gauge's constructor that lists the block ("up", "down"; "scale" and
-        "into" of a norm; "blocks" of rotations and shifts). For scale gauges "up" and "down" also mean the first and
-        the second argument, whatever their names; the constructor's name comes first. "other" is for leaves that no
-        gauge binds, 0 by default.
-      gauges: a gauge or a sequence of them, meaning their product.
-      match: "adamw" shrinks every joint scale as AdamW would; "horizontal" is the rate of DDC B.7, (p²+1)/(p+1) times
-        that on leaves with one rescale gauge.
+        independently. The role of a leaf is the name of the argument that lists it in the gauge's constructor: "up"
+        and "down" of `rescale`, "scale" and "into" of `norm_scale`, "blocks" of rotations and shifts. For every scale
+        gauge, "up" and "down" also mean the first and the second argument; if the mapping has the argument's own name
+        too, that number counts. "other" is for leaves that no gauge binds, 0 by default.
+      gauges: a gauge or a sequence of gauges.
+      match: "adamw" shrinks every joint scale at AdamW's rate. "horizontal" is the rate of DDC B.7: on leaves that a
+        scale gauge binds, (p²+1)/(p+1) times the decay of "adamw", where p is the gauge's degree.
       mask: None, a tree or prefix of booleans, or a callable from parameters to one; leaves with False do not decay. It
-        may split a gauge: twins then still decay alike.
+        may decay one side of a gauge only: twins still take the same run.
 
     Returns:
       A transformation of updates (tangents).
@@ -94,8 +95,8 @@ def add_gauge_decay(
     [0.2, 0.0]
 
     Reference: DDC B.7; the post's §4 for shrinks of both sides. Deviation: every leaf decays once. If every gauge had
-      its own decay, a shared leaf would decay twice. `gauge_retract` keeps only the part of an independent shrink that
-      changes the joint scale: to first order, the shared shrink with (p·up + down)/(p + 1).
+      its own decay, a shared leaf would decay twice. If `gauge_retract` follows, only the change of the joint scale
+      remains of two numbers `up` and `down`: to first order, both sides decay by (p·up + down)/(p + 1).
     """
     return decay(weight_decay, product(gauges), match, mask)
 
@@ -108,15 +109,15 @@ def decay(
     only: Callable[[Slice, Any], Collection[str]] | None = None,
     on_slice: bool = False,
 ) -> GaugeTransformation:
-    """`add_gauge_decay`, also for an optimizer inside `quotient`.
+    """`add_gauge_decay` with two more arguments, for an optimizer inside `quotient`.
 
     Args:
       weight_decay: see `add_gauge_decay`.
       group: the gauges.
       match: see `add_gauge_decay`.
       mask: see `add_gauge_decay`.
-      only: (slice, params) → the paths that decay; all by default.
-      on_slice: whether params are slice points, which are values: γ where a leaf of θ stores γ − 1.
+      only: a function of the slice and params that returns the paths that decay; by default all do.
+      on_slice: if True, params are slice points: where a leaf of stored weights has γ − 1, they have γ itself.
     """
     require_choice(_NAME, "match", match, ("adamw", "horizontal"))
     by_role = weight_decay if isinstance(weight_decay, Mapping) else None
@@ -129,7 +130,7 @@ def decay(
             )
 
     def factors_of(s: Slice, params: Any) -> dict[str, float]:
-        """Returns what multiplies rate·θ on every leaf that decays."""
+        """Returns path → the number that multiplies rate·θ there, for every leaf that decays."""
         matched = _horizontal(s) if match == "horizontal" else {}
         decays = mask_by_path(True if mask is None else mask, params)
         numbers, other = ({}, 1.0) if by_role is None else _numbers(s, by_role)
@@ -145,7 +146,7 @@ def decay(
         rate: Any = 1.0 if by_role is not None else weight_decay
         rate = rate(state.count) if callable(rate) else rate
         s = bound(group.gauges, params).slice
-        # The function does not see the mean along a shift: it is no weight, and does not decay.
+        # The mean along a shift changes no output, so that it does not decay.
         centred = s.centred(s.vectors(params) if on_slice else s.values(params))
         values, vectors = leaves_by_path(params) | centred, leaves_by_path(updates)
         decayed = {
@@ -162,7 +163,7 @@ def decay(
 
 @functools.singledispatch
 def degree(part: Part[Any]) -> float | None:
-    """The degree p of a scale, which match="horizontal" needs; None for all others, whose decay does not change."""
+    """The degree p of a scale, which match="horizontal" needs; None for other parts, which do not change the decay."""
     return None
 
 
@@ -172,7 +173,7 @@ def _degree_of_factor(part: Factor) -> float | None:
 
 
 def _horizontal(s: Slice) -> dict[str, float]:
-    """Returns the factors of leaves with a scale gauge under match="horizontal". Raises ValueError for two gauges."""
+    """Returns path → (p²+1)/(p+1), for leaves that a scale moves. Raises ValueError if two scales move one leaf."""
     factors: dict[str, float] = {}
     first: dict[str, str] = {}
     for part in s.parts:
@@ -190,11 +191,11 @@ def _horizontal(s: Slice) -> dict[str, float]:
 
 
 def _numbers(s: Slice, by_role: Mapping[str, float]) -> tuple[dict[str, float], float]:
-    """Returns the number of every bound leaf, and the number of all other leaves.
+    """Returns path → decay for every bound leaf, and the one decay of all other leaves.
 
     Raises ValueError for a role without a number, a key that is no role, and a leaf with two different numbers.
     """
-    roles = []  # of every block: its leaf, the constructor's argument, and the key under which its number is looked up
+    roles = []  # per block: its leaf, the constructor's argument that lists it, and its key in `by_role`
     for part in (*s.parts, *s.free):
         for block in part.blocks:
             argument = _ARGUMENTS.get((name_of(part), block.argument), block.argument)

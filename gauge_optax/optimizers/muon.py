@@ -45,16 +45,16 @@ def muon(
     """Polar factors for matrices, momentum for the leaves that are named, Adam for all others.
 
     Args:
-      matrices: a function of params that returns leaf path → how the leaf is read, for the leaves that are matrices; it
-        reads shapes alone.
-      polar: how matrices are stepped.
-      nesterov: whether matrices have Nesterov momentum.
-      mu_dtype: dtype of their first moment.
-      matrix_tail: their decay and learning rate: what follows the polar factor in a chain.
+      matrices: a function of params that returns, for every leaf that is stepped by polar factors, leaf path → which
+        matrices the leaf holds. It uses only shapes.
+      polar: settings of the polar factors.
+      nesterov: whether matrices and momentum leaves use Nesterov momentum.
+      mu_dtype: dtype of the first moments of matrices and momentum leaves.
+      matrix_tail: transformations that follow the polar factor in a chain: decay and learning rate of matrices.
       adam: the optimizer of every other leaf.
-      momentum: a function of params that returns the paths of the leaves that are stepped by their momentum, and what
-        multiplies them by a learning rate; None for no such leaves. They have no decay: a momentum has the size of
-        gradients, to which no decay is in proportion.
+      momentum: None, or two things: a function of params that returns the paths of the leaves that are stepped by their
+        momentum, and a transformation that multiplies these steps by a learning rate. These leaves have no decay,
+        because their steps have the size of gradients, and no fixed decay is in proportion to that.
 
     Returns:
       A whole optimizer.
@@ -71,7 +71,7 @@ def muon(
             rules["momentum"] = optax.chain(optax.trace(polar.beta, nesterov, mu_dtype), rate)
             labels |= dict.fromkeys(() if is_empty(params) else paths(params), "momentum")
         tree = with_leaves(jax.tree.map(lambda _: "adam", params), labels)
-        return optax.partition(rules, lambda _: tree)  # a tree that can be called, as modules can, would be called
+        return optax.partition(rules, lambda _: tree)  # in a function: Optax would call a tree that is callable
 
     def update_fn(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         return partition(params).update(updates, state, params, **extra)
@@ -84,7 +84,8 @@ def muon(
 
 
 def polar_rules(paths: Iterable[str], matrices: Mapping[str, Reading]) -> dict[str, LeafRule]:
-    """Returns the rule of each leaf, where matrices get polar factors and all others Adam."""
+    """Returns leaf path → the name of its rule, for `go.plan`: polar factors for matrices, Adam for all other leaves.
+    """
 
     def rule(reading: Reading) -> LeafRule:
         by_head = all(piece.heads is not None for piece in reading.pieces)
@@ -96,11 +97,11 @@ def polar_rules(paths: Iterable[str], matrices: Mapping[str, Reading]) -> dict[s
 def scale_by_head_polar(
     polar: Polar, matrices: Mapping[str, Reading], nesterov: bool, mu_dtype: Any
 ) -> optax.GradientTransformation:
-    """The scaled polar factor of every matrix of a first moment.
+    """Replaces gradients by the scaled polar factors of their first moments, matrix by matrix.
 
     Args:
-      polar: how matrices are stepped.
-      matrices: leaf path → how it is read, for every leaf of the updates.
+      polar: settings of the polar factors.
+      matrices: leaf path → which matrices the leaf holds, for every leaf of the updates.
       nesterov: whether to use Nesterov momentum.
       mu_dtype: dtype of the first moment.
 
@@ -136,21 +137,22 @@ def scale_by_polar(
     *,
     sizes: Mapping[str, int] | None = None,
 ) -> GaugeTransformation:
-    """Replaces the update of every kernel by nearly its polar factor, times √max(1, outputs/inputs): Muon's step.
+    """Replaces the update of every kernel by its approximate polar factor times √max(1, outputs/inputs): Muon's step.
 
     Args:
       neurons: path → axes of kernels, as in `max_norm_muon`: `_` are a neuron's inputs, and named axes count neurons.
-        A kernel is one matrix; axes named `layer` or `expert` count matrices. Other leaves keep their updates.
+        A leaf is one matrix, but axes named `layer` or `expert` count matrices. Unlisted leaves keep their updates.
       ns_coeffs: see `scale_by_scaled_polar`.
       ns_steps: see `scale_by_scaled_polar`.
       eps: see `scale_by_scaled_polar`.
       sizes: lengths of axes inside `(a b)` that shapes do not fix.
 
     Returns:
-      A link without state, behind a momentum. Its `update` needs `params`, of which it reads the shapes.
+      A link without state; put it behind a momentum. Its `update` needs `params`, but uses only their shapes.
 
     Raises:
-      ValueError: malformed axes; no match, entries in two matrices, or neurons that describe no matrix.
+      ValueError: malformed axes; a path that matches no leaf; an entry in two matrices; neurons that describe no
+        matrix.
 
     >>> neurons = {"kernel": "_ neuron"}
     >>> tx = optax.chain(
@@ -190,7 +192,7 @@ def readings_of_neurons(name: str, selections: Iterable[vectors.Selection]) -> d
     stacks: dict[str, dict[Matrices, None]] = {}
     for block in (selection.block for selection in selections):
         own, stack = stacks.setdefault(block.path, {}), neuron_matrices(block)
-        # A whole leaf has one reading, and a leaf of ranges has one per range.
+        # Axes that cover a whole leaf are its only reading; a leaf listed by ranges has one reading per range.
         if stack is None or any(stack != other and None in (stack.block, other.block) for other in own):
             raise binding_error(
                 name, f"the neurons of '{block.path}' describe no matrix", f"axes \"{block.axes}\"",

@@ -1,8 +1,9 @@
 """Multiplies each factor's increment by the inverse Gram matrix of the opposite factor.
 
-With M = A·Bᵀ, raw increments U_A and U_B move M by U_A·Bᵀ + A·U_Bᵀ, which depends on which of the many pairs (A, B)
-with this product stores M. A gradient U_A = G·B is a cotangent. U_A·(BᵀB)⁻¹ moves like A under every S in GL(d): it is
-a tangent, and the dependence is gone. The same holds per channel for the two sides of a scale.
+Many pairs of factors (A, B) store one product M = A·Bᵀ: A·S and B·S⁻ᵀ do for every invertible S. Raw increments U_A and
+U_B move M by U_A·Bᵀ + A·U_Bᵀ, which differs from pair to pair. A gradient U_A = G·B, with G the gradient for M, is a
+cotangent. U_A·(BᵀB)⁻¹ moves like A under every S: it is a tangent, and all pairs move M by the same amount. The two
+sides of a scale are treated in the same way, per channel.
 References: "When Equivalent Weights Train Differently" ("the post") §3, §7; docs/design.md §5.
 """
 
@@ -40,12 +41,12 @@ _NAME = "scale_by_opposite_gram"
 
 
 class OppositeInverses(NamedTuple):
-    """The factors of each side's increments: inverses of the opposite side's Gram matrices.
+    """What the increments of each side are multiplied by: inverses of the opposite side's Gram matrices.
 
     Attributes:
-      scales: per scale part with two sides, a number per channel for `up` and one for `down`, shaped like its axes.
-      linear: per linear part, a matrix for `left` and one for `right`, (*shape, d, d); with `diagonal`, their
-        diagonals, (*shape, d).
+      scales: per scale part with two sides, one array for `up` and one for `down`, with a number per channel.
+      linear: per linear part, one array for `left` and one for `right`, with a matrix per head (*shape, d, d); with
+        `diagonal`, the matrices' diagonals, (*shape, d).
     """
 
     scales: tuple[Pair, ...]
@@ -56,8 +57,8 @@ class ScaleByOppositeGramState(NamedTuple):
     """State of `scale_by_opposite_gram`; both fields are () with every=1.
 
     Attributes:
-      gauges: the last `OppositeInverses`.
-      age: updates since they were computed, int32; 0 where the next update computes new ones.
+      gauges: the `OppositeInverses` that were computed last.
+      age: number of updates that used them, int32; 0 if the next update computes new ones.
     """
 
     gauges: Any
@@ -73,46 +74,47 @@ def scale_by_opposite_gram(
 ) -> GaugeTransformation:
     r"""Multiplies each factor's increments by the inverse Gram matrix of the opposite factor.
 
-    It comes after an optimizer's scaling and before decoupled decay; the learning rate may be before or after it. For
-    every `head_linear`, with H_A = AᵀA over all rows of the left blocks, which include biases, and H_B likewise, it
-    makes the steps
+    In a chain it comes after an optimizer's scaling and before decoupled decay; the learning rate may be before or
+    after it. For every `head_linear`, A are all rows of the left blocks, biases included, and B all rows of the right
+    blocks. With the Gram matrices H_A = AᵀA and H_B = BᵀB, it makes the steps
 
     .. math:: U_A \mapsto U_A (H_B + \lambda)^{-1}, \qquad U_B \mapsto U_B (H_A + \lambda)^{-1}.
 
-    Gauges that trade a scale between two sides (`rescale`, `norm_scale`, the moduli of `rope_linear`) get the same per
-    channel, with a 1 × 1 Gram matrix: U_up·(ρ_down² + λ)^(−1/p) and U_down·(ρ_up² + λ)^(−p), where ρ are the norms of a
-    channel's sides and p is the degree. Rotations, shifts and `scale_invariant` have no opposite side: leaves that only
-    these bind pass unchanged.
+    Gauges that move a scale between two sides (`rescale`, `norm_scale`, the moduli of `rope_linear`) are treated per
+    channel, with a 1 × 1 Gram matrix: the steps are U_up·(ρ_down² + λ)^(−1/p) and U_down·(ρ_up² + λ)^(−p), where ρ are
+    the norms of a channel's sides and p is the degree. Rotations, shifts and `scale_invariant` have no opposite side:
+    leaves that only these bind pass unchanged.
 
-    Gradients are cotangents, U_A ↦ U_A·S⁻ᵀ under A ↦ A·S, B ↦ B·S⁻ᵀ; so are their moving averages. H_B⁻¹ ↦ Sᵀ·H_B⁻¹·S
-    makes them tangents, exactly: without damping, twins take the same represented step for every S. Increments that do
-    not grow with the gradient (Adam's, a polar factor's) are overcorrected: where S is a number s, their represented
-    motion has a part in s⁻¹ and a part in s, and after the correction it has one in s and one in s⁻¹. *Measured* at
-    condition 100, 20 steps of AdamW: twins' motions are 1.9 apart raw, 3.1 corrected. `go.quotient` is exact there.
+    Gradients and their moving averages are cotangents: U_A ↦ U_A·S⁻ᵀ under A ↦ A·S, B ↦ B·S⁻ᵀ. The factor
+    H_B⁻¹ ↦ Sᵀ·H_B⁻¹·S makes them tangents, exactly: without damping, the product A·Bᵀ of twins takes the same step for
+    every S. Increments that do not grow with the gradient (of Adam, or a polar factor) are overcorrected. If S is a
+    number s, the raw motion of A·Bᵀ is a sum of a part that grows like s and a part that grows like 1/s, and the
+    correction only exchanges the two. *Measured* at condition 100, 20 steps of AdamW: twins' motions are 1.9 apart raw,
+    3.1 corrected. `go.quotient` is exact for such increments.
 
     Args:
-      gauges: a gauge or a sequence of them, meaning their product.
-      damping: λ. With λ > 0 the correction is exact only where S is a rotation; with "relative" also where S is a
-        rotation times a number, and therefore per channel.
-      damping_mode: with "relative", λ is damping·tr(H)/d, a share of the mean eigenvalue; with "absolute" it is
-        `damping` itself.
-      diagonal: whether only the diagonal of each Gram matrix is inverted: the squared norms of the opposite factor's
-        columns. That is exact only where S is diagonal.
+      gauges: a gauge or a sequence of gauges.
+      damping: a number from which λ follows. With λ > 0 the correction is exact only if S is a rotation, and with
+        "relative" also if S is a rotation times a number, as every S of a single channel is.
+      damping_mode: with "relative", λ is damping·tr(H)/d, a share of the mean eigenvalue; with "absolute", λ is
+        `damping`.
+      diagonal: if True, only the diagonal of each Gram matrix is inverted, which has the squared norms of the opposite
+        factor's columns. That is exact only if S is diagonal.
       every: the number of updates from one computation of the inverses to the next; the state keeps them in between.
-        That is our reading of the post's "periodic full correction": S is constant along twins' trajectories, so that
-        an old inverse still makes tangents. The literal reading leaves increments raw in between. *Measured* at
-        condition 100, 20 steps of SGD: 2e-13 with every=16, 8.3 with the literal reading, 7.9 raw; at ten times the
-        learning rate 2e-13, and the others diverge.
+        An old inverse still makes tangents, because the S between two twins is constant along their runs. This is our
+        reading of the post's "periodic full correction"; the literal reading leaves the increments in between raw.
+        *Measured* distance of twins at condition 100 after 20 steps of SGD: 2e-13 with every=16, 8.3 with the literal
+        reading, 7.9 raw; at ten times the learning rate 2e-13, and the others diverge.
 
     Returns:
-      A transformation of raw factor increments (gradients: cotangents) into tangents. Where a Gram matrix lacks ranks,
-      its pseudo-inverse is used: increments of a factor whose opposite is 0 become 0. It takes 12 times as long as the
-      update of `optax.adamw` (12 kernels of d = 768, CPU), 6 times with every=16, twice with `diagonal`.
+      A transformation of raw increments of factors (cotangents, such as gradients) into tangents. If a Gram matrix is
+      singular, its pseudo-inverse is used: increments of a factor whose opposite is 0 become 0. It takes 12 times as
+      long as the update of `optax.adamw` (12 kernels of d = 768, CPU), 6 times with every=16, twice with `diagonal`.
 
     Raises:
-      ValueError: a damping that is negative, another mode, an `every` that is no positive integer, at once; an entry
-        that two gauges with two sides bind, and bindings that do not fit, when a tree is first seen; `update` without
-        params.
+      ValueError: when called, a damping that is negative, an unknown mode, or an `every` that is no positive integer;
+        when it first gets a tree, an entry that two gauges with two sides bind, or bindings that do not fit; `update`
+        without params.
 
     >>> gauge = go.rescale({"a": ""}, {"b": ""})
     >>> balanced = {"a": jnp.array(1.0), "b": jnp.array(0.5)}
@@ -127,8 +129,8 @@ def scale_by_opposite_gram(
     >>> [product_after_a_step(tx, p) for p in (balanced, twin)]
     [0.605, 0.605]
 
-    Without damping, steps are divided by the smallest singular values of a factor: choose a damping above 0 where the
-    optimum has fewer ranks than the factors.
+    Without damping, steps are divided by the smallest singular values of a factor. Choose a damping above 0 if the
+    product at the optimum has a smaller rank than d, the number of the factors' columns.
 
     Reference: "When Equivalent Weights Train Differently" §3, and §7 for `diagonal` and `every`. Deviation: the Gram
       matrix, whose condition number is the square of its factor's, is never formed; damping is relative by default.
@@ -146,7 +148,7 @@ def scale_by_opposite_gram(
             )
     require_every(_NAME, every)
     group = product(gauges)
-    # Under `inject_hyperparams` `every` is traced, so that the state must have one form for all values of an array.
+    # `inject_hyperparams` traces `every`, so that the state must have one form for all values of a traced `every`.
     always = not isinstance(every, jax.Array) and every == 1
 
     def inverses_at(s: Slice, params: Any) -> OppositeInverses:
@@ -183,13 +185,13 @@ def scale_by_opposite_gram(
 
 
 def two_sides(s: Slice) -> tuple[list[Any], list[Any]]:
-    """Returns the parts with two opposite sides: those that trade numbers, and those that trade matrices."""
+    """Returns the parts with two opposite sides: first those whose elements are numbers, then those with matrices."""
     scales = [i for i in s.parts if channel_sides(i) is not None]
     return scales, [i for i in s.parts if matrix_sides(i) is not None]
 
 
 def _checked_slice(group: Product, params: Any) -> Slice:
-    """Returns the slice. Raises ValueError for an entry in two gauges with two sides, so in two opposite factors."""
+    """Returns the slice. Raises ValueError if two gauges with two sides bind one entry: it has two opposite factors."""
     s = bound(group.gauges, params).slice
     scales, linear = two_sides(s)
     earlier: list[tuple[str, Block]] = []
@@ -230,7 +232,7 @@ def _inverses(
     else:
         factors = [side.stacked(point) for side in sides]
         for shape in dict.fromkeys(x.shape for x in factors):
-            # Factors of one shape make one batch: one decomposition is compiled whatever the number of layers.
+            # Factors of one shape make one batch, so that XLA compiles one decomposition for all layers.
             numbers = [k for k, x in enumerate(factors) if x.shape == shape]
             rows = jnp.stack([factors[k] for k in numbers])
             batch = inverse_gram(rows, added(jnp.sum(jnp.square(rows), (-2, -1)), shape[-1]))
@@ -245,7 +247,7 @@ def _sides(part: Any) -> tuple[Any, Any]:
 
 
 def _squares(scale: Any, point: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Returns sums of squares of both sides, per channel."""
+    """Returns the sums of squares of `up` and of `down`, one number per channel each."""
     zero = jnp.zeros(scale.shape, real_dtype())
     up, down = (sum((b.total(scale.named, jnp.square(point[b.path])) for b in x), zero) for x in _sides(scale))
     return up, down
@@ -258,7 +260,7 @@ def _power(x: jax.Array, exponent: float) -> jax.Array:
 
 
 def _corrected(s: Slice, inverses: OppositeInverses, vectors: Arrays) -> Arrays:
-    """Returns the leaves of all copies with two sides, corrected."""
+    """Returns path → corrected increments, for the leaves that parts with two sides move."""
     scales, linear = two_sides(s)
     out = dict(vectors)
     for part, channels in zip(scales, inverses.scales, strict=True):

@@ -1,6 +1,6 @@
-"""Muon's step of a matrix: the polar factor of its first moment, times one number per matrix that twins share.
+"""Muon's step of a matrix: the polar factor of its first moment, times one number per matrix that is equal for twins.
 
-The gauges' bindings say which leaves are matrices; the user's labels may say otherwise.
+The gauges' bindings decide which leaves are matrices, unless the user's labels decide otherwise.
 References: DDC B.10, Table 1; Jordan et al. 2024 (Muon).
 """
 
@@ -59,13 +59,14 @@ class Polar:
     Attributes:
       name: of the public function, for messages.
       beta: decay of first moments.
-      eps: added to the norm ‖M‖_F by which a first moment M is divided, in units of M's largest entry: a step does not
-        depend on the size of gradients.
-      schedule: the polynomials of the Newton–Schulz iteration, one per step.
-      scale: "width", "rms", "none", or the RMS of a step.
-      labels: the user's pairs of a path pattern and "muon", "adam" or one or more axes, in order.
+      eps: a first moment M is divided by its largest entry, and then by its Frobenius norm plus eps. Steps therefore do
+        not depend on the size of gradients.
+      schedule: the polynomials of the Newton–Schulz iteration, one per step of the iteration.
+      scale: "width", "rms" or "none", see `scale_by_scaled_polar`; or a number, the RMS of a step.
+      labels: the user's pairs of a path pattern and a label, in order. A label is "muon", "adam", or one or more axes
+        strings.
       sizes: lengths of axes in labels that shapes do not fix.
-      rotations_alone: whether a leaf without a label is a matrix only where a rotation binds it.
+      rotations_alone: if True, a leaf without a label is a matrix only if a rotation binds it.
     """
 
     name: str
@@ -78,16 +79,16 @@ class Polar:
     rotations_alone: bool
 
     def matrices(self, s: Slice, params: optax.Params) -> dict[str, Reading]:
-        """Returns leaf path → how it is read, for the leaves that are stepped by their polar factor.
+        """Returns leaf path → which matrices it holds, for the leaves that are stepped by their polar factor.
 
-        Raises ValueError for a label that matches no leaf, for a leaf that is labelled "muon" but is no matrix, for
-        axes that do not fit a leaf, describe no matrices, or contradict a rotation, and for a leaf of which neither
-        gauges nor labels say what matrices it holds beside the ranges that gauges bind.
+        Raises ValueError for a label that matches no leaf; for a leaf that is labelled "muon" but is no matrix; for
+        axes that do not fit a leaf, describe no matrices, or contradict a rotation; and for a leaf some of whose
+        entries are in no matrix, or in two, by gauges and labels together.
         """
         leaves, read = leaves_by_path(params), matrices_of(s.parts)
         rotated = {path: [b for turn in s.heads for b in turn.blocks if b.path == path]
                    for turn in s.heads for path in turn.paths}
-        if self.rotations_alone:  # a range that no rotation binds is no matrix, as a leaf of its own would be none
+        if self.rotations_alone:  # in a fused leaf, a range that no rotation binds is no matrix
             read |= matrices_of(s.heads)
         # A logit shift binds the unembedding, which Muon's authors leave to Adam although it is a matrix.
         muon = read.keys() - {path for part in s.parts if is_output_layer(part) for path in changed(part)}
@@ -106,7 +107,7 @@ class Polar:
             for path in sorted(hits) if _is_axes(label) else ():
                 own = [self._labelled(pattern, axes, path, leaves[path].shape, rotated.get(path, []))
                        for axes in (label if isinstance(label, tuple) else (label,))]
-                # Ranges that gauges bind stay as they are where the labels are of other ranges.
+                # Labels replace the matrices that gauges describe only in the ranges that they overlap.
                 blocks = [piece.block for piece in own if piece.block]
                 of_gauges = read[path].pieces if path in read and len(blocks) == len(own) else ()
                 others = [x for x in of_gauges if x.block and not any(overlap(x.block, other) for other in blocks)]
@@ -138,9 +139,9 @@ class Polar:
     def _labelled(
         self, pattern: str, axes: str, path: str, shape: tuple[int, ...], turns: Sequence[Block]
     ) -> Matrices:
-        """Returns how the user's axes read a leaf, or a range of it."""
+        """Returns the matrices that the user's axes describe in a leaf, or in a range of it."""
         block = bind_leaf(self.name, BlockSpec("labels", pattern, axes), path, shape, dict(self.sizes), "sizes")
-        # A rotation says which matrices its own range holds.
+        # A rotation decides which matrices the entries that it binds form, so that a label may not overlap them.
         rotated = turns and (not any(cuts_of(block)) or any(overlap(block, turn) for turn in turns))
         reading = None if rotated else labelled_matrices(block)
         if reading is None:
@@ -154,10 +155,10 @@ class Polar:
         return reading
 
     def steps(self, matrices: Mapping[str, Reading], mean: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """Returns every leaf's scaled polar factor; zero where the moment is zero.
+        """Returns leaf path → its matrices' scaled polar factors, in the leaf's shape; zero if the moment is zero.
 
         Args:
-          matrices: leaf path → how it is read.
+          matrices: leaf path → which matrices it holds.
           mean: leaf path → bias-corrected first moment.
         """
         steps = dict(mean)
@@ -179,9 +180,9 @@ class Polar:
 
 
 def rotated_or_scaled(s: Slice) -> set[str]:
-    """Returns the leaves that gauges of heads or channels bind.
+    """Returns the paths of leaves that gauges of heads or channels bind.
 
-    Those of them that gauges do not read as matrices are biases or norms' scales, whatever their shape.
+    If such a leaf is not in `matrices_of`, it is a bias or a norm's scale, whatever its shape.
     """
     scales = {path for part in s.parts if channel_sides(part) is not None for path in changed(part)}
     return scales | {path for turn in s.heads for path in turn.paths}

@@ -1,8 +1,8 @@
-"""Steps relative to the size of a kernel: its RMS times the root of its fan-in.
+"""Steps relative to the size of a kernel, which is its RMS times the square root of its fan-in (number of inputs).
 
-A kernel of unit variance per input has RMS·√fan-in = 1, so that its steps stay as they are. A kernel that starts at
-0.02 with 64 inputs has 0.16, and its steps are multiplied by 0.16. A kernel of zeros would never move, so that the
-factor has a lower bound. The factor needs no slice.
+A kernel whose entries have variance 1/inputs has the size 1, so that its steps stay as they are. A kernel with 64
+inputs that starts at an RMS of 0.02 has the size 0.16, and its steps are multiplied by 0.16. Without a lower bound of
+this factor, a kernel of zeros would never move. The factor is computed from stored weights, not on the slice.
 References: `optax.scale_by_param_block_rms` (Adafactor's parameter scale, without the fan-in); Yang et al. 2023, A
 Spectral Condition for Feature Learning.
 """
@@ -24,13 +24,13 @@ from gauge_optax.transformation import GaugeTransformation, transformation
 def scale_by_relative_rms(gauges: Gauges, min_scale: float | jax.Array = 0.1) -> GaugeTransformation:
     """Multiplies the update of every kernel that a gauge binds by max(RMS(kernel)·√fan-in, min_scale).
 
-    In a fused kernel whose ranges gauges bind, each range has a factor of its own; entries outside them keep their
-    updates.
+    If gauges bind ranges of a fused kernel, each range has a factor of its own, and entries outside all ranges keep
+    their updates.
 
     Args:
-      gauges: a gauge or a sequence of them; they say which leaves are kernels, and which of their axes are inputs (the
-        axis of heads goes with their basis). Vectors and leaves in no gauge keep their updates.
-      min_scale: the smallest factor, which a kernel of zeros starts with.
+      gauges: a gauge or a sequence of gauges. They determine which leaves are kernels, and which of their axes are
+        inputs (an axis of heads is on the side of the heads' basis). Vectors and unbound leaves keep their updates.
+      min_scale: the smallest factor; a kernel of zeros starts with it.
 
     Returns:
       A transformation without state, between a preconditioner and the decay. Its `update` needs `params`.
@@ -45,7 +45,7 @@ def scale_by_relative_rms(gauges: Gauges, min_scale: float | jax.Array = 0.1) ->
     >>> float(updates["up"][0, 0]), round(float(updates["down"][0, 0]), 3)
     (0.5, 0.1)
 
-    Reference: ours. Relative steps train better from small starts, on the slice and off it
+    Reference: none; the rule is ours. Relative steps train better from small starts, inside `quotient` and without it
       (examples/results/starts.json).
     """
     group = product(gauges)
@@ -61,7 +61,7 @@ def scale_by_relative_rms(gauges: Gauges, min_scale: float | jax.Array = 0.1) ->
         for path, stack in ((path, piece) for path, reading in read.items() for piece in reading.pieces):
             kernel, inputs = stack.view(leaves[path]), stack.fan_in
             if stack.heads is not None and stack.heads[1] == stack.rows:
-                # The basis of heads is on the rows' side: their outputs are summed, so that all of them are inputs.
+                # This kernel reads heads and sums over all of them: its inputs are heads times entries per head.
                 inputs *= stack.split[stack.heads[0]]
             rms = jnp.sqrt(jnp.mean(jnp.square(kernel.astype(jnp.promote_types(kernel.dtype, jnp.float32)))))
             factor = jnp.maximum(rms * math.sqrt(inputs), min_scale)

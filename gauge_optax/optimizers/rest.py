@@ -1,11 +1,11 @@
 """`rest="balanced"`: `quotient` stores the weights in which both sides of a scale share its growth.
 
-A scale multiplies `up` by α and `down` by α⁻ᵖ, with p its degree, and `up` is its anchor. Many weights compute the
-function that a step leads to, and any of them may be stored: outputs and inner optimizer are the same for all. With
-`rest="anchor"` ‖up‖ keeps its size: where a step would double it, `up` stays and `down` is doubled (p = 1). With
-`rest="balanced"` log ‖up‖ − p·log ‖down‖ stays, so that both grow by √2. The figures of *Dead-Direction Conditioners*
-measure drift in this coordinate. The wrapper moves the weights after each step, and the frame with them, so that the
-slice point stays.
+A scale multiplies `up` by α and `down` by α⁻ᵖ, where p is its degree, and `up` is its anchor. Many weights compute the
+function that a step leads to. Any of them may be stored, because neither the outputs nor the steps of the inner
+optimizer depend on the choice. With `rest="anchor"` ‖up‖ keeps its size: if a step would double `up`, `down` is doubled
+in its place (p = 1). With `rest="balanced"` log ‖up‖ − p·log ‖down‖ stays constant, so that both sides grow by √2. The
+figures of *Dead-Direction Conditioners* measure drift in this coordinate. After each step the wrapper here moves the
+stored weights along the orbit and changes the frame by the same element, so that the slice point stays the same.
 """
 
 import functools
@@ -38,9 +38,9 @@ class RestedState(NamedTuple):
     """State of `quotient` with `rest="balanced"`.
 
     Attributes:
-      quotient: its own state, whose frame changes with every step.
-      held: label of a scale with two sides → log ‖up‖ − p·log ‖down‖ of the stored weights, which stays; infinite for
-        channels that have had a side of zeros at every step, and have no such coordinate yet.
+      quotient: the state of `quotient`; here its frame changes with every step.
+      held: label of a scale with two sides → log ‖up‖ − p·log ‖down‖ of the stored weights per channel, which stays
+        constant. It is infinite for a channel one of whose sides has been zero at every step so far.
     """
 
     quotient: Any
@@ -49,7 +49,8 @@ class RestedState(NamedTuple):
 
 @functools.singledispatch
 def log_ratio(part: Part[Any], x: Arrays) -> jax.Array | None:
-    """log ‖up‖ − p·log ‖down‖ per channel, of a scale with two sides, infinite where one is zero; None for others."""
+    """log ‖up‖ − p·log ‖down‖ per channel of a scale with two sides, infinite if a side is zero; None for other parts.
+    """
     return None
 
 
@@ -65,34 +66,41 @@ def _of_factor(part: Factor, x: Arrays) -> jax.Array | None:
 
 
 def held_ratios(s: Slice, f: Elements, x: Arrays) -> dict[str, jax.Array]:
-    """The coordinates of stored weights with the frame f and the slice point x."""
+    """Returns label → log ‖up‖ − p·log ‖down‖ per channel of the stored weights f·x, for scales with two sides.
+
+    Args:
+      s: the slice.
+      f: elements of the frame.
+      x: the slice point.
+    """
     ratios = ((part, log_ratio(part, x)) for part, _, _ in s.sizes)
     return {p.label: r + share(p) * jnp.log(jnp.abs(f[p.label])) for p, r in ratios if r is not None}
 
 
 def _rounds_growth(part: Any, params: Any) -> bool:
-    """Whether the anchor is less precise than its partners, and would round its share of their growth away."""
+    """Whether the anchor is stored less precisely than `down`, so that rounding would remove its share of the growth.
+    """
     leaves = leaves_by_path(params)
     bits = [jnp.finfo(jnp.result_type(leaves[b.path])).nmant for b in (*part.anchors[0], *part.down)]
     return min(bits[len(part.anchors[0]) :]) > min(bits[: len(part.anchors[0])])
 
 
 def share(part: Any) -> float:
-    """By how much log ‖up‖ − p·log ‖down‖ grows where log α grows by 1."""
+    """The amount by which log ‖up‖ − p·log ‖down‖ grows if log α grows by 1."""
     return 1.0 + float(part.degree) ** 2
 
 
 def resting(name: str, tx: GaugeTransformation, group: Product, rest: str) -> GaugeTransformation:
-    """Returns a `quotient` as it is for `rest="anchor"`, or one that stores balanced weights for "balanced".
+    """Returns a `quotient` unchanged for `rest="anchor"`, and for "balanced" wrapped to store balanced weights.
 
     Args:
-      name: of the public function, for messages.
+      name: name of the public function, for messages.
       tx: the quotient.
       group: its gauges.
-      rest: where.
+      rest: "anchor" or "balanced".
 
     Raises:
-      ValueError: another rest; `update` with a state of the other one.
+      ValueError: an unknown `rest`; with "balanced", `update` with a state that "anchor" made.
     """
     require_choice(name, "rest", rest, RESTS)
     if rest == "anchor":
@@ -118,12 +126,12 @@ def resting(name: str, tx: GaugeTransformation, group: Product, rest: str) -> Ga
             if ratio is None or label in s.not_fixed | s.following or _rounds_growth(part, params):
                 continue
             after_step = ratio + share(part) * jnp.log(jnp.abs(f[label]))
-            # F follows from the coordinate alone, so that no roundoff of earlier steps adds up.
+            # The new element is computed from the held coordinate, not from the last element, so that roundoff does not
+            # accumulate.
             known = jnp.isfinite(held[label]) & jnp.isfinite(ratio)
             size = jnp.exp((jnp.where(known, held[label], 0.0) - jnp.where(known, ratio, 0.0)) / share(part))
             f[label] = jnp.where(known, jnp.where(f[label] < 0, -size, size), f[label])
-            # A channel that had a side of zeros until this step keeps from now on the ratio that it has after this
-            # step.
+            # If a side of a channel was zero until this step, the channel now gets the ratio that it will keep.
             held[label] = jnp.where(jnp.isfinite(held[label]), held[label], after_step)
         moved = optax.tree.sub(s.act(f, x), before)
         out = cast_like({path: u for path, u in moved.items() if path not in after.frame.frozen}, updates)

@@ -1,4 +1,4 @@
-"""Both factors of a product that a gauge does not change: which blocks they are."""
+"""The two sides of a gauge: the blocks of the two factors whose product the gauge does not change."""
 
 import functools
 from typing import Any
@@ -14,7 +14,8 @@ Blocks = tuple[Block, ...]
 
 @functools.singledispatch
 def channel_sides(part: Part[Any]) -> tuple[Blocks, Blocks] | None:
-    """The blocks that a scale multiplies by α, and those that it divides by α^p; None for other kinds and one side."""
+    """The blocks that a scale multiplies by α, and those that it divides by α^p; None for parts without two such sides.
+    """
     return None
 
 
@@ -25,7 +26,8 @@ def _sides_of_factor(part: Factor) -> tuple[Blocks, Blocks] | None:
 
 @functools.singledispatch
 def matrix_sides(part: Part[Any]) -> tuple[Heads, Heads] | None:
-    """The rows that are multiplied by a matrix S, and those that are multiplied by S⁻ᵀ; None for other kinds."""
+    """The rows that a linear part multiplies by a matrix S, and those that it multiplies by S⁻ᵀ; None for other parts.
+    """
     return None
 
 

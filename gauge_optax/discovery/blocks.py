@@ -54,14 +54,14 @@ _SPARE = 64  # more rows than a block has entries, so that random combinations k
 _FOR_NORMS = 24  # random rows from which the sizes of the Jacobian's columns are estimated
 
 
-class Block(NamedTuple):
+class EntrySet(NamedTuple):
     """A set of entries. Dead directions that change these entries alone are counted.
 
     Attributes:
       name: a text that says which entries these are, for the table.
       entries: leaf path → flat indices of its entries, ascending.
 
-    >>> Block("biases", {"b": np.arange(3)}).size
+    >>> EntrySet("biases", {"b": np.arange(3)}).size
     3
     """
 
@@ -97,7 +97,7 @@ class BlockCount(NamedTuple):
 # Which blocks ---------------------------------------------------------------------------------------------
 
 
-def blocks_of(trace: Trace, leaves: Leaves, most: int, rng: np.random.Generator) -> list[Block]:
+def blocks_of(trace: Trace, leaves: Leaves, most: int, rng: np.random.Generator) -> list[EntrySet]:
     """Blocks of at most `most` entries: three indices of every space, or fewer, and the small leaves of every layer.
 
     Args:
@@ -115,7 +115,7 @@ def blocks_of(trace: Trace, leaves: Leaves, most: int, rng: np.random.Generator)
     >>> [block.name for block in blocks_of(trace, leaves, 100, np.random.default_rng(0))][:2]
     ['2 of 2 along an axis of up', '3 of 3 along an axis of down, up']
     """
-    by_kind: dict[Any, list[Block]] = {}
+    by_kind: dict[Any, list[EntrySet]] = {}
     for axes in _spaces(trace, leaves):
         for places in (axes, *_by_layer(axes)):
             ids = np.unique(np.concatenate([ids for of_leaf in places.values() for _, ids in of_leaf]))
@@ -129,7 +129,7 @@ def blocks_of(trace: Trace, leaves: Leaves, most: int, rng: np.random.Generator)
             kind = tuple(sorted({(template(path), axis) for path, of_leaf in places.items() for axis, _ in of_leaf}))
             names = sorted({template(path) for path in places})
             label = f"{min(count, len(ids))} of {len(ids)} along an axis of {', '.join(names)}"
-            by_kind.setdefault(kind, []).append(Block(label, entries))
+            by_kind.setdefault(kind, []).append(EntrySet(label, entries))
             if places is axes and count == 3:
                 break
     small = {path: x for path, x in leaves.items() if x.size <= most // 6}
@@ -139,7 +139,8 @@ def blocks_of(trace: Trace, leaves: Leaves, most: int, rng: np.random.Generator)
             if sum(map(len, entries.values())) + leaves[path].size <= most:
                 entries[path] = np.arange(leaves[path].size)
                 names.append(template(path))
-        by_kind.setdefault(("small", *sorted(names)), []).append(Block(f"all of {', '.join(sorted(names))}", entries))
+        names = sorted(names)
+        by_kind.setdefault(("small", *names), []).append(EntrySet(f"all of {', '.join(names)}", entries))
     return [blocks[int(rng.integers(len(blocks)))] for blocks in by_kind.values()]
 
 
@@ -236,7 +237,7 @@ def too_few(outputs: int, than: str) -> ValueError:
 
 
 def rows_of(
-    fn: Function, leaves: Leaves, batches: Sequence[Any], blocks: Sequence[Block], count: int,
+    fn: Function, leaves: Leaves, batches: Sequence[Any], blocks: Sequence[EntrySet], count: int,
     rng: np.random.Generator, progress: bool, deadline: float = math.inf,
 ) -> list[np.ndarray]:
     """Returns for every block at least `count` random combinations of the Jacobian's rows, (combinations, entries).
@@ -244,7 +245,7 @@ def rows_of(
     They are fewer if `time.monotonic()` passes the deadline before all are computed.
 
     >>> fn, leaves = lambda p, x: [x * p["a"]], {"a": np.ones(4)}
-    >>> block = Block("", {"a": np.arange(2)})
+    >>> block = EntrySet("", {"a": np.arange(2)})
     >>> rows_of(fn, leaves, [np.ones(4)], [block], 3, np.random.default_rng(0), False)[0].shape
     (3, 2)
     """
@@ -333,11 +334,11 @@ def inaccuracy(least: float) -> float:
     return float(np.clip(_ERRORS * np.finfo(float).eps / max(least, np.finfo(float).tiny), _INSIDE, 0.1))
 
 
-def _spread(block: Block, reached: np.ndarray, direction: np.ndarray, leaves: Leaves) -> np.ndarray:
+def _spread(block: EntrySet, reached: np.ndarray, direction: np.ndarray, leaves: Leaves) -> np.ndarray:
     """Extends a direction on a block's reached entries by zeros to a flat array of all parameters.
 
     >>> leaves = {"a": np.zeros(2), "b": np.zeros(2)}
-    >>> _spread(Block("", {"b": np.array([1])}), np.array([0]), np.ones(1), leaves)
+    >>> _spread(EntrySet("", {"b": np.array([1])}), np.array([0]), np.ones(1), leaves)
     array([0., 0., 0., 1.])
     """
     inside = np.zeros(block.size)
@@ -422,7 +423,7 @@ class _Span:
 
 
 def _unexplained_in(
-    block: Block, dead: np.ndarray, reached: np.ndarray, least: float, span: _Span, leaves: Leaves,
+    block: EntrySet, dead: np.ndarray, reached: np.ndarray, least: float, span: _Span, leaves: Leaves,
     rng: np.random.Generator,
 ) -> np.ndarray:
     """An orthonormal basis of the parts of a block's dead directions outside the span: (at most `_MOST`, parameters).
@@ -436,7 +437,7 @@ def _unexplained_in(
       leaves: float64 leaves by path.
       rng: draws combinations of the dead directions.
 
-    >>> leaves, block = {"a": np.ones(2)}, Block("", {"a": np.arange(2)})
+    >>> leaves, block = {"a": np.ones(2)}, EntrySet("", {"a": np.arange(2)})
     >>> dead = np.array([[0.0, 1.0]])
     >>> span, rng = _Span([], leaves, leaves), np.random.default_rng(0)
     >>> _unexplained_in(block, dead, np.arange(2), 1.0, span, leaves, rng).shape
@@ -500,7 +501,7 @@ def upper_bound(
     lanczos = jax.jit(lambda *x: decompose(gram, *x).J_small)
     # D scales the columns of J to about equal norms. The dimension of the null space stays, and flat directions become
     # less flat.
-    whole = Block("", {path: np.arange(x.size) for path, x in leaves.items()})
+    whole = EntrySet("", {path: np.arange(x.size) for path, x in leaves.items()})
     norms = np.sqrt(np.mean(np.square(rows_of(fn, leaves, batches, [whole], _FOR_NORMS, rng, False)[0]), 0))
     inverse = np.where(norms > 0, 1.0 / np.where(norms > 0, norms, 1.0), 1.0)
     scales, shares = parted(inverse, leaves), list[float]()

@@ -21,7 +21,7 @@ from gauge_optax.discovery.sketch import Leaves
 from gauge_optax.discovery.spaces import Space
 from gauge_optax.discovery.views import Piece
 
-ZERO = 1e-13  # a residual below this is roundoff (`Copy.residual`); a norm's eps leaves 1e-12 to 1e-3
+ZERO = 1e-13  # a residual below this is roundoff (`Symmetry.residual`); a norm's eps leaves 1e-12 to 1e-3
 STILL = 1e-12  # relative change of the outputs under a finite move that is roundoff
 _WITHIN = 1e-6  # largest relative distance of a random motion from the motions of groups that contain it
 _STEPS = 500  # of conjugate gradients, at most
@@ -56,7 +56,7 @@ class Term(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Copy:
+class Symmetry:
     """A group with the pieces that it moves: a symmetry if the gradients are orthogonal to its motions.
 
     Attributes:
@@ -69,7 +69,7 @@ class Copy:
 
     >>> from gauge_optax.discovery.views import Atom, View, Window
     >>> up = View("up", (2, 3), (Window(0, 2, (Atom(None, 2),)), Window(0, 3, (Atom((5, 6, 7), 3),))))
-    >>> scale = Copy("diagonal", (5, 6, 7), (), (Term(Piece(up, 1, ()), "scale", 1.0),), 0.0)
+    >>> scale = Symmetry("diagonal", (5, 6, 7), (), (Term(Piece(up, 1, ()), "scale", 1.0),), 0.0)
     >>> scale.tangent({"up": np.full((2, 3), 2.0)}, np.array([[1.0, 0.0, -1.0]]))["up"]
     array([ 2.,  0., -2.,  2.,  0., -2.])
     """
@@ -197,9 +197,9 @@ def _projected(family: str, space: Space, element: np.ndarray) -> np.ndarray:
 
 
 def independent(
-    symmetries: Sequence[Copy], point: Leaves, rng: np.random.Generator, before: Sequence[Copy] = (),
+    symmetries: Sequence[Symmetry], point: Leaves, rng: np.random.Generator, before: Sequence[Symmetry] = (),
     dead: Mapping[str, np.ndarray] | None = None,
-) -> list[Copy]:
+) -> list[Symmetry]:
     """The symmetries that larger ones, or those in `before`, do not contain.
 
     Args:
@@ -211,8 +211,8 @@ def independent(
 
     >>> from gauge_optax.discovery.views import Atom, View, Window
     >>> up = View("up", (2, 3), (Window(0, 2, (Atom(None, 2),)), Window(0, 3, (Atom((5, 6, 7), 3),))))
-    >>> scale = Copy("diagonal", (5, 6, 7), (), (Term(Piece(up, 1, ()), "scale", 1.0),), 0.0)
-    >>> matrix = Copy("linear", (5, 6, 7), (), (Term(Piece(up, 1, ()), "vector", 1.0),), 0.0)
+    >>> scale = Symmetry("diagonal", (5, 6, 7), (), (Term(Piece(up, 1, ()), "scale", 1.0),), 0.0)
+    >>> matrix = Symmetry("linear", (5, 6, 7), (), (Term(Piece(up, 1, ()), "vector", 1.0),), 0.0)
     >>> point, rng = {"up": np.arange(1.0, 7.0).reshape(2, 3)}, np.random.default_rng(0)
     >>> [one.family for one in independent([scale, matrix], point, rng)]
     ['linear']
@@ -221,7 +221,7 @@ def independent(
     order = sorted(symmetries, key=lambda s: (-s.dim, families.index(s.family), -len(s.beside), len(s.terms)))
     for symmetry in order:
         # Only symmetries on its spaces, linked to it by shared leaves directly or through others, can contain it.
-        paths, linked = set(symmetry.paths), list[Copy]()
+        paths, linked = set(symmetry.paths), list[Symmetry]()
         near = [other for other in kept if WHOLE in (symmetry.space, other.space) or symmetry.ids & other.ids]
         while more := [other for other in near if other not in linked and other.paths & paths]:
             linked += more
@@ -232,7 +232,7 @@ def independent(
 
 
 def _contained(
-    one: Copy, others: Sequence[Copy], point: Leaves, rng: np.random.Generator, dead: Mapping[str, np.ndarray]
+    one: Symmetry, others: Sequence[Symmetry], point: Leaves, rng: np.random.Generator, dead: Mapping[str, np.ndarray]
 ) -> bool:
     """Whether a random motion of a group is a sum of motions of others: least squares by conjugate gradients."""
     if not others:

@@ -28,7 +28,7 @@ from gauge_optax.discovery.census import Census
 from gauge_optax.discovery.certificate import certified
 from gauge_optax.discovery.checks import Outputs
 from gauge_optax.discovery.cut import Unlike
-from gauge_optax.discovery.groups import STILL, ZERO, Copy, independent
+from gauge_optax.discovery.groups import STILL, ZERO, Symmetry, independent
 from gauge_optax.discovery.layers import Shallow, shallower
 from gauge_optax.discovery.lift import in_double
 from gauge_optax.discovery.prove import Held, Prover
@@ -408,7 +408,7 @@ def _searched(
     matrices = [set(symmetry.paths) for symmetry in exact if symmetry.family == "linear"]
     additions = _additions(trace, masks, flows, shifts, prover.points[0], matrices)
     norms = passed([one.call for one in proved if one.call.kind == "norm_scale"], params)
-    turns = _turns(trace, leaves, gradients, at_once, norms, params, exact, masks, rng, ungauged)
+    turns = _rotations_of_stream(trace, leaves, gradients, at_once, norms, params, exact, masks, rng, ungauged)
     calls = offsets.merged_reads([addition.call for addition in additions if addition.call is not None])
     flat = [_Claim(call, dict.fromkeys(call.paths, 1.0), 0.0) for call in calls]
     more, failed = _proved(prover, [*turns, *flat], STILL, rng(17))
@@ -498,9 +498,9 @@ def _raised(path: str, point: Leaves) -> Leaves:
     return {**point, path: point[path] + np.sqrt(np.mean(np.square(point[path])))}
 
 
-def _turns(
+def _rotations_of_stream(
     trace: Trace, leaves: Leaves, gradients: Gradients, at_once: int, norms: Sequence[Call], params: Any,
-    before: Sequence[Copy], dead: Mapping[str, np.ndarray], rng: Callable[..., np.random.Generator],
+    before: Sequence[Symmetry], dead: Mapping[str, np.ndarray], rng: Callable[..., np.random.Generator],
     ungauged: dict[str, list[str]],
 ) -> list[_Claim]:
     """Claims for the rotations of the residual stream (`stream`); adds those without a gauge to `ungauged`."""
@@ -622,10 +622,10 @@ def _refuted(call: Call, change: float) -> str:
 
 
 def _claims(
-    symmetries: Sequence[Copy], trace: Trace, positive: set[str]
-) -> tuple[list[_Claim], list[tuple[str, Copy]]]:
+    symmetries: Sequence[Symmetry], trace: Trace, positive: set[str]
+) -> tuple[list[_Claim], list[tuple[str, Symmetry]]]:
     """Symmetries as claims, and those that have no gauge, each with the reason."""
-    claims, unwritten = [], list[tuple[str, Copy]]()
+    claims, unwritten = [], list[tuple[str, Symmetry]]()
     for symmetry in symmetries:
         signs = {"covector": -1.0}
         exponents = {t.piece.path: round(t.exponent * signs.get(t.mode, 1.0), 6) for t in symmetry.terms}

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from gauge_optax.discovery.checks import check_gradients
-from gauge_optax.discovery.groups import FAMILIES, WHOLE, ZERO, Copy, Term, direction, draw
+from gauge_optax.discovery.groups import FAMILIES, WHOLE, ZERO, Symmetry, Term, direction, draw
 from gauge_optax.discovery.sketch import DRAWS, Gradients, Leaves
 from gauge_optax.discovery.spaces import Space
 from gauge_optax.discovery.trace import Trace
@@ -54,7 +54,7 @@ class _Candidate:
     products: list[np.ndarray] = dataclasses.field(default_factory=list)
     lengths: np.ndarray | float = 0.0
 
-    def solve(self, squares: Leaves, dead: Mapping[str, np.ndarray], near: float) -> list[Copy]:
+    def solve(self, squares: Leaves, dead: Mapping[str, np.ndarray], near: float) -> list[Symmetry]:
         """The symmetries whose residual is below `near`, on pieces that affect the outputs.
 
         Args:
@@ -100,7 +100,7 @@ class _Candidate:
             # candidate of its own.
             if len(set(moved)) == len(moved):
                 along = _moved_along(terms, asleep)
-                symmetries.append(Copy(self.family, self.space, self.beside, terms, residual, along))
+                symmetries.append(Symmetry(self.family, self.space, self.beside, terms, residual, along))
         return symmetries
 
 

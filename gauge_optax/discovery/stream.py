@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from gauge_optax.discovery.calls import Axes, Call, bound_copies, captured_blocks, joined
-from gauge_optax.discovery.groups import ZERO, Copy, independent
+from gauge_optax.discovery.groups import ZERO, Symmetry, independent
 from gauge_optax.discovery.search import candidates, sketched
 from gauge_optax.discovery.sketch import Gradients, Leaves, generic_point
 from gauge_optax.discovery.trace import Trace
@@ -25,8 +25,8 @@ _POINTS = 3
 
 def stream_rotations(
     trace: Trace, leaves: Leaves, gradients: Gradients, at_once: int, rows: float, norms: Sequence[Call], params: Any,
-    before: Sequence[Copy], dead: Mapping[str, np.ndarray], rng: Callable[..., np.random.Generator],
-) -> list[Copy]:
+    before: Sequence[Symmetry], dead: Mapping[str, np.ndarray], rng: Callable[..., np.random.Generator],
+) -> list[Symmetry]:
     """The rotations of the residual stream: of axes that kernels read and that all heads share.
 
     Args:
@@ -61,7 +61,7 @@ def stream_rotations(
     return independent([s for s in symmetries if s.residual < ZERO], point(0), rng(16), before, dead)
 
 
-def rotation_call(symmetry: Copy, trace: Trace, norms: Sequence[Call], params: Any) -> Call:
+def rotation_call(symmetry: Symmetry, trace: Trace, norms: Sequence[Call], params: Any) -> Call:
     """The gauge of a rotation of the stream.
 
     Args:

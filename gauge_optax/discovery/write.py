@@ -1,7 +1,7 @@
 """Writes symmetries as calls of the library's gauge constructors, with their roles and axes strings.
 
-Words: a symmetry (`groups.Copy`) has *terms*, each a piece of a leaf that moves and its exponent. A piece (`views`) has
-an axis along the *space* on which the group acts, and axes along *companions*, which index copies of the group.
+Words: a symmetry (`groups.Symmetry`) has *terms*, each a piece of a leaf that moves and its exponent. A piece (`views`)
+has an axis along the *space* on which the group acts, and axes along *companions*, which index copies of the group.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from gauge_optax.discovery.calls import Axes, Call, joined, template
-from gauge_optax.discovery.groups import Copy, Term
+from gauge_optax.discovery.groups import Symmetry, Term
 from gauge_optax.discovery.spaces import Space
 from gauge_optax.discovery.views import Atom, Piece, View, Window, selected
 
@@ -28,7 +28,7 @@ class Unwritable(Exception):
     """A symmetry for which the library has no gauge; its text says which kind."""
 
 
-def written(symmetry: Copy, layers: set[Space], positive: Collection[str]) -> Call:
+def written(symmetry: Symmetry, layers: set[Space], positive: Collection[str]) -> Call:
     """The gauge of a symmetry.
 
     Args:
@@ -46,7 +46,7 @@ def written(symmetry: Copy, layers: set[Space], positive: Collection[str]) -> Ca
     >>> up = View("up", (2, 3), (Window(0, 2, (Atom(None, 2),)), Window(0, 3, (Atom((5, 6, 7), 3),))))
     >>> down = View("down", (3, 2), up.windows[::-1])
     >>> terms = Term(Piece(up, 1, ()), "scale", 1.0), Term(Piece(down, 0, ()), "scale", -1.0)
-    >>> written(Copy("diagonal", (5, 6, 7), (), terms, 0.0), set(), ()).gauge()
+    >>> written(Symmetry("diagonal", (5, 6, 7), (), terms, 0.0), set(), ()).gauge()
     go.rescale(
       up={'up': '_ channel'},
       down={'down': 'channel _'},
@@ -78,7 +78,7 @@ def written(symmetry: Copy, layers: set[Space], positive: Collection[str]) -> Ca
     return Call("rope_torus" if options else "head_rotation", {"blocks": blocks}, options, names.sizes)
 
 
-def _scale_call(symmetry: Copy, names: _Names) -> Call:
+def _scale_call(symmetry: Symmetry, names: _Names) -> Call:
     exponents: dict[Piece, dict[str, float]] = {}
     for term in symmetry.terms + symmetry.along:
         exponents.setdefault(term.piece, {})[term.mode] = term.exponent
@@ -164,7 +164,7 @@ def _constants(places: Sequence[tuple[View, int]], name: str) -> tuple[dict[str,
         if not counts[term.piece.entries].any():
             terms.append(term)
             counts[term.piece.entries] = True
-    names = _Names(Copy("shift", (), (), tuple(terms), 0.0), set(), ())
+    names = _Names(Symmetry("shift", (), (), tuple(terms), 0.0), set(), ())
     return names.role(whole_leaves(terms), name), names.sizes
 
 
@@ -180,7 +180,7 @@ def _order(terms: Sequence[Term]) -> tuple[Any, ...]:
     return len(kernels) == len(pieces), len(last) == 0, len(kernels), sorted(template(p.path) for p in pieces)
 
 
-def _pairing(symmetry: Copy) -> str:
+def _pairing(symmetry: Symmetry) -> str:
     space = symmetry.space
     halves = tuple(dict.fromkeys(space))
     if space == halves * 2:
@@ -200,7 +200,7 @@ class _Names:
     group acts on each entry separately.
     """
 
-    def __init__(self, symmetry: Copy, layers: set[Space], positive: Collection[str]) -> None:
+    def __init__(self, symmetry: Symmetry, layers: set[Space], positive: Collection[str]) -> None:
         self.sizes: dict[str, int] = {}
         self._positive = positive
         places = [term.piece.places for term in symmetry.terms]  # of the space, then of each companion

@@ -14,7 +14,7 @@ import pytest
 import gauge_optax as go
 from benchmarks.certificates import LLAMA, Row, decoder, design_block
 from gauge_optax.binding import leaves_by_path, with_leaves
-from gauge_optax.discovery.blocks import Block, blocks_of, rank_of, rows_of, upper_bound
+from gauge_optax.discovery.blocks import EntrySet, blocks_of, rank_of, rows_of, upper_bound
 from gauge_optax.discovery.trace import walk
 
 GROUPED = LLAMA | dict(kv_heads=1)
@@ -178,7 +178,7 @@ def test_rows_are_shared_out_over_batches() -> None:
     """Of forty small batches a few rows each: not as many of each as there are in all."""
     leaves = {"w": np.ones((3, 4))}
     batches = list(np.random.default_rng(0).normal(size=(40, 2, 3)))
-    block = Block("w", {"w": np.arange(12)})
+    block = EntrySet("w", {"w": np.arange(12)})
     (rows,) = rows_of(lambda p, x: [x @ p["w"]], leaves, batches, [block], 60, np.random.default_rng(1), False)
     assert 60 <= len(rows) <= 80 and np.linalg.matrix_rank(rows) == 12
 

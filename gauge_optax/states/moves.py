@@ -197,8 +197,8 @@ def move_cotangent(group: Product, element: Element, params: Any, cotangent: Tre
 def _moved(group: Product, element: Element, params: Any, tree: Tree, dual: bool) -> Tree:
     b, leaves, shapes = group._bound(params), leaves_by_path(tree), leaves_by_path(params)
     s, elements = b.slice, b.elements(element)
-    # Parts need all their leaves, so that leaves missing in `tree` are zeros. The point `at` is zeros too, because these
-    # moves do not depend on its values.
+    # Parts need all their leaves, so that leaves missing in `tree` are zeros. The point `at` may be zeros too, because
+    # these moves do not depend on its values.
     at = {path: jnp.zeros(jnp.shape(shapes[path]), real_dtype()) for path in s.added}
     vectors = {path: jnp.asarray(leaves.get(path, x), real_dtype()) for path, x in at.items()}
     for part in (*reversed(s.parts), *s.free):

@@ -119,7 +119,7 @@ def quotient_arc_length(points: Sequence[Any], gauges: Gauges, end: Any = None, 
     >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
     >>> pairs = [(4.0, 1.0), (2.0, 0.5), (10.0, 0.1)]
     >>> path = [{"up": jnp.full((1, 1), a), "down": jnp.full((1, 1), b)} for a, b in pairs]
-    >>> # In balanced points: from (2, 2) to (1, 1), and then only along the orbit.
+    >>> # At balanced points, from (2, 2) to (1, 1); and along the orbit.
     >>> lengths = go.measure.quotient_arc_length(path, gauge)
     >>> [round(float(x), 3) for x in lengths]
     [1.414, 0.0, 0.0]

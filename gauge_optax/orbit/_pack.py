@@ -368,7 +368,7 @@ def unpack(packed: Any) -> Any:
     >>> factor = jnp.array([[1.0, 1.0], [0.0, 2.0], [3.0, 0.0]])
     >>> params = {"a": factor, "b": jnp.ones((2, 1))}
     >>> whole = go.orbit.unpack(go.orbit.pack(params, gauge, size=1.0))
-    >>> # Two rows are the identity, and the product has not changed.
+    >>> # Two rows are the identity, and the product is as before.
     >>> whole["a"][1:].tolist(), (whole["a"] @ whole["b"]).round(4).tolist()
     ([[0.0, 1.0], [1.0, 0.0]], [[2.0], [2.0], [3.0]])
 
@@ -393,7 +393,7 @@ def packed_rows(packed: Any) -> dict[str, dict[str, dict[str, Any]]]:
     >>> rows = go.orbit.packed_rows(go.orbit.pack(params, gauge, size=1.0))
     >>> rows
     {'a': {'_ basis': {'size': 1.0, 'rows': [[2, 1]]}}}
-    >>> # The tree of shapes into which a checkpoint is restored:
+    >>> # What a checkpoint is restored into.
     >>> jax.eval_shape(lambda p: go.orbit.pack(p, gauge, rows=rows), params)["a"]
     PackedLeaf((1, 2) of (3, 2))
 

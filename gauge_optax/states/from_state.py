@@ -51,7 +51,7 @@ def from_state(
     >>> _, state = plain.update(params, plain.init(params), params)
     >>> tx = go.quotient(plain, gauge)
     >>> state = go.orbit.from_state(state, plain, gauge, params)
-    >>> # The first moment is 0.1 times the gradient 2, and times the column's norm 4 in slice coordinates.
+    >>> # A tenth of the gradient 2, times the column's norm 4.
     >>> round(float(state.inner_state[0].mu["up"][0, 0]), 4)
     0.8
     >>> updates, state = tx.update(params, state, params)

@@ -193,7 +193,7 @@ def _order(s: Slice) -> list[Any]:
     """The order in which parts take turns: a part comes before those whose best element depends on it.
 
     The residual stream comes first, then permutations of units and heads, then rotations of heads, then sizes, then
-    constants. If two permutations share leaves, the one that shares fewer of its blocks comes first.
+    constants. If two permutations share blocks, the one that shares the smaller part of its own comes first.
     """
     waiting = [part for part in s.acting if stage(part) is Stage.UNITS]
     order: list[Any] = []

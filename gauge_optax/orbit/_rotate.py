@@ -113,7 +113,7 @@ def rotate(
 
 
 def _require_same_function(before: Any, after: Any, params: Any) -> None:
-    """Raises ValueError if outputs differ by more than √ε of the largest, with ε of the coarsest dtype involved."""
+    """Raises ValueError if outputs differ by more than √ε of the largest output; ε is that of the coarsest dtype."""
     pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
     floats = [(a.astype(np.float64), b.astype(np.float64)) for a, b in pairs if jnp.issubdtype(a.dtype, jnp.floating)]
     change = max((np.max(np.abs(b - a), initial=0.0) / max(np.max(np.abs(a), initial=0.0), 1e-30) for a, b in floats))

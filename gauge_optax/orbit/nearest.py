@@ -297,7 +297,7 @@ def least_point(loss: Callable[[jax.Array], jax.Array], starts: Sequence[jax.Arr
       starts: points near which the least value is expected; 0 among them.
 
     Returns:
-      The minimizers, with the shape of each of `starts`; 0 where the point that was found is not lower than 0.
+      The minimizers, with the shape of each of `starts`; 0 where no point with a lower loss than that at 0 was found.
     """
     slope = jax.grad(lambda x: jnp.sum(loss(x)))
     low, high = jnp.min(jnp.stack(starts), 0) - 1.0, jnp.max(jnp.stack(starts), 0) + 1.0

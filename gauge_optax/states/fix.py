@@ -43,7 +43,7 @@ class GaugeFixState(NamedTuple):
     Attributes:
       count: steps so far, int32.
       inner_state: state of the optimizer inside.
-      frozen: path → (), for every leaf that the optimizer never changes. The dict is a set that JAX sees as a tree.
+      frozen: path → (), for every leaf that the optimizer never changes: a set of paths as a pytree without arrays.
     """
 
     count: jax.Array  # type: ignore[assignment]

@@ -157,7 +157,7 @@ def refuse_between(
 
 
 def _beside(adapter: Adapter, modules: Modules) -> list[tuple[str, Names]]:
-    """The leaves of the adapter's module, and of the module around it if that holds the factors alone."""
+    """The leaves of the adapter's module; those of the outer module too, if a module of its own holds the factors."""
     module = adapter.module
     if module and re.search("lora|adapter", module[-1], re.IGNORECASE):  # a module for the factors alone
         above = [(path, rest) for path, rest in modules[module[:-1]] if rest[0] != module[-1]]

@@ -44,7 +44,8 @@ class LeafPlan(NamedTuple):
       matrices: the matrices that the optimizer makes of the leaf, as "count × (rows, columns)"; if it does not tell,
         those that `quotient_muon` would make. "" for vectors.
       rule: how the leaf's update is made: "Adam", "polar" (an orthogonalized momentum, as in Muon), "momentum", or
-        "gradient" if nothing averages it; "" if `plan` got a list of gauges.
+        "gradient" if the state has nothing for the leaf. If the optimizer does not tell, these are names of the state's
+        fields. "" if `plan` got a list of gauges.
       decay: share of the leaf's norm that the first step removes where the gradient is zero (1e-5: a learning rate of
         1e-3 times a weight decay of 0.01). None if it cannot be measured: for a leaf that is zero today, shapes
         without values, a list of gauges.

@@ -40,7 +40,7 @@ def adam_factors(
       eps_root: added under the root.
 
     Returns:
-      First moment and preconditioner, in float32, or float64 under x64. With `nesterov=True` the step is another one.
+      First moment and preconditioner, in float32, or float64 under x64. They do not describe steps of `nesterov=True`.
 
     Raises:
       ValueError: no Adam in the state, or several.

@@ -250,9 +250,9 @@ def kl_order(
       lengths: distances from the minimum along the approach, (count,).
       values: the Fisher information along the approach at these distances, or the KL divergence, (count,).
       of: "fisher" or "kl": which of the two `values` are.
-      window: as for `power_law`.
-      drift: as for `power_law`.
-      span: as for `power_law`.
+      window: the least and the largest length that are fitted.
+      drift: how much the exponents of the halves may differ, as a share of the exponent; see `power_law`.
+      span: the least ratio of the largest length to the smallest.
 
     Returns:
       k with an interval, or "unreadable". At a regular minimum the Fisher information does not fall, and its fit is
@@ -290,9 +290,9 @@ def rate_table(
     Args:
       lengths: distances from the minimum, (count,).
       observables: layer → observable → its values at these distances, (count,).
-      window: as for `power_law`.
-      drift: as for `power_law`.
-      span: as for `power_law`.
+      window: the least and the largest length that are fitted.
+      drift: how much the exponents of the halves may differ, as a share of the exponent; see `power_law`.
+      span: the least ratio of the largest length to the smallest.
 
     Returns:
       The table.

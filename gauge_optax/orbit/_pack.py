@@ -116,7 +116,7 @@ class PackedBlock:
         return tuple(self.block.view_shape[k] for k in self._order[:-2])
 
     def by_head(self, view: Any) -> Any:
-        """The block as (heads, rows, basis): all axes that count heads are one, flattened in the gauge's order."""
+        """Reshapes the block to (heads, rows, basis). Axes that count heads are flattened, in the gauge's order."""
         ordered = view.transpose(self._order)
         return ordered.reshape(-1, *ordered.shape[-2:])
 
@@ -199,7 +199,7 @@ class Layout:
         return np.flatnonzero(outside) if outside.any() else None
 
     def arrays(self, leaf: Any) -> tuple[Any, ...]:
-        """A leaf without its constant rows: an array per block, and the rest where there is one."""
+        """Splits a leaf into its stored arrays: one per block without constant rows, and one for the rest if any."""
         stored = [b.taken(b.block.view(leaf)) for b in self.blocks]
         if self.rest is None:
             return tuple(stored)
@@ -359,7 +359,7 @@ def unpack(packed: Any) -> Any:
     """Returns the parameters that a packed tree stands for: puts the constant rows back.
 
     Args:
-      packed: what `pack` returned, before or after training. May be traced; gradients pass.
+      packed: a packed tree, before or after training. It may be traced, and gradients pass through.
 
     Returns:
       A tree with the structure that `pack` was given. Packing it again changes no number.
@@ -381,7 +381,7 @@ def packed_rows(packed: Any) -> dict[str, dict[str, dict[str, Any]]]:
     """Returns which rows a packed tree leaves out, as numbers and lists that JSON can hold.
 
     Args:
-      packed: what `pack` returned, or its tree of shapes (`jax.eval_shape`).
+      packed: a packed tree, or its tree of shapes (`jax.eval_shape`).
 
     Returns:
       Leaf path → axes of the block → `{"size": the number on the diagonal, "rows": row numbers}`. The row numbers are

@@ -21,7 +21,7 @@ from gauge_optax.linalg import haar, matmul, real_dtype
 
 
 def known_hadamard(size: int) -> np.ndarray | None:
-    """Returns a Hadamard matrix of this order with entries ±1, or None where neither construction has one.
+    """Returns a Hadamard matrix of this order with entries ±1, or None if the constructions have no such order.
 
     >>> h = known_hadamard(12)
     >>> bool((h @ h.T == 12 * np.eye(12)).all()), known_hadamard(6)

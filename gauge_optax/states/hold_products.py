@@ -1,9 +1,8 @@
 """Controls the product of the sizes of both sides of a scale gauge, which the gauge itself does not change.
 
 A gauge such as `rescale` or `multiplier_balance` moves a factor from one side to the other, and the product of their
-root mean squares stays. In usual training, weight decay keeps that product from growing. The wrapper here multiplies
-both sides by one factor instead, so that their ratio, which is the gauge's coordinate, stays. This changes the
-function, on purpose.
+root mean squares stays. Usually weight decay holds that product. The wrapper here multiplies both sides by one factor
+instead, so that their ratio, which is the gauge's coordinate, stays. This changes the function, on purpose.
 Reference: GaugeFix-LRM §4.4 and §5, which names it as future work.
 """
 

@@ -172,8 +172,9 @@ class _Share(NamedTuple):
       number: the asymmetry of the copy.
       leaves: paths of the leaves that the copy moves.
       zero: the leaves among them whose whole gradient is zero; () if the gradients of all of them are.
-      real: whether the gradient of some leaf has a part that is not along constants. If False, as for a key bias, the
-        gradient is only what is left of sums that cancel, and has more roundoff.
+      real: whether the gradient of some leaf has a part besides that along constants (parts that add something, such as
+        a number to all logits). If False, as for a key bias, the gradient is what is left of sums that cancel, and has
+        more roundoff.
       told: whether this gradient can show that the gauge is wrong. It cannot if each leaf is zero or has the gradient
         zero, as LoRA's factors at B = 0.
     """
@@ -263,7 +264,7 @@ _Numbers = list[tuple[Mapping[str, Any], Mapping[str, Any]]]
 
 
 def _asymmetries(gauges: Sequence[Any], params: Any, grads: Any) -> _Numbers:
-    """Per gauge: copy → asymmetry, and leaf → whether its gradient has a part that is not along constants."""
+    """Per gauge: copy → asymmetry, and leaf → whether its gradient has a part besides that along constants."""
 
     def of_each(params: Any, grads: Any) -> _Numbers:
         numbers: _Numbers = []

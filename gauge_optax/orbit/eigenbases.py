@@ -76,7 +76,8 @@ def _eigenbasis_of_stream(turn: Stream, point: Arrays) -> jax.Array:
     values, seen = turn.divided(point, point), turn.rows_seen
     gram, mixed = seen.gram(values, values), seen.mixed_rows(values)
     basis = eigenbasis(turn.restricted(gram), turn.restricted(mixed))
-    # A column's sign is that of its largest coordinate of a row. The column along the ones vector has no free sign.
+    # Each column gets the sign that makes its entry of largest magnitude positive, in the rows written in this basis.
+    # The column along the ones vector is skipped, because its sign is not free.
     whole = turn.embedded(basis)
     columns = seen.turned(values, reflected(whole, -1) if turn.keeps_ones else whole)
     largest = _largest_entries(seen, columns)[turn.size - basis.shape[-1] :]

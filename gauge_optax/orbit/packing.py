@@ -35,7 +35,7 @@ def packable(copy: Copy) -> tuple[Block, ...]:
 
 @packable.register
 def _packable_linear(copy: Linear) -> tuple[Block, ...]:
-    _, turn = copy.parts  # whose blocks are the left ones, then the right ones
+    _, turn = copy.parts  # the turn's blocks are the left ones, then the right ones
     return _with_rows(turn.blocks, copy.size)
 
 
@@ -154,7 +154,7 @@ def _rows_of_heads(copy: Copy, block: Block, point: Arrays) -> jax.Array:
 
 @jax.jit  # compiled once for all layers
 def _to_identity(square: jax.Array, size: float) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns M = A/size for square matrices A, its inverse (A·M⁻¹ is size times the identity), and A's condition."""
+    """Returns M, M⁻¹ and the condition numbers for square matrices A: M = A/size, so that A·M⁻¹ is size times 1."""
     _, sizes, _ = svd(square)
     condition = jnp.where(sizes[..., -1] > 0, sizes[..., 0] / sizes[..., -1], jnp.inf)
     return square / size, size * inverse(square), condition

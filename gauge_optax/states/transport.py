@@ -146,8 +146,8 @@ def _walk(move: Move, node: Any, outgoing: Outgoing, owner: str, path: str = "")
 
 # Optax's states -------------------------------------------------------------------------------------
 
-# Class of a state → field → the power of entries that the field averages. Keys are names of classes and not classes,
-# because some are not public, and an installed Optax may lack some.
+# Name of a state's class → field → the power of entries that the field averages. Keys are names, because some classes
+# are not public, and an installed Optax may lack some.
 _POWERS: dict[str, dict[str, int]] = {
     "TraceState": {"trace": 1},
     "EmaState": {"ema": 1},

@@ -197,7 +197,7 @@ def _harmless(adapter: Adapter, rest: Names, shape: Shape, batch: Shape, inputs:
 
 
 def _names_of_kernels(adapter: Adapter) -> set[str]:
-    """Names that the adapted leaf may have; `w_lora_a` belongs to `w`."""
+    """Names that the leaf which the adapter changes may have; `w_lora_a`, for example, changes `w`."""
     first = re.split("[/.]", adapter.a)[len(adapter.module)]
     return {*_KERNELS, re.sub("_?lora_.*$", "", first)} - {""}
 

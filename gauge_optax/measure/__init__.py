@@ -1,4 +1,4 @@
-"""Measurements that read gauges and treat an optimizer as a black box."""
+"""Measurements that take gauges, weights, gradients and steps. They work with any optimizer."""
 
 from gauge_optax.discovery.census import census
 from gauge_optax.measure.adam import adam_factors, adam_precondition

@@ -1,12 +1,13 @@
-"""The metric in which curvature and lengths are measured: weights count up to gauge moves.
+"""The metric in which curvature and lengths are measured: it gives the same numbers for all weights of one function.
 
-The *quotient* is the set of orbits, with one point per function. Every orbit has a point at which tangents are
-measured: the slice point, or the *balanced* point, which has the least norm on the orbit. The Euclidean metric there,
-moved along the orbit by the gauges, is a metric that no gauge move changes. A tangent of the quotient is represented by
-the tangent perpendicular to the orbit.
+The *quotient* is the set of orbits: it has one point per function. Tangents are measured at one point of every orbit:
+the slice point, or the *balanced* point, which has the least norm on the orbit. The Euclidean metric there, moved along
+the orbit by the gauges, is a metric that no gauge move changes. A tangent of the quotient is represented by the tangent
+of weights that is perpendicular to the orbit.
 
-The two points differ where a channel dies. For a product u·v of two numbers, the slice has u = 1, so that v alone is
-small; at the balanced point both are √|u·v|, and the curvature 2·|u·v| vanishes with them.
+The two points behave differently when a channel dies. Take a product u·v of two numbers that goes to zero. The slice
+point has u = 1, so that v alone is small. At the balanced point both are √|u·v|, and the curvature 2·|u·v| vanishes
+with them.
 """
 
 from functools import partial
@@ -23,11 +24,11 @@ from gauge_optax.slice import Elements, Slice, Undone
 Leaves = dict[str, jax.Array]
 
 _SOLVED = 1e-12  # relative residual of projections, in float64; 1e-6 in float32
-_ROUNDS = 200  # at most, of conjugate gradients; they need about ten
+_ROUNDS = 200  # the most rounds of conjugate gradients; they need about ten
 
 
 def check_at(name: str, at: str) -> None:
-    """Raises ValueError for a point that is neither of the two."""
+    """Raises ValueError unless `at` is "balanced" or "slice"."""
     if at not in ("balanced", "slice"):
         raise binding_error(
             name, f"no point of the orbit '{at}'", f"at={at!r}", "'balanced' or 'slice'", 'pass at="balanced"'
@@ -35,16 +36,16 @@ def check_at(name: str, at: str) -> None:
 
 
 def ways(group: Product, params: Any, at: str, frame: Elements | None = None) -> list[Undone]:
-    """The moves that lead from a point to the balanced point or the slice point, in order.
+    """The moves that lead from a point to the balanced point or the slice point of its orbit, in order.
 
     Args:
       group: the gauges.
       params: the point.
       at: "balanced" or "slice".
-      frame: elements of another point, whose rotations are undone in place of this one's.
+      frame: the frame of another point. If given, its rotations are undone in place of those of `params`.
 
     Returns:
-      Each move starts at the point to which the one before leads.
+      The moves. Each starts at the point where the move before it ends.
     """
     s = group._bound(params).slice
     values = s.values(params)
@@ -59,19 +60,19 @@ def ways(group: Product, params: Any, at: str, frame: Elements | None = None) ->
 
 
 def stored(s: Slice, values: Any) -> Leaves:
-    """Values of bound leaves as they are stored."""
+    """Converts values of bound leaves to stored numbers: a leaf bound as `1+` stores its value less one."""
     return {path: x - s.added[path] for path, x in values.items()}
 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def point_of(group: Product, at: str, params: Any) -> Leaves:
-    """The bound leaves at the balanced point or the slice point, in stored form: a leaf bound as `1+` less one."""
+    """The bound leaves at the balanced point or the slice point, as stored numbers: path → array."""
     return stored(group._bound(params).slice, ways(group, params, at)[-1].point)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def tangent_of(group: Product, at: str, params: Any, tangent: Any) -> Leaves:
-    """Bound leaves of a tangent, moved by the elements that move the point."""
+    """The bound leaves of a tangent, moved with the point to the balanced point or the slice point: path → array."""
     s = group._bound(params).slice
     values, vectors = s.values(params), s.vectors(tangent)
     for way in ways(group, params, at):
@@ -90,7 +91,10 @@ def across_dual(group: Product, params: Any, vector: Leaves) -> Leaves:
 
 
 def perpendicular(group: Product, params: Any, vector: Leaves) -> Leaves:
-    """The part of a vector that is perpendicular to orbits: it less R·y, where R·y is the nearest vertical vector."""
+    """The part of a vector that is perpendicular to orbits: the vector minus the nearest vertical vector R·y.
+
+    R projects on vertical vectors, and y solves RᵀR·y = Rᵀ·vector.
+    """
 
     def along(x: Leaves) -> Leaves:  # R
         return jax.tree.map(jnp.subtract, x, across(group, params, x))
@@ -98,8 +102,8 @@ def perpendicular(group: Product, params: Any, vector: Leaves) -> Leaves:
     def along_dual(x: Leaves) -> Leaves:
         return jax.tree.map(jnp.subtract, x, across_dual(group, params, x))
 
-    # R is a projection: its singular values are 0 or at least 1, and a few rounds solve it. The residual is compared
-    # with the vector: where that is perpendicular already, the right-hand side is roundoff.
+    # R is a projection: its singular values are 0 or at least 1, so that a few rounds are enough. The residual is
+    # compared with the vector and not with Rᵀ·vector, which is only roundoff if the vector is perpendicular already.
     least = _SOLVED if jnp.finfo(jnp.result_type(*vector.values())).eps < 1e-10 else 1e-6
     size = jnp.sqrt(sum((jnp.sum(jnp.square(x)) for x in vector.values()), start=jnp.zeros(())))
     solved, _ = jax.scipy.sparse.linalg.cg(

@@ -1,4 +1,4 @@
-"""Metrics in the state of an optimizer, taken at some steps and at no cost in the others."""
+"""Records metrics in the state of an optimizer at every n-th step, at no cost in the other steps."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -11,9 +11,9 @@ from gauge_optax.xla import recomputed_after
 
 Metrics = TypeVar("Metrics")
 
-# Below this many parameters the update comes first and the record waits for it. From there on a record makes the update
-# once more, before the step: then XLA neither materializes updates in steps without a record nor copies parameters that
-# are donated. For small models that second update costs more (benchmarks/results/metrics.json).
+# With fewer parameters than this, a record reads the update that the step has computed. With more, a record computes
+# the update a second time, before the step: then XLA neither materializes updates in steps without a record nor copies
+# donated parameters. For small models the second update costs more than this saves (benchmarks/results/metrics.json).
 _LARGE = 4_000_000
 
 
@@ -25,7 +25,7 @@ def recorded(
     taken: jax.Array,
     every: int | jax.Array,
 ) -> tuple[Any, Any, Metrics]:
-    """A step of an optimizer, and its metrics or those of the last record.
+    """Makes a step of an optimizer, and records its metrics if a record is due.
 
     Args:
       update: gradient → (updates, state).
@@ -36,14 +36,15 @@ def recorded(
       every: number of steps between records.
 
     Returns:
-      Updates, state and metrics.
+      Updates, state, and the new metrics, or `last` if no record is due.
     """
     always = isinstance(every, int) and every == 1
     if always or sum(map(jnp.size, jax.tree.leaves(gradient))) < _LARGE:
         updates, state = update(gradient)
         return updates, state, either(taken, every, lambda: record(updates), last, gradient)
     metrics = either(taken, every, lambda: record(update(gradient)[0]), last, gradient)
-    # The step depends on the metrics: donated parameters are then read before they are overwritten, and not copied.
+    # Make the step depend on the metrics. XLA then reads donated parameters for the metrics before the step overwrites
+    # them, and need not copy them.
     updates, state = update(recomputed_after(metrics, gradient))
     return updates, state, metrics
 
@@ -51,7 +52,7 @@ def recorded(
 def either(
     taken: jax.Array, every: int | jax.Array, record: Callable[[], Metrics], last: Metrics, measured: Any
 ) -> Metrics:
-    """A new record at every `every`-th step, else the last one; replicated over the mesh of `measured`."""
+    """Returns record() at every `every`-th step, and `last` at all others; replicated over the mesh of `measured`."""
     sharding = layout(measured)
     if isinstance(every, int) and every == 1:
         return sharding.replicated(record())

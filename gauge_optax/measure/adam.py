@@ -1,7 +1,7 @@
-"""Adam's step as a coordinate-wise preconditioner times a first moment, read from an optimizer's state.
+"""Reads the two factors of Adam's step from an optimizer's state: an entrywise preconditioner and the first moment.
 
-This reads optax's `scale_by_adam` anywhere in a chain. Do not use it for `scale_by_ddc`, whose moments are in slice
-coordinates and whose step is not such a product. Measure its steps with `step_leakage`.
+The functions find optax's `scale_by_adam` anywhere in a chain. Do not use them for `scale_by_ddc`: its moments are in
+slice coordinates, and its step is not such a product. Measure its steps with `step_leakage`.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ class AdamFactors(NamedTuple):
 def adam_factors(
     opt_state: Any, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, eps_root: float = 0.0
 ) -> AdamFactors:
-    """The factors of the step that Adam has just taken: learning rate · D⊙m̂, decay apart.
+    """Returns the factors D and m̂ of the step that Adam has just taken: learning rate · D⊙m̂, without weight decay.
 
     Args:
       opt_state: the state after the step, of any chain with one `scale_by_adam` in it.
@@ -40,7 +40,7 @@ def adam_factors(
       eps_root: added under the root.
 
     Returns:
-      First moment and preconditioner, in the dtype in which gauges compute. They do not describe `nesterov=True`.
+      First moment and preconditioner, in float32, or float64 under x64. They do not describe steps of `nesterov=True`.
 
     Raises:
       ValueError: no Adam in the state, or several.
@@ -62,10 +62,11 @@ def adam_factors(
 def adam_precondition(
     opt_state: Any, grad_fn: Callable[[Any], Any], b2: float = 0.999, eps: float = 1e-8, eps_root: float = 0.0
 ) -> Callable[[Any, Any], Any]:
-    """Adam's D as a function of the point, for `second_order_leakage`.
+    """Returns Adam's preconditioner D as a function of the point, for `second_order_leakage`.
 
-    D depends on the point through v = b2·v_old + (1 − b2)·g(θ)², so that the derivative of v along the step is (1 −
-    b2)·2g·Hu. The average v also changes where θ does not; the leakage at the next point includes that change.
+    D depends on the point θ through the second moment v = b2·v_old + (1 − b2)·g(θ)², with the gradient g. Along a step
+    u the derivative of v is (1 − b2)·2g·Hu, with the Hessian H. From step to step v also changes if θ does not. That
+    change is no part of this derivative; the leakage at the next point includes it.
 
     Args:
       opt_state: the state before the step, of any chain with one `scale_by_adam` in it.
@@ -75,7 +76,7 @@ def adam_precondition(
       eps_root: added under the root.
 
     Returns:
-      (params, gradient) → D(params)⊙gradient, for any cotangent; the first moment is left out.
+      A function (params, cotangent) → D(params)⊙cotangent. It does not use Adam's first moment.
 
     Raises:
       ValueError: no Adam in the state, or several.
@@ -99,9 +100,9 @@ def adam_precondition(
 
 
 def _inverse_root(v: jax.Array, b2: float, eps: float, eps_root: float, count: jax.Array) -> jax.Array:
-    """1/(√v̂ + eps)."""
+    """1/(√v̂ + eps), where v̂ is v with bias correction, plus `eps_root`."""
     square = v.astype(real_dtype()) / (1 - b2**count) + eps_root
-    # √ has no derivative at 0, where an entry never had a gradient; this form has the derivative 0.
+    # √ has no derivative at 0, the value of an entry that never had a gradient. This form has the derivative 0 there.
     alive = square > 0
     return 1.0 / (jnp.where(alive, jnp.sqrt(jnp.where(alive, square, 1.0)), 0.0) + eps)
 

@@ -1,8 +1,7 @@
-"""Records the sizes of both sides of a scale in an optimizer's state: their ratio, and their product.
+"""Records the ratio and the product of the sizes of both sides of a scale, in an optimizer's state.
 
-A scale is a gauge that multiplies one side (`up`) and divides the other (`down`), such as `rescale`.
-
-`gauge_fix` brings both sides together. Reference: GaugeFix-LRM §3.2, §4.4.
+A scale is a gauge that multiplies one side (`up`) and divides the other (`down`), such as `rescale`. `gauge_fix` makes
+the two sizes equal. Reference: GaugeFix-LRM §3.2, §4.4.
 """
 
 from typing import Any, NamedTuple
@@ -22,13 +21,13 @@ _NAME = "track_balance"
 
 
 class Balance(NamedTuple):
-    """Figures of the weights after one step. In them s is the root mean square of a side.
+    """Numbers that describe the weights after one step; s is the root mean square of a side.
 
     Attributes:
-      recorded_at: that step's number, from 0.
-      drift: |log(s_up/s_down)|, the largest over channels, layers and gauges.
-      log_ratio: log(s_up/s_down) by "gauge/layer", per channel; for `multiplier_balance` per head.
-      product: s_up·s_down, likewise.
+      recorded_at: the number of that step, from 0.
+      drift: the largest |log(s_up/s_down)| of all channels, layers and gauges.
+      log_ratio: "gauge/layer" → log(s_up/s_down) per channel; for `multiplier_balance` per head.
+      product: "gauge/layer" → s_up·s_down per channel, or per head.
     """
 
     recorded_at: jax.Array
@@ -42,7 +41,7 @@ class TrackBalanceState(NamedTuple):
 
     Attributes:
       taken: number of steps so far.
-      metrics: figures of the step recorded last.
+      metrics: the last record.
     """
 
     taken: jax.Array
@@ -52,14 +51,14 @@ class TrackBalanceState(NamedTuple):
 def track_balance(gauges: Gauges, *, every: int | jax.Array = 1) -> GaugeTransformation:
     """Records the ratio and the product of the sizes of both sides of every scale; updates pass unchanged.
 
-    It comes last in a chain, after an optimizer and whatever fixes its gauges. Read it by name:
-    `optax.tree.get(state, "drift")`. A channel with a side that is zero has no ratio: it counts as 0 in `drift` and
-    `log_ratio`, and its product is 0. A gauge that balances sums of squares (all but `multiplier_balance`) is balanced
-    at a ratio that depends on how many entries its sides have.
+    Put it last in a chain, after the optimizer. Read the record by name: `optax.tree.get(state, "drift")`. If one side
+    of a channel is zero, it has no ratio: it counts as 0 in `drift` and `log_ratio`, and its product is 0. Balanced
+    weights need not have the ratio 1: all gauges but `multiplier_balance` balance sums of squares and not means, so
+    that their balanced ratio depends on how many entries each side has.
 
     Args:
-      gauges: a gauge or a sequence of them, meaning their product; those with two sides are recorded.
-      every: number of steps between records, the first step among them.
+      gauges: a gauge or a sequence of them; those with two sides are recorded.
+      every: number of steps between records; the first step is recorded.
 
     Returns:
       The transformation. Its `update` needs `params`.
@@ -77,7 +76,7 @@ def track_balance(gauges: Gauges, *, every: int | jax.Array = 1) -> GaugeTransfo
     ... )
     (1.386, Array([3.24, 3.24], dtype=float32))
 
-    Reference: GaugeFix-LRM, Eq. (3). Deviation: figures are per head and layer; `drift` is the largest of them.
+    Reference: GaugeFix-LRM, Eq. (3). Deviation: ratios are recorded per head and layer; `drift` is the largest of them.
     """
     require_every(_NAME, every)
     group = product(gauges)

@@ -1,4 +1,4 @@
-"""The barrier between two sets of weights: how far the loss on the line between them rises above the chord."""
+"""The barrier between two sets of weights: how far the loss between them rises above linear interpolation."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,15 +7,16 @@ from gauge_optax.orbit.merge import interpolate
 
 
 def barrier(loss: Callable[[Any], Any], a: Any, b: Any) -> float:
-    """The largest rise of the loss above the chord, on the line from a to b.
+    """Returns the largest rise, on the line from a to b, of the loss above the linear interpolation of its end values.
 
     Args:
       loss: a function of the parameters, such as the loss of a whole test set.
       a: parameters.
-      b: parameters with the same structure and shapes. Align them to a first: `go.orbit.align`.
+      b: parameters with the same structure and shapes. Align them to a before: `go.orbit.align`.
 
     Returns:
-      The maximum of loss(λ) − ((1 − λ)·loss(0) + λ·loss(1)) over λ = 0, 0.1, …, 1; zero where no point lies above.
+      The maximum of loss(λ) − ((1 − λ)·loss(0) + λ·loss(1)) over λ = 0, 0.1, …, 1, where loss(λ) is the loss at
+      (1 − λ)·a + λ·b. It is zero if no point lies above.
 
     Raises:
       ValueError: trees that differ in structure or shapes.

@@ -1,15 +1,15 @@
 """Curvature at a point as linear operators: `Hessian`, `GGN`, `Fisher`, `EmpiricalFisher` and `quotient_fisher`.
 
-An operator is a symmetric matrix of one row per parameter, known by its products with vectors: one forward and one
-backward derivative each. `dense` and `blocks` make arrays of small ones. `lanczos` and `trace` need no such array; they
-use matfree, an optional dependency. The names of the classes are those of curvlinops.
+An operator is a symmetric matrix with one row per parameter. It is known by its products with vectors, each of which
+takes one forward and one backward derivative. `dense` and `blocks` make arrays of small operators. `lanczos` and
+`trace` need no such array; they use matfree, an optional dependency. The names of the classes are those of curvlinops.
 
-The Fisher information F = E[s·sᵀ] takes the score s, the gradient of a log-likelihood, with labels that the *model*
-draws. `EmpiricalFisher` takes the labels of the data instead. Unless the model fits these exactly, it depends on the
-residuals too (Kunstner et al. 2019). Along an orbit no output changes: every F has a zero eigenvalue per dimension of
-the orbit. `quotient_fisher` removes these: it is F on the tangents perpendicular to the orbit, at the point of the
-orbit that has the least norm. All weights of one function lead to that point, up to rotations, which change no
-eigenvalue.
+The Fisher information is F = E[s·sᵀ]. The score s is the gradient of a log-likelihood, with labels that the *model*
+draws. `EmpiricalFisher` takes the labels of the data instead. Unless the model fits these exactly, that matrix depends
+on the residuals too (Kunstner et al. 2019). Along an orbit no output changes, so that F has one zero eigenvalue per
+dimension of the orbit. `quotient_fisher` removes these: it is F on the tangents perpendicular to the orbit, at the
+point of the orbit that has the least norm. All weights of one function have the same such point, up to rotations, which
+change no eigenvalue.
 """
 
 from __future__ import annotations
@@ -34,16 +34,23 @@ from gauge_optax.linalg import singular_vectors, symmetric_eigen
 from gauge_optax.measure._metric import across, across_dual, check_at, perpendicular, point_of, tangent_of
 from gauge_optax.xla import summed_apart
 
-_PER_DIMENSION = 100  # labels per parameter, the DDC paper's N ≥ 100·d
+_PER_DIMENSION = 100  # labels per parameter by default: the DDC paper asks for N ≥ 100·d labels
 _CHUNK = 64  # columns of a dense matrix that are computed at once
 _MOST = 20_000  # rows of a dense matrix
-_ROWS = 2**22  # probabilities that are sampled from at once
+_ROWS = 2**22  # class probabilities that are in memory at once while labels are drawn
 
 Leaves = dict[str, jax.Array]
 
 
 class _Arrays(NamedTuple):
-    """Arrays of an operator: the point, its selected leaves by path, inputs, and labels or their moments per batch."""
+    """The arrays of an operator.
+
+    Attributes:
+      params: the point.
+      leaves: path → its selected leaves.
+      batches: inputs of the function.
+      labels: per batch, the labels or their moments, as the operator's `Curve` takes them; None if it takes none.
+    """
 
     params: Any
     leaves: Leaves
@@ -51,6 +58,7 @@ class _Arrays(NamedTuple):
     labels: list[Any]
 
 
+# (outputs, change of outputs, labels) → the curvature matrix of each row of outputs times the change.
 Curve = Callable[[jax.Array, jax.Array, Any], jax.Array]
 
 
@@ -58,13 +66,13 @@ Curve = Callable[[jax.Array, jax.Array, Any], jax.Array]
 
 
 def _softmax(outputs: jax.Array, change: jax.Array, _: Any) -> jax.Array:
-    """(diag p − p·pᵀ)·change."""
+    """(diag p − p·pᵀ)·change, for the probabilities p: the exact mean over labels."""
     p = jax.nn.softmax(outputs)
     return p * (change - summed_apart(jnp.sum(p * change, -1, keepdims=True)))
 
 
 def _softmax_of_labels(outputs: jax.Array, change: jax.Array, shares: jax.Array) -> jax.Array:
-    """Σ_c f_c·(p − e_c)·(p − e_c)ᵀ·change, for shares f of labels, (…, classes)."""
+    """Σ_c f_c·(p − e_c)·(p − e_c)ᵀ·change; f_c is the share of drawn labels that are class c, (…, classes)."""
     p = jax.nn.softmax(outputs)
     mean = summed_apart(jnp.sum(p * change, -1, keepdims=True))
     of_labels = summed_apart(jnp.sum(shares * change, -1, keepdims=True))
@@ -81,7 +89,7 @@ def _gaussian(outputs: jax.Array, change: jax.Array, _: Any) -> jax.Array:
 
 
 def _gaussian_of_labels(outputs: jax.Array, change: jax.Array, moments: jax.Array) -> jax.Array:
-    """Means of ε·εᵀ times change, for draws ε, (…, outputs, outputs)."""
+    """The mean of ε·εᵀ over drawn residuals ε, (…, outputs, outputs), times the change."""
     return jnp.einsum("...ij,...j->...i", moments, change)
 
 
@@ -110,14 +118,14 @@ def _curves(name: str, likelihood: str) -> tuple[Curve, Curve, Curve]:
 
 @dataclasses.dataclass(frozen=True)
 class _Rule:
-    """The static part of an operator: all but its arrays, so that one program serves all points of a run."""
+    """The static part of an operator, without arrays: one compiled program serves all points of a run."""
 
     fn: Callable[[Any, Any], Any]
     curve: Curve | None  # None for the Hessian
-    gauges: Product | None = None  # of a quotient
+    gauges: Product | None = None  # only for a `Quotient`
 
     def multiply(self, tangent: Leaves, arrays: _Arrays) -> Leaves:
-        """The product with a vector, as leaves by path."""
+        """The product with a vector. Vector and product are path → array."""
         leaves = {path: arrays.leaves[path] for path in tangent}
         total = jax.tree.map(jnp.zeros_like, tangent)
         count = 0
@@ -136,7 +144,7 @@ class _Rule:
                 count += math.prod(value.shape[:-1])
             total = jax.tree.map(jnp.add, total, part)
         total = jax.tree.map(lambda x: x / count, total)
-        # F maps into the tangents perpendicular to orbits; this removes the roundoff that leads away from them.
+        # The product is perpendicular to orbits up to roundoff; this removes the roundoff.
         return total if self.gauges is None else across_dual(self.gauges, arrays.params, total)
 
 
@@ -161,7 +169,7 @@ def _across_all(rule: _Rule, tangents: Leaves, arrays: _Arrays) -> Leaves:
 
 
 def _group(rule: _Rule) -> Product:
-    """The gauges of a quotient."""
+    """The gauges of a `Quotient`'s rule; no gauges for other operators."""
     return product(() if rule.gauges is None else rule.gauges)
 
 
@@ -173,7 +181,7 @@ class Eigen(NamedTuple):
 
     Attributes:
       values: in descending order.
-      vectors: one row each; None where none were asked for.
+      vectors: the eigenvectors, one per row, (values, d); None if they were not asked for.
     """
 
     values: jax.Array
@@ -181,11 +189,11 @@ class Eigen(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """A mean over random probes.
+    """An estimate from random probes.
 
     Attributes:
-      mean: of the probes.
-      error: its standard error.
+      mean: the mean over the probes.
+      error: the standard error of that mean.
     """
 
     mean: float
@@ -198,9 +206,9 @@ class Operator:
     Rows and columns are the entries of the selected leaves, in the order of the tree; `paths` names the leaves.
 
     Attributes:
-      name: of the class that made it.
-      shape: (d, d).
-      paths: of the selected leaves.
+      name: the name of the class, for messages.
+      shape: (d, d), with d the number of selected entries.
+      paths: paths of the selected leaves.
     """
 
     def __init__(self, name: str, rule: _Rule, arrays: _Arrays) -> None:
@@ -226,12 +234,12 @@ class Operator:
         return jnp.concatenate(parts).T
 
     def ravel(self, tree: Any) -> jax.Array:
-        """The selected leaves of a tree like the parameters, as one vector (d,)."""
+        """Joins the selected leaves of a tree like the parameters to one vector (d,)."""
         leaves = leaves_by_path(tree)
         return self._flat({path: jnp.asarray(leaves[path], x.dtype) for path, x in self._arrays.leaves.items()})
 
     def unravel(self, vector: jax.Array) -> Any:
-        """A tree like the parameters with the entries of a vector (d,), and zeros in leaves that are not selected."""
+        """Makes a tree like the parameters of a vector (d,), with zeros in leaves that are not selected."""
         zeros = jax.tree.map(jnp.zeros_like, self._arrays.params)
         return with_leaves(zeros, self._split(vector))
 
@@ -246,7 +254,7 @@ class Operator:
         return 0.5 * (matrix + matrix.T)
 
     def blocks(self) -> dict[str, jax.Array]:
-        """The diagonal blocks, one array per selected leaf of up to 20,000 entries; larger leaves are left out."""
+        """The diagonal blocks: path → (n, n), for selected leaves of n ≤ 20,000 entries. Larger ones are left out."""
         by_path = {}
         for path, end, leaf in zip(self.paths, self._cuts, self._arrays.leaves.values(), strict=True):
             at = slice(int(end) - leaf.size, int(end))
@@ -272,11 +280,11 @@ class Operator:
 
         Args:
           key: a PRNG key.
-          steps: products, with two or three vectors of d numbers in memory each; at most d are taken.
+          steps: the number of products. Each takes the memory of two or three vectors of d numbers. At most d are made.
           vectors: whether to return eigenvectors, which take as much memory again.
 
         Returns:
-          One Ritz value per step.
+          One approximate eigenvalue (Ritz value) per step.
 
         Raises:
           ImportError: matfree is not installed.
@@ -295,11 +303,11 @@ class Operator:
         return Eigen(values, None) if leaves is None else Eigen(values[::-1], jax.vmap(self._flat)(leaves)[::-1])
 
     def trace(self, key: jax.Array, probes: int = 16) -> Estimate:
-        """The trace by random signs (Hutchinson), one product and one vector in memory per probe.
+        """Estimates the trace by random signs (Hutchinson), with one product per probe and one probe in memory.
 
         Args:
           key: a PRNG key.
-          probes: at least 2.
+          probes: the number of random vectors, at least 2.
 
         Returns:
           The mean and its standard error.
@@ -327,7 +335,7 @@ class Operator:
         return {path: part.reshape(leaf.shape).astype(leaf.dtype) for (path, leaf), part in shaped}
 
     def _probe(self, key: jax.Array, draw: Callable[..., jax.Array]) -> jax.Array:
-        """A random vector (d,), on the space that the operator acts on."""
+        """A random vector (d,) in the space on which the operator acts."""
         return draw(key, (self.shape[0],), dtype=self._dtype)
 
     def _most_steps(self) -> int:
@@ -344,14 +352,14 @@ class Operator:
 
 
 class Hessian(Operator):
-    """The Hessian of a loss, the mean over batches.
+    """The Hessian of the mean of a loss over batches.
 
     Args:
-      loss: (params, batch) to a scalar, twice differentiable.
+      loss: (params, batch) → scalar, twice differentiable.
       params: the point; leaves in less than float32 are converted.
       batches: values that `loss` accepts.
-      only: a path of a leaf, or several, with wildcards as gauges have them ("blocks/{i}/mlp/up/kernel"); all floating
-        leaves by default. The others stay constant.
+      only: path pattern of the selected leaves, or several, as in gauges ("blocks/{i}/mlp/up/kernel"); all floating
+        leaves by default. All other leaves stay constant.
 
     Raises:
       ValueError: no batch; a path that no leaf has.
@@ -379,17 +387,18 @@ class Hessian(Operator):
 
 
 class GGN(Operator):
-    """The generalized Gauss–Newton matrix Jᵀ·H·J, with the Hessian H of the likelihood in the outputs.
+    """The generalized Gauss–Newton matrix Jᵀ·H·J.
 
-    For both likelihoods it is the Fisher with the exact mean over labels. One label is one row of outputs, such as a
-    token; the matrix is the mean over all rows of all batches.
+    J is the Jacobian of the outputs by the parameters, and H the Hessian of the negative log-likelihood by the outputs.
+    For both likelihoods this is the Fisher information with the exact mean over labels. A row of outputs, such as a
+    token's, has one label; the matrix is the mean over all rows of all batches.
 
     Args:
-      fn: (params, batch) to outputs (…, classes), or (…, outputs).
+      fn: (params, batch) → outputs (…, classes), or (…, outputs).
       params: the point; leaves in less than float32 are converted.
       batches: values that `fn` accepts.
       likelihood: "softmax", or "gaussian" of variance 1, whose loss is ½·‖outputs − labels‖² per row.
-      only: as for `Hessian`.
+      only: path pattern of the selected leaves, as for `Hessian`.
 
     Raises:
       ValueError: no batch; a path that no leaf has; another likelihood.
@@ -420,27 +429,27 @@ class GGN(Operator):
 
 
 class Fisher(Operator):
-    """The Fisher information on some inputs, the mean of s·sᵀ over labels that the model draws.
+    """The Fisher information on given inputs: the mean of s·sᵀ over labels that the model draws, with the score s.
 
-    A product costs the same for any number of labels: they are counted per row of outputs.
+    A product costs the same for any number of labels, because only their counts per row of outputs are used.
 
     Args:
-      fn: (params, batch) to outputs (…, classes), or (…, outputs).
+      fn: (params, batch) → outputs (…, classes), or (…, outputs).
       params: the point; leaves in less than float32 are converted.
       batches: values that `fn` accepts.
       key: a PRNG key, from which labels are drawn.
-      samples: labels in all, at least one per row of outputs; 100 per selected parameter by default.
+      samples: the number of labels in all, at least one per row of outputs; 100 per selected parameter by default.
       likelihood: "softmax", or "gaussian" of variance 1.
-      only: as for `Hessian`.
+      only: path pattern of the selected leaves, as for `Hessian`.
 
     Attributes:
-      samples: labels in all.
+      samples: the number of labels that were drawn.
 
     Raises:
       ValueError: no batch; a path that no leaf has; another likelihood.
 
-    With fewer than 100 labels per parameter it warns, because the smallest eigenvalues of such a mean are too small:
-    for d parameters, N labels and scores of unit covariance, the eigenvalues spread over (1 ± √(d/N))².
+    With fewer than 100 labels per parameter there is a warning, because the smallest eigenvalues of the mean are then
+    too small: for d parameters, N labels and scores of unit covariance, the eigenvalues spread over (1 ± √(d/N))².
 
     >>> params, x = {"w": jnp.zeros((1, 2))}, jnp.ones((3, 1))
     >>> key = jax.random.key(0)
@@ -489,18 +498,20 @@ class Fisher(Operator):
 
 
 class EmpiricalFisher(Operator):
-    """The mean of s·sᵀ over the labels of the data. It is no Fisher information: it depends on the residuals.
+    """The mean of s·sᵀ over the labels of the data, with the score s. It is no Fisher information.
+
+    It depends on the residuals between outputs and labels.
 
     Args:
-      fn: (params, batch) to outputs (…, classes), or (…, outputs).
+      fn: (params, batch) → outputs (…, classes), or (…, outputs).
       params: the point; leaves in less than float32 are converted.
       batches: values that `fn` accepts.
       labels: one array per batch: classes (…) for "softmax", targets (…, outputs) for "gaussian".
       likelihood: "softmax", or "gaussian" of variance 1.
-      only: as for `Hessian`.
+      only: path pattern of the selected leaves, as for `Hessian`.
 
     Raises:
-      ValueError: no batch, or not as many labels; a path that no leaf has; another likelihood.
+      ValueError: no batch; labels that do not fit the batches; a path that no leaf has; another likelihood.
 
     >>> fn = lambda p, x: x @ p["w"]
     >>> x, labels = jnp.ones((3, 1)), jnp.zeros(3, int)
@@ -509,7 +520,7 @@ class EmpiricalFisher(Operator):
     Array([[ 0.25, -0.25],
            [-0.25,  0.25]], dtype=float32)
 
-    Reference: Kunstner, Balles and Hennig 2019, why it is another matrix.
+    Reference: Kunstner, Balles and Hennig 2019, on the difference from the Fisher information.
     """
 
     def __init__(
@@ -538,13 +549,13 @@ class EmpiricalFisher(Operator):
 
 
 class Quotient(Operator):
-    """What `quotient_fisher` returns: an operator at one point of the orbit, on the vectors perpendicular to the orbit.
+    """The result of `quotient_fisher`: an operator at one point of an orbit, on the vectors perpendicular to the orbit.
 
-    Products, `lanczos` and `trace` have vectors (d,) of all entries, and stay in that space.
-    `dense` and `eigenvalues` have `dim` rows: they are in an orthonormal basis of it, `basis()`.
+    Products, `lanczos` and `trace` use vectors (d,) with all entries, which stay in that space. `dense` and
+    `eigenvalues` use an orthonormal basis of the space, `basis()`, so that they have `dim` rows.
 
     Attributes:
-      dim: d less the dimensions of the orbit; computed when first read, from a dense matrix of d rows.
+      dim: d less the dimensions of the orbit. It is computed when first read, from a dense matrix of d rows.
     """
 
     def __init__(self, name: str, rule: _Rule, arrays: _Arrays, enter: Callable[[Any], Any]) -> None:
@@ -571,26 +582,26 @@ class Quotient(Operator):
             across = [
                 jax.vmap(self._flat)(_across_all(self._rule, jax.vmap(self._split)(x), self._arrays)) for x in rows
             ]
-            along = np.asarray(eye - jnp.concatenate(across), np.float64)  # the transpose of R
-            # R is a projection: its singular values are 0 or at least 1.
+            along = np.asarray(eye - jnp.concatenate(across), np.float64)  # Rᵀ, with R the projection on the orbit
+            # R is a projection: its singular values are 0 or at least 1. Those of 0 belong to perpendicular vectors.
             sizes, right = singular_vectors(along)
             self._basis = jnp.asarray(right[sizes < 0.5], self._dtype)
         return self._basis
 
     def dense(self) -> jax.Array:
-        """The matrix in the basis, (dim, dim)."""
+        """The matrix in the basis `basis()`, (dim, dim)."""
         basis = self.basis()
         matrix = basis @ (self @ basis.T)
         return 0.5 * (matrix + matrix.T)
 
     def enter(self, tangent: Any) -> jax.Array:
-        """A tangent at the given parameters, moved to that point and made perpendicular to the orbit, (d,).
+        """Moves a tangent from the given parameters to the operator's point, and makes it perpendicular to the orbit.
 
         Args:
           tangent: a tree like the parameters, such as a step.
 
         Returns:
-          The same vector for all weights of one function, if the tangents move with the weights.
+          A vector (d,). It is the same for all weights of one function, if the tangents move with the weights.
         """
         entered = self._split(self.ravel(self._enter(tangent)))
         return self._flat(_perpendicular(self._rule, entered, self._arrays))
@@ -600,21 +611,20 @@ class Quotient(Operator):
         return self._flat(_perpendicular(self._rule, drawn, self._arrays))
 
     def _most_steps(self) -> int:
-        # Lanczos must not leave the space: there its vectors would be roundoff.
+        # The space has this many dimensions. Further vectors of Lanczos would be roundoff.
         gauges = product(self._rule.gauges or ())
         return max(1, self.shape[0] - gauges.dim(self._arrays.params))
 
 
 def quotient_fisher(operator: Operator, gauges: Gauges, at: str = "balanced") -> Quotient:
-    """The Fisher on the quotient: on the vectors perpendicular to the orbit, at one point of it.
+    """Restricts a Fisher operator to the vectors perpendicular to the orbit, at one point of the orbit.
 
-    The Euclidean metric at that point, moved along the orbit by the gauges, is a metric that no gauge move changes. The
-    eigenvalues are those of the operator at that point, without the zeros that the gauges explain. They are the same
-    for all weights of one function.
+    The eigenvalues are those of the operator at that point, without the zeros that the gauges explain. They are the
+    same for all weights of one function, because all of them have the same such point (up to rotations).
 
     Args:
-      operator: a `GGN`, `Fisher` or `EmpiricalFisher`. A sampled one keeps its labels.
-      gauges: a gauge or a sequence of them, meaning their product; bound to selected leaves alone.
+      operator: a `GGN`, `Fisher` or `EmpiricalFisher`. A `Fisher` keeps the labels that it has drawn.
+      gauges: a gauge or a sequence of them. They must bind selected leaves alone.
       at: "balanced", the point of least norm, or "slice", where the anchors have norm 1. As a channel dies, eigenvalues
         at the balanced point fall; at the slice point, those of the anchor's partner stay.
 
@@ -624,8 +634,8 @@ def quotient_fisher(operator: Operator, gauges: Gauges, at: str = "balanced") ->
       point.
 
     Raises:
-      ValueError: a `Hessian`, which has no zeros along orbits away from a minimum; leaves that are not selected;
-        bindings that do not fit; another `at`.
+      ValueError: a `Hessian`, which away from a minimum is not zero along orbits; gauges that bind leaves which are not
+        selected; bindings that do not fit; another `at`.
 
     >>> fn = lambda p, x: jax.nn.relu(x @ p["up"]) @ p["down"]
     >>> params = {"up": jnp.full((1, 1), 9.0), "down": jnp.full((1, 1), 1.0)}
@@ -669,12 +679,12 @@ def quotient_fisher(operator: Operator, gauges: Gauges, at: str = "balanced") ->
 
 
 def directional_fisher(operator: Operator, direction: Any) -> jax.Array:
-    """The curvature along one direction u: ⟨u, F·u⟩/⟨u, u⟩.
+    """Returns the curvature along one direction u: ⟨u, F·u⟩/⟨u, u⟩, with the operator F.
 
     Args:
-      operator: any of this module. For one on the quotient, the direction is moved to the operator's point, and its
-        part along the orbit is removed, so that all weights of one function have one number.
-      direction: a tree like the parameters that were given, such as a step; leaves that are not selected do not count.
+      operator: any operator of this module. For a `Quotient`, the direction is moved to the operator's point, and its
+        part along the orbit is removed, so that all weights of one function give the same number.
+      direction: a tree like the operator's parameters, such as a step; leaves that are not selected do not count.
 
     Returns:
       A number; 0 for a direction of zero.
@@ -699,7 +709,7 @@ def directional_fisher(operator: Operator, direction: Any) -> jax.Array:
 
 
 def _arrays(name: str, params: Any, batches: Sequence[Any], only: str | Sequence[str] | None) -> _Arrays:
-    """The arrays of an operator, without labels."""
+    """Makes the arrays of an operator, without labels; `only` selects the leaves."""
     if not batches:
         raise binding_error(name, "no batches", "an empty list", "at least one batch", "pass a list of batches")
     floating = {p: x for p, x in leaves_by_path(params).items() if jnp.issubdtype(jnp.result_type(x), jnp.floating)}
@@ -720,7 +730,7 @@ def _arrays(name: str, params: Any, batches: Sequence[Any], only: str | Sequence
 
 
 def _label_shares(outputs: jax.Array, each: int, rng: np.random.Generator) -> np.ndarray:
-    """The shares of so many labels that a softmax draws per row, (…, classes) in float32."""
+    """Draws `each` labels per row of logits, and returns the share of each class, (…, classes)."""
     flat = np.asarray(outputs).reshape(-1, outputs.shape[-1])
     shares = np.empty(flat.shape, np.float32 if flat.dtype != np.float64 else np.float64)
     step = max(1, _ROWS // flat.shape[1])
@@ -732,11 +742,11 @@ def _label_shares(outputs: jax.Array, each: int, rng: np.random.Generator) -> np
 
 
 def _noise_moments(outputs: jax.Array, each: int, rng: np.random.Generator) -> np.ndarray:
-    """Means of ε·εᵀ over so many standard normals ε per row, (…, outputs, outputs)."""
+    """Draws `each` standard normal vectors ε per row, and returns the mean of ε·εᵀ, (…, outputs, outputs)."""
     *rows, size = outputs.shape
     if each < size:
         noise = rng.standard_normal((*rows, size, each))
-    else:  # Bartlett 1933: a triangular factor has the same law, whatever the number
+    else:  # Bartlett 1933: the sum of `each` ε·εᵀ has the distribution of L·Lᵀ for a random triangular matrix L
         noise = np.tril(rng.standard_normal((*rows, size, size)), -1)
         at = np.arange(size)
         noise[..., at, at] = np.sqrt(rng.chisquare(each - at, (*rows, size)))

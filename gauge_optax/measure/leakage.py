@@ -1,11 +1,11 @@
 """How much of a preconditioned step is along the orbits, and which property of the preconditioner causes it.
 
 The gradient g of an invariant loss has no part along an orbit. Adam's step D⊙g has one, because D differs from entry to
-entry: it *leaks*. The leakage is linear in D, which is a sum of three: one number for a whole channel or head, what the
-mean of every tensor adds to it, and what every single entry adds. Their leakages are the three terms that the functions
-below return. All these numbers use the Euclidean metric, as the lemmas do. `motion.vertical_motion` measures instead
-how a step changes the coordinate that a slice keeps constant, and `second_order` has the part that a step of finite
-size adds.
+entry: the step *leaks*. The leakage is linear in D. D is the sum of three terms: its mean over a channel or head, the
+difference of each tensor's mean from that mean, and the difference of each entry from its tensor's mean. The functions
+below return the leakage of each term. All these numbers use the Euclidean metric, as the lemmas of the paper on
+Dead-Direction Conditioners (DDC) do. `motion.vertical_motion` measures instead how a step changes the coordinate that a
+slice keeps constant, and `second_order` has the part that a step of finite size adds.
 """
 
 import functools
@@ -27,12 +27,12 @@ from gauge_optax.transformation import require_choice
 Arrays = Mapping[str, jax.Array]
 
 RESCALE, ROTATION = "rescale_leakage", "rotation_leakage"
-"""The two lemmas, by the functions that compute them."""
+"""The names of the functions that compute the two lemmas."""
 
 
 @functools.singledispatch
 def lemma_of(part: Part[Any]) -> str | None:
-    """The lemma about leakage along a part; None where neither applies."""
+    """The name of the function that computes the lemma about leakage along a part; None if neither lemma applies."""
     return None
 
 
@@ -52,8 +52,8 @@ class StepLeakage(NamedTuple):
     """The motion of a step along an orbit; both fields have the structure of the gauge's element.
 
     Attributes:
-      measured: the pairing L with the orbit tangents: for a generator a (of log α, a skew matrix, an angle) the inner
-        product of the step with the orbit tangent of a is Σ a·L.
+      measured: inner products of the step with tangents of the orbit. A tangent of the orbit is given by a generator a:
+        a change of log α, a skew matrix or a change of an angle. Its inner product with the step is Σ a·measured.
       rate: the generator of the step's vertical part; −lr·rate is the motion along the orbit.
     """
 
@@ -62,15 +62,15 @@ class StepLeakage(NamedTuple):
 
 
 class RescaleLeakage(NamedTuple):
-    """Leakage along a scale's orbit, per channel; measured = of_gradient + per_tensor + residual.
+    """Leakage along a scale's orbit, one number per channel; measured = of_gradient + per_tensor + residual.
 
     Attributes:
-      measured: Σ_up θ·D·g − p·Σ_down θ·D·g. To first order −lr·measured is the change of ½(‖up‖² − p·‖down‖²), which
-        gradient flow conserves.
-      of_gradient: the term of one number for D, its mean over the channel; zero for the gradient of an invariant loss.
-      per_tensor: what the means of the single tensors add.
-      residual: what single entries add, Σ ±n·Cov(θ·g, D).
-      rate: the same motion as the rate of log α.
+      measured: Σ_up θ·D·g − p·Σ_down θ·D·g, with the gauge's degree p. To first order −lr·measured is the change of
+        ½(‖up‖² − p·‖down‖²), which gradient flow conserves.
+      of_gradient: the term of the mean of D over the channel. It is zero for the gradient of an invariant loss.
+      per_tensor: the term of the differences of the tensors' means of D from that mean.
+      residual: the term of the differences of single entries from their tensor's mean, Σ ±n·Cov(θ·g, D).
+      rate: the same motion, as the rate of log α.
     """
 
     measured: Element
@@ -81,16 +81,19 @@ class RescaleLeakage(NamedTuple):
 
 
 class RotationLeakage(NamedTuple):
-    """Leakage along a head's orbit, a skew matrix per head or a number per plane; the same sum.
+    """Leakage along a head's orbit, a skew matrix per head or a number per plane.
+
+    As for scales, measured = of_gradient + per_tensor + residual.
 
     Attributes:
-      measured: skew(Σ θᵀ(D⊙g)); for a plane S₀₁ − S₁₀ of S = Σ θᵀ(D⊙g).
-      of_gradient: the term of one number for D, its mean over the head; zero for the gradient of an invariant loss.
-      per_tensor: what the means of the single tensors add.
-      residual: what single entries add.
-      covariance: the part of `residual` that is n·Cov over rows of θ_i·g_j and D_j; the rest is the columns' means.
+      measured: skew(S) with S = Σ θᵀ(D⊙g); for a plane S₀₁ − S₁₀.
+      of_gradient: the term of the mean of D over the head. It is zero for the gradient of an invariant loss.
+      per_tensor: the term of the differences of the tensors' means of D from that mean.
+      residual: the term of the differences of single entries from their tensor's mean.
+      covariance: a part of `residual`: n times the covariance, over rows, of θ_i·g_j and D_j. The rest of `residual` is
+        due to differences between the means of D over columns.
       bound: Lemma 10's bound on the Frobenius norm of `measured`, one number per head or plane.
-      rate: the same motion as a skew generator, or the rate of the angle.
+      rate: the same motion, as a skew generator or the rate of the angle.
     """
 
     measured: Element
@@ -105,20 +108,19 @@ class RotationLeakage(NamedTuple):
 class Orbit:
     """One gauge's orbit through one point, in the Euclidean metric.
 
-    Everything is a derivative of the gauge's action at the identity, so that no formula of any kind of gauge is
-    repeated. An element is an array per layer: a number per channel or plane, or a matrix per head.
+    Everything is computed from the derivative of the gauge's action at the identity, so that no kind of gauge needs a
+    formula here. An element is an array per copy: a number per channel or plane, or a matrix per head.
 
     Args:
-      caller: the public function, for messages.
+      caller: the name of the public function, for messages.
       gauges: one gauge.
       params: the point.
-      lemmas: which of the lemmas the gauge may have, see `lemma_of`. Raises ValueError for any other gauge, or for
-        several.
+      lemmas: the results of `lemma_of` that are accepted. Any other gauge, or several gauges, raise ValueError.
 
     Attributes:
       named: copy → names of the axes that count its channels, heads or planes.
       blocks: copy → the blocks that it moves.
-      vectors: tangent or cotangent tree → those of its leaves that the gauge moves, in the computing dtype.
+      vectors: a function from a tangent or cotangent tree to its leaves that the gauge moves, path → array.
     """
 
     def __init__(self, caller: str, gauges: Gauges, params: Any, lemmas: tuple[str, ...]) -> None:
@@ -144,34 +146,40 @@ class Orbit:
         _, self._push = jax.linearize(act, identity)
         _, self._pull = jax.vjp(act, identity)
         self._matrices = {key for key, x in identity.items() if x.ndim > len(self.named[key])}
-        # A number per channel moves its tangent by itself; W·I is W, so that the identity gives the rows.
+        # With the generator 1 per channel (or the identity matrix per head, as W·1 = W), pulling back what was pushed
+        # gives the squares of the orbit's tangents.
         unit = {key: x if key in self._matrices else jnp.ones_like(x) for key, x in identity.items()}
         self._gram = self._pull(self._push(unit))[0]  # ‖tangent‖² per channel or plane, WᵀW per head
 
     def pairing(self, step: Arrays) -> Element:
-        """⟨orbit tangent, step⟩ for every generator; skew for full rotations."""
+        """Inner products of a step with the orbit's tangents, one per generator; a skew matrix for full rotations."""
         pulled = self._pull(dict(step))[0]
-        # The derivative by R of a rotation is any matrix; only its skew part pairs with generators.
+        # The derivative by a rotation matrix is any matrix. Only its skew part has a product with (skew) generators.
         return {key: skew(x) if key in self._matrices else x for key, x in pulled.items()}
 
     def rates(self, step: Arrays) -> Element:
-        """The generator of a step's vertical part: how fast log α, the head's basis, the angle move."""
+        """The generator of a step's vertical part: by how much the step moves log α, the head's basis or the angle."""
         pairing = self.pairing(step)
         heads = [key for key in pairing if key in self._matrices]
-        # W·A is nearest to the step where WᵀW·A + A·WᵀW = 2·pairing.
+        # The tangent W·A that is nearest to the step has WᵀW·A + A·WᵀW = 2·pairing.
         turns = [lyapunov(self._gram[key], pairing[key]) for key in heads]
         numbers = {key: safe_divide(x, self._gram[key]) for key, x in pairing.items() if key not in heads}
         return numbers | dict(zip(heads, turns, strict=True))
 
     def norms(self, element: Element, along: bool = False) -> Element:
-        """A norm per channel, head or plane: Frobenius, or with `along` that of the vertical vector of a generator."""
+        """The Frobenius norm of an element, one number per channel, head or plane.
+
+        Args:
+          element: an array per copy.
+          along: if True, the element is a generator, and the norm is that of the vertical vector that it generates.
+        """
         other = self._pull(self._push(element))[0] if along else element
         sums = {key: jnp.sum(x * other[key], tuple(range(len(self.named[key]), x.ndim))) for key, x in element.items()}
         return {key: jnp.sqrt(jnp.maximum(x, 0.0)) for key, x in sums.items()}
 
 
 def step_leakage(gauge: Gauges, params: Any, step: Any) -> StepLeakage:
-    """The leakage of any optimizer's step: its motion along one gauge's orbits.
+    """Measures the leakage of any optimizer's step: its motion along one gauge's orbits.
 
     Args:
       gauge: one scale or rotation gauge.
@@ -179,7 +187,7 @@ def step_leakage(gauge: Gauges, params: Any, step: Any) -> StepLeakage:
       step: a tangent, the output of any `scale_by_…`; θ moves by −lr·step.
 
     Returns:
-      Pairing and rate.
+      Inner products with the orbit's tangents, and the generator of the vertical part.
 
     Raises:
       ValueError: several gauges or one of another kind, bindings that do not fit.
@@ -197,17 +205,17 @@ def step_leakage(gauge: Gauges, params: Any, step: Any) -> StepLeakage:
 def rescale_leakage(
     gauge: Gauges, params: Any, gradient: Any, preconditioner: Any, means: str = "entries"
 ) -> RescaleLeakage:
-    """Lemma 7: what a coordinate-wise preconditioner leaks along a scale's orbits, and why.
+    """Lemma 7: how much a coordinate-wise preconditioner leaks along a scale's orbits, and which of its terms leaks.
 
     Args:
       gauge: one `rescale`, `norm_scale` or `scale_invariant`.
       params: the point.
-      gradient: a cotangent; a first moment may take its place, its vertical part then shows in `of_gradient`.
+      gradient: a cotangent. It may be a first moment; the vertical part of that moment then shows in `of_gradient`.
       preconditioner: D, same structure, every leaf broadcastable to the parameter's shape.
-      means: how D is averaged over a tensor: "entries" is the lemma's plain mean; "gradient" weights entries by g²,
-        which gives the number d closest to D in ‖D⊙g − d·g‖. An entry without gradient has D = 1/eps under Adam, about
-        1e8; with a plain mean this number appears with opposite signs in `per_tensor` and `residual` (*measured*: 1e6
-        times the leakage, on a tiny model with two dead units).
+      means: how D is averaged over a tensor. "entries" is the lemma's plain mean. "gradient" weights entries by g²,
+        which gives the number d with the least ‖D⊙g − d·g‖. Use it if there are entries without gradient: under Adam
+        they have D = 1/eps, about 1e8. In a plain mean this number appears with opposite signs in `per_tensor` and
+        `residual` (*measured*: 1e6 times the leakage, on a tiny model with two dead units).
 
     Returns:
       The leakage and its terms, each in the structure of the gauge's element: one number per channel.
@@ -224,10 +232,10 @@ def rescale_leakage(
     >>> [float(x[""][0]) for x in leakage[:4]]  # 7 − 4 = 0 + (1.5 − 1)·4 + 2·Cov
     [3.0, 0.0, 2.0, 1.0]
 
-    Reference: DDC Lemma 7, Remark 9. Means are over a block's entries within the channel: for any degree p and number
-    of blocks `per_tensor` is Σ_b w_b·(d̄_b − d̄)·⟨θ_b, g_b⟩, with two blocks and a horizontal g the lemma's
-    (d̄_up − d̄_down)·⟨θ_up, g_up⟩. The lemma's "iff" overlooks that this is zero, too, where the gradient has no radial
-    part.
+    Reference: DDC Lemma 7, Remark 9. Means are over a block's entries within the channel. For any degree p and number
+    of blocks b, `per_tensor` is Σ_b w_b·(d̄_b − d̄)·⟨θ_b, g_b⟩. Here w_b is 1 for `up` and −p for `down`, and d̄_b and
+    d̄ are the means of D over the block and over all blocks. With two blocks and a horizontal g this is the lemma's
+    (d̄_up − d̄_down)·⟨θ_up, g_up⟩. The lemma says "iff", but the term is also zero if the gradient has no radial part.
     """
     fields = _lemma(RESCALE, gauge, params, gradient, preconditioner, means)
     return RescaleLeakage(**fields)
@@ -236,18 +244,18 @@ def rescale_leakage(
 def rotation_leakage(
     gauge: Gauges, params: Any, gradient: Any, preconditioner: Any, means: str = "entries"
 ) -> RotationLeakage:
-    """Lemma 10: what a coordinate-wise preconditioner leaks along a head's orbit, and why.
+    """Lemma 10: how much a coordinate-wise preconditioner leaks along a head's orbit, and which of its terms leaks.
 
     Args:
       gauge: one `head_rotation` or `rope_torus`.
       params: the point.
-      gradient: a cotangent; a first moment may take its place, its vertical part then shows in `of_gradient`.
+      gradient: a cotangent. It may be a first moment; the vertical part of that moment then shows in `of_gradient`.
       preconditioner: D, same structure, every leaf broadcastable to the parameter's shape.
       means: how D is averaged over a tensor, "entries" or "gradient"; see `rescale_leakage`.
 
     Returns:
-      The leakage and its terms in the structure of the gauge's element: skew `(*named, d_h, d_h)`, ½(S − Sᵀ) of S =
-      Σ θᵀ(D⊙g), or `(*named, d_h/2)` for a torus.
+      The leakage and its terms in the structure of the gauge's element: skew matrices `(*named, d_h, d_h)`, which are
+      ½(S − Sᵀ) with S = Σ θᵀ(D⊙g), or numbers `(*named, d_h/2)` for a torus.
 
     Raises:
       ValueError: several gauges or one of another kind, other means, bindings that do not fit.
@@ -259,9 +267,10 @@ def rotation_leakage(
     >>> [float(x[""][0, 1]) for x in leakage[:4]]  # (3 − 1)·skew(qᵀg)₀₁
     [2.0, 0.0, 2.0, 0.0]
 
-    Reference: DDC Lemma 10; grouped queries and tori likewise. The lemma writes its residual as a column-pair
-    covariance, which holds for deviations of zero mean in every column; the deviations from a tensor's mean that it
-    takes have zero mean over the tensor only. The columns' means add skew(θᵀg·diag(c − d̄)): `residual` − `covariance`.
+    Reference: DDC Lemma 10; here also for grouped queries and tori. The lemma writes its residual as a covariance of
+    column pairs. That holds if deviations have mean zero in every column; but the lemma's deviations from a tensor's
+    mean have mean zero over the tensor only. The difference, `residual` − `covariance`, is skew(θᵀg·diag(c − d̄)), with
+    the means c of D over columns.
     """
     fields = _lemma(ROTATION, gauge, params, gradient, preconditioner, means)
     return RotationLeakage(**fields)
@@ -270,7 +279,7 @@ def rotation_leakage(
 def _lemma(
     lemma: str, gauge: Gauges, params: Any, gradient: Any, preconditioner: Any, means: str
 ) -> dict[str, Element]:
-    """The fields of both lemmas by name: D is taken apart, and every part's step paired with the orbit."""
+    """Computes the fields of a lemma, name → element: splits D into its terms, and measures each term's leakage."""
     require_choice(lemma, "means", means, ("entries", "gradient"))
     orbit = Orbit(lemma, gauge, params, (lemma,))
     gradients, d = orbit.vectors(gradient), orbit.vectors(preconditioner)
@@ -278,7 +287,7 @@ def _lemma(
     weights = {path: jnp.square(g) if means == "gradient" else jnp.ones_like(g) for path, g in gradients.items()}
 
     def average(named: Mapping[str, tuple[str, ...]], joint: bool = False) -> dict[str, jax.Array]:
-        """D averaged over each block's entries of one channel, head or plane; or over those of all blocks jointly."""
+        """Averages D over each block's entries of one channel, head or plane; with `joint`, over all blocks at once."""
         out = dict.fromkeys(d, jnp.zeros(()))
         for key, blocks in orbit.blocks.items():
             counts = [b.total(named[key], weights[b.path]) for b in blocks]
@@ -303,8 +312,8 @@ def _lemma(
         columns = {key: (*(name for name in named if name != PLANE), BASIS) for key, named in orbit.named.items()}
         by_column = average(columns)
         fields["covariance"] = orbit.pairing({p: (d[p] - by_column[p]) * g for p, g in gradients.items()})
-        # The bound is the triangle inequality over the terms, with `per_tensor` taken block by block: two blocks and a
-        # horizontal gradient make it the lemma's |d̄_Q − d̄_K|·‖skew(θ_Qᵀg_Q)‖.
+        # The bound is the triangle inequality over the terms, with `per_tensor` taken block by block. With two blocks
+        # and a horizontal gradient, that sum is the lemma's |d̄_Q − d̄_K|·‖skew(θ_Qᵀg_Q)‖.
         bounds = [orbit.norms(fields["of_gradient"]), orbit.norms(fields["residual"])]
         for number in range(max(map(len, orbit.blocks.values()))):
             inside = dict.fromkeys(d, jnp.zeros(()))
@@ -320,11 +329,12 @@ def _lemma(
 
 
 def leakage_along(measure: Callable[..., Any], trajectory: Iterable[Sequence[Any]]) -> Any:
-    """A measure at every point of a trajectory, stacked along a first axis.
+    """Computes a measure at every point of a trajectory, and stacks the results along a first axis.
 
     Args:
-      measure: the measure, called as `measure(*point)`; worth a `jax.jit`.
-      trajectory: points, for `rescale_leakage` with its gauge filled in (params, gradient, preconditioner).
+      measure: the measure, called as `measure(*point)`. Wrap it in `jax.jit`, because it is called at every point.
+      trajectory: points, each a tuple of the measure's arguments: for `rescale_leakage` with its gauge filled in,
+        (params, gradient, preconditioner).
 
     Returns:
       The result of `measure`, every array with a first axis over points.
@@ -352,15 +362,15 @@ def leakage_along(measure: Callable[..., Any], trajectory: Iterable[Sequence[Any
 
 
 def predicted_drift(rates: Element, learning_rate: float | jax.Array) -> Element:
-    """The motion along the orbits that leakage predicts: −Σ lr·rate, after every step.
+    """Returns the motion along the orbits that leakage predicts after every step: −Σ lr·rate.
 
     Args:
       rates: the field `rate`, with a first axis over steps, as from `leakage_along`.
       learning_rate: one number, or one per step.
 
     Returns:
-      The structure of `rates`: running sums, to be compared with `drift`, or for rotations with the running sum of
-      `vertical_motion`.
+      Running sums over steps, in the structure of `rates`. Compare them with `drift`, or for rotations with the running
+      sum of `vertical_motion`.
 
     >>> go.measure.predicted_drift({"": jnp.array([1.0, 2.0, -1.0])}, 0.5)[""].tolist()
     [-0.5, -1.5, -1.0]

@@ -1,7 +1,8 @@
-"""Records in an optimizer's state how its steps move along gauges: `track`, read by `optax.tree.get`.
+"""`track` records in an optimizer's state how its steps move along gauges. Read the records by `optax.tree.get`.
 
-Norms are taken in slice coordinates, where all weight sets of one function have the same norms: θ̂ = F⁻¹·θ, ĝ = Fᵀ·g,
-û = F⁻¹·u, with F the frame of the point itself. docs/design.md §3.
+Norms are taken in slice coordinates, where all weight sets of one function have the same norms. For a point θ, its
+gradient g and a step u these are θ̂ = F⁻¹·θ, ĝ = Fᵀ·g and û = F⁻¹·u. Here F is the frame of θ itself, and not the frame
+from `init`. docs/design.md §3.
 """
 
 import dataclasses
@@ -36,11 +37,11 @@ LAYERS = ("layer",)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Figures(Mapping[str, jax.Array]):
-    """Arrays by name, packed into one array, because a hundred scalars in a state would slow down every step.
+    """A mapping of names to arrays, packed into one array: a hundred scalars in a state would slow down every step.
 
     Attributes:
-      packed: all entries, one figure after the other, (total size,).
-      names: name and shape of each.
+      packed: the entries of all arrays, one array after the other, (total size,).
+      names: (name, shape) of every array, in this order.
 
     >>> from gauge_optax.measure.live import Figures
     >>> figures = Figures.of({"up": jnp.ones(()), "down": jnp.array([2.0, 3.0])})
@@ -53,7 +54,7 @@ class Figures(Mapping[str, jax.Array]):
 
     @classmethod
     def of(cls, named: Mapping[str, jax.Array]) -> "Figures":
-        """Packs arrays."""
+        """Packs a mapping of names to arrays, in the dtype in which gauges compute."""
         flat = [jnp.ravel(x).astype(real_dtype()) for x in named.values()]
         packed = jnp.concatenate(flat) if flat else jnp.zeros(0, real_dtype())
         return cls(packed, tuple((name, jnp.shape(x)) for name, x in named.items()))
@@ -78,14 +79,14 @@ class Figures(Mapping[str, jax.Array]):
 
 
 class SliceNorms(NamedTuple):
-    """Norms in slice coordinates, by leaf; a leaf with an axis of layers has one norm per layer.
+    """Norms in slice coordinates, leaf path → norm. A leaf with an axis of layers has one norm per layer.
 
     Attributes:
       parameter_norm: ‖θ̂‖.
       gradient_norm: ‖ĝ‖.
       update_norm: ‖û‖.
-      relevant_share: the part of ‖û‖², over all leaves, that is not along the orbit: 1 for a step that only changes the
-        function, 0 for one that only changes coordinates.
+      relevant_share: the share of ‖û‖², summed over all leaves, that is not along the orbit. It is 1 for a horizontal
+        step, and 0 for a vertical step, which does not change the function.
     """
 
     parameter_norm: Figures
@@ -95,18 +96,19 @@ class SliceNorms(NamedTuple):
 
 
 class Metrics(NamedTuple):
-    """Figures of the step that `track` recorded last; see `SliceNorms` for the norms.
+    """The record that `track` took last; see `SliceNorms` for the norms.
 
     Attributes:
-      recorded_at: that step's number, from 0.
-      drift: largest change of what a gauge's anchors read, since `init`, by "gauge/layer"; log-scales and shifts.
-      turning: by how much the step turns every head, by "gauge/layer": radians, the root of the sum over planes.
+      recorded_at: the number of the recorded step, from 0.
+      drift: "gauge/layer" → the largest change, since `init`, of a log-scale or shift that is read from the anchors.
+      turning: "gauge/layer" → by how much the step turns every head: radians, the root of the sum of squares over
+        planes.
       parameter_norm: norms of the parameters before the step.
       gradient_norm: norms of the gradient that the optimizer got.
       update_norm: norms of the update that it returned.
-      relevant_share: the update's relevant share.
-      asymmetry: how far the gradient is from that of a loss with the gauge's symmetry, by "gauge/layer"; see
-        `go.check`. About roundoff, unless a term of the loss, such as a penalty, breaks the gauge.
+      relevant_share: the share of the update that is not along the orbit.
+      asymmetry: "gauge/layer" → the part of the gradient along the orbit, as in `go.check`. It is about roundoff,
+        unless a term of the loss, such as a penalty, breaks the gauge.
     """
 
     recorded_at: jax.Array
@@ -125,8 +127,8 @@ class TrackState(NamedTuple):
     Attributes:
       inner_state: the optimizer's state.
       taken: number of steps so far.
-      start: what anchors read at `init`, which drift is measured from.
-      metrics: figures of the step recorded last.
+      start: the log-scales and shifts that were read from the anchors at `init`. Drift is the difference from them.
+      metrics: the last record.
     """
 
     inner_state: optax.OptState
@@ -144,14 +146,14 @@ def track(
 ) -> GaugeTransformation:
     """Runs an optimizer unchanged, and records drift, turning, norms on the slice and the asymmetry of gradients.
 
-    Read the figures by name wherever they are in a state: `optax.tree.get(state, "drift")`, or all at once by
+    Read a record by name, wherever it is in a state: `optax.tree.get(state, "drift")`, or all of it by
     `optax.tree.get(state, "metrics")`.
 
     Args:
-      inner: any transformation, `quotient` or not: updates pass through unchanged.
-      gauges: a gauge or a sequence of them, meaning their product.
-      every: number of steps between records, the first step among them. A record costs up to two updates.
-      layers: names of axes whose indices have figures of their own: scanned layers.
+      inner: any optimizer, with gauges or without. Its updates are returned unchanged.
+      gauges: a gauge or a sequence of them.
+      every: number of steps between records; the first step is recorded. A record costs up to two updates.
+      layers: names of axes that count scanned layers. Every index of such an axis has its own numbers.
 
     Returns:
       The transformation. Its `update` needs `params`.
@@ -208,14 +210,14 @@ def track(
 def slice_norms(
     params: Any, gradient: Any, update: Any, gauges: Gauges, *, layers: Collection[str] = LAYERS
 ) -> SliceNorms:
-    """Norms of a point, its gradient and a step there, in slice coordinates, by leaf.
+    """Norms of a point, its gradient and a step from there, in slice coordinates, per leaf.
 
     Args:
       params: the point before the step.
       gradient: a cotangent, same structure.
       update: a tangent, same structure.
-      gauges: a gauge or a sequence of them, meaning their product.
-      layers: names of axes whose indices have norms of their own.
+      gauges: a gauge or a sequence of them.
+      layers: names of axes that count scanned layers. Every index of such an axis has its own norm.
 
     Returns:
       The norms. All weight sets of one function have the same norms, up to roundoff.
@@ -236,7 +238,7 @@ def slice_norms(
 def _slice_norms(
     s: Slice, layers: Collection[str], params: Any, gradient: Any, update: Any
 ) -> tuple[SliceNorms, Elements, Arrays, Arrays]:
-    """The norms; the frame of `params` and its slice point; û of bound leaves."""
+    """Returns the norms; the frame and the slice point of `params`; and the step û of the bound leaves."""
     (elements, live, _), entered = s.unturned_slice_point(params)
     slice_gradient = entered.pull(s.vectors(gradient))
     slice_update: Arrays = jax.jvp(entered.enter, (s.values(params),), (s.vectors(update),))[1]
@@ -293,17 +295,17 @@ def _metrics(
 
 
 def labels(group: Product) -> list[str]:
-    """Names of a product's gauges, numbered where one occurs again."""
+    """Names of a product's gauges. Names that occur several times get a number."""
     names = [part.name for part in group.gauges]
     return [name if names.count(name) == 1 else f"{name}{names[:k].count(name)}" for k, name in enumerate(names)]
 
 
 def labelled(gauge: str, layer: str) -> str:
-    """Name of a figure: "gauge/layer", or the gauge alone where it has no layers."""
+    """The key of a recorded number: "gauge/layer", or the gauge alone if it has no layers."""
     return f"{gauge}/{layer}" if layer else gauge
 
 
 def _extreme(x: jax.Array, axes: tuple[int, ...] | None) -> jax.Array:
-    """The entry of largest size, with its sign."""
+    """The entry of largest magnitude over `axes` (all if None), with its sign."""
     high, low = jnp.max(x, axes), jnp.min(x, axes)
     return jnp.where(high > -low, high, low)

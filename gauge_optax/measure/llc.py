@@ -1,19 +1,21 @@
 """The local learning coefficient: how much of the parameter space near a minimum has a low loss.
 
-The volume of {loss < loss* + ε} near a minimum falls like ε^λ, up to logarithms; λ is the local learning coefficient,
-d/2 at a regular minimum of d parameters and less at a singular one. Samples from exp(−nβ·loss) near the minimum have a
-mean excess loss of λ/nβ. They are drawn by stochastic gradient Langevin dynamics, with a pull back to the minimum:
+Near a minimum w* with the loss loss*, the volume of {loss < loss* + ε} falls like ε^λ, up to logarithms. λ is the local
+learning coefficient: d/2 at a regular minimum of d parameters, and less at a singular one. Samples from exp(−nβ·loss)
+near the minimum have a mean excess loss of λ/nβ, where n is the number of data and β an inverse temperature. They are
+drawn by stochastic gradient Langevin dynamics, with a pull back to the minimum:
 
     Δw = −(lr/2)·(nβ·∇loss(w) + localization·(w − w*)) + √lr·noise
 
 λ itself is the same at all weights of one function. This estimate of it is not, because steps, noise and pull depend on
 the scale of each leaf. With gauges, the chain starts from the point of least norm on the orbit of w*, and after every
-step returns to the slice through that point, along the orbit: the pull is toward the orbit of w*, noise along orbits
-has no effect, and all weights of one function get one number.
+step it moves along the orbit, back to the slice through that point. The pull is then toward the orbit of w*, noise
+along orbits has no effect, and all weights of one function get the same number.
 
-Away from a minimum the mean excess loss is no λ: in mid-training or at a saddle the samples find losses below that of
-w*, and the number comes out too small, often negative. Therefore descents without noise start from w* and from the end
-of every chain. If the losses that they find would raise the estimate by more than a quarter, `at_minimum` is False.
+Away from a minimum, in mid-training or at a saddle, the mean excess loss does not give λ: the samples find losses below
+that of w*, and the number is too small, often negative. To detect this, descents without noise start from w* and from
+the end of every chain. If the losses that they find would raise the estimate by more than a quarter, `at_minimum` is
+False.
 References: Lau et al. 2023, arXiv:2308.12108, Eq. (13) and Alg. 1; Watanabe 2009. The names of the arguments are those
 of devinterp.
 """
@@ -30,26 +32,27 @@ from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.measure._metric import Leaves, stored, ways
 
-_LARGE = 10**7  # parameters of which one chain after the other runs: all at once would need several times the memory
+_LARGE = 10**7  # with more parameters, chains run one after the other; all at once would need several times the memory
 
 
 class LLC(NamedTuple):
     """Estimates of a local learning coefficient.
 
     Attributes:
-      mean: over chains.
+      mean: the mean of the estimates of all chains.
       std: the standard deviation over chains; 0 for one chain.
       per_chain: one estimate per chain, (chains,).
-      losses: the loss at every draw, (chains, draws): it must not fall below `initial_loss` for long, nor still rise.
-      initial_loss: at the given parameters, the mean over batches.
-      lowest_loss: the lowest mean over batches that descents found, from the given parameters along the gradient and by
-        steps, and from the end of every chain; at most `initial_loss`.
-      at_minimum: whether `mean` may be read as a learning coefficient. Descents find losses below `initial_loss`: from
-        the given parameters, or from the ends of chains on average. True if n_beta times the larger fall, by which an
-        estimate over the lower loss would be larger, is at most a quarter of `mean`. False at a saddle, in
-        mid-training, where chains left for a lower basin, and where a loss is not finite because a chain diverges. A
-        descent takes at most 200 steps: True is no proof, and directions of a curvature below 1/(200·lr·n_beta) may
-        go unseen.
+      losses: the loss at every draw, (chains, draws). Look at it: it must not stay below `initial_loss`, and at the end
+        it must no longer rise.
+      initial_loss: the loss at the given parameters, as the mean over batches.
+      lowest_loss: the lowest mean loss over batches that a search found: on a line along the gradient, by a descent
+        from the given parameters, or by one from the end of a chain; at most `initial_loss`.
+      at_minimum: whether `mean` may be read as a learning coefficient. The searches find losses below `initial_loss`.
+        If the estimate were taken over such a lower loss, it would be larger by n_beta times the fall. True if this is
+        at most a quarter of `mean`, both for the searches from the given parameters and for the mean of the descents
+        from the ends of chains. False at a saddle, in mid-training, if chains left for a lower basin, and if a chain
+        diverges, so that a loss is not finite. True is no proof: a descent takes at most 200 steps, and may not see
+        directions of a curvature below 1/(200·lr·n_beta).
     """
 
     mean: jax.Array
@@ -76,26 +79,25 @@ def llc(
     num_burnin_steps: int = 0,
     num_steps_bw_draws: int = 1,
 ) -> LLC:
-    """The local learning coefficient at a minimum, by Langevin dynamics.
+    """Estimates the local learning coefficient at a minimum, by Langevin dynamics.
 
     Args:
-      loss: (params, batch) to a scalar, the mean negative log-likelihood of the batch.
+      loss: (params, batch) → scalar, the mean negative log-likelihood of the batch.
       params: the minimum, floating leaves in float32 or better.
-      batches: values that `loss` accepts, alike in structure and shapes. A step takes one, drawn at random.
+      batches: values that `loss` accepts, all of one structure and of the same shapes. A step takes a random one.
       key: a PRNG key.
-      gauges: for the gauge-invariant estimate, a gauge or a sequence of them, meaning their product; None for the plain
-        estimate.
-      n_beta: n·β, the number of samples times the inverse temperature; Watanabe's choice is n/log n.
-      lr: step size of the chain. Stable where lr·n_beta·curvature < 4, and exact as it goes to zero.
-      localization: strength γ of the pull toward the minimum, or toward its orbit.
-      num_chains: independent chains.
-      num_draws: losses that are read per chain.
-      num_burnin_steps: steps before the first.
-      num_steps_bw_draws: steps per draw.
+      gauges: a gauge or a sequence of them, for the gauge-invariant estimate; None for the plain estimate.
+      n_beta: n·β, the number of data times the inverse temperature; Watanabe's choice is n/log n.
+      lr: step size of the chain. It is stable if lr·n_beta·curvature < 4, and exact as it goes to zero.
+      localization: the strength of the pull toward the minimum, or toward its orbit.
+      num_chains: the number of independent chains.
+      num_draws: the number of losses that are read per chain.
+      num_burnin_steps: the number of steps before the first draw.
+      num_steps_bw_draws: the number of steps per draw.
 
     Returns:
-      n_beta·(mean loss − loss at the minimum), per chain and their mean, and whether this is a minimum: where
-      `at_minimum` is False, `mean` is no learning coefficient.
+      n_beta·(mean loss − loss at the minimum), per chain and as the mean over chains. If `at_minimum` is False, `mean`
+      is no learning coefficient.
 
     Raises:
       ValueError: no batch, or batches that differ in shape; counts below 1; bindings that do not fit.
@@ -110,8 +112,8 @@ def llc(
     (True, True)
 
     Reference: Lau et al. 2023. Deviation: the gauge-invariant estimate is new in this package. It estimates the same λ,
-    because the loss is constant along orbits. Channels that are zero at w* are sampled as without gauges. A rotation
-    whose heads have less than full rank at w* has no frame there, so that twins by this rotation can get different
+    because the loss is constant along orbits. Channels that are zero at w* are sampled as without gauges. If heads have
+    less than full rank at w*, their rotation has no frame there, so that twins by this rotation can get different
     estimates.
     """
     batches = list(batches)
@@ -134,7 +136,7 @@ def llc(
     mean, std = jnp.mean(per_chain), jnp.std(per_chain, ddof=int(num_chains > 1))
     falls = jnp.maximum(initial - found, 0.0)
     fall = jnp.maximum(jnp.max(falls[:2]), jnp.mean(falls[2:]))
-    fall = fall - 8 * jnp.finfo(losses.dtype).eps * jnp.abs(initial)  # which may be roundoff
+    fall = fall - 8 * jnp.finfo(losses.dtype).eps * jnp.abs(initial)  # a fall of this size may be roundoff
     finite = jnp.all(jnp.isfinite(losses)) & jnp.all(jnp.isfinite(falls))
     at_minimum = finite & (n_beta * fall <= 0.25 * jnp.maximum(mean, 0.0))
     lowest = jnp.minimum(initial, jnp.min(found))
@@ -145,9 +147,9 @@ class _Chart(NamedTuple):
     """The set in which a chain moves: leaves that gauges bind stay on the slice through the starting point.
 
     Attributes:
-      start: the first point, leaves by path.
-      back: the point after a step from one point toward another.
-      tree: parameters of a point.
+      start: the first point, path → leaf.
+      back: (point before a step, point after it) → the latter, moved along its orbit back to the set.
+      tree: a function from a point to parameters.
     """
 
     start: Leaves
@@ -166,7 +168,8 @@ def _chart(params: Any, group: Product | None) -> _Chart:
     live = s.read(values, turning=False).live
 
     def back(before: Leaves, after: Leaves) -> Leaves:
-        # The slice through the balanced point is that of the gauges, moved by one element.
+        # The slice through the balanced point is the gauges' slice, moved by one element: undo that move, fix and hold
+        # the step there, and redo the move.
         here, there = (to_balanced.leave({p: x[p] for p in values}) for x in (before, after))
         _, fixed = s.fix(there, live)
         step = s.hold(here, {p: fixed[p] - here[p] for p in values})
@@ -181,10 +184,12 @@ def _chains(
     loss: Callable[[Any, Any], jax.Array], group: Product | None, counts: tuple[int, int, int], params: Any,
     stacked: Any, keys: jax.Array, sizes: tuple[float, float, float],
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Losses at the draws, (chains, draws), the loss at the start, and the lowest losses of 2 + chains searches.
+    """Runs the chains and the searches for lower losses.
 
-    The searches are one on the line from the start along its gradient, one descent from the start, and one descent from
-    the end of every chain.
+    Returns:
+      The losses at the draws, (chains, draws); the loss at the start; and the lowest losses of 2 + chains searches. The
+      first search is on a line from the start along the gradient, the second is a descent from the start, and the
+      others are descents from the ends of the chains.
     """
     num_draws, num_burnin_steps, num_steps_bw_draws = counts
     n_beta, lr, localization = sizes
@@ -222,7 +227,7 @@ def _chains(
         return mean_of(lambda batch: at(point, batch))
 
     def descend(point: Leaves, key: jax.Array) -> jax.Array:
-        """The lower of the losses at a point and behind a descent with momentum, whose steps shrink to zero."""
+        """The lower of two losses: at a point, and after a descent from there with momentum and shrinking steps."""
 
         def down(state: tuple[Leaves, Leaves], x: tuple[jax.Array, jax.Array]) -> tuple[tuple[Leaves, Leaves], None]:
             (point, velocity), (share, key) = state, x
@@ -237,11 +242,11 @@ def _chains(
         start = point, jax.tree.map(jnp.zeros_like, point)
         (end, _), _ = jax.lax.scan(down, start, (shares, jax.random.split(key, steps)))
         ends = full(point), full(end)
-        # A descent that diverges is none; a chain that does has infinite losses.
+        # A descent that diverges does not count. If the chain has diverged, the loss at `point` shows it.
         return jnp.minimum(ends[0], jnp.where(jnp.isnan(ends[1]), jnp.inf, ends[1]))
 
     def along_gradient() -> jax.Array:
-        """The lowest loss on a line along the gradient, for a step size that is too large for a descent."""
+        """The lowest loss on a line along the gradient. It finds lower losses if `lr` is too large for a descent."""
         gradient = mean_of(lambda batch: jax.grad(at)(chart.start, batch))
         sizes = lr * n_beta * 4.0 ** -jnp.arange(12)
 

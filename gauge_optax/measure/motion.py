@@ -1,8 +1,8 @@
 """How far a trajectory has moved along the orbits.
 
-Scales and shifts have a coordinate, so that `drift` needs two points alone. A rotation has none: horizontal steps
-around a closed loop can leave a head rotated (holonomy). For rotations, the sum of `vertical_motion` over steps takes
-the place of drift. It is the vertical part of one step, as a logarithm in the group. docs/design.md §2.
+Scales and shifts have a coordinate, so that `drift` needs only two points. A rotation has none: after horizontal steps
+around a closed loop, a head can be rotated (holonomy). For rotations, sum `vertical_motion` over the steps instead: it
+is the vertical part of one step, as a logarithm in the group. docs/design.md §2.
 """
 
 import functools
@@ -40,23 +40,23 @@ from gauge_optax.parts.stream import Stream
 from gauge_optax.slice import Elements, Slice
 
 _SMALL = 0.1  # relative size of a step up to which `_near_logarithm` converges to float64
-_CAYLEY_STEPS = 6  # each leaves the square of the half angle, 1e-2 at most
-_LAST_ORDER = 13  # of the series of 2·artanh, whose argument is at most 0.05
+_CAYLEY_STEPS = 6  # each multiplies the error by about the square of the half angle, 1e-2 at most
+_LAST_ORDER = 13  # the last order of the series of 2·artanh that is summed; its argument is at most 0.05
 
 
 class Drift(tuple[Element, ...]):
-    """What `drift` returns: a tuple with one element per gauge, which prints as a table of the largest changes.
+    """The result of `drift`: a tuple with one element per gauge, which prints as a table of the largest changes.
 
     It is a pytree, so that a jitted function may return it.
 
     Attributes:
-      names: per gauge, its description, and pairs of a copy's key with the names of its axes.
+      names: per gauge, (its description, ((key of a copy, names of the copy's axes), …)).
     """
 
     names: tuple[tuple[str, tuple[tuple[str, tuple[str, ...]], ...]], ...]
 
     def __new__(cls, elements: Sequence[Element], names: Any) -> "Drift":
-        """See the attributes."""
+        """Makes a tuple of the elements, with the attribute `names`."""
         self = super().__new__(cls, elements)
         self.names = names
         return self
@@ -81,14 +81,14 @@ jax.tree_util.register_pytree_with_keys(
 
 
 def _largest_drifts(element: Element, axes_by_key: dict[str, tuple[str, ...]]) -> list[tuple[str, str, str]]:
-    """Rows of layer, largest change and its place, one for each array of the difference of two elements."""
+    """Rows (layer, largest change, its place), one for each array of a difference of two elements."""
     rows = []
     for keys, array in jax.tree.leaves_with_path(element):
         key = keys[0].key if keys and isinstance(keys[0], DictKey) else None
         array, axes = np.asarray(array), axes_by_key.get(str(key), ())
         if not array.size:
             continue
-        # NaN counts as the largest number.
+        # `argmax` treats NaN as the largest number, so that a NaN is shown.
         at = np.unravel_index(int(np.argmax(np.abs(array))), array.shape)
         names = axes if len(axes) == array.ndim else ("entry",) * array.ndim
         leaf = [jax.tree_util.keystr(keys[1:], simple=True, separator="/")] if len(keys) > 1 else []
@@ -98,17 +98,17 @@ def _largest_drifts(element: Element, axes_by_key: dict[str, tuple[str, ...]]) -
 
 
 def drift(params_0: Any, params_t: Any, gauges: Gauges) -> Drift:
-    """How far log-scales and shifts, as read from the anchors, differ between two points.
+    """Returns the difference of two points in the log-scales and shifts that are read from their anchors.
 
     Args:
       params_0: parameters before.
       params_t: parameters after, same structure.
-      gauges: a gauge or a sequence of them, meaning their product.
+      gauges: a gauge or a sequence of them.
 
     Returns:
-      A tuple of one element per gauge: the differences of log-scales and shifts; empty dicts for rotations and linear
-      gauges. Printed, it is a table with a row per gauge and layer: the largest entry, with its sign, and the channel
-      where it is. Inside `jit` it is an ordinary pytree.
+      A tuple with one element per gauge: the differences of log-scales and shifts; empty dicts for rotations and linear
+      gauges. Printed, it is a table with a row per gauge and layer, which shows the entry of largest magnitude and its
+      channel. Inside `jit` it is an ordinary pytree.
 
     Raises:
       ValueError: bindings that do not fit the tree.
@@ -136,20 +136,23 @@ def drift(params_0: Any, params_t: Any, gauges: Gauges) -> Drift:
 
 
 def vertical_motion(params: Any, update: Any, gauges: Gauges) -> tuple[Element, ...]:
-    """The group logarithm of one step's motion along the orbits; sum it over steps.
+    """Returns the group logarithm of one step's motion along the orbits. Sum it over steps.
 
     Args:
       params: the point before the step.
-      update: θ_new − θ.
-      gauges: a gauge or a sequence of them, meaning their product.
+      update: the difference θ_new − θ, a tree like `params`.
+      gauges: a gauge or a sequence of them.
 
     Returns:
-      Per gauge, the structure of its element. Scales and shifts: the change of what their anchors read. Rotations: the
-      skew logarithm of the rotation that, in slice coordinates, best maps the rows before to those after (polar factor
-      of Wᵀ(W + U)), to first order the A of the vertical part W·A, zero for a horizontal step of any size. Tori: its
-      angles; `rope_linear`: the change of the log-modulus, and these angles. `head_linear`: to first order alone, the Z
-      of the vertical part (A·Z, −B·Zᵀ), d_h × d_h. A rotation of the residual stream is that of the rows from which it
-      is read.
+      One entry per gauge, in the structure of its element.
+
+      * Scales and shifts: the change of the log-scale or shift that is read from their anchors.
+      * Rotations: in slice coordinates, let W be a head's rows before the step and W + U those after it. The entry is
+        the skew logarithm of the rotation that brings W nearest to W + U (the polar factor of Wᵀ(W + U)). To first
+        order it is the A of the step's vertical part W·A. It is zero for a horizontal step of any size.
+      * Rotation of the residual stream: the same, for the rows from which the rotation is read.
+      * Tori: the angles of that rotation. `rope_linear`: the change of the log-modulus, and the angles.
+      * `head_linear`: the Z of the vertical part (A·Z, −B·Zᵀ), d_h × d_h, correct to first order only.
 
     Raises:
       ValueError: bindings that do not fit the tree.
@@ -165,7 +168,7 @@ def vertical_motion(params: Any, update: Any, gauges: Gauges) -> tuple[Element, 
     s, after = b.slice, jax.tree.map(lambda p, u: p + u.astype(p.dtype), params, update)
     for point in (params, after):
         require_nonzero_norms("vertical_motion", s, leaves_by_path(point))
-    # Turning is measured in the basis in which the point is stored, so that its frame need not be read.
+    # Turning is measured in the stored basis of heads, so that the frame's rotations need not be read.
     values = s.values(params), s.values(after)
     before, now = (s.read(point, turning=False).elements for point in values)
     start, end = (s.enter(before, point).point for point in values)
@@ -178,12 +181,13 @@ def vertical_motion(params: Any, update: Any, gauges: Gauges) -> tuple[Element, 
 
 
 class Step(NamedTuple):
-    """The motion of a step along parts; all fields are by label.
+    """The motion of a step along parts; all fields are label → array or element.
 
     Attributes:
-      before: elements of constants and sizes before the step.
-      now: the same after it.
-      found: what `along` finds, in the slice coordinates of the point before; per head, how far it turns.
+      before: the elements of constants and sizes that are read before the step.
+      now: the elements of constants and sizes that are read after the step.
+      found: the motions that `along` finds, in the slice coordinates of the point before; and for turns of heads, the
+        skew logarithms of their rotations.
     """
 
     before: Elements
@@ -196,11 +200,13 @@ class Step(NamedTuple):
 
 @functools.singledispatch
 def motion(copy: Copy, step: Step) -> Any:
-    """The logarithm of the part of a step along the orbit, in the public structure of an element; None for no part.
+    """The logarithm of a step's motion along the orbit of one copy, in the public structure of an element.
+
+    The default subtracts coordinates; it returns None for a copy without coordinates.
 
     Args:
       copy: a copy of a gauge.
-      step: what the step does along its parts.
+      step: the motion of the step along all parts.
     """
     pair = [
         copy.coordinate([f[part.label] if part.label in f else part.identity() for part in copy.parts])
@@ -230,19 +236,22 @@ def _of_complex_numbers(copy: ComplexScale, step: Step) -> Any:
 def _of_matrices(copy: Linear, step: Step) -> Any:
     stretch, turn = (part.label for part in copy.parts)
     generator = step.found[stretch][..., 0, :, :] - copy.identity() + step.found[turn]
-    # With A = Â·S and the slice point Â, Â·Z·S is A·(S⁻¹·Z·S).
+    # A vertical tangent Â·Z at the slice point is Â·Z·S = A·(S⁻¹·Z·S) at the stored point A = Â·S.
     matrix, inverse = jnp.unstack(step.before[stretch], axis=-3)
     return matmul(matmul(inverse, generator), matrix)
 
 
 @functools.singledispatch
 def along(part: Part[Any], start: Arrays, end: Arrays) -> tuple[Any, Arrays]:
-    """How far a step moves along a part, and the end of the step without that motion, where turns are read.
+    """Measures how far a step moves along a part, and removes that motion before the turns of heads are measured.
 
     Args:
-      part: any part. Nothing is found along those that do not hide the turns of heads.
-      start: a slice point.
-      end: a point near it.
+      part: any part. The default, for parts that do not disturb the measured turns, measures and removes nothing.
+      start: the slice point before the step, path → leaf.
+      end: the point after the step, path → leaf.
+
+    Returns:
+      The motion (None by default), and the end of the step without it.
     """
     return None, end
 
@@ -267,15 +276,15 @@ def _along_stream(part: Stream, start: Arrays, end: Arrays) -> tuple[Any, Arrays
 
 
 def turning(b: Bound, point: Arrays, tangent: Arrays) -> tuple[dict[str, jax.Array], ...]:
-    """By how much a step turns every head, for steps that turn by less than 0.1.
+    """By how much a step turns every head. It is accurate for steps that turn by less than 0.1.
 
     Args:
       b: the gauges.
-      point: bound leaves of a slice point, heads in the basis in which they are stored.
+      point: bound leaves of a slice point, with heads in their stored basis.
       tangent: bound leaves of the step in slice coordinates.
 
     Returns:
-      Per gauge, copy → radians, the root of the sum of squares over planes; one number per head.
+      Per gauge, copy → angles in radians, one per head: the root of the sum of squares over planes.
     """
 
     def logarithm(gram: jax.Array, step: jax.Array) -> jax.Array:
@@ -296,14 +305,14 @@ def turning(b: Bound, point: Arrays, tangent: Arrays) -> tuple[dict[str, jax.Arr
 def _turns_of_heads(
     s: Slice, start: Arrays, end: Arrays, logarithm: Callable[[jax.Array, jax.Array], jax.Array]
 ) -> dict[Any, jax.Array]:
-    """The skew logarithms, (*named, size, size), by which heads turn between two points near the slice."""
+    """Turn → the skew logarithms, (*named, size, size), of the rotations of its heads from `start` to `end`."""
     change = {path: end[path] - x for path, x in start.items()}
     return {turn: logarithm(turn.gram(start, start), turn.gram(start, change)) for turn in s.heads}
 
 
 def _logarithm(gram: jax.Array, step: jax.Array) -> jax.Array:
-    """log of the polar factor of M + S."""
-    # A small step's angle is read from skew(S): as a difference from M it would lose its digits in float32.
+    """The logarithm of the polar factor of gram + step."""
+    # A small angle is read from skew(step): in the sum with `gram` it would lose its digits in float32.
     near = _near_logarithm(gram + symmetric(step), skew(step))
     u, _, vt = svd(gram + step)
     small = jnp.linalg.norm(step, axis=(-2, -1)) < _SMALL * jnp.linalg.norm(gram, axis=(-2, -1))
@@ -311,10 +320,10 @@ def _logarithm(gram: jax.Array, step: jax.Array) -> jax.Array:
 
 
 def _near_logarithm(even: jax.Array, odd: jax.Array) -> jax.Array:
-    """log of the polar factor of Y + K, for Y symmetric and K skew and small.
+    """The logarithm of the polar factor of Y + K, for a symmetric Y (`even`) and a small skew K (`odd`).
 
-    With the polar factor (1 + C)(1 − C)⁻¹, the condition that its transpose times Y + K be symmetric reads
-    Y·C + C·Y = K + C·K·C.
+    The polar factor is written as (1 + C)(1 − C)⁻¹ with a skew C. Its transpose times Y + K has to be symmetric, which
+    is the equation Y·C + C·Y = K + C·K·C. It is solved by iteration.
     """
     values, vectors = symmetric_eigen(even)
     pairs, odd = inverse_pair_sums(values), skew(matmul(matmul(transpose(vectors), odd), vectors))

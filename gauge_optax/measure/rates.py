@@ -1,10 +1,11 @@
 """Rates at which a trajectory approaches its minimum: fits a measured value as a power of the remaining length.
 
-A minimum is *singular* if the loss is flatter than a square along some direction. It is of *order* k if the KL
-divergence from it falls like ε^(2k); the Fisher information along the direction then falls like ε^(2k−2). At a regular
-minimum k is 1. A trajectory that approaches along one direction shows the order as an exponent: the Fisher information
-is a power of the remaining length (`quotient_arc_length`). The fit tests this assumption. If the exponent changes on
-the way, or the values do not fall, the result is "unreadable", with the reason.
+A minimum is *singular* if the loss is flatter than a square along some direction. It has the *order* k along a
+direction if the KL divergence at a distance ε from it is proportional to ε^(2k). The Fisher information along the
+direction is then proportional to ε^(2k−2). At a regular minimum k is 1. A trajectory that approaches along one
+direction shows the order as an exponent: the Fisher information is a power of the remaining length
+(`quotient_arc_length`). The fit tests this assumption. If the exponent changes on the way, or the values do not fall,
+the result is "unreadable", with the reason.
 Reference: DDC §2.1, Theorem 1 (iii), §5.1, App. C.4 and C.5.
 """
 
@@ -23,8 +24,8 @@ from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.measure._metric import check_at, perpendicular, stored, ways
 from gauge_optax.slice import Elements
 
-_LEAST_POINTS = 8  # fewer have no halves to compare
-_NORMAL = 3.0  # standard errors by which two halves may differ by chance
+_LEAST_POINTS = 8  # with fewer points, two halves cannot be compared
+_NORMAL = 3.0  # two halves may differ by so many standard errors by chance
 # Two-sided 95 % quantiles of Student's t: degrees of freedom → quantile; above, 1.96 + 2.4/degrees.
 _STUDENT = {6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228, 12: 2.179, 15: 2.131, 20: 2.086, 30: 2.042}
 
@@ -33,12 +34,12 @@ class PowerLaw(NamedTuple):
     """A fit of values ∝ lengths^exponent, or the reason why there is none.
 
     Attributes:
-      readable: whether the exponent is one number across the window.
-      exponent: the fitted one; NaN where nothing can be fitted.
-      interval: 95 % of it; (−inf, inf) if unreadable.
+      readable: whether the exponent is the same number across the window.
+      exponent: the fitted exponent; NaN if nothing can be fitted.
+      interval: the 95 % confidence interval of the exponent; (−inf, inf) if unreadable.
       halves: the exponents of the half that is far from the minimum and of the half that is near.
-      points: how many were fitted.
-      reason: why it is unreadable; "" if readable.
+      points: the number of fitted points.
+      reason: why the fit is unreadable; "" if it is readable.
     """
 
     readable: bool
@@ -57,10 +58,10 @@ class KLOrder(NamedTuple):
     """The order k of a minimum along a direction.
 
     Attributes:
-      readable: as of the fit.
+      readable: whether the power law is readable.
       order: k; NaN if unreadable.
-      interval: 95 % of it.
-      fit: the power law that it was read from.
+      interval: the 95 % confidence interval of k.
+      fit: the power law from which k is computed.
     """
 
     readable: bool
@@ -78,7 +79,7 @@ class RateTable(dict[tuple[str, str], PowerLaw]):
 
     @property
     def readable(self) -> int:
-        """How many cells are readable."""
+        """The number of readable cells."""
         return sum(fit.readable for fit in self.values())
 
     def __str__(self) -> str:
@@ -97,20 +98,20 @@ class RateTable(dict[tuple[str, str], PowerLaw]):
 
 
 def quotient_arc_length(points: Sequence[Any], gauges: Gauges, end: Any = None, at: str = "balanced") -> np.ndarray:
-    """How long the rest of a trajectory is at each of its points, without the motion along orbits.
+    """Measures how long the rest of a trajectory is from each of its points, without the motion along orbits.
 
-    Every point is moved to one point of its orbit, and the part of a step that still rotates heads is removed.
+    Every point is moved to one chosen point of its orbit, and the part of a step that still rotates heads is removed.
 
     Args:
       points: parameters on the way, in order; the last one is the minimum, or near it.
-      gauges: a gauge or a sequence of them, meaning their product.
-      end: the minimum where it is known; its distance from the last point is added.
+      gauges: a gauge or a sequence of them.
+      end: the minimum, if it is known; its distance from the last point is added.
       at: "balanced", the point of least norm on each orbit, or "slice", where anchors have norm 1.
 
     Returns:
       One length per point, in descending order; the last is 0, or the distance to `end`. Trajectories of twins have the
-      same lengths. The lengths of steps add up whatever their direction, so that an optimizer that oscillates has a
-      longer way than its distance from the minimum.
+      same lengths. The lengths of steps are summed, whatever their direction. If an optimizer oscillates, its way is
+      therefore longer than its distance from the minimum.
 
     Raises:
       ValueError: fewer than two points; bindings that do not fit; another `at`.
@@ -123,8 +124,8 @@ def quotient_arc_length(points: Sequence[Any], gauges: Gauges, end: Any = None, 
     >>> [round(float(x), 3) for x in lengths]
     [1.414, 0.0, 0.0]
 
-    Reference: DDC §2.1, the quotient arc length. Deviation: rotations have no representative that moves smoothly; the
-    part that rotates is removed from every step, to first order.
+    Reference: DDC §2.1, the quotient arc length. Deviation: no choice of a rotation moves smoothly with the weights, so
+    that the part of every step that rotates is removed instead, to first order.
     """
     check_at("quotient_arc_length", at)
     points = [*points, *([] if end is None else [end])]
@@ -147,7 +148,7 @@ def _frame(group: Product, params: Any) -> Elements:
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _step(group: Product, at: str, frame: Elements, before: Any, after: Any) -> jax.Array:
-    """The length of the perpendicular part of a step between two points, with heads in the basis of the frame."""
+    """The length of a step between two points, without its part along the orbit; heads are in the frame's basis."""
     s = group._bound(before).slice
     ends = []
     for params in (before, after):
@@ -164,23 +165,28 @@ def _step(group: Product, at: str, frame: Elements, before: Any, after: Any) -> 
 def power_law(
     lengths: Any, values: Any, *, window: tuple[float, float] = (0.0, np.inf), drift: float = 0.1, span: float = 2.0
 ) -> PowerLaw:
-    """Fits values ∝ lengths^exponent, if the exponent is one number.
+    """Fits values ∝ lengths^exponent, and tests whether the exponent is the same across the window.
 
-    The fit is unreadable in five cases: there are fewer than 8 points; the lengths span less than a factor of `span`;
-    the values are not positive or do not fall toward the minimum; the exponents of the two halves of the window differ
-    by more than `drift` and by more than chance or half of the exponent; or, because of noise, the 95 % interval
-    reaches farther than half of the exponent to each side.
+    The fit is unreadable in five cases:
+
+    * there are fewer than 8 points;
+    * the lengths span less than a factor of `span`;
+    * the values are not positive, or do not fall toward the minimum;
+    * the exponents of the window's two halves differ by more than the share `drift` of the exponent, and also by more
+      than chance allows or by more than half of the exponent;
+    * because of noise, the 95 % interval reaches farther than half of the exponent to each side.
 
     Args:
       lengths: distances from the minimum, (count,), such as those of `quotient_arc_length`; zeros are left out.
-      values: what is measured there, (count,).
+      values: the values measured at these distances, (count,).
       window: the least and the largest length that are fitted.
-      drift: how much the halves may differ, in units of the exponent.
+      drift: how much the exponents of the halves may differ, as a share of the exponent.
       span: the least ratio of the largest length to the smallest.
 
     Returns:
       The exponent with a 95 % interval, or the reason why there is none. The interval allows for noise in the logarithm
-      of the values that is correlated from point to point, and for half the difference of the halves beyond chance.
+      of the values that is correlated from point to point. It is wider on each side by half of the difference of the
+      halves that chance does not explain.
 
     Raises:
       ValueError: arrays of different lengths.
@@ -191,8 +197,8 @@ def power_law(
     >>> print(go.measure.power_law(lengths, lengths**2 + 0.01))
     unreadable: the exponent drifts from 1.76 to 0.24
 
-    Reference: DDC App. C.5, which calls a cell readable if it falls toward the minimum. Deviation: that alone takes any
-    fall for a power law; here the exponent must also be the same at both ends of the window.
+    Reference: DDC App. C.5, where a fit is readable if the values fall toward the minimum. Deviation: any fall would
+    then count as a power law; here the exponent must also be the same in both halves of the window.
     """
     x, y = np.asarray(lengths, np.float64).ravel(), np.asarray(values, np.float64).ravel()
     if x.shape != y.shape:
@@ -238,18 +244,19 @@ def kl_order(
     drift: float = 0.1,
     span: float = 2.0,
 ) -> KLOrder:
-    """The order k of a minimum: KL ∝ length^(2k), Fisher ∝ length^(2k−2).
+    """Computes the order k of a minimum from a fit: KL ∝ length^(2k), Fisher ∝ length^(2k−2).
 
     Args:
       lengths: distances from the minimum along the approach, (count,).
-      values: the Fisher along the approach at these distances, or the KL divergence there, (count,).
-      of: "fisher" or "kl", which of the two.
-      window: as for `power_law`.
-      drift: as for `power_law`.
-      span: as for `power_law`.
+      values: the Fisher information along the approach at these distances, or the KL divergence, (count,).
+      of: "fisher" or "kl": which of the two `values` are.
+      window: the least and the largest length that are fitted.
+      drift: how much the exponents of the halves may differ, as a share of the exponent; see `power_law`.
+      span: the least ratio of the largest length to the smallest.
 
     Returns:
-      k with an interval, or "unreadable". At a regular minimum the Fisher does not fall: read k = 1 from the KL.
+      k with an interval, or "unreadable". At a regular minimum the Fisher information does not fall, and its fit is
+      unreadable: use of="kl", which gives k = 1.
 
     Raises:
       ValueError: another `of`; arrays of different lengths.
@@ -278,14 +285,14 @@ def rate_table(
     drift: float = 0.1,
     span: float = 2.0,
 ) -> RateTable:
-    """A power law per layer and observable, with the cells that are unreadable and why.
+    """Fits a power law per layer and observable. Unreadable cells show why.
 
     Args:
       lengths: distances from the minimum, (count,).
-      observables: layer → observable → what was measured at these distances, (count,).
-      window: as for `power_law`.
-      drift: as for `power_law`.
-      span: as for `power_law`.
+      observables: layer → observable → its values at these distances, (count,).
+      window: the least and the largest length that are fitted.
+      drift: how much the exponents of the halves may differ, as a share of the exponent; see `power_law`.
+      span: the least ratio of the largest length to the smallest.
 
     Returns:
       The table.
@@ -302,7 +309,7 @@ def rate_table(
     head   1.00
     2 of 3 cells readable
 
-    Reference: DDC §5.1 and App. C.5, 65 cells of one layer and one observable each.
+    Reference: DDC §5.1 and App. C.5, whose table has 65 cells.
     """
     return RateTable({
         (layer, name): power_law(lengths, values, window=window, drift=drift, span=span)
@@ -319,7 +326,7 @@ def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
     noise = float(rest @ rest) / max(1, len(x) - 2)
     both = float(rest @ rest)
     along = float(rest[:-1] @ rest[1:]) / both if both > 0 else 0.0
-    along = min(max(along + 2.0 / len(x), 0.0), 0.9)  # of short series it comes out too small
+    along = min(max(along + 2.0 / len(x), 0.0), 0.9)  # corrects the estimate, which is too small for short series
     return slope, float(np.sqrt(noise / square * (1.0 + along) / (1.0 - along)))
 
 

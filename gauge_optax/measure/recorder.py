@@ -1,7 +1,7 @@
-"""Measurements of a training run every so many steps, as lines of JSON that a killed run continues.
+"""Records measurements of a training run at every n-th step, as lines of JSON. A run that was killed can continue them.
 
-This module reads parameters between steps, outside `jit`, and writes files. Metrics that are part of an optimizer's
-update are in `motion` and `live` (`go.measure.track`).
+This module reads parameters between steps, outside `jit`, and writes files. For metrics that are computed inside an
+optimizer's update, see `motion` and `live` (`go.measure.track`).
 """
 
 import json
@@ -19,12 +19,12 @@ Row = dict[str, Any]
 
 
 class Recorder:
-    """Records named readings every so many steps; one line of JSON per record.
+    """Records named readings at every n-th step, one line of JSON per record.
 
     Args:
-      path: the file, made if it is not there. Its folder must exist.
-      readings: name → a function of what is passed to `record`, to a number, an array or a tree of them. Any function
-        of `go.measure` may be used.
+      path: the file, which is made if it does not exist. Its folder must exist.
+      readings: name → function. It gets the arguments of `record` after the step, and returns a number, an array or a
+        tree of them. Any function of `go.measure` may be used.
       every: the number of steps between records; step 0 and the last step are recorded too.
       steps: the number of steps of the run.
       progress: whether to show a progress bar, with the latest readings that are single numbers.
@@ -32,8 +32,8 @@ class Recorder:
     Raises:
       ValueError: a cadence that is no positive integer; a file with other readings, or with another cadence.
 
-    A run that starts again keeps the lines of the file and records only what is missing. A run that was killed and
-    started again therefore leaves the same file as an unbroken one. A last line that was cut off is dropped.
+    A run that starts again keeps the lines of the file and adds only missing ones. If a run is killed and started
+    again, the file is therefore the same as without the interruption. An incomplete last line is dropped.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "run.jsonl"
@@ -48,7 +48,7 @@ class Recorder:
     >>> path.read_text().splitlines()[0]
     '{"step": 0, "norm": 5.0}'
 
-    Reference: none; the cadence of DDC App. C, which reads every 50 steps.
+    Reference: none; DDC App. C records every 50 steps.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Recorder:
         self._bar: Any = None
 
     def _kept(self) -> list[Row]:
-        """The rows of the file, which is shortened to its whole lines."""
+        """Reads the rows of the file, and removes an incomplete last line from it."""
         if not self.path.exists():
             return []
         rows: list[Row] = []
@@ -95,13 +95,13 @@ class Recorder:
 
     @property
     def last(self) -> int:
-        """The last step that is recorded; −1 before the first record. Save a checkpoint beside it to go on there."""
+        """The last recorded step; −1 before the first record. To resume from it, save a checkpoint at this step."""
         return self.rows[-1]["step"] if self.rows else -1
 
     def run(self, start: int = 0) -> Iterator[int]:
-        """Yields how many updates the run has made, from `start` to `steps`, and shows a progress bar.
+        """Yields the number of updates made so far, from `start` to `steps`, and shows a progress bar.
 
-        Call `record` with each of these numbers, and then make the next update. After the last number none is left.
+        Call `record` with each of these numbers, and then make the next update. After the last number, make no update.
 
         Args:
           start: the step of the checkpoint from which the run resumes.
@@ -117,10 +117,10 @@ class Recorder:
 
         Args:
           step: the number of updates so far.
-          *args: what the readings are functions of.
+          *args: the arguments of all readings, such as the parameters.
 
         Returns:
-          The row, with arrays as lists; None where nothing was due.
+          The row, with arrays as lists; None if no record was due.
         """
         if step <= self.last or not (step % self.every == 0 or step == self.steps):
             return None
@@ -134,7 +134,7 @@ class Recorder:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers and lists in place of arrays; a dict in place of any other tree with names."""
+    """Converts a reading for JSON: arrays to numbers or lists, and a NamedTuple to a dict."""
     if hasattr(value, "_asdict"):
         value = value._asdict()
     return jax.tree.map(lambda x: np.asarray(x).tolist() if hasattr(x, "dtype") or isinstance(x, float) else x, value)

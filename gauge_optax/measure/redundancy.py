@@ -1,9 +1,10 @@
-"""Redundancy: how many parameters a function does not need, from shapes alone.
+"""Redundancy: how many parameters a function does not need, counted from shapes alone.
 
-`redundancy` adds up the orbits' dimensions of any list of gauges. `transformer_redundancy` has a formula for decoders,
-beside that of van Nierop, Eq. (17): 2·layers·heads·d_head² + (d − 1)(d − 2)/2. The two differ, because the paper counts
-GL(d_head) for queries and keys also under rotary embeddings, which commute with d_head dimensions of it only, counts a
-residual rotation also where a tied head forbids it, and leaves out norm scales, rescalings, shifts and biases.
+`redundancy` adds up the orbits' dimensions of any list of gauges. `transformer_redundancy` has a formula for decoders.
+It also returns the number of van Nierop's Eq. (17): 2·layers·heads·d_head² + (d − 1)(d − 2)/2. The two numbers differ
+for three reasons. The paper counts GL(d_head) for queries and keys also with rotary embeddings, which commute with only
+d_head dimensions of it. It counts a residual rotation also if a tied head forbids it. And it leaves out norm scales,
+rescalings, shifts and biases.
 """
 
 from collections.abc import Mapping
@@ -13,12 +14,12 @@ from gauge_optax.gauges.gauge import Gauges, product
 
 
 class Redundancy(NamedTuple):
-    """Redundant dimensions of a decoder.
+    """Counts of the redundant dimensions of a decoder.
 
     Attributes:
-      parameters: entries of all leaves.
-      total: dimensions along all orbits.
-      parts: what they are made of; `total` is their sum.
+      parameters: the number of entries of all leaves.
+      total: the number of dimensions along all orbits.
+      parts: name of a symmetry → its dimensions; `total` is the sum.
       paper: van Nierop's count, Eq. (17).
     """
 
@@ -91,15 +92,16 @@ def transformer_redundancy(
       positions: rows of a learned table of positions; 0 for none.
       norm: "layernorm" or "rmsnorm", with scales.
       bias: whether linear layers, and LayerNorms, have biases.
-      head_bias: whether the output layer has one; `bias` by default.
+      head_bias: whether the output layer has a bias; `bias` by default.
       rope: whether queries and keys have rotary embeddings over all of d_head.
-      qk_norm: whether queries and keys are normed, with one scale for all heads.
+      qk_norm: whether queries and keys are normalized, with one scale vector for all heads.
       mlp: the activation; "swiglu" has a gate.
       tied: whether the output layer is the embedding.
       eps: whether norms have an eps, which breaks the scale of the residual stream.
 
     Returns:
-      The counts, and the paper's. Overlaps of orbits are taken out, so that `total` is the number of dead directions.
+      The counts, and that of the paper. Directions that orbits share count once: `total` is the number of dead
+      directions.
 
     >>> gpt2 = go.measure.transformer_redundancy(
     ...     layers=12, d_model=768, heads=12, d_head=64, d_ff=3072,

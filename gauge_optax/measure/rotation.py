@@ -1,6 +1,6 @@
-"""How weight vectors turn while an optimizer runs: norm, angle and step of every vector, recorded in the state.
+"""Records in an optimizer's state how weight vectors turn: norm, angle and step of every vector.
 
-`equilibrium` predicts what these figures should be, and `rotational` holds the angle there.
+`norms.equilibrium` predicts values of these numbers at equilibrium, and `rotational` keeps the angle at its value.
 
 Reference: Kosson, Messmer and Jaggi, "Rotational Equilibrium" (ICML 2024), §2, App. G and H.
 """
@@ -21,20 +21,23 @@ from gauge_optax.norms import vectors
 from gauge_optax.norms.vectors import Leaves, Selection
 from gauge_optax.transformation import checked_inner, layout, placeholder, require_every, transformation
 
-# Two vectors whose squared sine is below so many machine epsilons are parallel up to roundoff.
+# Two vectors are parallel up to roundoff if the square of their angle's sine is below so many machine epsilons.
 _ROUNDOFF = 8.0
 
 
 class Rotation(NamedTuple):
-    """Figures of one step, each a mapping from leaf path to an array shaped like the named axes, one per vector.
+    """The record of one step. Each field but the first maps leaf path to an array with one number per weight vector ω.
+
+    The arrays are shaped like the named axes. Symbols are those of the paper.
 
     Attributes:
       recorded_at: the number of that step, from 0.
       norm: ‖ω‖ before the step.
-      rotation: the angle between ω before and after the step, radians: η_r.
-      rms_update: ‖Δω‖, decay included; the root of its mean square over steps is η_g.
-      weight_gradient_angle: ∠(ω, g), radians; π/2 where the loss does not depend on the size of ω.
-      gradient_momentum_angle: ∠(g, m) with the moment before the step, radians; π/2 in a random walk.
+      rotation: the angle between ω before and after the step, in radians; η_r.
+      rms_update: ‖Δω‖, decay included. The root of its mean square over steps is η_g.
+      weight_gradient_angle: the angle between ω and the gradient g, in radians; π/2 if the loss does not depend on ‖ω‖.
+      gradient_momentum_angle: the angle between g and the first moment before the step, in radians; π/2 in a random
+        walk.
       radial_decay: λ_u = ⟨ω, g⟩/‖ω‖², the part of the gradient that acts as decay.
     """
 
@@ -51,9 +54,9 @@ class TrackRotationState(NamedTuple):
     """State of `track_rotation`.
 
     Attributes:
-      inner_state: the state of the optimizer; () without one.
+      inner_state: the state of the optimizer; () without an optimizer.
       taken: the number of steps so far.
-      metrics: the figures of the step recorded last.
+      metrics: the last record.
     """
 
     inner_state: optax.OptState
@@ -68,15 +71,15 @@ def track_rotation(
     every: int | jax.Array = 50,
     sizes: Mapping[str, int] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Records norm, angle and step of weight vectors; updates pass unchanged.
+    """Records norm, angle and step of weight vectors. Updates pass unchanged.
 
-    Around an optimizer, `go.measure.track_rotation(blocks, inner)`, it sees the gradient, the first moment and the
-    update. Last in a chain, `optax.chain(optax.adamw(1e-3), go.measure.track_rotation(blocks))`, it sees the update
-    alone: figures that need more are NaN, unless `update` gets `gradient=` and `momentum=`. Read a record by name:
-    `optax.tree.get(state, "rotation")["mlp/up/kernel"]`.
+    Use it around an optimizer, `go.measure.track_rotation(blocks, inner)`: it then sees the gradient, the first moment
+    and the update. Or put it last in a chain, `optax.chain(optax.adamw(1e-3), go.measure.track_rotation(blocks))`: it
+    then sees the update alone, and fields that need more are NaN, unless `update` gets `gradient=` and `momentum=`.
+    Read a record by name: `optax.tree.get(state, "rotation")["mlp/up/kernel"]`.
 
     Args:
-      blocks: path → axes of the vectors, as in `rotational`: `"_ channel"` for neurons.
+      blocks: path → axes string that says what a vector is, as in `rotational`: `"_ channel"` for neurons.
       inner: an optimizer, which runs unchanged. Its first moment is the field named mu or trace in its state.
       every: the number of steps between records; the first step is recorded.
       sizes: lengths of axes inside `(a b)` that shapes do not fix.
@@ -165,7 +168,7 @@ def _figures(
 ) -> tuple[jax.Array, ...]:
     """Returns the fields of `Rotation` from `norm` on, for the vectors of one selection.
 
-    All follow from sums over a vector. A second pass over every leaf would cost as much as the first.
+    All fields are computed from sums over a vector, so that every leaf is read only once.
     """
     path, weights, step = selection.block.path, selection.value(leaves), selection.view(moves)
     gradient = selection.view(gradients) if path in gradients else jnp.full_like(weights, jnp.nan)
@@ -175,7 +178,7 @@ def _figures(
         return jnp.sum(a * b, selection.axes)
 
     def direction(product: jax.Array, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns sine and cosine between two vectors, from their product and squares."""
+        """Returns sine and cosine of the angle between two vectors, from their inner product and squared norms."""
         cosine = safe_divide(product, jnp.sqrt(a) * jnp.sqrt(b))
         rest = (1.0 - cosine) * (1.0 + cosine)
         apart = (rest > _ROUNDOFF * jnp.finfo(rest.dtype).eps) & (a > 0) & (b > 0)

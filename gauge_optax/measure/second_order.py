@@ -1,13 +1,14 @@
-"""What a step of finite size adds to the leakage: the gap between a discrete step and the flow that it follows.
+"""The leakage that a step of finite size adds, because a discrete step differs from the flow that it follows.
 
 *Leakage* is the motion of a step along orbits, see `measure.leakage`. Let g be the gradient, P the preconditioner, H
 the Hessian and u(θ) = P(θ)·g(θ). A step leads to θ − η·u. The flow θ' = −u(θ) leads to θ − η·u + ½η²·Du·u + O(η³) in
 time η. Step and flow therefore differ by ½η²·Du·u, up to O(η³). Du·u is the sum of two terms: P·H·u, where the Hessian
 acts on the step, and (DP[u])·g, where the preconditioner changes along the step.
 
-The leakage of second order is the vertical part of ½·Du·u, the part along orbits. `SecondOrderLeakage` has its two
-terms as `hessian` and `derivative`: along orbits, a step lands at flow − η²·(hessian + derivative) + O(η³). The step as
-a vector is linear in η. How far a finite step moves a curved coordinate is measured by `drift` and `vertical_motion`.
+The leakage of second order is the vertical part of ½·Du·u, that is its part along orbits. `SecondOrderLeakage` has the
+two terms as `hessian` and `derivative`: along orbits, a step ends at flow − η²·(hessian + derivative) + O(η³). Here the
+step is measured as a vector, which is linear in η. `drift` and `vertical_motion` measure how far a finite step moves a
+curved coordinate.
 """
 
 from collections.abc import Callable
@@ -21,14 +22,14 @@ from gauge_optax.measure.leakage import RESCALE, ROTATION, Orbit
 
 
 class SecondOrderLeakage(NamedTuple):
-    """Leakage to second order in the learning rate; all but `crossover` are rates in the structure of an element.
+    """Leakage to second order in the learning rate. All fields but `crossover` have the structure of an element.
 
     Attributes:
       first: the generator of the vertical part of u = P·g.
       hessian: the generator of the vertical part of ½·P·H·u.
       derivative: the generator of the vertical part of ½·(DP[u])·g.
-      crossover: η*, where the two orders are of one size: |first|/|hessian + derivative| per channel, head or plane;
-        inf where there is no second order.
+      crossover: the learning rate η* at which both orders have the same size: |first|/|hessian + derivative|, one
+        number per channel, head or plane; inf if the second order is zero.
     """
 
     first: Element
@@ -43,17 +44,17 @@ def second_order_leakage(
     params: Any,
     gauge: Gauges,
 ) -> SecondOrderLeakage:
-    """Lemma 20: both orders of a preconditioned step's leakage, and the step size where they meet.
+    """Lemma 20: both orders of a preconditioned step's leakage, and the learning rate at which they are equal.
 
     Args:
       grad_fn: params → gradient, differentiable.
-      precondition: (params, gradient) → step, linear in the gradient: P(params) applied to it. If P depends on the
-        point, for instance by a second moment of the gradient, it computes that from params (`adam_precondition`).
+      precondition: (params, gradient) → P(params) applied to the gradient; linear in the gradient. If P depends on the
+        point, as by a second moment of the gradient, it has to compute this from params (`adam_precondition` does).
       params: the point, floating leaves only.
       gauge: one scale or rotation gauge.
 
     Returns:
-      Rates of first and second order and the crossover.
+      The leakage of first and second order, and the learning rate at which they are equal.
 
     Raises:
       ValueError: several gauges or one of another kind, bindings that do not fit.
@@ -68,14 +69,15 @@ def second_order_leakage(
     >>> float(leakage.first[""]), round(float(leakage.hessian[""]), 4)
     (0.0, 1.2)
 
-    Reference: DDC Lemma 20, modified equations after Li et al. 2019. The lemma pairs with a unit vector; this has one
-    rate per direction of the orbit, which gives the same η*. The lemma calls this the η² term of the step's increment,
-    up to sign; it is that of the flow. Remark 22 says that SGD has no second order. That holds for rotations; along a
-    scale's orbit SGD's pairing is −½(‖g_up‖² − p·‖g_down‖²), because the generator of that orbit is symmetric.
+    Reference: DDC Lemma 20, by modified equations as in Li et al. 2019. The lemma takes the product with one unit
+    vector; here there is one rate per direction of the orbit, which gives the same η*. The lemma calls this number, up
+    to sign, the η² term of the step's increment; it is that of the flow. Remark 22 says that SGD has no second order.
+    That is true for rotations. Along a scale's orbit SGD has −½(‖g_up‖² − p·‖g_down‖²), because the generator of that
+    orbit is symmetric.
     """
     orbit = Orbit("second_order_leakage", gauge, params, (RESCALE, ROTATION))
     gradient = grad_fn(params)
-    # A preconditioner may compute in another dtype; forward derivatives want the parameters'.
+    # A preconditioner may compute in another dtype; `jax.jvp` needs tangents in the dtype of the parameters.
     step = jax.tree.map(lambda x, p: jnp.asarray(x, p.dtype), precondition(params, gradient), params)
     _, curved = jax.jvp(grad_fn, (params,), (step,))
     _, composed = jax.jvp(lambda g: precondition(params, g), (gradient,), (curved,))

@@ -1,7 +1,7 @@
-"""How much the steps of an optimizer depend on which of several equivalent weight sets it trains.
+"""Measures how much an optimizer's steps depend on which of several equivalent weight sets it trains.
 
-Several weight sets of one function are trained separately, each with its own gradients. If the steps of an optimizer
-depend on the function alone, they change the function in the same way from all of these sets.
+Several weight sets of one function are trained separately, each with its own gradients. If the steps of the optimizer
+depend on the function alone, they change the function in the same way from each of these sets.
 """
 
 import functools
@@ -27,14 +27,15 @@ _LOOSEST = 0.05  # the largest relative change of `represent` that may count as 
 
 
 class Sensitivity(NamedTuple):
-    """How much the motion of the function depends on which of its weights an optimizer was given.
+    """How much the change of the function depends on which of its weight sets an optimizer was given.
 
     Attributes:
-      relative_change: ‖Δ' − Δ‖/‖Δ‖ for every sampled g, (num_samples,); Δ from θ, Δ' from g·θ.
+      relative_change: ‖Δ' − Δ‖/‖Δ‖ for every sampled element g, (num_samples,). Δ is the change of the function by
+        steps from θ, and Δ' that by steps from g·θ.
       mean: the mean over samples.
       max: the maximum over samples.
-      per_gauge: the same where one gauge's part of every g acts alone, one entry per gauge; the `per_gauge` of an entry
-        is empty. A single gauge has one entry, with the numbers of the whole.
+      per_gauge: one `Sensitivity` per gauge, for which only this gauge's part of every g acts; its own `per_gauge` is
+        empty. A single gauge has one entry, with the numbers of the whole.
     """
 
     relative_change: jax.Array
@@ -55,28 +56,29 @@ def gauge_sensitivity(
     scale: float = 1.0,
     steps: int = 1,
 ) -> Sensitivity:
-    """Compares the represented motion of an optimizer's steps between equivalent weights.
+    """Compares how an optimizer's steps change the function from equivalent weights.
 
-    From θ, and from g·θ for random elements g of the gauges' product, the optimizer is initialised and trained on the
-    gradients it meets. Δ = represent(θ_t) − represent(θ) is what the steps did to the function. ‖Δ' − Δ‖/‖Δ‖ is the
-    share of this change that depends on which weights were given: 0 for an optimizer inside `quotient`, and about 1 for
-    one whose steps depend on coordinates.
+    The optimizer is initialised and trained from θ, and from g·θ for random elements g of the gauges, each with its own
+    gradients. Δ = represent(θ_t) − represent(θ) is the change of the function by the steps from θ, and Δ' that from
+    g·θ. ‖Δ' − Δ‖/‖Δ‖ is the share of the change that depends on which weights were given. It is 0 for an optimizer
+    inside `quotient`, and about 1 for an optimizer whose steps depend on coordinates.
 
     Args:
-      tx: an optimizer, a black box; one that asks for `value`, `grad` or `value_fn` gets them.
+      tx: any optimizer. If its `update` takes `value`, `grad` or `value_fn`, it gets them.
       loss_fn: params → scalar.
       params: the point θ.
-      gauges: a gauge or a sequence of them, meaning their product.
-      represent: params → pytree of arrays that the gauges leave unchanged and that tells functions apart: W_Q·W_Kᵀ and
-        W_V·W_O per head, or a network's outputs on fixed inputs.
+      gauges: a gauge or a sequence of them.
+      represent: params → pytree of arrays that the gauges do not change, and that differ for different functions:
+        W_Q·W_Kᵀ and W_V·W_O per head, or a network's outputs on fixed inputs.
       key: a PRNG key for the elements.
-      num_samples: how many elements are drawn.
-      scale: size of the elements, as the gauges' `sample` takes it; a linear gauge has condition up to e^(2·scale).
-      steps: how many steps are taken before Δ is read.
+      num_samples: the number of elements that are drawn.
+      scale: the size of the elements, an argument of the gauges' `sample`; elements of a linear gauge have condition
+        numbers up to e^(2·scale).
+      steps: the number of steps before Δ is read.
 
     Returns:
-      The relative changes, their mean and maximum, and the same per gauge, with products in the list taken apart. A
-      change is NaN where a twin's training diverges. Roundoff alone gives ε·e^(2·scale)·‖represent(θ)‖/‖Δ‖.
+      The relative changes, their mean and maximum, and the same per gauge; a product in the list counts as its gauges.
+      If the training of a twin diverges, its change is NaN. Roundoff alone gives ε·e^(2·scale)·‖represent(θ)‖/‖Δ‖.
 
     Raises:
       ValueError: a `represent` that a gauge changes; steps that do not move it; no gauges, samples or steps; bindings
@@ -97,8 +99,8 @@ def gauge_sensitivity(
     >>> sensitivity(optax.sgd(1e-2)) < 1e-3, sensitivity(optax.adamw(1e-2)) > 0.1
     (True, True)
 
-    Reference: the diagnostic of "When Equivalent Weights Train Differently", §9, and §7 on random gauges, which asks
-      for the variance of the represented step; the change relative to the step at θ has no unit.
+    Reference: the diagnostic of "When Equivalent Weights Train Differently", §9, and §7 on random gauges. Deviation:
+      the post asks for the variance of the represented step; a change relative to the step at θ has no unit.
     """
     if not gauges or not (group := product(gauges)).gauges:
         raise binding_error(
@@ -125,9 +127,10 @@ def gauge_sensitivity(
 
 
 def _twins(group: Product, params: Any, key: jax.Array, *, num_samples: int, scale: float) -> Any:
-    """g·θ, every leaf (rows, num_samples, ...): the first row for whole g, then one row per gauge acting alone.
+    """The twins g·θ, every leaf (rows, num_samples, ...).
 
-    A single gauge has one row: acting alone is all it does.
+    In the first row, all gauges act. Then there is one row per gauge, in which it acts alone. If there is only one
+    gauge, the first row is the only one.
     """
     keys, count = jax.random.split(key, num_samples), len(group.gauges)
     whole = jax.vmap(lambda k: group.sample(k, params, scale))(keys)
@@ -137,12 +140,12 @@ def _twins(group: Product, params: Any, key: jax.Array, *, num_samples: int, sca
     return jax.vmap(jax.vmap(lambda element: group.act(element, params)))(elements)
 
 
-# Everything but arrays is static, so that one program serves an optimizer under several lists of gauges.
+# All arguments but arrays are static, so that one compiled program serves an optimizer with several lists of gauges.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _compare(
     tx: optax.GradientTransformation, loss_fn: LossFn, represent: Represent, steps: int, params: Any, twins: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Norms over the pytree that `represent` returns.
+    """Trains from θ and from all twins, and returns norms over the pytree that `represent` returns.
 
     Returns:
       ‖represent(θ)‖ and ‖Δ‖; ‖represent(g·θ) − represent(θ)‖ and ‖Δ' − Δ‖, (rows, num_samples).
@@ -150,7 +153,7 @@ def _compare(
     extended = optax.with_extra_args_support(tx)
 
     def read(params: Any) -> Any:
-        with jax.default_matmul_precision("highest"):  # a difference of two readings follows
+        with jax.default_matmul_precision("highest"):  # two of these values will be subtracted, which loses digits
             out = represent(params)
         if not jax.tree.leaves(out):
             raise binding_error(
@@ -189,10 +192,10 @@ def _compare(
 
 
 def _check_invariant(group: Product, size: float, changes: np.ndarray, most: float) -> None:
-    """Raises for the first gauge that changes the representation alone, or else for their product."""
+    """Raises ValueError if a gauge alone changes what `represent` returns, or else if all gauges together do."""
     parts = [describe(part) for part in group.gauges]
     errors = np.max(changes, 1)
-    # The product, which names all gauges, comes last: a single culprit says more.
+    # The message for all gauges together comes last, because the name of a single gauge says more.
     for name, error in [*zip(parts, errors[-len(parts) :], strict=True), (" with ".join(parts), errors[0])]:
         if not error <= most * size:
             raise binding_error(

@@ -1,7 +1,8 @@
-"""Gram matrices of a factor pair under decoupled weight decay: shrink both factors, then add an update to each.
+"""Gram matrices of two factors A and B under decoupled weight decay: shrink both factors, then add an update to each.
 
-Shrinking both factors by one ρ takes the imbalance D = AᵀA − BᵀB to ρ²·D: it fades, and relative to the Grams it stays
-the same. New imbalance comes from the updates, and from shrinks of different size, which change D even where it is 0.
+If both factors shrink by the same ρ, the imbalance D = AᵀA − BᵀB becomes ρ²·D. It fades, but relative to the Gram
+matrices it stays the same. New imbalance comes from the updates, and from different ρ for A and B, which change D even
+if it is 0.
 """
 
 from typing import NamedTuple
@@ -19,9 +20,9 @@ class GramEvolution(NamedTuple):
     """Gram matrices after a step, (…, r, r).
 
     Attributes:
-      left: the left factor's.
-      right: the right factor's.
-      imbalance: left − right; zero where the factors are balanced.
+      left: the Gram matrix of the left factor.
+      right: the Gram matrix of the right factor.
+      imbalance: left − right; zero if the factors are balanced.
     """
 
     left: jax.Array
@@ -37,7 +38,9 @@ def gram_evolution(
     left_shrink: float | jax.Array = 1.0,
     right_shrink: float | jax.Array = 1.0,
 ) -> GramEvolution:
-    r"""Gram matrices of both factors of A·Bᵀ after A ← ρ_A·A + U_A and B ← ρ_B·B + U_B,
+    r"""Returns the Gram matrices of both factors of A·Bᵀ after the step A ← ρ_A·A + U_A, B ← ρ_B·B + U_B.
+
+    For A, and for B in the same way, this is
 
     .. math::
       H_A' = \rho_A^2 A^\top A + \rho_A (A^\top U_A + U_A^\top A) + U_A^\top U_A.
@@ -47,11 +50,11 @@ def gram_evolution(
       right: B, (…, n, r): the transpose of W_O, or W_K.
       left_update: U_A, a tangent of A's shape, multiplied by the learning rate.
       right_update: U_B, of B's shape.
-      left_shrink: ρ_A: 1 − learning rate · weight decay; a number, or one per pair, (…).
+      left_shrink: ρ_A = 1 − learning rate · weight decay; a number, or one per pair, (…).
       right_shrink: ρ_B.
 
     Returns:
-      Both Grams and their difference, in float32, or float64 under x64.
+      Both Gram matrices and their difference, in float32, or float64 under x64.
 
     Raises:
       ValueError: factors that are no pair, updates of another shape.

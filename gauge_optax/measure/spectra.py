@@ -1,8 +1,8 @@
 """Spectra and norms of one matrix of weights, or of activations with one row per input.
 
 These are measurements that the DDC paper makes at a checkpoint: how many directions a matrix has, how small its
-smallest singular value is, which units or channels are dead, and how much of a leaf lies along an orbit. None of these
-functions needs a gauge but the last.
+smallest singular value is, which units or channels are dead, and how much of a leaf lies along an orbit. Only the last
+of these functions needs a gauge.
 Reference: DDC §5.4, App. C.1, C.6, C.11.
 """
 
@@ -18,7 +18,7 @@ from gauge_optax.linalg import real_dtype, safe_divide, svd
 
 
 def effective_rank(matrix: jax.Array) -> jax.Array:
-    """The number of directions a matrix has, each counted by its share: exp(−Σ pᵢ·log pᵢ) with pᵢ = σᵢ/Σσ.
+    """The effective number of directions of a matrix: exp(−Σ pᵢ·log pᵢ), with the singular values' shares pᵢ = σᵢ/Σσ.
 
     Args:
       matrix: (…, rows, columns).
@@ -32,7 +32,7 @@ def effective_rank(matrix: jax.Array) -> jax.Array:
     >>> go.measure.effective_rank(jnp.eye(4)[:3])
     Array(3., dtype=float32)
 
-    Reference: Roy and Vetterli 2007; DDC App. C.11 reads it on activations, one row per input.
+    Reference: Roy and Vetterli 2007. DDC App. C.11 takes it of activations, one row per input.
     """
     sizes = _singular_values("effective_rank", matrix)
     total = jnp.sum(sizes, -1, keepdims=True)
@@ -61,10 +61,10 @@ def smallest_singular_value(matrix: jax.Array) -> jax.Array:
 
 
 def dead_units(preactivations: jax.Array) -> jax.Array:
-    """Which hidden units of a ReLU layer are off for every input.
+    """Finds the hidden units of a ReLU layer that are off for every input.
 
     Args:
-      preactivations: (…, units), what the ReLU is applied to; all axes but the last count inputs.
+      preactivations: the inputs of the ReLU, (…, units); all axes but the last count inputs of the network.
 
     Returns:
       A mask (units,): True where no input has a pre-activation above zero.
@@ -90,11 +90,12 @@ def axis_alignment(directions: jax.Array) -> jax.Array:
     """How close directions are to coordinate axes: the mean of the largest squared entry of each, at length 1.
 
     Args:
-      directions: (count, dimensions), such as the right singular vectors of the dead part of a spectrum; any lengths.
+      directions: (count, dimensions), such as the right singular vectors of the dead part of a spectrum. They are
+        divided by their lengths.
 
     Returns:
-      1 where each direction is a coordinate axis; about 2·log(dimensions)/dimensions for random ones. Directions that
-      span one space are not all alike: pass those that a decomposition returns.
+      1 if each direction is a coordinate axis; about 2·log(dimensions)/dimensions for random directions. The number
+      depends on the basis of the space that they span: pass the vectors that a decomposition returns.
 
     Raises:
       ValueError: no directions, or a zero one.
@@ -117,13 +118,13 @@ def gauge_fraction(params: Any, gauges: Gauges, tangent: Any = None) -> dict[str
     """The share of each leaf that lies along the orbit: ‖vertical part‖²/‖leaf‖².
 
     Args:
-      params: the point (values are read).
-      gauges: a gauge or a sequence of them, meaning their product.
+      params: the point, at which the vertical part is computed.
+      gauges: a gauge or a sequence of them.
       tangent: the tree whose leaves are split, such as a step; `params` themselves by default.
 
     Returns:
-      Bound leaf path → its share; 0 for a leaf of zeros. Between 0 and 1 for shifts and rotations. The vertical part
-      along scales is a projection along the slice, which need not be orthogonal: there it can exceed 1.
+      Path of a bound leaf → its share; 0 for a leaf of zeros. For shifts and rotations it is between 0 and 1. For
+      scales it can exceed 1, because the projection on vertical directions need not be orthogonal.
 
     Raises:
       ValueError: bindings that do not fit the tree.

@@ -10,9 +10,9 @@ change.
   scales. The parts take turns until the distance no longer falls. No round makes it larger, so that rounds end.
 * This ends in a local minimum, and the start decides in which. One start is b itself. The other first moves both sets
   of weights to their slice points, where both have equal sizes and constants and differ by rotations and permutations.
-  There the residual stream is rotated by those leaves that no other gauge rotates or renumbers; then heads are matched,
-  each pair after the rotation that suits it best, and units; then heads are rotated. For two sets of weights of one
-  function, every one of these answers is exact. The nearer end of both starts is returned.
+  There `align` first rotates the residual stream: it compares the leaves that no other gauge rotates or renumbers. Then
+  it matches units and heads, each pair of heads after the rotation that brings the two nearest. Then it rotates heads.
+  If both sets of weights compute one function, every one of these steps is exact. The nearer of both ends is returned.
 
 All of it is deterministic. References: Ainsworth, Hayase and Srinivasa, Git Re-Basin, §3; Schönemann 1966 (Procrustes).
 """
@@ -43,12 +43,12 @@ def align(a: Any, b: Any, gauges: Gauges, batches: Sequence[Any] | None = None, 
     """The element g for which `act(g, b)` is nearest to a: the least sum of squares over the leaves that gauges bind.
 
     Args:
-      a: parameters.
-      b: parameters with the same structure and shapes.
+      a: the parameters to come near to. They are not moved.
+      b: the parameters to move, with the same structure and shapes.
       gauges: a gauge, or a sequence of them. Permutations of units, heads or experts are the gauge `permutation`.
       batches: if given, units and heads are matched by their effect on the outputs for these batches, not by their
         weights.
-      fn: the model, fn(params, batch), an array or a tree of them; with `batches`.
+      fn: the model: fn(params, batch) returns an array or a tree of arrays. Needed with `batches`.
 
     Returns:
       The element: a dict for one gauge, a tuple for a sequence. Act with it by `go.product(gauges).act(element, b)`.
@@ -58,10 +58,11 @@ def align(a: Any, b: Any, gauges: Gauges, batches: Sequence[Any] | None = None, 
         a function that does not take parameters and one batch.
 
     Without `batches`, the sum of squares falls in every round, and the result is a local minimum; for two sets of
-    weights of one function it is zero. With `batches`, the order of units and heads is found first and kept. It is the
-    assignment with the largest sum of correlations between units. What is correlated are the derivatives of fn, in 8
-    fixed random directions of its outputs per batch, by the logs of the sizes of the unit's blocks. They do not change
-    under any other gauge, so that no rotation or scale has to be known. The other gauges are then aligned by weights.
+    weights of one function it is zero. With `batches`, the order of units and heads is found first and kept. A unit is
+    described by derivatives: of 8 fixed random combinations of fn's outputs per batch, by the logs of the sizes of the
+    unit's blocks. The order is the assignment with the largest sum of correlations between the matched units. No other
+    gauge changes these derivatives, so that no rotation or scale has to be known. The other gauges are then aligned by
+    weights.
 
     >>> gauges = [
     ...     go.rescale({"up": "_ channel"}, {"down": "channel _"}),
@@ -74,8 +75,8 @@ def align(a: Any, b: Any, gauges: Gauges, batches: Sequence[Any] | None = None, 
     >>> bool(jnp.allclose(nearest["up"], a["up"], atol=1e-5))
     True
 
-    Reference: Git Re-Basin, §3.1 (activations) and §3.2 (weights). Deviations: rotations, scales and all other gauges
-      beside permutations; derivatives, which no other gauge changes, in place of activations.
+    Reference: Git Re-Basin, §3.1 (activations) and §3.2 (weights). Deviations: not only permutations are aligned, but
+      also rotations, scales and all other gauges; units are matched by derivatives in place of activations.
     """
     on_tree = bind(gauges, a)
     check_same_tree("align", a, b)
@@ -86,7 +87,7 @@ def align(a: Any, b: Any, gauges: Gauges, batches: Sequence[Any] | None = None, 
         require_nonzero_norms("align", s, leaves_by_path(params))
     known = _by_responses(s, a, b, list(batches or ()), fn) if fn is not None else {}
     reached = _from_slice(s, a, b, known)
-    if reached.distance > _roundoff(reached.target):  # otherwise both have one function, and nothing is nearer
+    if reached.distance > _roundoff(reached.target):  # otherwise both compute one function: nothing can be nearer
         reached = min(reached, _from_itself(s, a, b, known), key=lambda path: path.distance)
     return on_tree.public(reached.elements())
 
@@ -96,10 +97,10 @@ class _Path:
 
     Attributes:
       parts: all parts, in the order in which an element of a product acts.
-      start: bound leaves of b, as values.
-      target: those of a.
-      point: those of the point that was reached.
-      moves: part label → element. Constants have none, because they are found at the end.
+      start: bound leaves of b, path → array.
+      target: bound leaves of a.
+      point: bound leaves at the point that was reached.
+      moves: part label → element. Constants have no entry, because `elements` computes theirs at the end.
     """
 
     def __init__(self, s: Slice, start: Arrays, target: Arrays) -> None:
@@ -126,7 +127,7 @@ class _Path:
         self.moves[part.label] = part.compose(e, self.moves[part.label])
 
     def kept(self) -> tuple[Arrays, Elements]:
-        """What `back_to` needs to undo all later moves."""
+        """Returns the point and the moves so far, from which `back_to` undoes all later moves."""
         return self.point, dict(self.moves)
 
     def back_to(self, kept: tuple[Arrays, Elements]) -> None:
@@ -139,8 +140,8 @@ class _Path:
         A constant is read from the leaves just before and just after its place in the product. The leaves before it
         depend on earlier constants, and those after it on later ones. Constants are therefore computed in rounds. Each
         of them depends on few others, so that few rounds are enough. If two gauges share a direction (one number per
-        row of the position embeddings can be added by two gauges), reading does not determine their elements. Then
-        least squares over all leaves of each constant follow.
+        row of the position embeddings can be added by two gauges), reading does not determine their elements. Rounds
+        that fit each constant to all its leaves by least squares then follow.
         """
         constants = {part.label: part.identity() for part in self._anchors}
         elements = self.moves | constants
@@ -168,8 +169,8 @@ class _Path:
         """One round: elements with every constant computed again, and the point to which they move b.
 
         Args:
-          elements: of all parts.
-          find: (part, point before it, point after it) to its element.
+          elements: part label → element, for all parts.
+          find: (part, point before it acts, point after it acted) → the part's element.
         """
         after, behind = self.point, {}
         for part in reversed(self.parts):
@@ -184,15 +185,15 @@ class _Path:
 
 
 def _roundoff(point: Arrays) -> float:
-    """The squared distance from a point below which another one counts as the same."""
+    """The squared distance that roundoff explains: a second point at most this far from the first counts as equal."""
     return roundoff(real_dtype()) ** 2 * sum(float(jnp.sum(jnp.square(x))) for x in point.values())
 
 
 def _order(s: Slice) -> list[Any]:
     """The order in which parts take turns: a part comes before those whose best element depends on it.
 
-    The residual stream comes first, then what renumbers units and heads, then rotations of heads, then all the rest. Of
-    two permutations on common leaves, the one with the larger share of other leaves comes first.
+    The residual stream comes first, then permutations of units and heads, then rotations of heads, then sizes, then
+    constants. If two permutations share blocks, the one that shares the smaller part of its own comes first.
     """
     waiting = [part for part in s.acting if stage(part) is Stage.UNITS]
     order: list[Any] = []
@@ -219,7 +220,7 @@ def _from_itself(s: Slice, a: Any, b: Any, known: Mapping[Any, Any]) -> _Path:
 
 
 def _from_slice(s: Slice, a: Any, b: Any, known: Mapping[Any, Any]) -> _Path:
-    """The path that leads over the slice points of both."""
+    """The path from b to its slice point, from there towards the slice point of a, and then towards a itself."""
     there, here = (s.unturned_slice_point(x)[1] for x in (a, b))
     path = _Path(s, s.values(b), dict(there.point))
     for part, e, _, _ in here.parts:
@@ -241,8 +242,8 @@ def _from_slice(s: Slice, a: Any, b: Any, known: Mapping[Any, Any]) -> _Path:
 def _take_turns(path: _Path, parts: Sequence[Any]) -> None:
     """Rounds of `_move_each` until the distance no longer falls.
 
-    A round matches heads, each pair after the rotation that suits it best. Where this makes the distance larger,
-    because heads have other leaves too, a round with the rotations as they are is tried.
+    A round compares each pair of heads after the rotation that brings the two nearest. This can make the distance
+    larger, because heads have other leaves too. Then a round that compares heads as they stand is tried.
     """
     for _ in range(_MOST_ROUNDS):
         before, kept = path.distance, path.kept()
@@ -263,8 +264,8 @@ def _move_each(path: _Path, parts: Sequence[Any], unknown: str) -> None:
     Args:
       path: the path, which becomes longer.
       parts: the parts, in the order in which they take turns.
-      unknown: which rotations and permutations later in that order count as unknown: "all", "renumbered" (those that
-        this one renumbers) or "none".
+      unknown: which rotations and permutations later in that order count as unknown when a part's element is computed:
+        "all", "renumbered" (those whose elements this part renumbers) or "none".
     """
     for at, part in enumerate(parts):
         later = [other for other in parts[at + 1 :] if is_compact(other)]
@@ -288,7 +289,7 @@ def squared_distance(point: Arrays, target: Arrays) -> float:
 
 
 def _by_responses(s: Slice, a: Any, b: Any, batches: Sequence[Any], fn: Fn) -> dict[Any, Any]:
-    """Part → the element that matches its units by their responses."""
+    """Part → the element that matches its units by their derivatives, which `responses` computes."""
     (of_a, grads_a), (of_b, grads_b) = ((s.values(x), _gradients(s, x, batches, fn)) for x in (a, b))
     known: dict[Any, Any] = {}
     for part in _order(s):
@@ -304,7 +305,7 @@ def _by_responses(s: Slice, a: Any, b: Any, batches: Sequence[Any], fn: Fn) -> d
 
 
 def _gradients(s: Slice, params: Any, batches: Sequence[Any], fn: Fn) -> list[Arrays]:
-    """The gradients of fixed random combinations of a function's outputs, several per batch."""
+    """The gradients of fixed random combinations of a function's outputs, `_DIRECTIONS` per batch."""
 
     @jax.jit
     def pulled(params: Any, batch: Any) -> list[Any]:
@@ -325,9 +326,9 @@ def check_same_tree(name: str, a: Any, b: Any) -> None:
     """Raises ValueError where two trees differ in their paths or shapes.
 
     Args:
-      name: of the function that the user called.
+      name: the name of the function that the user called, for the message.
       a: a tree.
-      b: another.
+      b: another tree.
     """
     first, second = ({path: leaf_shape(x) for path, x in leaves_by_path(tree).items()} for tree in (a, b))
     for path in dict.fromkeys((*first, *second)):
@@ -342,12 +343,12 @@ def check_same_tree(name: str, a: Any, b: Any) -> None:
 
 
 def check_fn(name: str, batches: Sequence[Any] | None, fn: Fn | None) -> None:
-    """Raises ValueError for a function without batches, batches without one, and a function of other arguments.
+    """Raises ValueError if only one of `batches` and `fn` is given, or if `fn` does not take parameters and a batch.
 
     Args:
-      name: of the function that the user called.
-      batches: what the function is called with.
-      fn: the function of parameters and a batch.
+      name: the name of the function that the user called, for the message.
+      batches: the batches to call `fn` with, or None.
+      fn: a function of parameters and a batch, or None.
     """
     if (fn is None) != (batches is None) or (batches is not None and not len(batches)):
         raise binding_error(
@@ -365,6 +366,6 @@ def check_fn(name: str, batches: Sequence[Any] | None, fn: Fn | None) -> None:
 
 
 _MOST_ROUNDS = 100
-_LEAST_FALL = 1e-3  # the share of the squared distance that a round has to save
-_PATIENCE = 4  # rounds of constants without progress
+_LEAST_FALL = 1e-3  # the share by which a round has to lower the squared distance
+_PATIENCE = 4  # rounds without progress after which the search for constants ends
 _DIRECTIONS = 8

@@ -2,8 +2,9 @@
 
 The point is on the slice (`gauge_optax.slice`): norm scales are 1 and their factors are in the kernels that read them,
 multipliers are in their kernels, norm and value biases in later biases, writers and readers of LayerNorms are centred.
-Rotations have no slice through all points, so that optimizers read them once, from an arbitrary constant matrix. Here
-heads, and the residual stream, are in the eigenbasis of a Gram matrix instead, which is a property of the function.
+No continuous rule chooses one rotation for all points, so that optimizers read rotations once, from an arbitrary
+constant matrix. Here heads and the residual stream are turned to the eigenbasis of a Gram matrix instead. It may jump
+as weights change, but it depends on the function alone.
 """
 
 import dataclasses
@@ -41,35 +42,35 @@ def canonicalize(
     signs: bool = True,
     donate: bool = False,
 ) -> Params:
-    """Moves weights to a point of their orbit that is the same for all weights that gauges lead to each other.
+    """Moves weights to a point of their orbit that is the same for all twins.
 
-    At the returned point this holds, gauge by gauge.
+    At the returned point the following holds, gauge by gauge.
 
-    * `norm_scale`: the norm's scale is 1; the kernels behind it take over the sign of a negative one, too.
+    * `norm_scale`: the norm's scale is 1; the kernels behind it take over its size and its sign.
     * `rescale`, `multiplier_balance`: a column of the first leaf of `up` has the norm 1, a multiplier is 1 or −1.
-    * `scale_invariant`, `residual_scale`: the first leaf has the root mean square that unit columns have.
+    * `scale_invariant`, `residual_scale`: the first leaf has the root mean square of a kernel with columns of norm 1.
     * `bias_absorption`, `key_bias`: the bias is zero; its effect has moved into the biases behind its readers.
     * `logit_shift`, `norm_write_shift`: the mean over classes, over the stream's channels, or over both is zero.
-    * `norm_read_shift`, `embedding_shift`: the mean over rows of a reader, of the position table, is zero.
+    * `norm_read_shift`, `embedding_shift`: the mean over rows (of a reader; of the position table) is zero.
     * `head_rotation`: the Gram matrix of a head's rows is diagonal, entries descending.
     * `head_linear`: A·Bᵀ = U·Σ·Vᵀ: the left factor has the columns U, the right one V·Σ.
     * `rope_torus`, `rope_linear`: the rows of a rotary plane are longest along its first coordinate.
     * `residual_rotation`: the Gram matrix of the writers to the stream that no head rotates is diagonal.
 
-    The sign of an eigenvector is such that the entry of largest magnitude in its column is positive, and for rotary
-    planes in the first coordinate. Eigenvalues that differ by at most √ε of the largest (1.5e-8 in float64, 3e-4 in
-    float32) count as equal. Their eigenspace then has the basis that is nearest to the image of a constant matrix. None
-    of this depends on the order of heads and units. Under LayerNorm the stream's rotation fixes the vector of ones.
-    Then the Gram matrix is diagonal in a constant basis of what is orthogonal to that vector, not in that of the
-    channels.
+    The sign of an eigenvector is chosen so that the entry of largest magnitude in its column is positive; for a rotary
+    plane, the largest entry of the first coordinate. Eigenvalues that differ by at most √ε of the largest (1.5e-8 in
+    float64, 3e-4 in float32) count as equal. Their eigenspace then has the basis that is nearest to the image of a
+    constant matrix. None of this depends on the order of heads and units. Under LayerNorm the stream's rotation fixes
+    the vector of ones. The Gram matrix is then diagonal in a constant basis of the directions that are orthogonal to
+    that vector, and not in the basis of the channels.
 
     Args:
       params: parameters of any layout.
-      gauges: a gauge or a sequence of them. Kinds that are not listed stay as they are stored.
-      heads: the basis of heads and rotary planes. "eigenbasis"; "anchor", the one in which optimizers see them;
-        "stored", which does not turn them.
-      stream: the basis of the residual stream, likewise.
-      signs: whether negative norm scales become positive. If not, they become −1.
+      gauges: a gauge or a sequence of them. Only these gauges move weights.
+      heads: the basis of heads and rotary planes: "eigenbasis", as above; "anchor", the basis in which a fresh
+        optimizer state sees them; "stored", the basis that they have.
+      stream: the basis of the residual stream, with the same three choices.
+      signs: whether negative norm scales become 1. If False, they become −1.
       donate: whether the arrays of `params` may be overwritten, which saves the memory of a second tree.
 
     Returns:
@@ -85,8 +86,8 @@ def canonicalize(
     >>> folded["scale"].round(4).tolist(), folded["kernel"][:, 0].round(4).tolist()
     ([1.0, 1.0], [2.0, -3.0])
 
-    Reference: docs/design.md §3. What TransformerLens does with an adapter per architecture (`fold_ln`,
-    `center_writing_weights`, `center_unembed`, `fold_value_biases`), for every model that has gauges.
+    Reference: docs/design.md §3. TransformerLens has an adapter per architecture for such moves (`fold_ln`,
+    `center_writing_weights`, `center_unembed`, `fold_value_biases`); this function needs gauges alone.
     """
     for argument, choice in (("heads", heads), ("stream", stream)):
         if choice not in get_args(Basis):
@@ -150,31 +151,32 @@ def _positive(part: Factor) -> Factor:
 
 @functools.singledispatch
 def refined(part: Part[Any], e: Any) -> Any:
-    """An element of a size without the roundoff that would change the function."""
+    """Corrects the roundoff of a size's element, where it would change the function. By default returns e itself."""
     return e
 
 
 @refined.register
 def _with_exact_inverse(part: Stretch, e: jax.Array) -> jax.Array:
-    """S⁻¹ after one step of Newton: both are read separately, and as S·S⁻¹ differs from 1, a head's product changes."""
+    """Improves S⁻¹ by one Newton step: S and S⁻¹ are read separately, and S·S⁻¹ ≠ 1 would change a head's product."""
     s, inverse = jnp.unstack(e, axis=-3)
     return jnp.stack([s, 2.0 * inverse - matmul(matmul(inverse, s), inverse)], -3)
 
 
 @functools.singledispatch
 def sorting(part: Part[Any], point: Arrays) -> Any:
-    """The element that sorts the copies of a unit by an invariant of theirs; the identity if a part does not permute.
+    """The element whose inverse sorts units by a number that no other gauge changes; the identity by default.
 
-    `point` is canonical but for the order of copies, and is moved by the inverse of what is returned.
+    The caller applies the inverse to `point`, which is canonical but for the order of units.
     """
     return part.identity()
 
 
 @sorting.register
 def _sorted_units(part: Permutation, point: Arrays) -> Any:
-    """Units by the sum of the cubes of their entries, descending: no other move of a canonical point changes it.
+    """Sorts units by the sum of the cubes of their entries' magnitudes, descending.
 
-    Sums of squares would not do, because the slice makes them equal.
+    At a canonical point no other move is left that would change this sum. Sums of squares would not do, because the
+    slice makes them equal.
     """
     cubes = (part.total(block, jnp.abs(point[block.path]) ** 3) for block in part.blocks)
     return part.inverse(jnp.argsort(-jnp.asarray(sum(cubes, 0.0)), -1).astype(jnp.int32))

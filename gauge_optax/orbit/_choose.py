@@ -1,9 +1,10 @@
 """Chooses a point of an orbit by any objective: learned rotations, smoothing scales, balance of activations.
 
-The search is over elements g, not over weights: `act(g, params)` computes what `params` do for every g. A step is
-taken in coordinates about the current element, x ↦ exp(x)·g, whose derivative at x = 0 any Optax optimizer reads. The
-next element is exp(u)·g for the optimizer's update u. So every element on the way is one of the group: rotations stay
-orthogonal, scales positive. Reference: SpinQuant (Liu et al. 2024), §3.2, which learns rotations so by Cayley maps.
+The search is over elements g, not over weights: for every g, `act(g, params)` computes the same function as `params`.
+Elements near the current one, g, have coordinates x: they are exp(x)·g. The gradient of the objective by x at x = 0 is
+given to an Optax optimizer, and the next element is exp(u)·g for its update u. Every element on the way is therefore in
+the group: rotations stay orthogonal, scales positive.
+Reference: SpinQuant (Liu et al. 2024), §3.2, which learns rotations by Cayley maps in place of exp.
 """
 
 import inspect
@@ -25,7 +26,7 @@ from gauge_optax.linalg import real_dtype
 from gauge_optax.states.statistics import require_no_statistics_behind
 
 _NAME = "choose"
-_SMOOTHING = 0.9  # of the average by which a stochastic objective is judged
+_SMOOTHING = 0.9  # the weight of the old value in the running average by which a stochastic objective is judged
 
 
 class ChooseState(NamedTuple):
@@ -34,12 +35,12 @@ class ChooseState(NamedTuple):
     Attributes:
       step: the number of steps taken.
       element: the current element.
-      coordinates: the sum of all updates, which the optimizer takes for its parameters.
+      coordinates: the sum of all updates. The optimizer gets it as its parameters.
       optimizer: the optimizer's state.
-      average: the objective, averaged over steps if it is stochastic.
-      least: the least objective seen, and
-      best: its element.
-      progress: the average at the last step that counted as progress, and
+      average: the last objective; a running average over steps if it is stochastic.
+      least: the least objective seen.
+      best: the element with that objective.
+      progress: `average` at the last step that counted as progress.
       progress_step: the number of that step.
     """
 
@@ -79,26 +80,25 @@ def choose(
       gauges: a gauge or a sequence of them. A gauge that a user defines needs `algebra` and `exponential`.
       optimizer: any Optax optimizer, `optax.adam(0.02)` if None. Its parameters are coordinates: radians for rotations,
         logarithms for scales. Optimizers with a line search, such as `optax.lbfgs`, get what they need.
-      steps: the number of steps, those of `state` included.
-      batches: a sequence of batches, taken in turns; or an iterator.
+      steps: the number of steps in all. Steps that `state` has already taken count.
+      batches: a sequence of batches, which is repeated when it ends; or an iterator.
       key: a PRNG key. Every step gets its own, which depends on the step's number alone.
       start: the element to start from, such as a Hadamard rotation; the identity if None.
       patience: how many steps may pass without progress before the search ends; None for no end before `steps`.
-      tolerance: the relative fall of the objective that counts as progress; of its running average over about ten
-        steps, if it is stochastic.
+      tolerance: the relative fall of the objective that counts as progress. If the objective is stochastic, its running
+        average over about ten steps has to fall by this share.
       state: a state that an earlier call returned, to go on from there. Give the other arguments as they were.
       return_state: whether to return the state too.
       progress: whether to show a progress bar.
 
     Returns:
-      The element with the least objective of all that were visited; if the objective is stochastic, that is if batches
-      or a key are given, the last one. `gauge.act(element, params)` are the weights, with
-      `gauge = go.product(gauges)`; for one gauge the element is that gauge's. With `return_state`, the element and the
-      state.
+      The element with the least objective of all that were visited. If batches or a key are given, the objective is
+      stochastic, and the last element is returned. `go.product(gauges).act(element, params)` are the chosen weights; if
+      `gauges` is one gauge, write `gauge.act(element, params)`. With `return_state`, the pair (element, state).
 
     Raises:
-      ValueError: an objective that does not take these arguments, is no scalar or is not finite; a norm with a scale of
-        zero that a rotation of the stream passes; gauges of another tree, or without coordinates.
+      ValueError: an objective that does not take these arguments, or returns no scalar or no finite number; a norm with
+        a scale of zero that a rotation of the stream passes; gauges of another tree, or without coordinates.
 
     >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
     >>> params = {"up": jnp.full((1, 2), 4.0), "down": jnp.ones((2, 1))}
@@ -146,12 +146,12 @@ def choose(
 
 
 def _alone(gauges: Gauges) -> bool:
-    """Whether elements are those of one gauge, not tuples."""
+    """Whether `gauges` is one gauge, so that its elements are not tuples."""
     return isinstance(gauges, Gauge) and gauges._gauges == (gauges,)
 
 
 def _arguments(batches: Iterable[Any] | None, key: jax.Array | None) -> Callable[[int], tuple[Any, ...]]:
-    """Step number → the arguments of the objective after the parameters."""
+    """Returns a function from the step's number to the objective's arguments after the parameters."""
     if batches is not None and not isinstance(batches, Sequence | np.ndarray | jax.Array):
         iterator = iter(batches)
         return lambda number: (next(iterator), *(() if key is None else (jax.random.fold_in(key, number),)))
@@ -164,7 +164,7 @@ def _arguments(batches: Iterable[Any] | None, key: jax.Array | None) -> Callable
 
 
 def _check_objective(objective: Callable[..., Any], params: Any, count: int) -> None:
-    """Raises ValueError for an objective of another number of arguments."""
+    """Raises ValueError unless the objective can be called with `params` and `count` more arguments."""
     try:
         inspect.signature(objective).bind(params, *range(count))
     except TypeError as error:
@@ -186,7 +186,7 @@ def _scalar(value: Any) -> jax.Array:
 def _step(
     objective: Callable[..., jax.Array], group: Any, tx: Any, tolerance: float, stochastic: bool
 ) -> Callable[..., Any]:
-    """One compiled step: (state, params, *batch and key) → state after it, and the objective before it."""
+    """Returns a compiled step: (state, params, *batch and key) → (the next state, the objective before the step)."""
 
     @jax.jit
     def step(state: ChooseState, params: Any, *given: Any) -> tuple[ChooseState, jax.Array]:

@@ -1,13 +1,14 @@
 """Packs heads: moves weights to a point of their orbit at which some rows are constant, and leaves these rows out.
 
-A head's scores q·kᵀ stay the same when its queries become A·S and its keys B·S⁻ᵀ. With S the inverse of d_h of A's
-rows, these rows of A·S are the identity. They need not be stored, multiplied or trained: a packed tree has d_h² entries
-less per head and gauge. Nothing is lost, because every network whose heads have full rank is moved to a packed one.
+A head's scores q·kᵀ stay the same when its query kernel A becomes A·S and its key kernel B becomes B·S⁻ᵀ. If S is the
+inverse of d_h of A's rows, where d_h is the head's size, these rows of A·S are the identity. They need not be stored,
+multiplied or trained: a packed tree has d_h² entries less per head and gauge. Nothing is lost: for every network whose
+heads have full rank, there is a packed one that computes the same function.
 
-A *packed leaf* is a pytree node in place of a leaf. Its one array holds the rows that are left, so that Optax and
-`jax.grad` see ordinary smaller leaves under their old paths. Which rows are left out, and the number on their diagonal
-(the *size*), is static: it belongs to the tree's structure. `orbit/packing.py` says which rows a gauge can make
-constant.
+A *packed leaf* is a pytree node in place of a leaf. Its array (or arrays, if the leaf has several blocks) holds the
+rows that are left, so that Optax and `jax.grad` see ordinary smaller leaves under their old paths. Which rows are left
+out, and the number on their diagonal (the *size*), is static: both belong to the tree's structure. `orbit/packing.py`
+says which rows a gauge can make constant.
 Reference: van Nierop, Transformer models are gauge invariant, §3, §4.4 and §6.
 """
 
@@ -32,7 +33,8 @@ from gauge_optax.orbit.packing import choose_rows, constant_rows, packable, to_c
 from gauge_optax.parts.part import Arrays, changed
 
 Rows = Mapping[str, Mapping[str, Mapping[str, Any]]]
-"""Leaf path → axes of the block → {"size": the number on the diagonal, "rows": row numbers per head, or one list}."""
+"""Leaf path → axes of the block → {"size": the number on the diagonal, "rows": one list of row numbers per head, or
+one list in all}."""
 
 _NAME = "pack"
 _BASIS, _FREE = "basis", "_"
@@ -40,14 +42,14 @@ _BASIS, _FREE = "basis", "_"
 
 @dataclasses.dataclass(frozen=True)
 class PackedBlock:
-    """A block of a leaf with the rows that are left out of it. It is hashable and holds no array.
+    """A block of a leaf, and which of its rows are left out. It is hashable and holds no array.
 
     Attributes:
       block: the block; one of its axes is free, the *row* axis.
       named: the axes that count heads, in the order of the gauge; the leaf may have another order.
-      rows: the rows left out, one tuple per head, or one for all heads.
-      pattern: what they are, per row and along the basis; divided by `size`.
-      size: see `pattern`.
+      rows: the numbers of the rows that are left out, one tuple per head, or one tuple for all heads.
+      pattern: the constant rows divided by `size`, (rows left out, basis): the identity for `head_linear`.
+      size: the constant rows are `size` times `pattern`.
     """
 
     block: Block
@@ -98,7 +100,7 @@ class PackedBlock:
     def of(
         cls, copy: Copy, block: Block, rows: Sequence[Sequence[int]] = ((),), size: float = 1.0
     ) -> "PackedBlock":
-        """A block of one copy of a gauge without these rows."""
+        """Makes the `PackedBlock` of a block that leaves out `rows`; its other fields come from the gauge's copy."""
         named = tuple(name for name in copy.named if name in block.labels)
         pattern = tuple(map(tuple, constant_rows(copy).tolist()))
         return cls(block, named, tuple(map(tuple, rows)), pattern, size)
@@ -114,7 +116,7 @@ class PackedBlock:
         return tuple(self.block.view_shape[k] for k in self._order[:-2])
 
     def by_head(self, view: Any) -> Any:
-        """The block as (heads, rows, basis): all axes that count heads are one, flattened in the gauge's order."""
+        """Reshapes the block to (heads, rows, basis). Axes that count heads are flattened, in the gauge's order."""
         ordered = view.transpose(self._order)
         return ordered.reshape(-1, *ordered.shape[-2:])
 
@@ -124,17 +126,17 @@ class PackedBlock:
         return heads.reshape(*self.heads, *heads.shape[-2:]).transpose(back)
 
     def _picked(self, view: Any, numbers: np.ndarray) -> Any:
-        """Rows of a view, by their numbers per head, or for all heads."""
+        """Selects rows of a view. `numbers` has the numbers of the rows, (heads, rows), or (1, rows) for all heads."""
         if len(numbers) == 1:
             return jnp.take(view, numbers[0], self.axis, unique_indices=True)
         return self.as_view(jnp.take_along_axis(self.by_head(view), numbers[..., None], -2))
 
     def taken(self, view: Any) -> Any:
-        """The rows of a view that are stored, in the shape in which they are."""
+        """Selects the rows of a view that are stored, as an array of the shape `shape`."""
         return self._picked(view, self.kept).reshape(self.shape)
 
     def whole(self, stored: jax.Array) -> jax.Array:
-        """The view: the stored rows, and the constant ones between them."""
+        """The whole view: the stored rows, with the constant rows put back between them."""
         constant = jnp.asarray(self.size * np.asarray(self.pattern), stored.dtype)
         fixed = self.as_view(jnp.broadcast_to(constant, (math.prod(self.heads), *constant.shape)))
         both = jnp.concatenate([stored.reshape(self.view_shape), fixed], self.axis)
@@ -162,10 +164,11 @@ class PackedBlock:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The static description of how a packed leaf is made of its arrays.
+    """The static description of how a packed leaf is put together from its arrays.
 
     Attributes:
-      blocks: the blocks from which rows are left out, one array each.
+      blocks: the blocks from which rows are left out. The packed leaf has one array per block, and one more for the
+        entries that are in no block.
     """
 
     blocks: tuple[PackedBlock, ...]
@@ -177,13 +180,13 @@ class Layout:
 
     @functools.cached_property
     def joint(self) -> int | None:
-        """The one axis of the leaf along which it is divided into blocks and a rest; None if there is no such axis."""
+        """The only axis along which blocks do not fill the leaf; None if there is no such axis, or several."""
         divided = {k for masks in self._masks for k, mask in enumerate(masks) if not mask.all()}
         return divided.pop() if len(divided) == 1 else None
 
     @functools.cached_property
     def _masks(self) -> tuple[tuple[np.ndarray, ...], ...]:
-        """Per block and axis of the leaf, which indices the block selects."""
+        """Per block and axis of the leaf: a mask over the axis that is True where the block has entries."""
         return tuple(tuple(b.block.axis_ids(k, ()) >= 0 for k in range(len(self.shape))) for b in self.blocks)
 
     @functools.cached_property
@@ -196,7 +199,7 @@ class Layout:
         return np.flatnonzero(outside) if outside.any() else None
 
     def arrays(self, leaf: Any) -> tuple[Any, ...]:
-        """A leaf without its constant rows: an array per block, and the rest where there is one."""
+        """Splits a leaf into its stored arrays: one per block without constant rows, and one for the rest if any."""
         stored = [b.taken(b.block.view(leaf)) for b in self.blocks]
         if self.rest is None:
             return tuple(stored)
@@ -234,11 +237,11 @@ class PackedLeaf:
     """A leaf without its constant rows: a node of a packed tree. Its children are the arrays that are left."""
 
     def __init__(self, arrays: Sequence[Any], layout: Layout) -> None:
-        """Keeps both as they are: the arrays of optimizer states and masks need not be arrays."""
+        """Keeps both unchecked: in the trees of optimizer states and masks, `arrays` may hold anything."""
         self.arrays, self.layout = tuple(arrays), layout
 
     def __repr__(self) -> str:
-        """Shapes, where there are any."""
+        """Shows the shapes of the arrays (or the children themselves, where they have none) and of the whole leaf."""
         shapes = ", ".join(str(getattr(x, "shape", x)) for x in self.arrays)
         return f"PackedLeaf({shapes} of {self.layout.shape})"
 
@@ -248,7 +251,7 @@ class PackedLeaf:
         return self.layout.blocks[0].block.path
 
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], Layout]:
-        """A single array is called `value`, which the path of a leaf does not name (`binding.leaves`)."""
+        """Names the arrays. A single one is called `value`, a key that paths leave out (`binding.leaves`)."""
         count = len(self.layout.blocks)
         names = ["value"] if len(self.arrays) == 1 else [f"part{k}" for k in range(count)] + ["rest"]
         keys = [jax.tree_util.GetAttrKey(name) for name in names]
@@ -269,16 +272,16 @@ def pack(
 ) -> Any:
     r"""Moves heads to a point of their orbit with constant rows, and leaves these rows out of the tree.
 
-    In every `head_linear` gauge, one block, with rows A per head, becomes
+    In every `head_linear` gauge, one block is moved. If A are its rows for one head, (rows, d_h), they become
 
     .. math::
       A \mapsto size \cdot A\,A_R^{-1},
 
-    where A_R are d_h of its rows, chosen by pivoted Gram–Schmidt. The rows R are then size times the identity, and the
-    leaf keeps the others. All other blocks of the gauge move by the same element, so that the function stays the same.
-    In every `rope_linear` gauge, one row per rotary plane becomes the complex number size + 0i. The block is the first
-    of the gauge, left before right, that has one free axis (`_`) and heads of full rank; biases and grouped queries are
-    not taken. Other gauges of the list are ignored.
+    where A_R are d_h of these rows, chosen by pivoted Gram–Schmidt. The rows R are then size times the identity, and
+    the packed leaf stores the other rows. All other blocks of the gauge move by the same element, so that the function
+    stays the same. In every `rope_linear` gauge, one row per rotary plane becomes the complex number size + 0i. The
+    block is the first of the gauge, left before right, that has one free axis (`_`) and heads of full rank; biases and
+    grouped queries are not taken. Other gauges of the list are ignored.
 
     Args:
       params: the parameters, as arrays.
@@ -287,15 +290,15 @@ def pack(
         also by `jax.eval_shape`, and heads are not checked. By default, rows are chosen anew; a block that already
         has constant rows keeps them, and none of its numbers changes.
       shared: whether all heads of a block leave out the same rows, so that `packed_dot` is one smaller matrix product.
-        By default, every head has rows of its own. These are better conditioned, and train better.
+        By default, rows are chosen for each head. Such rows are better conditioned, and train better.
       size: the number on the diagonal of the constant rows; 1.0 for the identity. By default, the power of two with
         which the block is about as large as before: optimizers such as Adam, whose steps have one size for all
         entries, then train it at about the same speed as before.
 
     Returns:
-      The packed tree: `params`, with a node in place of every leaf that has constant rows. Its leaves are what is
-      stored, under their old paths. Take it as the parameters of an optimizer, and pass it to the loss by `unpack`.
-      Gauges that bind packed leaves do not fit the packed tree, and are refused there.
+      The packed tree: `params`, with a node in place of every leaf that has constant rows. The leaves of the packed
+      tree are the stored rows, under their old paths. Take it as the parameters of an optimizer, and call the loss with
+      `unpack(packed)`. Gauges that bind packed leaves raise an error on the packed tree.
 
     Raises:
       ValueError: no gauge of the list can be packed; a head has less than full rank, or all heads together have no
@@ -312,8 +315,8 @@ def pack(
     >>> sum(x.size for x in jax.tree.leaves(packed))  # 72 - 2 heads * 3 * 3
     54
 
-    Reference: van Nierop, Transformer models are gauge invariant, §3 and §6. Deviations: rows are chosen for their
-    condition, the size is free, and rotary heads are packed as far as they can be.
+    Reference: van Nierop, Transformer models are gauge invariant, §3 and §6. Deviations: rows are chosen for a good
+    condition number, the size is free, and rotary heads are packed too, one row per plane.
     """
     on_tree = bind(gauges, params)
     every = list(itertools.chain(*on_tree.copies))
@@ -353,10 +356,10 @@ def pack(
 
 
 def unpack(packed: Any) -> Any:
-    """Puts the constant rows back: the parameters that a packed tree stands for.
+    """Returns the parameters that a packed tree stands for: puts the constant rows back.
 
     Args:
-      packed: what `pack` returned, before or after training. May be traced; gradients pass.
+      packed: a packed tree, before or after training. It may be traced, and gradients pass through.
 
     Returns:
       A tree with the structure that `pack` was given. Packing it again changes no number.
@@ -375,10 +378,10 @@ def unpack(packed: Any) -> Any:
 
 
 def packed_rows(packed: Any) -> dict[str, dict[str, dict[str, Any]]]:
-    """Which rows a packed tree leaves out, as numbers and lists that JSON can hold.
+    """Returns which rows a packed tree leaves out, as numbers and lists that JSON can hold.
 
     Args:
-      packed: what `pack` returned, or shapes of it.
+      packed: a packed tree, or its tree of shapes (`jax.eval_shape`).
 
     Returns:
       Leaf path → axes of the block → `{"size": the number on the diagonal, "rows": row numbers}`. The row numbers are
@@ -427,9 +430,10 @@ def packed_dot(x: jax.Array, kernel: Any, axis: int = 0) -> jax.Array:
     >>> bool(jnp.allclose(out, x @ params["a"] @ params["b"]))
     True
 
-    Reference: van Nierop, Transformer models are gauge invariant, §6. With rows that all heads share (`shared=True`),
-    it is one matrix product with the rows that are left. With rows per head, every head gathers its own activations:
-    there `unpack` and a plain product are faster.
+    With rows that all heads share (`shared=True`), this is one matrix product with the rows that are stored. With rows
+    chosen per head, every head gathers its own activations: then `unpack` and a plain product are faster.
+
+    Reference: van Nierop, Transformer models are gauge invariant, §6.
     """
     if not _is_packed(kernel):
         return jnp.tensordot(x, kernel, ([-1], [axis]))
@@ -459,7 +463,7 @@ def _moved(copy: Copy, elements: Sequence[Any], values: Arrays) -> Arrays:
 def _chosen(
     copy: Copy, values: Arrays, leaves: Mapping[str, Any], shared: bool, size: float | None
 ) -> PackedBlock:
-    """The rows to leave out of one block. Raises ValueError where no block of the gauge has heads of full rank."""
+    """Chooses the block to pack, its rows and its size. Raises ValueError if no block has heads of full rank."""
     tried: list[tuple[float, int, PackedBlock]] = []
     for block in packable(copy):
         whole = PackedBlock.of(copy, block)
@@ -477,20 +481,29 @@ def _chosen(
             points = values, _moved(copy, elements, values)
             before, after = (float(jnp.linalg.norm(block.view(point[block.path]))) for point in points)
             multiple = 2.0 ** round(math.log2(before / after))
-        multiple = float(np.asarray(multiple, heads.dtype))  # what the leaf can hold
+        multiple = float(np.asarray(multiple, heads.dtype))  # rounded to a number that the leaf's dtype has
         return PackedBlock.of(copy, block, numbers.tolist(), multiple)
     raise _singular(copy, *min(tried, key=lambda worst: worst[0]), leaves, shared)
 
 
 def _is_constant(b: PackedBlock, leaves: Mapping[str, Any]) -> jax.Array:
-    """Whether the rows of a block are constant in the tree as it is."""
+    """Whether the rows that a block leaves out already are constant in these leaves: then nothing has to move."""
     heads = b.by_head(b.block.view(leaves[b.block.path]))
     rows = jnp.take_along_axis(heads, jnp.asarray(b.rows)[..., None], -2)
     return jnp.all(rows == jnp.asarray(b.size * np.asarray(b.pattern), rows.dtype))
 
 
 def _held(heads: np.ndarray, pattern: np.ndarray, shared: bool) -> tuple[np.ndarray, float] | None:
-    """The rows that already are a multiple of the pattern, (heads or 1, rows), and the multiple; None if none are."""
+    """Finds rows that already are one multiple of the pattern: their numbers, (heads or 1, rows), and the multiple.
+
+    Args:
+      heads: the block, (heads, rows, basis).
+      pattern: the constant rows divided by their size, (constant rows, basis).
+      shared: whether the rows must have the same numbers in all heads.
+
+    Returns:
+      The numbers and the multiple, or None if a row of the pattern is missing in some head.
+    """
     nearest = np.argmax(heads.astype(np.float32) @ pattern.astype(np.float32).T, -1)
     sizes = np.max(heads, -1)
     fits = np.all(heads == sizes[..., None] * pattern[nearest], -1) & (sizes > 0)
@@ -508,7 +521,7 @@ def _held(heads: np.ndarray, pattern: np.ndarray, shared: bool) -> tuple[np.ndar
 
 
 def _given(copy: Copy, rows: Rows) -> PackedBlock:
-    """The block that `rows` names. Raises ValueError where it names none, or one that does not fit."""
+    """The block that `rows` names for this copy. Raises ValueError if it names no block or does not fit the block."""
     blocks = [block for block in packable(copy) if block.axes in rows.get(block.path, {})]
     entry: Mapping[str, Any] = rows[blocks[0].path][blocks[0].axes] if blocks else {}
     numbers, size, count = np.asarray(entry.get("rows", ())), entry.get("size"), len(constant_rows(copy))

@@ -1,9 +1,10 @@
 """Rotates weights along their orbit: random or Hadamard rotations of the residual stream and of heads.
 
-Quantization rounds all entries of a row or column on one grid. A channel that is far larger than the others makes that
-grid coarse for all of them. A rotation of the basis spreads it over all channels. If the rotation is a symmetry, the
-network computes the same function as before. QuaRot and SpinQuant fuse such rotations into the weights: R1 turns the
-residual stream, R2 the values of each head. Here they are elements of `residual_rotation` and of `head_rotation`.
+Quantization rounds all entries of a row or column to one grid. A channel that is far larger than the others makes that
+grid coarse for all of them. A rotation of the basis spreads the large channel over all channels. If the rotation is a
+symmetry, the network computes the same function as before. QuaRot and SpinQuant multiply such rotations into the
+weights: their R1 turns the residual stream, and their R2 turns the values of each head. Here R1 is an element of
+`residual_rotation` and R2 one of `head_rotation`.
 References: QuaRot (Ashkboos et al. 2024), §4; SpinQuant (Liu et al. 2024), §3.
 """
 
@@ -31,7 +32,7 @@ from gauge_optax.slice import Elements
 Params = TypeVar("Params")
 
 _NAME = "rotate"
-_CHUNK = 2**22  # entries of a leaf that are in float64 at a time
+_CHUNK = 2**22  # entries of a leaf that are converted to float64 at a time, which bounds memory
 
 
 def rotate(
@@ -44,34 +45,36 @@ def rotate(
     fn: Callable[[Any, Any], Any] | None = None,
     batch: Any = None,
 ) -> Params:
-    """Weights of the same function in a rotated basis, such as the one from which they are quantized.
+    """Returns weights of the same function in a rotated basis, for example to quantize them there.
 
-    A norm multiplies the residual stream by its scale γ before a kernel W reads it. The stored kernel therefore becomes
-    γ⁻¹·Rᵀ·γ·W, which preserves the function but keeps the outliers of γ. Call `canonicalize` first, which makes γ = 1,
-    so that the stored kernel becomes Rᵀ·W.
+    A norm multiplies the residual stream by its scale γ before a kernel W reads it. Under a rotation R of the stream
+    the stored kernel therefore becomes γ⁻¹·Rᵀ·γ·W, which preserves the function but keeps the outliers of γ. Call
+    `canonicalize` first, which makes γ = 1, so that the stored kernel becomes Rᵀ·W.
 
     Args:
       params: parameters of any layout.
-      gauges: rotations: `residual_rotation` (R1), `head_rotation` or `head_linear` of values with outputs (R2), of
-        queries with keys without rotary embeddings. For by="random" also `rope_torus` and `rope_linear`, whose planes
-        turn and keep their sizes.
-      by: "hadamard": random signs times a Hadamard matrix, for sizes 2ᵏ and Paley's orders times 2ᵏ (12, 20, 24, 28,
-        36, 40, …). All other even sizes m·2ᵏ take a Kronecker product with a random orthogonal m × m matrix. Under
-        LayerNorm, a rotation of the stream keeps the vector of ones: sizes m·4ᵏ, a regular Hadamard matrix with
-        permuted rows and columns. "random": from the Haar measure. Or an element, such as `choose` and `align` return.
-      key: a PRNG key for the random parts; `jax.random.key(0)` if None.
+      gauges: rotations: `residual_rotation` (R1); `head_rotation` or `head_linear` of values with outputs (R2), or of
+        queries with keys if there are no rotary embeddings. With by="random" also `rope_torus` and `rope_linear`, whose
+        planes turn and keep their sizes.
+      by: "hadamard", "random", or an element such as `choose` and `align` return. "random" draws from the Haar measure.
+        "hadamard" takes random signs times a Hadamard matrix, for sizes 2ᵏ and Paley's orders times 2ᵏ (12, 20, 24, 28,
+        36, 40, …). For all other even sizes m·2ᵏ the matrix is a Kronecker product with a random orthogonal m × m
+        matrix. Under LayerNorm a rotation of the stream has to keep the vector of ones. It then takes sizes m·4ᵏ, and a
+        regular Hadamard matrix with permuted rows and columns.
+      key: a PRNG key for the random choices; `jax.random.key(0)` if None.
       donate: whether the arrays of `params` are deleted, each as soon as its rotated leaf is there.
-      fn: (params, batch) → outputs, an array or a tree of them. With it, the function is checked before and after.
-      batch: inputs of `fn`.
+      fn: the model: fn(params, batch) returns an array or a tree of arrays. If given, `rotate` raises an error if the
+        outputs change by more than roundoff.
+      batch: the second argument of `fn`.
 
     Returns:
       Parameters like `params`. Every product is computed in float64, whatever the dtype of the leaf and of the process,
       and rounded once to the leaf's dtype. Call it outside `jit`.
 
     Raises:
-      ValueError: a gauge that is no rotation, or has no Hadamard matrix of its size; an element of other gauges, or
-        matrices that are not orthogonal; a norm with a scale of zero; gauges of another tree; outputs of `fn` that
-        the rotation changes.
+      ValueError: a gauge that is no rotation, or for whose size there is no Hadamard matrix; an element of other
+        gauges, or matrices that are not orthogonal; a norm with a scale of zero; gauges of another tree; outputs of
+        `fn` that the rotation changes.
 
     >>> gauge = go.head_rotation({"value": "_ head basis", "out": "head basis _"})
     >>> value = jnp.zeros((4, 1, 4)).at[:, 0, 0].set(1.0)  # one channel has everything
@@ -110,7 +113,7 @@ def rotate(
 
 
 def _require_same_function(before: Any, after: Any, params: Any) -> None:
-    """Raises ValueError for outputs that differ by more than the roundoff of the weights' dtypes."""
+    """Raises ValueError if outputs differ by more than √ε of the largest output; ε is that of the coarsest dtype."""
     pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
     floats = [(a.astype(np.float64), b.astype(np.float64)) for a, b in pairs if jnp.issubdtype(a.dtype, jnp.floating)]
     change = max((np.max(np.abs(b - a), initial=0.0) / max(np.max(np.abs(a), initial=0.0), 1e-30) for a, b in floats))
@@ -144,9 +147,9 @@ def _turns(on_tree: Bound, copy: Copy) -> Sequence[Any]:
 
 
 def _given(on_tree: Bound, expected: Any, element: Element) -> Elements:
-    """The elements of the parts of what a user gives. Raises ValueError where it is none of these gauges'."""
+    """Splits the user's element into elements of parts. Raises ValueError if it is no rotation by these gauges."""
     for copy in itertools.chain(*on_tree.copies):
-        for turn in _turns(on_tree, copy):  # refuses what is no rotation
+        for turn in _turns(on_tree, copy):  # raises for a part that is no rotation; the element is not needed
             jax.eval_shape(functools.partial(random_rotation, turn, by="random"), jax.random.key(0))
     if len(on_tree.gauges) == 1 and isinstance(element, dict):
         element = (element,)
@@ -173,7 +176,7 @@ def _given(on_tree: Bound, expected: Any, element: Element) -> Elements:
 def _moved_leaf(
     on_tree: Bound, elements: Elements, path: str, leaf: jax.Array, leaves: dict[str, jax.Array]
 ) -> jax.Array:
-    """One leaf, moved by all parts that have an element."""
+    """Returns one leaf, moved by all parts that bind it and have an element."""
     parts, of_leaf, added = [], [], on_tree.whole.added
     context: dict[str, jax.Array] = {}
     for part in on_tree.whole.acting:
@@ -212,7 +215,10 @@ def _act(
 
 
 def _free_axis(blocks: Sequence[Block]) -> int | None:
-    """The longest axis of a leaf that is a whole free axis in all blocks; None if there is none."""
+    """The longest axis of a leaf along which no part moves anything (`_` in all blocks); None if there is none.
+
+    Along such an axis the leaf can be moved in chunks.
+    """
 
     def free(axis: int) -> bool:
         return all(

@@ -1,7 +1,8 @@
-"""Eigenbases: the bases of heads, rotary planes and the residual stream that are a property of the function.
+"""Eigenbases: bases of heads, rotary planes and the residual stream that depend on the function alone.
 
-Optimizers read a rotation from an arbitrary constant matrix, because the eigenbasis of a Gram matrix jumps where
-eigenvalues cross. A canonical point may jump: here rows are turned to the eigenbasis of their own Gram matrix.
+The rows W of a head's blocks (one column per basis vector) are turned so that their Gram matrix WᵀW is diagonal. Where
+eigenvalues cross, this basis jumps. `canonicalize` may jump there. An optimizer must not: it reads a rotation from an
+arbitrary constant matrix instead.
 """
 
 import functools
@@ -21,14 +22,18 @@ from gauge_optax.parts.stream import Stream, reflected
 
 @functools.singledispatch
 def eigenbases(first: Turn[Any], turns: Sequence[Any], point: Arrays) -> list[Any]:
-    """As `Turn.read_all`, with rows on the slice in the eigenbasis of their Gram matrix, eigenvalues descending.
+    """Reads the elements of turns whose inverses bring their rows to the eigenbasis of the rows' Gram matrix.
 
-    The entry of largest magnitude of every column is positive there. See `linalg.eigenbasis` for equal eigenvalues.
+    Eigenvalues descend, and the entry of largest magnitude of every column is then positive. See `linalg.eigenbasis`
+    for equal eigenvalues. The default, for turns without such a basis, is `Turn.read_all`.
 
     Args:
-      first: the first of `turns`; its class is that of all of them.
+      first: the first of `turns`; its class is the class of all of them.
       turns: turns of one class.
-      point: leaves, where all sizes and constants are already undone.
+      point: leaves from which all sizes and constants have been removed.
+
+    Returns:
+      One element per turn, in the order of `turns`.
     """
     return type(first).read_all(turns, point)
 
@@ -64,11 +69,15 @@ def _eigenbases_of_stream(first: Stream, turns: Sequence[Stream], point: Arrays)
 
 
 def _eigenbasis_of_stream(turn: Stream, point: Arrays) -> jax.Array:
-    """The rotation that leads from the eigenbasis of EᵀE; under `keeps_ones`, of the part off the ones vector."""
+    """The rotation from the eigenbasis of EᵀE, where E are the rows that the stream's rotation is read from.
+
+    If the rotation keeps the vector of ones (LayerNorm), the eigenbasis is that of the directions orthogonal to it.
+    """
     values, seen = turn.divided(point, point), turn.rows_seen
     gram, mixed = seen.gram(values, values), seen.mixed_rows(values)
     basis = eigenbasis(turn.restricted(gram), turn.restricted(mixed))
-    # Coordinates of the rows in this basis, without those along the ones vector, decide the signs of its columns.
+    # Each column gets the sign that makes its entry of largest magnitude positive, in the rows written in this basis.
+    # The column along the ones vector is skipped, because its sign is not free.
     whole = turn.embedded(basis)
     columns = seen.turned(values, reflected(whole, -1) if turn.keeps_ones else whole)
     largest = _largest_entries(seen, columns)[turn.size - basis.shape[-1] :]
@@ -76,7 +85,7 @@ def _eigenbasis_of_stream(turn: Stream, point: Arrays) -> jax.Array:
 
 
 def _largest_entries(rows: Heads, point: Mapping[str, jax.Array]) -> jax.Array:
-    """The entry of largest magnitude of every column of W, with its sign: (*shape, size)."""
+    """The entry of largest magnitude in every column of the rows of all blocks, with its sign: (*shape, size)."""
     kept = (*rows.named, BASIS)
 
     def largest(block: Block) -> jax.Array:

@@ -1,9 +1,10 @@
 """Orthogonal matrices whose entries are all of nearly one size: they spread a large channel over all channels.
 
-A Hadamard matrix H has entries ±1 and orthogonal rows, so that H/√n is orthogonal. Orders 2ᵏ are Sylvester's, further
-orders q + 1 and 2(q + 1) for primes q are Paley's, and the Kronecker product of two of them is one. For other even
-sizes m·2ᵏ the factor of size m is a random orthogonal matrix. A product with random signs, or permutations, makes it
-random. References: QuaRot (Ashkboos et al. 2024), §4; Paley 1933.
+A Hadamard matrix H of order n has entries ±1 and orthogonal rows, so that H/√n is orthogonal. Sylvester's construction
+has the orders 2ᵏ. Paley's has the orders q + 1 and 2(q + 1) for some primes q. A Kronecker product of Hadamard matrices
+is a Hadamard matrix too. For other even sizes m·2ᵏ the factor of size m is a random orthogonal matrix. The product is
+multiplied by random signs, or its rows and columns are permuted, so that every key gives another matrix.
+References: QuaRot (Ashkboos et al. 2024), §4; Paley 1933.
 """
 
 import functools
@@ -20,7 +21,7 @@ from gauge_optax.linalg import haar, matmul, real_dtype
 
 
 def known_hadamard(size: int) -> np.ndarray | None:
-    """Returns a Hadamard matrix of this order with entries ±1, or None where neither construction has one.
+    """Returns a Hadamard matrix of this order with entries ±1, or None if the constructions have no such order.
 
     >>> h = known_hadamard(12)
     >>> bool((h @ h.T == 12 * np.eye(12)).all()), known_hadamard(6)
@@ -40,8 +41,8 @@ def randomized_hadamard(key: jax.Array, heads: tuple[int, ...], size: int) -> ja
 
     Args:
       key: a PRNG key.
-      heads: the shape of what has a matrix each.
-      size: even. Where no construction has this order, all but its factor of 2ᵏ is a random orthogonal matrix.
+      heads: the leading shape: there is one matrix per head.
+      size: an even number. If no construction has this order m·2ᵏ, the factor of size m is a random orthogonal matrix.
     """
     of_signs, of_factor = jax.random.split(key)
     signs = jax.random.rademacher(of_signs, (*heads, size), real_dtype())
@@ -58,12 +59,13 @@ def hadamard_with_ones(key: jax.Array, size: int) -> jax.Array:
 
     Args:
       key: a PRNG key.
-      size: a multiple of 4, m·4ᵏ. The factor 4ᵏ is a regular Hadamard matrix, whose rows have one sum; the other one is
-        a random orthogonal matrix that keeps the vector of ones. Rows and columns are permuted at random.
+      size: a multiple of 4, m·4ᵏ. The factor of size 4ᵏ is a regular Hadamard matrix: all its rows have the same sum.
+        The factor of size m is a random orthogonal matrix that keeps the vector of ones. Rows and columns of the
+        Kronecker product are permuted at random.
     """
     of_factor, of_rows, of_columns = jax.random.split(key, 3)
     rest = size
-    while rest % 4 == 0 and rest != 8:  # m = 2 has no rotation that keeps the ones vector and spreads; m = 8 has
+    while rest % 4 == 0 and rest != 8:  # 8 = 2·4 stays whole: a factor of size 2 that keeps the ones does not spread
         rest //= 4
     regular: np.ndarray = np.ones((1, 1))
     while len(regular) * rest < size:
@@ -75,13 +77,13 @@ def hadamard_with_ones(key: jax.Array, size: int) -> jax.Array:
 
 
 def require_even(gauge: str, blocks: Sequence[Block], size: int, multiple: int = 2) -> None:
-    """Raises ValueError for a size without a Hadamard factor.
+    """Raises ValueError if `size` is no multiple of `multiple`, so that it has no Hadamard factor.
 
     Args:
       gauge: the gauge's name, for the message.
-      blocks: what it rotates.
-      size: how many dimensions.
-      multiple: what the size has to be a multiple of.
+      blocks: the blocks that the gauge rotates, for the message.
+      size: the number of dimensions that are rotated.
+      multiple: 2, or 4 if the vector of ones has to stay.
     """
     if size % multiple:
         place, wanted = f"no Hadamard rotation at '{blocks[0].path}'", f"a multiple of {multiple}"
@@ -91,7 +93,7 @@ def require_even(gauge: str, blocks: Sequence[Block], size: int, multiple: int =
 def _haar_with_ones(key: jax.Array, size: int) -> jax.Array:
     if size == 1:
         return jnp.ones((1, 1), real_dtype())
-    # An orthonormal basis whose first vector is that of ones: the rows of a Householder reflection.
+    # The rows of this Householder reflection are an orthonormal basis whose first vector is ones/√size.
     normal = np.full(size, -1.0 / math.sqrt(size))
     normal[0] += 1.0
     basis = jnp.asarray(np.eye(size) - 2.0 * np.outer(normal, normal) / (normal @ normal), real_dtype())
@@ -110,7 +112,7 @@ def _sylvester(size: int) -> np.ndarray:
 
 
 def _paley(size: int) -> np.ndarray | None:
-    """Paley's matrices: of order q + 1 for primes q ≡ 3, of order 2(q + 1) for primes q ≡ 1 modulo 4."""
+    """Paley's matrix of this order, or None: q + 1 for a prime q ≡ 3, or 2(q + 1) for a prime q ≡ 1 (modulo 4)."""
     if size % 4:
         return None
     first, second = size - 1, size // 2 - 1
@@ -124,7 +126,10 @@ def _paley(size: int) -> np.ndarray | None:
 
 
 def _bordered(prime: int, sign: float) -> np.ndarray:
-    """The matrix of quadratic residues of differences, with a border of ones; `sign` is that of its left column."""
+    """Paley's core matrix with a first row of ones and a first column of `sign`; the corner is 0.
+
+    The core has +1 at (i, j) if i − j is a square modulo `prime`, −1 if it is none, and 0 on the diagonal.
+    """
     squares = {x * x % prime for x in range(1, prime)}
     residue = np.array([0.0] + [1.0 if x in squares else -1.0 for x in range(1, prime)])
     matrix = np.zeros((prime + 1, prime + 1))

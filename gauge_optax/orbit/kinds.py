@@ -1,4 +1,4 @@
-"""When parts take their turn in alignment, which is a matter of their roles."""
+"""The order in which parts take turns in `align`. It depends on the class of a part."""
 
 import enum
 import functools
@@ -10,7 +10,7 @@ from gauge_optax.parts.stream import Stream
 
 
 class Stage(enum.IntEnum):
-    """When a part takes its turn in a round of alignment: one comes before those whose answers depend on it."""
+    """The stages of a round of alignment, in order: the answers of later stages depend on those of earlier ones."""
 
     STREAM = 0
     UNITS = 1
@@ -21,7 +21,7 @@ class Stage(enum.IntEnum):
 
 @functools.singledispatch
 def stage(part: Part[Any]) -> Stage:
-    """When a part takes its turn. Parts without a role permute."""
+    """The stage at which a part takes its turn. The default holds for parts without a role, which permute."""
     return Stage.UNITS
 
 
@@ -51,10 +51,10 @@ def _adds(part: Constant) -> Stage:
 
 
 def is_constant(part: Part[Any]) -> bool:
-    """Whether a part adds, so that its element depends on the moves of all others."""
+    """Whether a part adds a constant. Its element then depends on the moves of all other parts."""
     return stage(part) is Stage.CONSTANTS
 
 
 def is_compact(part: Part[Any]) -> bool:
-    """Whether a part rotates or permutes, which a slice point leaves undetermined: no size or mean is read from it."""
+    """Whether a part rotates or permutes. The slice fixes sizes and constants, and leaves these parts undetermined."""
     return stage(part) <= Stage.HEADS

@@ -1,4 +1,4 @@
-"""Uses of alignment: the distance of two functions, the mean of several networks, and the line between two."""
+"""Uses of `align`: the distance of two functions, the mean of several networks, and the line between two networks."""
 
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ Params = TypeVar("Params")
 
 
 def distance(a: Any, b: Any, gauges: Gauges) -> float:
-    """How far two functions are apart: the distance of their weights on the slice, after alignment, relative to a.
+    """Returns how far two functions are apart: the distance of their aligned slice points, relative to the first.
 
     Args:
       a: parameters.
@@ -24,13 +24,13 @@ def distance(a: Any, b: Any, gauges: Gauges) -> float:
       gauges: a gauge, or a sequence of them.
 
     Returns:
-      ‖â − g·b̂‖/‖â‖ over all leaves of real numbers, â and b̂ being the slice points and g what `align` returns for them.
-      It is zero, up to roundoff, for two sets of weights of one function. Because slice points do not depend on the
-      sizes and constants that gauges can change, it depends on the functions alone, as far as `align` finds the nearest
-      element; otherwise it is larger.
+      ‖â − g·b̂‖/‖â‖ over all leaves of real numbers. Here â and b̂ are the slice points of a and b; g is the element
+      that `align` returns for them. For two sets of weights of one function the number is zero, up to roundoff. It
+      depends on the two functions alone if `align` finds the nearest element, because slice points do not depend on the
+      sizes and constants that gauges can change. If `align` ends in another local minimum, the number is larger.
 
     Raises:
-      ValueError: what `align` raises.
+      ValueError: the errors of `align`.
 
     >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
     >>> a = {"up": jnp.array([[1.0, 2.0]]), "down": jnp.array([[3.0], [1.0]])}
@@ -46,7 +46,7 @@ def distance(a: Any, b: Any, gauges: Gauges) -> float:
 
 
 def average(trees: Sequence[Params], gauges: Gauges) -> Params:
-    """The mean of several sets of weights, each of them first aligned to the first one.
+    """Returns the mean of several sets of weights, each of them aligned to the first set before.
 
     Args:
       trees: parameters, all of one structure and of the same shapes.
@@ -56,10 +56,10 @@ def average(trees: Sequence[Params], gauges: Gauges) -> Params:
       Parameters, every leaf in the dtype of the first tree; leaves that hold no real numbers are those of the first.
 
     Raises:
-      ValueError: no trees; what `align` raises.
+      ValueError: no trees; the errors of `align`.
 
-    All trees are aligned to the first, not to the mean of those before. The result then does not depend on the order of
-    the others, and every tree is aligned to a trained network.
+    All trees are aligned to the first, and not to a mean of other trees. The result then does not depend on the order
+    of the other trees, and every tree is aligned to a trained network.
 
     >>> gauge = go.permutation({"up": "_ channel", "down": "channel _"})
     >>> a = {"up": jnp.array([[1.0, 2.0]]), "down": jnp.array([[3.0], [4.0]])}
@@ -87,7 +87,7 @@ def average(trees: Sequence[Params], gauges: Gauges) -> Params:
 
 
 def interpolate(a: Params, b: Params, t: float | jax.Array) -> Params:
-    """The point (1 − t)·a + t·b of the line between two sets of weights; align b to a first.
+    """Returns the point (1 − t)·a + t·b of the line between two sets of weights. Align b to a before.
 
     Args:
       a: parameters.
@@ -114,7 +114,7 @@ def interpolate(a: Params, b: Params, t: float | jax.Array) -> Params:
 
 
 def relative_difference(value: Any, expected: Any) -> float:
-    """The norm of the difference of two trees, relative to that of the second, over all leaves of real numbers."""
+    """‖value − expected‖/‖expected‖ over all leaves of real numbers; ‖value‖ if `expected` is zero."""
     leaves, pairs = leaves_by_path(expected), leaves_by_path(value)
     real = [path for path, x in leaves.items() if _real(x)]
     apart, size = (
@@ -129,7 +129,7 @@ def _real(leaf: Any) -> bool:
 
 
 def _slice_point(group: Any, params: Any) -> Any:
-    """The slice point as a tree of stored numbers, with heads in the basis that they have."""
+    """The slice point as a tree like `params`. Rotations are not undone: heads keep their stored basis."""
     s = group._bound(params).whole
     _, entered = s.unturned_slice_point(params)
     return with_leaves(params, {path: x - s.added[path] for path, x in entered.point.items()})

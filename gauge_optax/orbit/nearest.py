@@ -1,8 +1,8 @@
-"""The element of one part that takes a point nearest to a target, by a rule of `align` for each kind of part.
+"""Computes the element of one part that takes a point nearest to a target: one rule of `align` per kind of part.
 
-For one part, given all others, the nearest element has a closed form or is a small problem: Procrustes for rotations,
-an assignment for permutations, one variable per channel for scales, Gauss–Newton steps for invertible matrices. What
-remains are additions of constants, which are affine in their element: the default solves their normal equations.
+If all other parts stay, the nearest element has a closed form or is a small problem: Procrustes for rotations, an
+assignment for permutations, one variable per channel for scales, Gauss–Newton steps for invertible matrices. Additions
+of constants are affine in their element: for them the default solves the normal equations.
 References: Schönemann 1966 (Procrustes); Ainsworth, Hayase and Srinivasa, Git Re-Basin, §3.2 (assignment).
 """
 
@@ -40,14 +40,14 @@ def nearest(part: Part[Any], target: Arrays, point: Arrays, others: Sequence[Par
     """The element e for which act(e, point) is nearest to `target`: the least sum of squares over moved leaves.
 
     Args:
-      part: the part whose element it is.
-      target: leaves.
-      point: leaves.
-      others: parts whose elements are not known yet. The answer should depend on theirs as little as possible:
-        blocks that they move are left out where others remain.
+      part: the part whose element is computed.
+      target: leaf path → array, to come near to.
+      point: leaf path → array, to be moved.
+      others: parts whose elements are not known yet. The answer should depend on theirs as little as possible: blocks
+        that they move are ignored, unless they move all blocks of the part.
 
-    The default is for actions that are affine in e, the additions of constants: it solves the normal equations by
-    conjugate gradients.
+    The default is for additions of constants, whose action is affine in e: it solves the normal equations by conjugate
+    gradients.
     """
     paths = changed(part)
 
@@ -64,7 +64,7 @@ def _least_squares(moved: Callable[[Any], Arrays], start: Any, target: Arrays) -
     If it is not, `moved` is linearized at `start`, and the result is one Gauss–Newton step from there.
     """
 
-    at_start, linear = jax.linearize(moved, start)  # a difference of two moves would lose small directions
+    at_start, linear = jax.linearize(moved, start)  # moved(e) − moved(start) would lose small entries to roundoff
     _, pull = jax.vjp(moved, start)
 
     def inner(a: Any, b: Any) -> jax.Array:
@@ -86,10 +86,10 @@ def _least_squares(moved: Callable[[Any], Arrays], start: Any, target: Arrays) -
 
 @nearest.register
 def _nearest_factor(part: Factor, target: Arrays, point: Arrays, others: Sequence[Part[Any]] = ()) -> jax.Array:
-    """The least |T_up − α·up|² + |T_down − down/α^p|², a problem in one variable per channel."""
+    """The α per channel with the least |T_up − α·up|² + |T_down − down/α^p|²: T is the target, p the degree."""
 
     def paired(side: tuple[Block, ...]) -> tuple[jax.Array, jax.Array]:
-        """Sums over one side, per channel: squares of the point, and products of both."""
+        """Sums over the blocks of one side, per channel: squares of the point, and products of point and target."""
         zero = jnp.zeros(part.shape, real_dtype())
         squares = (b.total(part.named, jnp.square(point[b.path])) for b in side)
         products = (b.total(part.named, point[b.path] * target[b.path]) for b in side)
@@ -100,10 +100,10 @@ def _nearest_factor(part: Factor, target: Arrays, point: Arrays, others: Sequenc
 
 @nearest.register
 def _nearest_stretch(part: Stretch, target: Arrays, point: Arrays, others: Sequence[Part[Any]] = ()) -> jax.Array:
-    """Any invertible matrix: Gauss–Newton steps with a line search, from the best of three starts.
+    """The nearest invertible matrix, by Gauss–Newton steps with a line search from the best of three starts.
 
-    The starts are the identity and the least-squares solutions of either side alone. The rotation of both sides is
-    no start, because the turn of the same heads moves before.
+    The starts are the identity, the least-squares solution of the left side alone, and that of the right side alone.
+    No start has to rotate, because the turn of the same heads has been aligned before.
     """
     grams = [side.gram(point, x) for side in (part.left, part.right) for x in (point, target)]
     return _nearest_matrix(*grams)
@@ -111,14 +111,14 @@ def _nearest_stretch(part: Stretch, target: Arrays, point: Arrays, others: Seque
 
 @nearest.register
 def _nearest_rotation(part: Rotation, target: Arrays, point: Arrays, others: Sequence[Part[Any]] = ()) -> jax.Array:
-    """The polar factor of the cross-moment WᵀT (orthogonal Procrustes)."""
+    """Orthogonal Procrustes: the polar factor of WᵀT, with W and T the rows of point and target."""
     seen = dataclasses.replace(part, blocks=apart_from(part.blocks, others))
     return orthogonal_factor(seen.gram(point, target))
 
 
 @nearest.register
 def _nearest_angles(part: Planes, target: Arrays, point: Arrays, others: Sequence[Part[Any]] = ()) -> jax.Array:
-    """Procrustes in two dimensions: the angle of every plane's cross-moment."""
+    """Procrustes in two dimensions: per plane, the angle of the rotation nearest to WᵀT (rows of point and target)."""
     seen = dataclasses.replace(part, blocks=apart_from(part.blocks, others))
     gram = seen.gram(point, target)
     return jnp.arctan2(gram[..., 0, 1] - gram[..., 1, 0], gram[..., 0, 0] + gram[..., 1, 1])
@@ -128,9 +128,9 @@ def _nearest_angles(part: Planes, target: Arrays, point: Arrays, others: Sequenc
 def _nearest_stream_rotation(
     part: Stream, target: Arrays, point: Arrays, others: Sequence[Part[Any]] = ()
 ) -> jax.Array:
-    """Procrustes over readers and writers, each set of weights with its own norm scales divided out.
+    """Procrustes over readers and writers of the stream, after each point's own norm scales have been divided out.
 
-    With scales of norms that are not 1, this is the nearest element of the divided weights, not of the stored ones.
+    If norm scales are not 1, the element is nearest for the divided weights, and not for the stored ones.
     """
     seen = Heads((), (), apart_from(part.blocks, others), part.size)
     inside = (part.divided(x, x) for x in (point, target))
@@ -141,7 +141,7 @@ def _nearest_stream_rotation(
 def _nearest_permutation(
     part: Permutation, target: Arrays, point: Arrays, others: Sequence[Part[Any]] = ()
 ) -> jax.Array:
-    """An assignment. Heads are compared after the rotation, among `others`, that suits each pair of them best."""
+    """The best assignment of units. If `others` has rotations of heads, a pair is compared after its best rotation."""
     inside = [other for other in others if renumbers(part, other)]
     outside = [other for other in others if other not in inside]
     blocks = apart_from(part.blocks, outside)
@@ -159,8 +159,8 @@ def _nearest_permutation(
 def _nearest_by_action(part: OfUser, target: Arrays, point: Arrays, others: Sequence[Part[Any]] = ()) -> Any:
     """Gauss–Newton steps in the coordinates of the group, each halved until it leads nearer to the target.
 
-    They start where the point's reading goes to the target's: the nearest element, if both are of one function. A
-    group without coordinates stays there.
+    The start is the element that gives the point the target's reading. If both compute one function, it is the nearest
+    element. It is also the answer for a group without coordinates.
     """
     reading, its_own = (part.gauge.read(part.tree(x)) for x in (target, point))
     element, paths = part.compose(reading, part.inverse(its_own)), changed(part)
@@ -194,10 +194,10 @@ def _nearest_by_action(part: OfUser, target: Arrays, point: Arrays, others: Sequ
 
 
 def apart_from(blocks: Sequence[Block], others: Sequence[Part[Any]]) -> tuple[Block, ...]:
-    """The blocks that none of these parts moves; all of them if there is none.
+    """The blocks that no part of `others` moves; all blocks if they move every one.
 
     Args:
-      blocks: of one part.
+      blocks: the blocks of one part.
       others: other parts.
     """
     apart = tuple(b for b in blocks if not any(overlap(b, x) for other in others for x in other.blocks))
@@ -207,8 +207,8 @@ def apart_from(blocks: Sequence[Block], others: Sequence[Part[Any]]) -> tuple[Bl
 # Constants: conjugate gradients -------------------------------------------------------------------------
 
 
-_MOST_STEPS = 200  # of conjugate gradients, which end long before
-_MOST_ROUNDS, _MOST_HALVINGS = 50, 10  # of Gauss–Newton, for a user's gauge
+_MOST_STEPS = 200  # a bound on conjugate gradient steps, which usually end long before
+_MOST_ROUNDS, _MOST_HALVINGS = 50, 10  # Gauss–Newton steps for a user's gauge, and halvings of each step
 
 
 def _plus(a: Any, factor: Any, b: Any) -> Any:
@@ -226,9 +226,21 @@ def _gains_after(
     target: Arrays,
     point: Arrays,
 ) -> jax.Array:
-    """Inner products of all pairs, each after the moves of `inside` that take the one nearest to the other."""
+    """Inner products of all pairs of units, each after the elements of `inside` that bring this pair nearest.
+
+    Args:
+      part: the permutation.
+      inside: parts with an element per unit, such as rotations of heads.
+      outside: other parts whose elements are not known yet.
+      blocks: the permutation's blocks that parts of `inside` move.
+      target: leaf path → array.
+      point: leaf path → array.
+
+    Returns:
+      (*shape, unit of the target, unit of the point).
+    """
     size, numbers, columns = part.size, np.arange(part.size), []
-    for offset in range(size):  # every unit of the target beside the one that stands `offset` places on
+    for offset in range(size):  # compares unit i of the target with unit i + offset of the point, for all i at once
         turn = jnp.broadcast_to(jnp.asarray(np.roll(numbers, -offset), jnp.int32), (*part.shape, size))
         moved = part.act(turn, point)
         for other in inside:
@@ -246,13 +258,13 @@ def _gains_after(
 def _nearest_factors(
     up: tuple[jax.Array, jax.Array], down: tuple[jax.Array, jax.Array], degree: jax.Array, signed: bool
 ) -> jax.Array:
-    """The α that minimise A·α² − 2B·α + C·α⁻²ᵖ − 2E·α⁻ᵖ, for (A, B) and (C, E); 1 where none is least.
+    """The α per channel that minimizes A·α² − 2B·α + C·α⁻²ᵖ − 2E·α⁻ᵖ; 1 where there is no minimum.
 
     Args:
-      up: A and B, per channel.
-      down: C and E.
+      up: A, the sum of squares of the `up` blocks, and B, the sum of their products with the target; per channel.
+      down: C and E, the same sums of the `down` blocks.
       degree: p.
-      signed: whether α may be negative, which takes (B, E) to their negatives.
+      signed: whether α may be negative. A negative α is found as −|α|, by changing the signs of B and E.
     """
     (a, b), (c, e) = up, down
 
@@ -264,7 +276,7 @@ def _nearest_factors(
         return jnp.where((x > 0) & (y > 0), jnp.log(jnp.where(x > 0, x, 1.0) / jnp.where(y > 0, y, 1.0)), 0.0)
 
     def least(sign: float) -> jax.Array:
-        # Each side alone has its least value at the first two; where the sides disagree most, both shrink to balance.
+        # The first two starts minimize one side alone. The third balances A·α² and C·α⁻²ᵖ, for targets near zero.
         sides = log_ratio(sign * b, a), -log_ratio(sign * e, c) / degree
         starts = *sides, log_ratio(c, a) / (2.0 + 2.0 * degree), jnp.zeros_like(a)
         bounded = ((c > 0) | (sign * b > 0)) & ((a > 0) | (sign * e > 0))
@@ -278,14 +290,14 @@ def _nearest_factors(
 
 
 def least_point(loss: Callable[[jax.Array], jax.Array], starts: Sequence[jax.Array]) -> jax.Array:
-    """The least point of a function of one variable per channel: on a grid around some points, then by bisection.
+    """Minimizes functions of one variable, one per channel: on a grid that spans some points, then by bisection.
 
     Args:
-      loss: entry by entry, from an array of the shape of each of `starts` to one of that shape.
+      loss: maps an array with the shape of each of `starts` to the values of the functions, entry by entry.
       starts: points near which the least value is expected; 0 among them.
 
     Returns:
-      The point; 0 where no point found is lower.
+      The minimizers, with the shape of each of `starts`; 0 where no point with a lower loss than that at 0 was found.
     """
     slope = jax.grad(lambda x: jnp.sum(loss(x)))
     low, high = jnp.min(jnp.stack(starts), 0) - 1.0, jnp.max(jnp.stack(starts), 0) + 1.0
@@ -315,7 +327,10 @@ _GRID, _HALVINGS = 129, 60
 def _nearest_matrix(
     left: jax.Array, left_target: jax.Array, right: jax.Array, right_target: jax.Array
 ) -> jax.Array:
-    """S and S⁻¹ that make |T_A − A·S|² + |T_B − B·S⁻ᵀ|² least, (…, 2, d_h, d_h); no start is lower.
+    """S and S⁻¹, (…, 2, d_h, d_h), at a local minimum of |T_A − A·S|² + |T_B − B·S⁻ᵀ|².
+
+    A and B are the rows of a head's left and right blocks, T_A and T_B those of the target. The value is at most that
+    of each start. All arguments are (…, d_h, d_h).
 
     Args:
       left: AᵀA.
@@ -337,7 +352,7 @@ def _nearest_matrix(
 
     def step(_: int, pair: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         s, back = pair
-        # With A′ = A·S and B′ = B·S⁻ᵀ, and S·(1 + Z) in place of S: H_A′·Z + Z·H_B′ = K to first order.
+        # With A′ = A·S and B′ = B·S⁻ᵀ, the next S is S·(1 + Z). To first order Z solves A′ᵀA′·Z + Z·B′ᵀB′ = K.
         gram_a, gram_b = matmul(transpose(s), matmul(left, s)), matmul(matmul(back, right), transpose(back))
         k = matmul(transpose(s), left_target) - gram_a - transpose(matmul(back, right_target) - gram_b)
         (a, u), (b, v) = symmetric_eigen(gram_a), symmetric_eigen(gram_b)

@@ -1,9 +1,9 @@
-"""Rules of `pack` for each kind of gauge: which blocks can have constant rows, and the element that makes them.
+"""Rules of `pack` for each kind of gauge: which blocks can have constant rows, and which element makes them constant.
 
-A block can be packed where the gauge has enough freedom to bring some of its rows to fixed numbers: d_h rows per head
-under GL(d_h), which become the identity, and one row per rotary plane under complex numbers, which becomes 1 + 0i. All
-other gauges have no such block. Each question is one rule on a copy of a gauge, because complex numbers need both of
-its parts, the moduli and the angles: a default, and what `Linear` and `ComplexScale` answer.
+A block can be packed if the gauge has enough freedom to bring some of its rows to fixed numbers. Under GL(d_h), d_h
+rows per head become the identity; under complex numbers, one row per rotary plane becomes 1 + 0i. All other gauges have
+no such block. Each question is one `singledispatch` function with a default and with answers for `Linear` (GL) and
+`ComplexScale`. It takes a copy and not a part, because a complex number needs both parts of a copy: moduli and angles.
 Reference: van Nierop, Transformer models are gauge invariant, §3 and §6.
 """
 
@@ -26,7 +26,7 @@ from gauge_optax.parts.part import Arrays
 
 @functools.singledispatch
 def packable(copy: Copy) -> tuple[Block, ...]:
-    """Blocks in which an element can make rows constant, best first; () if no entry can be left out of a tree.
+    """Blocks in which an element can make rows constant, in the order of preference; () if there are none.
 
     Such a block has the named axes, one free axis of rows, and the axis `basis`.
     """
@@ -35,7 +35,7 @@ def packable(copy: Copy) -> tuple[Block, ...]:
 
 @packable.register
 def _packable_linear(copy: Linear) -> tuple[Block, ...]:
-    _, turn = copy.parts  # whose blocks are the left ones, then the right ones
+    _, turn = copy.parts  # the turn's blocks are the left ones, then the right ones
     return _with_rows(turn.blocks, copy.size)
 
 
@@ -45,14 +45,14 @@ def _packable_planes(copy: ComplexScale) -> tuple[Block, ...]:
 
 
 def _with_rows(blocks: Sequence[Block], rows: int) -> tuple[Block, ...]:
-    """The blocks with one free axis of at least `rows` rows, whose stored numbers are their values."""
+    """The blocks with one free axis of at least `rows` rows, and without a 1 to be added to the stored numbers."""
     single = [block for block in blocks if block.labels.count("_") == 1 and not block.one_plus]
     return tuple(block for block in single if block.view_shape[block.labels.index("_")] >= rows)
 
 
 @functools.singledispatch
 def constant_rows(copy: Copy) -> np.ndarray:
-    """The rows that an element can bring about in a packable block of every head, (rows, basis)."""
+    """The constant rows that an element can make in a packable block of every head, (rows, basis)."""
     raise NotImplementedError
 
 
@@ -63,7 +63,7 @@ def _identity_rows(copy: Linear) -> np.ndarray:
 
 @constant_rows.register
 def _real_row(copy: ComplexScale) -> np.ndarray:
-    """One row of complex coordinates 1 + 0i."""
+    """One row that is the complex number 1 + 0i in every plane, (1, basis)."""
     coordinates = {BASIS: np.array([1.0, 0.0]), PLANE: np.ones(copy.shape[-1])}
     first, second = (coordinates[label] for label in copy.blocks[0].row_labels if label in coordinates)
     return np.outer(first, second).reshape(1, -1)
@@ -71,16 +71,16 @@ def _real_row(copy: ComplexScale) -> np.ndarray:
 
 @functools.singledispatch
 def choose_rows(copy: Copy, block: Block, point: Arrays, per_head: bool) -> jax.Array:
-    """Numbers of the rows of a packable block that are best made constant.
+    """Chooses the rows of a packable block that are best made constant.
 
     Args:
       copy: the copy.
-      block: one of `packable`.
-      point: leaves.
-      per_head: whether every head has rows of its own.
+      block: a block that `packable` returned.
+      point: leaf path → array.
+      per_head: whether rows are chosen for each head. If False, all heads share them.
 
     Returns:
-      (heads, rows), or (1, rows) for rows that all heads share. Heads are those of all named axes, flattened.
+      Row numbers, (heads, rows), or (1, rows) if all heads share them. `heads` counts all named axes, flattened.
     """
     raise NotImplementedError
 
@@ -103,18 +103,18 @@ def _choose_long_row(copy: ComplexScale, block: Block, point: Arrays, per_head: 
 def to_constant(
     copy: Copy, block: Block, point: Arrays, rows: jax.Array, size: float
 ) -> tuple[tuple[Any, ...], jax.Array]:
-    """The element whose move makes these rows `size` times `constant_rows`, and how badly conditioned it is.
+    """The element whose move makes these rows `size` times `constant_rows`, and its condition numbers.
 
     Args:
       copy: the copy.
-      block: one of `packable`.
-      point: leaves.
-      rows: as `choose_rows` returns them.
+      block: a block that `packable` returned.
+      point: leaf path → array.
+      rows: row numbers, as `choose_rows` returns them.
       size: a positive number.
 
     Returns:
-      The elements of the copy's parts, and a condition number per head, flattened as in `choose_rows`; infinite if
-      there is no element.
+      The elements of the copy's parts, and a condition number per head, (heads,), flattened as in `choose_rows`. It is
+      infinite if no element makes the rows constant.
     """
     raise NotImplementedError
 
@@ -125,7 +125,7 @@ def _to_identity_rows(
 ) -> tuple[tuple[Any, ...], jax.Array]:
     heads = _rows_of_heads(copy, block, point)
     back, to, condition = _to_identity(jnp.take_along_axis(heads, rows[..., None], -2), size)
-    # From the right side, which moves as S⁻ᵀ, the same matrices are S⁻ᵀ and Sᵀ.
+    # A right block is multiplied by S⁻ᵀ. Then `to` is S⁻ᵀ and `back` is Sᵀ.
     pair = (to, back) if block.argument == "left" else (transpose(back), transpose(to))
     _, turn = copy.parts
     return (jnp.stack(pair, -3).reshape(*copy.shape, 2, copy.size, copy.size), turn.identity()), condition
@@ -146,7 +146,7 @@ def _to_real_row(
 
 
 def _rows_of_heads(copy: Copy, block: Block, point: Arrays) -> jax.Array:
-    """The rows of one block, (heads, rows, basis). Heads, or their planes, are those of all named axes, flattened."""
+    """The rows of one block, (heads, rows, basis). `heads` counts all named axes flattened; for rotary, planes too."""
     turn: Any = copy.parts[-1]
     matrices: jax.Array = turn.rows_of(block, point)
     return matrices.reshape(-1, *matrices.shape[-2:])
@@ -154,7 +154,7 @@ def _rows_of_heads(copy: Copy, block: Block, point: Arrays) -> jax.Array:
 
 @jax.jit  # compiled once for all layers
 def _to_identity(square: jax.Array, size: float) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns matrices M = A/size, their inverses, for which A·M⁻¹ = size·1, and their condition numbers."""
+    """Returns M, M⁻¹ and the condition numbers for square matrices A: M = A/size, so that A·M⁻¹ is size times 1."""
     _, sizes, _ = svd(square)
     condition = jnp.where(sizes[..., -1] > 0, sizes[..., 0] / sizes[..., -1], jnp.inf)
     return square / size, size * inverse(square), condition

@@ -1,8 +1,8 @@
-"""Rules of `align` for parts that do not commute, and for permutations, whose units have measurable effects.
+"""Rules of `align` for parts that do not commute, and for matching units by their effect on the outputs.
 
-A permutation renumbers the entries that elements of other parts have per unit; a rotation of heads conjugates the
-stretch of the same heads. Alignment needs to know whose elements change, and how. It can also match units by their
-effect on the outputs, which no other gauge changes. Each question is one rule with a default that holds for every part.
+A permutation renumbers units, and with them the entries that elements of other parts have per unit. A rotation of heads
+conjugates the stretch (the `Stretch` part, a matrix per head) of the same heads. `align` needs to know whose elements
+change, and how. Each question is one `singledispatch` function with a default that holds for every other part.
 Reference: Ainsworth, Hayase and Srinivasa, Git Re-Basin, Eq. (1) and (2).
 """
 
@@ -26,7 +26,7 @@ from gauge_optax.parts.sizes import Stretch
 
 @functools.singledispatch
 def renumbers(part: Part[Any], other: Part[Any]) -> bool:
-    """Whether elements of another part have an entry per unit that this part renumbers."""
+    """Whether elements of `other` have one entry per unit, for units that `part` renumbers."""
     return False
 
 
@@ -41,13 +41,13 @@ def _permutation_renumbers(part: Permutation, other: Part[Any]) -> bool:
 
 @functools.singledispatch
 def carried(part: Part[Any], e: Any, other: Part[Any], value: Any) -> Any:
-    """g·h·g⁻¹ for elements g and h of two parts: h itself, where both commute.
+    """Returns g·h·g⁻¹ for elements g and h of two parts. The default is h itself: the two commute.
 
     Args:
       part: the one part.
       e: an element of it, g.
       other: the other part.
-      value: h; the leading axes of its arrays are `other.shape`.
+      value: an element of the other part, h; the leading axes of its arrays are `other.shape`.
     """
     return value
 
@@ -59,7 +59,7 @@ def _carried_by_rotation(part: Rotation, e: jax.Array, other: Part[Any], value: 
 
 @functools.singledispatch
 def rotated(part: Part[Any], value: Any, rotation: Rotation, e: jax.Array) -> Any:
-    """As `carried` by a rotation of heads: most elements do not change."""
+    """The rule of `carried` for a rotation of heads. The default returns `value`: most elements do not change."""
     return value
 
 
@@ -74,7 +74,7 @@ def _rotated_stretch(part: Stretch, value: jax.Array, rotation: Rotation, e: jax
 
 @carried.register
 def _carried_by_permutation(part: Permutation, e: Indices, other: Part[Any], value: Any) -> Any:
-    """The element h with its units or heads renumbered."""
+    """Returns the element h with its units or heads renumbered."""
     if e is None or value is None or not other.shape:
         return value
     count = math.prod(other.shape)
@@ -96,16 +96,16 @@ def _carried_by_permutation(part: Permutation, e: Indices, other: Part[Any], val
 
 @functools.singledispatch
 def responses(part: Part[Any], point: Arrays, gradient: Arrays) -> jax.Array | None:
-    """Derivatives of a function by the logs of the sizes of units, (*shape, units, blocks).
+    """Derivatives of a function by the log of each unit's size in each block, (*shape, units, blocks).
 
     Args:
       part: the part.
-      point: leaves.
-      gradient: the function's gradient there.
+      point: leaf path → array.
+      gradient: the function's gradient at that point.
 
     Returns:
-      None for parts that are not matched by such numbers. They depend on the function and on the order of units alone:
-      all other gauges leave them as they are.
+      The derivatives, which depend on the function and on the order of units alone: no other gauge changes them. None
+      (the default) for parts that do not permute units.
     """
     return None
 
@@ -118,7 +118,7 @@ def _responses_of_units(part: Permutation, point: Arrays, gradient: Arrays) -> j
 
 @functools.singledispatch
 def matched(part: Part[Any], target: jax.Array, point: jax.Array) -> Any:
-    """The element that takes the responses of one point's units nearest to those of another, (*shape, units, …)."""
+    """The element that brings the responses of a point's units nearest to the target's. Both are (*shape, units, …)."""
     raise NotImplementedError
 
 
@@ -129,8 +129,8 @@ def _matched_units(part: Permutation, target: jax.Array, point: jax.Array) -> ja
 
 
 def assigned(part: Permutation, gains: jax.Array) -> jax.Array:
-    """The permutation with the largest sum of gains, (*shape, unit of the target, unit of the point)."""
-    from scipy.optimize import linear_sum_assignment  # here, because it takes a quarter of a second
+    """The permutation with the largest sum of gains. `gains` is (*shape, unit of the target, unit of the point)."""
+    from scipy.optimize import linear_sum_assignment  # not at the top: this import takes a quarter of a second
 
     tables = np.asarray(gains, np.float64).reshape(-1, part.size, part.size)
     chosen = [linear_sum_assignment(table, maximize=True)[1] for table in tables]
@@ -138,7 +138,7 @@ def assigned(part: Permutation, gains: jax.Array) -> jax.Array:
 
 
 def _gathered(source: jax.Array, array: jax.Array) -> jax.Array:
-    """An array whose leading axes count channels, with channel source[i] in place of channel i."""
+    """Puts channel source[i] in the place of channel i, in an array whose leading axes count channels."""
     shape, leading = array.shape, 0
     while math.prod(shape[:leading]) < len(source):
         leading += 1

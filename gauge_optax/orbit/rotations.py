@@ -1,8 +1,8 @@
-"""Rules of `rotate` for each kind of part: a random rotation, whether an element is one, and the move of one leaf.
+"""Rules of `rotate` for each kind of part: draw a random rotation, check an element, restrict a part to one leaf.
 
-Heads and the residual stream have random and Hadamard rotations, rotary planes random angles alone; all other parts are
-refused. The part on one leaf moves that leaf as the whole part does, so that `rotate` holds one leaf in float64 at a
-time. Each question is one rule: a default that holds for every part, and what a class answers.
+Heads and the residual stream have random and Hadamard rotations. Rotary planes have random angles only. All other parts
+raise an error. A part is restricted to one leaf, so that `rotate` has only one leaf in float64 at a time. Each question
+is one `singledispatch` function: a default that holds for every part, and the answers of some classes.
 References: QuaRot (Ashkboos et al. 2024), §4; SpinQuant (Liu et al. 2024), §3.
 """
 
@@ -26,7 +26,7 @@ from gauge_optax.parts.stream import Stream
 
 @functools.singledispatch
 def random_rotation(part: Part[Any], key: jax.Array, by: str) -> Any:
-    """A random element that rotates, by "random" or "hadamard". Raises ValueError where there is none."""
+    """Draws a rotation for a part; `by` is "random" or "hadamard". Raises ValueError if the part has none."""
     raise binding_error(
         name_of(part),
         "no rotation",
@@ -70,7 +70,7 @@ def _random_stream(part: Stream, key: jax.Array, by: str) -> jax.Array:
 
 @functools.singledispatch
 def misfit(part: Part[Any], e: Any) -> jax.Array | float:
-    """How far an element is from the group, relative to 1; 0 where every array of its shape is in it."""
+    """How far an element is from the group, such as max |RRᵀ − 1|. The default is 0: any array is an element."""
     return 0.0
 
 
@@ -88,7 +88,7 @@ def _misfit_of_stream(part: Stream, e: jax.Array) -> jax.Array:
 
 @functools.singledispatch
 def with_blocks(part: Part[Any], change: Callable[[Anchor], Anchor]) -> Any:
-    """The part with other blocks in place of those that it moves."""
+    """The part with its blocks replaced by change(blocks)."""
     return dataclasses.replace(part, blocks=change(part.blocks))
 
 
@@ -106,9 +106,11 @@ def _stream_with_blocks(part: Stream, change: Callable[[Anchor], Anchor]) -> Any
 
 @functools.singledispatch
 def on_leaf(part: Part[Any], path: str) -> tuple[Any, dict[str, str]]:
-    """The part on one leaf, which gets the path "", and the paths of the leaves that its action reads, by name.
+    """Restricts a part to one leaf, whose path becomes "".
 
-    The result does not contain the layer, so that equal leaves of several layers have equal parts.
+    Returns:
+      The restricted part, and name → path for the other leaves that its action reads. The part does not contain the
+      layer's path or label, so that equal leaves of several layers have equal parts and share a compiled program.
     """
 
     def alone(blocks: Anchor) -> Anchor:
@@ -119,7 +121,7 @@ def on_leaf(part: Part[Any], path: str) -> tuple[Any, dict[str, str]]:
 
 @on_leaf.register
 def _stream_on_leaf(part: Stream, path: str) -> tuple[Any, dict[str, str]]:
-    """Beside the leaf, the action reads the scales of the norms before it."""
+    """The action of the stream's rotation on a leaf also reads the scales of the norms in front of the leaf."""
     alone, _ = on_leaf.dispatch(Part)(part, path)
     passed = [(scale, behind) for scale, behind in alone.scales if behind]
     read = {f"norm{number}": scale.path for number, (scale, _) in enumerate(passed)}

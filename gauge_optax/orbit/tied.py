@@ -1,8 +1,8 @@
-"""`untie`: a head of its own for a model whose logits are read through its table of embeddings.
+"""`untie` gives a separate head to a model that computes its logits with its table of embeddings (a tied table).
 
 A tied table writes tokens to the residual stream, and it reads logits from the stream behind the final norm's scale. A
-rotation of the stream rotates the table, and the logits stay the same only if that scale is 1. If the model gets a head
-of its own, whose rows contain the final norm's scale, every rotation of the stream is a symmetry.
+rotation of the stream rotates the table, and the logits stay the same only if that scale is 1. With a separate head,
+whose rows contain the final norm's scale, every rotation of the stream is a symmetry.
 """
 
 from collections.abc import Mapping
@@ -21,9 +21,9 @@ _NAME = "untie"
 def untie(
     params: Any, table: str, head: str, scale: str | None = None, *, bias: str | None = None, one_plus: bool = False
 ) -> Any:
-    """Weights of the same function with a head of its own, and a final norm whose scale is 1.
+    """Returns weights of the same function with a separate head and a final norm whose scale is 1.
 
-    Change the function to compute logits by `x @ head` in place of `x @ table.T`.
+    You have to change the model's code: it must compute logits by `x @ head` in place of `x @ table.T`.
 
     Args:
       params: nested dictionaries of arrays.
@@ -31,14 +31,14 @@ def untie(
       head: path of the new leaf, (d, vocab), such as "lm_head/kernel".
       scale: path of the final norm's scale, (d,), which moves into the head; None if the norm has none.
       bias: path of the final norm's bias, (d,), which is divided by the scale.
-      one_plus: whether the norm multiplies by one more than what is stored, as Gemma's do.
+      one_plus: whether the norm multiplies by 1 plus the stored scale, as Gemma's norms do.
 
     Returns:
       Parameters with one more leaf, in the table's dtype. Products are computed in float64 and rounded once.
 
     Raises:
-      ValueError: no such leaf, shapes that do not fit, a `head` that exists, parameters that are no dictionaries, or a
-        bias beside a scale of zero.
+      ValueError: no such leaf, shapes that do not fit, a `head` that exists already, parameters that are no
+        dictionaries, or a bias together with a scale of zero in some channel.
 
     >>> embed = jnp.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
     >>> params = {"embed": embed, "norm": jnp.array([2.0, 10.0])}
@@ -88,7 +88,7 @@ def untie(
 
 
 def _with_leaf(tree: Any, path: str, leaf: jax.Array) -> Any:
-    """The same nested dictionaries with one more leaf."""
+    """Returns a copy of nested dictionaries with one more leaf at `path`."""
     key, _, rest = path.partition("/")
     if not isinstance(tree, Mapping) or (rest and key in tree and not isinstance(tree[key], Mapping)):
         raise binding_error(

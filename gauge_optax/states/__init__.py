@@ -1,1 +1,1 @@
-"""How optimizer states move with a group element, and how plain states become states of `quotient`."""
+"""Moves optimizer states along with weights that an element moves, and converts plain states to those of `quotient`."""

@@ -1,8 +1,8 @@
-"""Weights that an optimizer inside `quotient` keeps, as stored weights; and a new start of its state.
+"""Reads weights that the optimizer inside a `quotient` keeps, such as averages, and restarts that optimizer's state.
 
-A `quotient` has two coordinate systems: its inner optimizer sees the slice point θ̂ = F⁻¹·θ, and the user has the stored
-weights θ. Functions of both a state and weights, such as the evaluation weights of schedule-free methods, have to be
-computed on the slice, and their result moved back by F.
+A `quotient` has two coordinate systems: its inner optimizer sees the slice point θ̂ = F⁻¹·θ; the user has the stored
+weights θ. A function of the inner state and of weights, such as the evaluation weights of schedule-free methods, has to
+be computed on the slice. Its result is then moved back by F.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ Fn = Callable[[Any, Any], Any]
 
 
 def evaluate(fn: Fn, state: Any, params: Any) -> Any:
-    """Applies a function of an inner state and weights on the slice, and returns stored weights.
+    """Applies a function of the inner state and the weights on the slice, and moves the result back to stored weights.
 
     Args:
       fn: (inner state, weights) → weights, such as `optax.contrib.schedule_free_eval_params`, or `lambda s, p: s.slow`
@@ -33,10 +33,10 @@ def evaluate(fn: Fn, state: Any, params: Any) -> Any:
       params: the stored weights θ that the state belongs to.
 
     Returns:
-      Weights like `params`, of the function that `fn` means.
+      The weights that `fn` returned, moved by F: a tree like `params`.
 
     Raises:
-      ValueError: a state without a `quotient`, or with several; a state of gauges that were bound to no tree yet in
+      ValueError: a state without a `quotient`, or with several; a state whose gauges have not been bound to any tree in
         this process; weights of another structure from `fn`.
 
     >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
@@ -73,7 +73,7 @@ def restart(
 ) -> Any:
     """Restarts the inner optimizer of a `quotient` at the current slice point. The frame stays the same.
 
-    `tx.init(params)` would read a new frame too. Moments of the old frame, if you keep some, do not fit a new one.
+    `tx.init(params)` would also read a new frame. Moments that you keep belong to the old frame, and would not fit.
 
     Args:
       tx: the optimizer, with one `quotient` (or an alias of it) somewhere inside.
@@ -125,7 +125,7 @@ def _slice(inside: Any, params: Any) -> Slice:
 
 
 def _points(inside: Any, params: Any) -> tuple[Undone, Undone]:
-    """The slice point, and the point that the inner optimizer sees, with the ways back."""
+    """The slice point, and the point that the inner optimizer sees (they differ by the offset), with maps back."""
     s = _slice(inside, params)
     f: Elements = s.checked(inside.frame)
     entered = s.enter(f, s.values(params))

@@ -1,8 +1,9 @@
-"""Gauge fixing: after its step, an optimizer's weights move to the balanced representative, and its state with them.
+"""Gauge fixing: after an optimizer's step, weights move to the balanced point of their orbit, and the state with them.
 
 The function stays the same; the move changes which of many equivalent weights the next step starts from. Strength 1 is
-a hard constraint: H_A = H_B after every fix. A smaller strength is a soft one: every fix removes that fraction of the
-logarithm of the imbalance.
+a hard constraint: after every fix the weights are balanced, for example both factors A and B of a head have equal Gram
+matrices AᵀA = BᵀB. A smaller strength is a soft constraint: every fix removes that fraction of the logarithm of the
+imbalance.
 References: "When Equivalent Weights Train Differently" ("the post") §4, §8; docs/design.md §6.
 """
 
@@ -42,7 +43,7 @@ class GaugeFixState(NamedTuple):
     Attributes:
       count: steps so far, int32.
       inner_state: state of the optimizer inside.
-      frozen: path of a leaf that the optimizer never changes → ().
+      frozen: path → (), for every leaf that the optimizer never changes: a set of paths as a pytree without arrays.
     """
 
     count: jax.Array  # type: ignore[assignment]
@@ -59,27 +60,27 @@ def gauge_fix(
     *,
     on_unknown: str = "error",
 ) -> GaugeTransformation:
-    r"""Wraps an optimizer: after its step the weights move to the balanced representative, the function unchanged.
+    r"""Wraps an optimizer: after its step the weights move to the balanced point of their orbit.
 
     .. math::
       \theta' = \theta + u(\theta), \qquad \theta_{new} = b(\theta')^{strength} \cdot \theta',
 
-    where b is the balance: both sides of a scale get equal norms, both factors of a head equal Gram matrices, shifts
-    get mean zero, and blocks that a norm follows get RMS 1; rotations have no balance. Channels and heads without a
-    balanced representative (a side is zero, as LoRA's B at the start, or lacks ranks) stay where they are, and so do
-    copies of a gauge one of whose leaves `inner` never changes (`frozen` in `quotient` says which leaves those are).
+    where u(θ) is the step of `inner` and b(θ′) the element that balances θ′. The function stays the same. Both sides of
+    a scale get equal norms, both factors of a head equal Gram matrices, shifts get mean zero, and blocks that a norm
+    follows get RMS 1; rotations have no balance. Channels and heads without a balanced point stay where they are: one
+    side is zero, as LoRA's B at the start, or has less than full rank. A copy of a gauge also stays if `inner` never
+    changes one of its leaves (`frozen` in `quotient` says which leaves those are).
 
     Args:
       inner: a whole optimizer, with its learning rate. With None the result only moves parameters, as the last element
-        of a chain; the states of the chain's other elements then do not move along, which is right if they hold no
-        moments.
-      gauges: a gauge or a sequence of them, meaning their product; the list that `inner` was given, if it takes one.
+        of a chain. The states of the chain's other elements then do not move along, so that they must hold no moments.
+      gauges: a gauge or a sequence of them; the list that `inner` was given, if it takes one.
       every: the number of steps from one move to the next; an int.
-      strength: how far to move, in (0, 1]: 1 moves all the way, less moves that fraction of it in the group's
-        logarithm.
-      transport: whether the optimizer's state moves along, as in `transport`. If not, it belongs to other weights from
-        then on: its moments average gradients at those weights, and a retraction (`ddc_adamw`) takes the next step back
-        to where the move started. Only an optimizer without a state is unaffected.
+      strength: how far to move, in (0, 1]: 1 moves all the way; s moves by the element whose logarithm is s times that
+        of b.
+      transport: whether the optimizer's state moves along, as in `transport`. If False, it belongs to other weights
+        from then on: its moments average gradients at those weights, and a retraction (`ddc_adamw`) takes the next step
+        back to where the move started. Only an optimizer without a state is unaffected.
       on_unknown: what to do with moments that cannot move along; see `transport`.
 
     Returns:
@@ -101,12 +102,12 @@ def gauge_fix(
     ([[2.0], [0.0]], [[2.0, 0.0]])
 
     Reference: the post's §8, hard and soft gauge fixing; its §7 for the state. GaugeFix-LRM, Eq. (4) to (6), for
-      multipliers; the paper does what `transport=False` does. The balance leaves the product of both sides alone;
-      `hold_products` controls it.
+      multipliers; that paper does not move the state (`transport=False`). The balance does not change the product of
+      both sides; `hold_products` controls it.
     """
     require_choice(_NAME, "on_unknown", on_unknown, ON_UNKNOWN)
     require_every(_NAME, every)
-    if not isinstance(strength, jax.core.Tracer):  # under `inject_hyperparams` its value cannot be checked
+    if not isinstance(strength, jax.core.Tracer):  # under `inject_hyperparams` it is traced and cannot be checked
         real = isinstance(strength, int | float | jax.Array | np.floating) and not isinstance(strength, bool)
         if not real or jnp.ndim(strength) or not 0.0 < float(strength) <= 1.0:
             raise binding_error(
@@ -140,7 +141,7 @@ def gauge_fix(
         if not (isinstance(strength, float | int) and strength == 1):
             element = moving.power(element, strength)
         if transport:
-            # States of this library know gauges by the whole list, so that the move names rotations too.
+            # States of this library belong to the whole list, so that the move needs (identity) elements of rotations.
             elements = iter(element)
             parts = tuple(
                 MovingPart(part, part.identity(params) if part.balancing == "still" else next(elements), part.balancing)
@@ -167,7 +168,7 @@ _AVERAGES = (
 
 
 def chords(gauge: Gauge, element: Any, params: Any, after: Any) -> dict[str, jax.Array]:
-    """Returns g·θ′ − θ by leaf."""
+    """Returns g·θ′ − θ as path → array, for θ = `params`, θ′ = `after` and g = `element`."""
     s = gauge._bound(params).slice
     moved, before = (s.vectors(tree) for tree in (gauge.act(element, after), params))
     return {path: x - before[path] for path, x in moved.items()}

@@ -26,18 +26,18 @@ def from_state(
 ) -> QuotientState:
     """Converts a plain optimizer state, so that training continues under `quotient(inner, gauges)`.
 
-    Scales and shifts are read off the parameters, and the state's moments move to slice coordinates: first moments as
-    cotangents, second moments by the squares of factors. Rotations are not read: heads stay in the basis to which their
-    moments belong.
+    Scales and shifts are read from the parameters, and the state's moments move to slice coordinates: first moments as
+    cotangents, second moments by the squares of their factors. Rotations are not read: their frame is the identity, so
+    that heads stay in the basis to which their moments belong.
 
     Args:
       state: state of `inner`, after any number of steps.
-      inner: the optimizer.
-      gauges: a gauge or a sequence of them, meaning their product.
+      inner: the optimizer that made the state.
+      gauges: a gauge or a sequence of them.
       params: the parameters that the state belongs to.
       on_unknown: what to do with moments without a rule, as in `transport`: second moments of entries that
         `head_linear` or `rope_linear` mixes, and arrays in states that `transport` has no rule for.
-      pin: the argument of the `quotient` that continues.
+      pin: the same value as in the `quotient` that continues.
 
     Returns:
       A state of `quotient(inner, gauges, pin=pin)`.
@@ -67,7 +67,8 @@ def from_state(
         (elements, live, _), entered = s.unturned_slice_point(stored)
         expected = jax.eval_shape(inner.init, with_leaves(stored, entered.point))
         _check_structure(plain, expected)
-        # Turns are not read, so that gauges which only turn take no part in the move. Constants are undone first.
+        # Gauges that only rotate take no part in the move, because their frame is the identity.
+        # The slice is entered by removing constants first, then sizes: two moves in this order.
         back = b.public({part.label: part.inverse(e) for part, e, _, _ in entered.parts})
         for undone in (s.constants, s.sizes):
             labels = {part.label for part, _, _ in undone}

@@ -1,7 +1,7 @@
-"""Controls the product of the sizes of both sides of a scale, on which the gauge has no effect.
+"""Controls the product of the sizes of both sides of a scale gauge, which the gauge itself does not change.
 
-A gauge such as `rescale` or `multiplier_balance` trades a factor between two sides and does not see the product of
-their root mean squares. Weight decay usually holds that product. The wrapper here multiplies both sides by one factor
+A gauge such as `rescale` or `multiplier_balance` moves a factor from one side to the other, and the product of their
+root mean squares stays. Usually weight decay holds that product. The wrapper here multiplies both sides by one factor
 instead, so that their ratio, which is the gauge's coordinate, stays. This changes the function, on purpose.
 Reference: GaugeFix-LRM §4.4 and §5, which names it as future work.
 """
@@ -46,8 +46,8 @@ class HeldProducts(NamedTuple):
     """The products that `kind="init"` keeps.
 
     Attributes:
-      logs: log(s_up·s_down) at `init`. The key of a gauge is the paths of its leaves, joined by " + "; the value is
-        shaped like the gauge's element.
+      logs: one entry per gauge. The key has the paths of the gauge's leaves, joined by " + ". The value is
+        log(s_up·s_down) at `init`, with the root mean squares s of both sides, shaped like the gauge's element.
     """
 
     logs: Any
@@ -59,7 +59,7 @@ class HoldProductsState(NamedTuple):
     Attributes:
       inner_state: the state of the optimizer inside.
       sizes: a `HeldProducts`; () unless `kind` is "init".
-      frozen: path of a leaf that the optimizer inside never changes → (). A channel with such a leaf stays.
+      frozen: path → (), for every leaf that the optimizer inside never changes. A channel with such a leaf stays.
     """
 
     inner_state: Any
@@ -69,13 +69,13 @@ class HoldProductsState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _OneFactor(Move):
-    """The move of both sides by one factor, in the form in which `transport` moves an optimizer's state.
+    """The move of both sides by one factor, as `transport` needs it to move an optimizer's state.
 
-    The frame of a `quotient` inside is read from the first side alone, so `parts` are the gauges, with the factor as an
-    element of the one whose product is held. Moments move with both sides.
+    The frame of a `quotient` inside is read from the first side alone. For frames, `parts` therefore are the gauges,
+    and the factor is the element of the gauge whose product is held. Moments move with both sides, by `actual`.
 
     Attributes:
-      actual: what multiplies both sides, and the blocks of `alone`.
+      actual: the gauges that multiply both sides, and the blocks of `alone`, with the factors.
     """
 
     actual: tuple[MovingPart, ...]
@@ -101,34 +101,34 @@ def hold_products(
     .. math::
       \theta' = \theta + u(\theta), \qquad (up, down)_{new} = \sqrt{p / (s_{up} s_{down})} \cdot (up, down)',
 
-    per channel, with s the root mean squares of both sides of θ' and p the product that `kind` asks for. A channel with
-    a side that is zero, before the step, after it or at `init`, has the factor 1. Products are held at every step,
-    inside `gauge_fix(every=n)` too.
+    per channel. Here s are the root mean squares of both sides of θ', and p is the product that `kind` asks for. If a
+    side of a channel is zero before the step, after it or at `init`, the factor is 1. Products are held at every step,
+    also if the wrapper is inside `gauge_fix(every=n)`.
 
     Args:
-      inner: an optimizer, whole: its learning rate included. Channels with a leaf that it never changes have factor 1.
+      inner: a whole optimizer, with its learning rate. Channels with a leaf that it never changes have the factor 1.
       gauges: `rescale` of degree 1, `norm_scale` or `multiplier_balance`, one or a sequence; no two may share a leaf.
-      kind: what the product of a channel becomes: "init", what it was at `init`; "cap", a number below `cap`, by a
-        smooth bound that changes nothing far below it; "decay", the share 1 − `decay` of what the step made it.
+      kind: what the product of a channel becomes. "init": what it was at `init`. "cap": a number below `cap`, by a
+        smooth bound that changes nothing far below it. "decay": 1 − `decay` times the product after the step.
       cap: the bound, a positive number. A product above it at the start is below it after one step. If `update` is
-        called with `max_logits=`, the largest attention logit of each channel at `params` (shaped like the gauge's
-        element; a tuple of these for several gauges), the bound is of the logits: a smooth QK-clip.
+        called with `max_logits=`, the bound is on attention logits in place of products: a smooth QK-clip. `max_logits`
+        is the largest logit of each channel at `params`, shaped like the gauge's element; a tuple for several gauges.
       decay: the share that the product loses in a step, a number between 0 and 1.
-      alone: for one gauge, and "cap" with `max_logits`: path → axes of blocks that take the square of the factor, with
-        the gauge's named axes. Use it for blocks that are multiplied with a block that several channels share and that
-        must not change: in latent attention, the rotary part of a head's queries, whose key is one for all heads.
+      alone: path → axes of blocks that take the square of the factor, with the gauge's named axes; for one gauge, and
+        "cap" with `max_logits`. Use it for blocks whose partner is shared by several channels and must not change: in
+        latent attention, the rotary part of a head's queries, whose key is one for all heads.
       transport: whether the moments of `inner` move along, as they would if the function stayed; see `gauge_fix`.
         Moments inside a `quotient` stay: put this function inside the `quotient` if you give it `alone`.
-      on_unknown: what becomes of moments that cannot move along; see `transport`.
+      on_unknown: what to do with moments that cannot move along; see `transport`.
 
     Returns:
       The optimizer; `update` needs `params`, and its updates are differences of parameters.
 
     Raises:
       ValueError: an `inner` that is no transformation, another `kind` or `on_unknown`, a kind without its number, a
-        gauge without two sides of one degree, `alone` with several gauges or another kind; at `init`, two
-        gauges on one leaf, bindings that do not fit, `alone` with other channels than the gauge or with its entries;
-        `update` without params, or with `alone` and without `max_logits`.
+        gauge without two sides of one degree, `alone` with several gauges or a kind other than "cap"; at `init`, two
+        gauges on one leaf, bindings that do not fit, `alone` with other channels than the gauge or with entries of the
+        gauge; `update` without params, or with `alone` and without `max_logits`.
 
     >>> gauge = go.multiplier_balance({"query": "head _"}, {"key": "head _"})
     >>> params = {"query": jnp.full((1, 3), 4.0), "key": jnp.full((1, 3), 1.0)}
@@ -154,7 +154,7 @@ def hold_products(
         gauge_of: dict[str, str] = {}
         for part in group.gauges:
             for path in part._bound(params).slice.added:
-                # A factor for one gauge would change the product of the other.
+                # On a common leaf, the factor for one gauge would change the product of the other gauge.
                 if path in gauge_of:
                     raise binding_error(
                         _NAME, f"sizes of two gauges with '{path}'", f"{gauge_of[path]} and {part.name}",
@@ -168,7 +168,7 @@ def hold_products(
         return HoldProductsState(inner.init(params), HeldProducts(logs) if kind == "init" else (), frozen)
 
     def update(updates: Any, state: HoldProductsState, params: Any, **extra: Any) -> tuple[Any, HoldProductsState]:
-        # For the other kinds the argument, if there is one, is meant for the optimizer inside.
+        # With other kinds, `max_logits` is passed on to the optimizer inside.
         max_logits = extra.pop("max_logits", None) if kind == "cap" else None
         if squared is not None and max_logits is None:
             raise binding_error(
@@ -182,7 +182,8 @@ def hold_products(
             # By key and not by position: a dict that passes through `jit` comes back sorted by its keys.
             init_logs = state.sizes.logs[_label(part, params)] if kind == "init" else after_logs
             if max_logits is not None:
-                # Logits of the new parameters are not known before the next forward pass. They grow as products do.
+                # Logits of the new parameters are not known before the next forward pass. Here they are taken to grow
+                # by the factor by which the product grew.
                 largest = max_logits if len(group.gauges) == 1 else max_logits[number]
                 growth = jax.tree.map(jnp.subtract, after_logs, before_logs)
                 before_logs = jax.tree.map(lambda x, g: jnp.log(jnp.maximum(x, 0.0)).astype(g.dtype), largest, growth)
@@ -199,7 +200,7 @@ def hold_products(
             updates = in_dtype_of(updates, {path: u for path, u in moved.items() if path not in state.frozen})
             if transport:
                 elements = [factors if gauge is part else gauge.identity(params) for gauge in group.gauges]
-                # All of these gauges are scales.
+                # The effect is "diagonal", because all gauges that are admitted here are scales.
                 parts = tuple(MovingPart(*pair, "diagonal") for pair in zip(group.gauges, elements, strict=True))
                 actual = tuple(MovingPart(gauge, x, "diagonal") for gauge, x in moves)
                 move = _OneFactor(parts, params, on_unknown, actual)
@@ -216,28 +217,28 @@ def hold_products(
 
 
 def log_products(gauge: Gauge, params: Any) -> Element:
-    """log s_up + log s_down per channel, s the root mean squares of both sides; −∞ where a side is zero."""
+    """log s_up + log s_down per channel, for the root mean squares s of both sides; −∞ where a side is zero."""
     b = gauge._bound(params)
     values, (copies,) = b.slice.values(params), b.copies
     return {copy.key: sum(log_sizes(copy.parts[0], values)) for copy in copies}
 
 
 def _with_leaf_of(frozen: Collection[str], gauges: Sequence[Gauge], params: Any) -> set[str]:
-    """The keys of copies that move one of these leaves."""
+    """The keys of copies that move a leaf of `frozen`."""
     copies = (copy for gauge in gauges if frozen for of_gauge in gauge._bound(params).copies for copy in of_gauge)
     return {copy.key for copy in copies if any(b.path in frozen for b in copy.blocks)}
 
 
 def _label(gauge: Gauge, params: Any) -> str:
-    """The key of a gauge in `HeldProducts`: `transport` reads from it which leaves a product belongs to."""
+    """The key of a gauge in `HeldProducts`. From it `transport` reads to which leaves a product belongs."""
     return " + ".join(gauge._bound(params).slice.added)
 
 
 def _factor(
     kind: str, cap: Any, decay: Any, before_log: jax.Array, after_log: jax.Array, init_log: jax.Array
 ) -> jax.Array:
-    """log of the factor of either side, from the logs of products before the step, after it and at `init`."""
-    # A side that is zero has no factor. It is replaced before the arithmetic, which would make NaNs of infinities.
+    """The log of the factor for each side, from the logs of products before the step, after it and at `init`."""
+    # The log of a zero side is −∞. It is replaced by 0 before the arithmetic, which would make NaNs of infinities.
     finite = jnp.isfinite(before_log) & jnp.isfinite(after_log) & jnp.isfinite(init_log)
     before_log, after_log, init_log = (jnp.where(finite, x, 0.0) for x in (before_log, after_log, init_log))
     if kind == "init":
@@ -245,19 +246,20 @@ def _factor(
     elif kind == "decay":
         target_log = after_log + jnp.log1p(-jnp.asarray(decay, after_log.dtype))
     else:
-        # With s = cap·σ(z), the step moves z by as much as it moved log s. Far below the bound the two are the same
-        # step, and no z is above the bound. log σ is written by expm1 and logaddexp, which keep their digits there.
+        # Write the product as cap·σ(z), σ the logistic function. The step is then applied to z in place of the log of
+        # the product. Far below the bound, both change by the same amount; and for no z is cap·σ(z) above the bound.
+        # log σ is computed by expm1 and logaddexp, which lose no digits near the bound.
         cap_log = jnp.log(jnp.asarray(cap, after_log.dtype))
-        # A product at the bound or above it has no finite z; it is treated as one just below.
+        # A product at the bound or above it has no finite z. It is treated as if it were just below.
         excess = jnp.minimum(before_log - cap_log, -1e-3)
         z = excess - jnp.log(-jnp.expm1(excess)) + (after_log - before_log)
         target_log = cap_log - jnp.logaddexp(0.0, -z)
-    # Half for each side.
+    # Each side takes half of the log.
     return jnp.where(finite, 0.5 * (target_log - after_log), 0.0)
 
 
 def _both_sides(gauge: Any) -> BlockGauge:
-    """The gauge that multiplies both sides of another by one factor; its elements have the same keys and shapes."""
+    """A gauge that multiplies both sides of `gauge` by one factor; its elements have the same keys and shapes."""
     blocks: dict[str, tuple[str, ...]] = {}
     for spec in gauge.specs:
         blocks[spec.pattern] = (*blocks.get(spec.pattern, ()), spec.axes)
@@ -266,14 +268,14 @@ def _both_sides(gauge: Any) -> BlockGauge:
 
 
 def _squared(kind: str, gauges: Sequence[Any], alone: Mapping[str, Axes]) -> BlockGauge:
-    """The gauge that multiplies the blocks of `alone`."""
+    """A gauge that multiplies the blocks of `alone`. Raises ValueError if it cannot be combined with `kind`."""
     if len(gauges) != 1:
         raise binding_error(
             _NAME, "alone= with several gauges", f"{len(gauges)} gauges", "one gauge, whose factor the blocks take",
             "nest two hold_products, each with its own gauge",
         )
     if kind != "cap":
-        # Nothing holds the size of these blocks by itself: without logits they would drift.
+        # The products do not contain these blocks. Without logits nothing would bound them, and they would drift.
         raise binding_error(
             _NAME, f"alone= with kind='{kind}'", repr(alone), "kind='cap', with max_logits at every update",
             "write kind='cap', or leave alone= out",
@@ -292,7 +294,7 @@ def _bad_alone(error: Exception) -> ValueError:
 
 
 def _require_channels(gauge: Gauge, squared: Gauge, params: Any) -> None:
-    """Raises ValueError unless both gauges have the same channels, and no entry in common."""
+    """Raises ValueError unless both gauges have the same channels and share no entry of a leaf."""
     try:
         (others,) = squared._bound(params).copies
     except ValueError as error:
@@ -313,7 +315,7 @@ def _require_channels(gauge: Gauge, squared: Gauge, params: Any) -> None:
 
 
 def _check(kind: str, cap: Any, decay: Any, gauges: Sequence[Gauge]) -> None:
-    """Raises ValueError for a number that is missing, superfluous or out of range, and for a gauge of another kind."""
+    """Raises ValueError if `cap` or `decay` does not fit `kind`, or if a gauge has no two sides of one degree."""
     if kind == "cap" and not _between(cap, math.inf):
         raise binding_error(
             _NAME, "kind='cap' without a number", f"cap={cap!r}", "a positive number, the bound of s_up·s_down",
@@ -339,7 +341,7 @@ def _check(kind: str, cap: Any, decay: Any, gauges: Sequence[Gauge]) -> None:
 
 
 def _between(number: Any, upper: float) -> bool:
-    """Whether `number` is one number between 0 and `upper`. A tracer passes: `inject_hyperparams` traces numbers."""
+    """Whether `number` is a scalar between 0 and `upper`. A tracer passes: `inject_hyperparams` traces numbers."""
     if isinstance(number, jax.core.Tracer):
         return True
     real = isinstance(number, int | float | jax.Array | np.ndarray | np.floating) and not jnp.ndim(number)

@@ -1,4 +1,4 @@
-"""A gauge move by an explicit element, and what it does to the vectors that an optimizer's state holds."""
+"""Moves by an explicit element, and how they change the vectors (tangents, cotangents) in an optimizer's state."""
 
 import dataclasses
 import functools
@@ -24,12 +24,12 @@ Tree = TypeVar("Tree")
 
 
 class MovingPart(NamedTuple):
-    """One gauge's part of a move.
+    """The share of one gauge in a move.
 
     Attributes:
       gauge: the gauge.
       element: its element.
-      effect: what it does to vectors, see `Gauge`.
+      effect: how the element changes vectors: "diagonal" scales entries, for example; see `Gauge`.
     """
 
     gauge: Gauge
@@ -39,12 +39,12 @@ class MovingPart(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Move:
-    """A group element, with the effect of each part. It holds arrays, so that it must not leave its trace.
+    """An element of a list of gauges, with the effect of each. It may hold tracers: use it in the trace that made it.
 
     Attributes:
       parts: one per gauge, in the order of the optimizer's list.
-      params: a tree with the leaves of θ; shapes only.
-      on_unknown: "error", "reset" or "keep".
+      params: a tree with the leaves of θ; only their shapes are used.
+      on_unknown: what to do with moments that cannot move: "error", "reset" or "keep", as in `transport`.
     """
 
     parts: tuple[MovingPart, ...]
@@ -58,7 +58,7 @@ class Move:
 
     @property
     def element(self) -> Element:
-        """The element of this product."""
+        """The element of `group`."""
         return tuple(part.element for part in self.parts)
 
     @functools.cached_property
@@ -68,11 +68,11 @@ class Move:
 
     @property
     def on_vectors(self) -> tuple[MovingPart, ...]:
-        """What moves vectors: the parts."""
+        """The gauges and elements that move vectors: those of `parts`, unless a subclass says otherwise."""
         return self.parts
 
     def with_effect(self, *effects: Effect) -> "Move":
-        """Returns the move of vectors by what has one of these effects alone."""
+        """Returns the move of vectors by those gauges alone whose effect is one of these."""
         chosen = tuple(moving for moving in self.on_vectors if moving.effect in effects)
         return Move(chosen, self.params, self.on_unknown)
 
@@ -90,7 +90,14 @@ class Move:
         return self.binders("shift", "diagonal", "permutation", "orthogonal", "linear")
 
     def refuse(self, what: str, gauge: str, content: str, remedy: str = "") -> ValueError:
-        """Returns the error about a part of a state that the move cannot carry."""
+        """Returns the error for a piece of a state that the move cannot carry.
+
+        Args:
+          what: the piece, such as "ScaleByAdamState.nu of 'up'".
+          gauge: the name of the gauge under which it has no rule.
+          content: what the piece contains, in words.
+          remedy: what to do instead; by default, the choices of `on_unknown` and `quotient`.
+        """
         return binding_error(
             "transport", f"no rule for {what} under {gauge}", content,
             "averages of gradients, or squares of their entries under a gauge that scales entries",
@@ -99,14 +106,20 @@ class Move:
         )
 
     def averages(self, leaves: Arrays, outgoing: Collection[str], power: int = 1) -> Arrays:
-        """Moves averages of a power of every entry: of updates on `outgoing` leaves, of gradients on the others.
+        """Moves running averages of a power of every entry, such as Adam's first (1) and second (2) moments.
 
-        Only gauges that scale or renumber entries can move a power above 1.
+        A power above 1 is moved only by gauges that scale or renumber entries; all other gauges leave it.
+
+        Args:
+          leaves: path → average.
+          outgoing: paths of leaves whose averages are of updates (tangents). All others are of gradients (cotangents).
+          power: the power that is averaged.
         """
         tangents = {path: x for path, x in leaves.items() if path in outgoing}
         cotangents = {path: x for path, x in leaves.items() if path not in outgoing}
         mixing: tuple[Effect, ...] = ("orthogonal", "linear") if power == 1 else ()
-        # Factors are raised to the power, but entries move to their new places once, and after that.
+        # The diagonal move is repeated `power` times, which raises its factors to the power. Entries then change places
+        # once.
         for move in (*[self.with_effect("diagonal", *mixing)] * power, self.with_effect("permutation")):
             if move.parts:
                 tangents = move_tangent(move.group, move.element, self.params, tangents) if tangents else {}
@@ -115,7 +128,7 @@ class Move:
 
 
 def moving_part(gauge: Gauge, element: Element, params: Any) -> MovingPart:
-    """Returns a part of a move, whose effect is "still" for an identity that is not traced."""
+    """Returns the share of one gauge in a move. Its effect is "still" if `element` is the identity and not traced."""
     leaves = jax.tree.leaves(element)
     traced = any(isinstance(x, jax.core.Tracer) for x in leaves)
     still = not traced and all(map(np.array_equal, leaves, jax.tree.leaves(gauge.identity(params))))
@@ -133,7 +146,7 @@ def moving_part(gauge: Gauge, element: Element, params: Any) -> MovingPart:
 
 @functools.singledispatch
 def effect_of(copy: Copy, element: Any) -> Effect:
-    """What a public element of one copy does to vectors, which may be less than its gauge's elements do."""
+    """The effect of one element of a copy, which may be less than that of other elements of its gauge."""
     return copy.effect
 
 
@@ -151,7 +164,7 @@ def _of_user(copy: UserCopy, element: Any) -> Effect:
 
 @functools.singledispatch
 def depends_on_scales(part: Part[Any]) -> bool:
-    """Whether the effect of a move on steps depends on the values of norms' scales, which a move does not have."""
+    """Whether a part moves steps in a way that depends on the values of norms' scales. A `Move` has no such values."""
     return False
 
 
@@ -167,8 +180,8 @@ def move_tangent(group: Product, element: Element, params: Any, tangent: Tree) -
     Args:
       group: the gauges.
       element: g.
-      params: a tree with the leaves of θ; shapes only.
-      tangent: a tree with the same paths, or some of them.
+      params: a tree with the leaves of θ; only their shapes are used.
+      tangent: a tree with the same paths, or some of them. Missing leaves count as zero.
 
     Returns:
       The tangent, every leaf in its dtype.
@@ -177,14 +190,15 @@ def move_tangent(group: Product, element: Element, params: Any, tangent: Tree) -
 
 
 def move_cotangent(group: Product, element: Element, params: Any, cotangent: Tree) -> Tree:
-    """Moves a cotangent from θ to g·θ: as `move_tangent`, by the inverse transpose."""
+    """Moves a cotangent from θ to g·θ, by the inverse transpose of `move_tangent`, with the same arguments."""
     return _moved(group, element, params, cotangent, dual=True)
 
 
 def _moved(group: Product, element: Element, params: Any, tree: Tree, dual: bool) -> Tree:
     b, leaves, shapes = group._bound(params), leaves_by_path(tree), leaves_by_path(params)
     s, elements = b.slice, b.elements(element)
-    # Parts move all their leaves, so that leaves which `tree` lacks count as zero. No value of the point matters.
+    # Parts need all their leaves, so that leaves missing in `tree` are zeros. The point `at` may be zeros too, because
+    # these moves do not depend on its values.
     at = {path: jnp.zeros(jnp.shape(shapes[path]), real_dtype()) for path in s.added}
     vectors = {path: jnp.asarray(leaves.get(path, x), real_dtype()) for path, x in at.items()}
     for part in (*reversed(s.parts), *s.free):

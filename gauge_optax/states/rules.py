@@ -1,4 +1,4 @@
-"""How the states of this library move: slice coordinates stay the same, and only the frame F moves, to g·F."""
+"""How states of this library's optimizers move by g: numbers in slice coordinates stay, and the frame F becomes g·F."""
 
 import dataclasses
 import functools
@@ -19,21 +19,26 @@ from gauge_optax.slice import Elements, Frame
 from gauge_optax.states.moves import Move
 
 Outgoing = frozenset[str]
-"""Leaves whose updates come in, from a preconditioner earlier in the chain; gradients of all other leaves come in."""
+"""Paths of the leaves whose input is an update already, because a link earlier in the chain preconditioned it. For all
+other leaves, the input is a gradient."""
 
 Rule = Callable[[Move, Any, Outgoing], tuple[Any, Outgoing]]
-"""(move, state, outgoing before it) → (the state at g·θ, outgoing after it)."""
+"""(move, state, outgoing at the state's input) → (the state at g·θ, outgoing at its output)."""
 
 
 def _opposite_gram(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing]:
-    """The inverses in the state map cotangents to tangents: X goes to S⁻¹·X·S⁻ᵀ, or for the left factor to Sᵀ·X·S."""
+    """Moves a state of inverse Gram matrices X, which map cotangents to tangents.
+
+    X becomes Sᵀ·X·S for the left factor of a head, and S⁻¹·X·S⁻ᵀ for the right one. For scales it is multiplied by the
+    square of the factor.
+    """
     after, inverses = outgoing | set(move.shapes), state.gauges
     if not hasattr(inverses, "linear"):  # with every=1 the state has no inverses
         return state, after
     b = move.group._bound(move.params)
     elements, (scales, matrices) = b.elements(move.element), two_sides(b.slice)
     if matrices and inverses.linear[0][0].ndim == len(matrices[0].shape) + 1:
-        # A change of basis does not map diagonals to diagonals: age 0 makes the next update compute new ones.
+        # The state has diagonals only, which a change of basis mixes. Age 0 makes the next update compute them again.
         return state._replace(age=jnp.zeros_like(state.age)), after
     channels = []
     for part, (up, down) in zip(scales, inverses.scales, strict=True):
@@ -49,7 +54,7 @@ def _opposite_gram(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Out
 
 def _framed(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing]:
     """Moves a state in slice coordinates: the element is composed with the frame, and nothing else changes."""
-    # A retraction takes tangents and returns them. Every other such transformation makes updates of gradients.
+    # A retraction (no inner state) returns what it takes, updates. A wrapped optimizer turns all gradients to updates.
     after = outgoing if not hasattr(state, "inner_state") else outgoing | set(move.shapes)
     if not isinstance(state.frame, Frame):  # the tree has no leaves
         return state, after
@@ -58,11 +63,11 @@ def _framed(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing]:
 
 
 def _moved_frame(move: Move, name: str, frame: Frame) -> Elements:
-    """g·F, for the frame of a state with this name."""
+    """Returns g·F. `name` is the class of the state that holds the frame F, for messages."""
     order = move.binders("permutation")
     if order:
         raise move.refuse(f"a {name}", next(iter(order.values())), "weights on the slice, which it renumbers")
-    # A list with permutations has no products of elements. They have no part in a frame, and so they can stay behind.
+    # Elements of a list with permutations cannot be composed. Permutations have no frame, so that they are left out.
     framed = tuple(part for part in move.parts if part.gauge._bound(move.params).slice.parts)
     move = dataclasses.replace(move, parts=framed)
     elements, b = frame.elements, bound(move.group.gauges, move.params, frozenset(frame.frozen))
@@ -79,7 +84,7 @@ def _moved_frame(move: Move, name: str, frame: Frame) -> Elements:
 
 
 def _rested(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing]:
-    """The ratios that are held are those of stored weights, which move as the frame does."""
+    """Moves a `RestedState`: its `quotient` as usual, and its ratios of stored sizes by the change of the frame."""
     inside, after = _framed(move, state.quotient, outgoing)
     if not isinstance(inside.frame, Frame):
         return state, after
@@ -92,7 +97,10 @@ def _rested(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing]:
 
 
 def _hyperball(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing]:
-    """Radii are norms of stored weights. They cannot be reset: a sphere of radius 0 leaves its weights free."""
+    """Keeps the radii, which are norms of stored weights. Raises ValueError if the move may change them.
+
+    They cannot be reset, because radius 0 means that the weights are not held on a sphere.
+    """
     radii = state.radius if isinstance(state.radius, dict) else {}
     binders = move.binders("diagonal", "permutation", "linear", "shift")
     moved = {path: name for path, name in binders.items() if path in radii}
@@ -108,7 +116,7 @@ def _hyperball(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoin
 
 @functools.singledispatch
 def keeps_product(part: Part[Any]) -> bool:
-    """Whether a part moves one factor between two sides, so that the product of their sizes stays the same."""
+    """Whether a part multiplies one side and divides the other, so that the product of their sizes stays the same."""
     return False
 
 
@@ -118,7 +126,7 @@ def _keeps_product_of_sides(part: Factor) -> bool:
 
 
 def _held_products(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing]:
-    """Keeps held products. Raises ValueError for moves that may change them, unless `on_unknown` is "keep"."""
+    """Keeps the state of `hold_products`. Raises ValueError if the move may change products, unless told to "keep"."""
     for key, logs in state.logs.items() if isinstance(state.logs, dict) else ():
         leaves, shapes = set(key.split(" + ")), jax.tree.map(jnp.shape, logs)
         for part in move.with_effect("diagonal", "permutation", "orthogonal", "linear").parts:
@@ -134,8 +142,8 @@ def _held_products(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Out
     return state, outgoing
 
 
-# Every state of this library that contains more than other states has a row. The key is the name of its class, because
-# the modules of some classes import this one.
+# Every state of this library has a row, except those that only contain other states. The key is the name of its class:
+# importing the class itself would be circular.
 RULES: dict[str, Rule] = {
     "QuotientState": _framed,
     "RestedState": _rested,

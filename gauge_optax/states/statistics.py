@@ -1,7 +1,7 @@
-"""Running statistics of BatchNorm in a tree: means and variances that belong to the weights in front of them.
+"""Finds running statistics of BatchNorm in a tree: means and variances of the outputs of the weights in front of them.
 
-They are no weights. A move that scales a kernel whose outputs a BatchNorm normalizes keeps the function in training,
-and leaves the statistics of other outputs behind for evaluation.
+They are no weights. If a move scales a kernel whose outputs a BatchNorm normalizes, the function stays in training
+mode. In evaluation it does not, because the running statistics are still those of the old outputs.
 """
 
 import functools
@@ -23,7 +23,7 @@ _PAIRS = (
     ("running_mean", "running_var"), ("moving_mean", "moving_variance"), ("moving_mean", "moving_var"),
     ("ra_mean", "ra_var"), ("mean_ema", "var_ema"),
 )
-_BESIDE = ("mean", "var")  # these are statistics only beside a scale or a bias, or in a module that is called a norm
+_BESIDE = ("mean", "var")  # these are statistics only beside a scale or a bias, or in a module whose name says "norm"
 _AFFINE = {"scale", "bias", "weight", "offset", "gamma", "beta"}
 _NORM = re.compile("norm|bn|batch_?stats|batch_?stat", re.IGNORECASE)
 _OF_AVERAGES = re.compile(r"(_ema)/(average|hidden)$")  # Haiku's average has leaves of its own
@@ -35,7 +35,7 @@ _REMEDY = (
 
 
 def statistics_of(tree: Any) -> dict[str, tuple[int, ...]]:
-    """Path → shape of the leaves that are running statistics by their names."""
+    """Path → shape of the leaves whose names say that they are running statistics."""
     leaves = {path: tuple(np.shape(leaf)) for path, leaf in leaves_by_path(tree).items()}
     by_parent: dict[str, dict[str, list[str]]] = {}
     for path in leaves:
@@ -53,14 +53,14 @@ def statistics_of(tree: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _parent_and_name(path: str) -> tuple[str, str]:
-    """The module of a leaf, and its name there. NNX ends paths in `value`, and PyTorch has dots."""
+    """Splits a path into the leaf's module and its name there. NNX ends paths in `value`, and PyTorch has dots."""
     *parent, name = re.split("[/.]", _OF_AVERAGES.sub(r"\1", path.removesuffix("/value").replace("/~/", "/")))
     return "/".join(parent), name
 
 
 @functools.singledispatch
 def outputs_before_a_norm(part: Part[Any]) -> tuple[int, ...]:
-    """The shape of the outputs that a part moves, if it keeps the function only because a norm follows; else ()."""
+    """The shape of the outputs that a part changes, if it is a symmetry only because a norm follows; () otherwise."""
     return ()
 
 
@@ -76,7 +76,7 @@ def _bias_alone(part: Mean) -> tuple[int, ...]:
 
 @functools.singledispatch
 def permutes_others_of(part: Part[Any], path: str) -> bool:
-    """Whether a part permutes other leaves of the norm that a statistic belongs to."""
+    """Whether a part permutes other leaves of the norm to which the statistic at `path` belongs."""
     return False
 
 
@@ -87,11 +87,11 @@ def _with_the_statistic(part: Permutation, path: str) -> bool:
 
 
 def require_no_statistics_behind(name: str, s: Slice, params: Any) -> None:
-    """Raises ValueError where a move would leave running statistics in the tree behind.
+    """Raises ValueError if a move would change outputs whose running statistics in the tree it does not change.
 
     Args:
-      name: of the public function, for messages.
-      s: the gauges that move, on the tree.
+      name: the name of the public function, for messages.
+      s: the slice of the gauges that move.
       params: the tree.
     """
     statistics = statistics_of(params)
@@ -109,7 +109,7 @@ def require_no_statistics_behind(name: str, s: Slice, params: Any) -> None:
 
 
 def require_no_statistics(name: str, trees: Sequence[Any]) -> None:
-    """Raises ValueError for running statistics, which are not those of a mean of weights."""
+    """Raises ValueError for trees with running statistics: the mean of statistics is not that of the mean weights."""
     for path in (path for tree in trees for path in statistics_of(tree)):
         raise binding_error(
             name, f"running statistics, '{path}'", "means and variances of the outputs of other weights",

@@ -1,8 +1,9 @@
 """Moves an optimizer's state when its parameters move along an orbit: from θ to g·θ.
 
-Averages of gradients move as cotangents, by S⁻ᵀ; averages of updates move as weights do, by S. Second moments of
-entries are multiplied by the square of a factor, and have no rule where a gauge mixes entries. A chain is read in its
-order: the states after a preconditioner average updates, leaf by leaf.
+If weights move by W ↦ W·S, averages of gradients move as cotangents, by S⁻ᵀ, and averages of updates as tangents, by S.
+Second moments of entries are multiplied by the square of a factor, and have no rule where a gauge mixes entries. A
+chain of transformations is read in its order: for each leaf, states after a preconditioner average updates, and states
+before it average gradients.
 References: "When Equivalent Weights Train Differently" ("the post") §7; docs/design.md §1.
 """
 
@@ -27,15 +28,16 @@ def transport(opt_state: Any, params: Any, gauge: Gauges, element: Element, on_u
 
     Args:
       opt_state: state of an optimizer of this library or of Optax, of a chain or of a wrapper around one.
-      params: θ before or after the move; shapes only.
+      params: θ before or after the move; only shapes are used.
       gauge: a gauge or a sequence of them. States of this library do not hold their gauges: pass the list that the
         optimizer was given.
       element: g. A dict for one gauge; for a product or a sequence, the tuple of its gauges' elements, with the
         identity for gauges that do not move. A traced identity counts as any other element.
       on_unknown: what to do with second moments of entries that a change of basis mixes, and with arrays shaped like a
         moved leaf in states without a rule. "error" raises, "keep" leaves them, "reset" sets all moments of that leaf
-        to zero. Adam's bias correction has ended by then, so that with b1=0.9, b2=0.999 the leaf's steps are 3 times as
-        long at first, 6.6 times after 12, and twice after 290: warm up, or restart the count as well.
+        to zero. Adam's count goes on, so that its bias correction has ended. After a reset with b1=0.9, b2=0.999 the
+        leaf's steps are 3 times as long as usual at first, 6.6 times after 12 steps, and twice after 290 steps: warm
+        up, or restart the count as well.
 
     Returns:
       The state, with the same structure, shapes and dtypes.
@@ -44,12 +46,12 @@ def transport(opt_state: Any, params: Any, gauge: Gauges, element: Element, on_u
       ValueError: another `on_unknown`; an element that is not one of this gauge's; a state of this library that was
         made with other gauges; with "error", a state without a rule. Radii of `hyperball` raise under "reset" too.
 
-    First moments in Optax's states count as averages of gradients until a state earlier in the chain has preconditioned
-    the leaf (Adam and its family, Lion, Muon, RMS, …), and as averages of updates after that. Adamax and ADOPT keep
-    other averages in a state of Adam's class, so that this function treats them as Adam's: leave their leaves out, or
-    make a new state for them. Transformations without a state (`optax.scale_by_sign`, `add_decayed_weights` before a
-    trace) leave no sign of what they do. States under `optax.partition` whose optimizers have a list of gauges each are
-    moved one by one.
+    First moments in Optax's states count as averages of gradients, unless a state earlier in the chain has
+    preconditioned the leaf (Adam and its family, Lion, Muon, RMS, …): then they count as averages of updates. Adamax
+    and ADOPT keep other averages in a state of Adam's class, and this function wrongly treats them as Adam's: leave
+    their leaves out, or make a new state for them. Transformations without a state (`optax.scale_by_sign`,
+    `add_decayed_weights` before a trace) cannot be seen in the chain's state, and are ignored. If optimizers under
+    `optax.partition` have a list of gauges each, move their states one by one.
 
     >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
     >>> params = {"up": jnp.ones((1, 1)), "down": jnp.ones((1, 1))}
@@ -86,29 +88,29 @@ def transport(opt_state: Any, params: Any, gauge: Gauges, element: Element, on_u
 
 
 def transported_state(move: Move, opt_state: Any) -> Any:
-    """Returns the state at g·θ, for a move whose effects are already determined."""
+    """Returns the state at g·θ, for a `Move` whose effects have been determined already."""
     return _walk(move, opt_state, frozenset(), "the state")[0]
 
 
 def _walk(move: Move, node: Any, outgoing: Outgoing, owner: str, path: str = "") -> tuple[Any, Outgoing]:
-    """Moves a part of a state.
+    """Moves a node of a state and all below it.
 
     Args:
       move: the move.
-      node: the part.
-      outgoing: leaves of which updates, and no gradients, enter this part.
-      owner: name of the nearest NamedTuple around it, for messages.
-      path: keys from that NamedTuple's field, joined by "/".
+      node: the node.
+      outgoing: paths of the leaves whose input to this node is an update, and no gradient.
+      owner: name of the nearest NamedTuple around the node, for messages.
+      path: keys from that NamedTuple's field to the node, joined by "/".
 
     Returns:
-      The part at g·θ, and the leaves of which updates leave it.
+      The node at g·θ, and the paths of the leaves whose output from this node is an update.
     """
     kind = type(node)
     rules = {"gauge_optax": _OUR_RULES, "optax": _OPTAX_RULES}.get(kind.__module__.partition(".")[0], {})
     if kind.__name__ in rules:
         return rules[kind.__name__](move, node, outgoing)
     if isinstance(node, tuple) and hasattr(node, "_fields"):
-        # The fields of a wrapper do not follow one another as links do: what enters the wrapper enters each of them.
+        # The fields of a wrapper are no chain: each field gets the input of the wrapper.
         walked = [_walk(move, x, outgoing, kind.__name__) for x in node]
         return kind._make(x for x, _ in walked), outgoing.union(*(after for _, after in walked))
     if kind in (tuple, list):  # a chain
@@ -127,7 +129,7 @@ def _walk(move: Move, node: Any, outgoing: Outgoing, owner: str, path: str = "")
         walked = [_walk(move, x, outgoing, owner, at) for (_, x), at in zip(children, paths, strict=True)]
         return treedef.unflatten([x for x, _ in walked]), outgoing.union(*(after for _, after in walked))
 
-    # An array without a rule. Its path, or else its shape, says which leaf it may belong to.
+    # The node is an array without a rule. Its path, or else its shape, says to which leaf it may belong.
     if not jnp.issubdtype(jnp.result_type(node), jnp.inexact):
         return node, outgoing
     shape = jnp.shape(node)
@@ -144,8 +146,8 @@ def _walk(move: Move, node: Any, outgoing: Outgoing, owner: str, path: str = "")
 
 # Optax's states -------------------------------------------------------------------------------------
 
-# The powers of entries that the fields of a state average. Keys are names of classes: not all of them are public, and
-# an installed Optax may lack some.
+# Name of a state's class → field → the power of entries that the field averages. Keys are names, because some classes
+# are not public, and an installed Optax may lack some.
 _POWERS: dict[str, dict[str, int]] = {
     "TraceState": {"trace": 1},
     "EmaState": {"ema": 1},
@@ -165,8 +167,8 @@ _POWERS: dict[str, dict[str, int]] = {
     "ScaleBySimplifiedAdEMAMixState": {"m": 1, "n": 2},
     "MuonState": {"mu": 1},
 }
-_ACCUMULATING = ("TraceState", "EmaState", "ApplyEvery")  # what enters these leaves them; the others precondition it
-_OF_OUTPUT = ("e_x",)  # AdaDelta averages the squares of the updates that it makes
+_ACCUMULATING = ("TraceState", "EmaState", "ApplyEvery")  # gradients leave these as gradients; the others precondition
+_OF_OUTPUT = ("e_x",)  # the fields that average outputs: AdaDelta averages the squares of the updates that it makes
 
 
 def _averages(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing]:
@@ -190,20 +192,20 @@ def _averages(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing
 
 
 def _multi_steps(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing]:
-    """The accumulated gradients have not passed the optimizer inside."""
+    """Moves accumulated gradients with the input's `outgoing`: they have not passed the optimizer inside."""
     accumulated = with_leaves(state.acc_grads, move.averages(leaves_by_path(state.acc_grads), outgoing))
     inner, after = _walk(move, state.inner_opt_state, outgoing, "MultiStepsState")
     return state._replace(inner_opt_state=inner, acc_grads=accumulated), after
 
 
 def _injected(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing]:
-    """Hyperparameters are no moments, even where they have the name of a leaf."""
+    """Moves the inner state alone: hyperparameters are no moments, even if one has the name of a leaf."""
     inner, after = _walk(move, state.inner_state, outgoing, type(state).__name__)
     return state._replace(inner_state=inner), after
 
 
 def _compressed(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing]:
-    """Second moments move in float32, and are then rounded again, as in a step."""
+    """Moves second moments in float32, and rounds them to the stored dtype again, as a step does."""
     inner, after = _walk(move, decompressed(state), outgoing, "CompressedState")
     return compressed(state.count, inner, dtype_of(state), stream=1), after
 

@@ -1,4 +1,4 @@
-"""Tools before and beside training: lists of gauges as JSON, values and axes by path; `plan`, `check`, `lora`."""
+"""Tools to use before training: gauge lists as JSON, values by path, axes by name, and `plan`, `check` and `lora`."""
 
 from gauge_optax.tools.as_json import from_json, to_json
 from gauge_optax.tools.masks import by_path

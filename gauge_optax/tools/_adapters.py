@@ -1,8 +1,8 @@
-"""What else a module with two LoRA factors may hold, and when GL(rank) between the factors is no symmetry.
+"""Finds modules whose LoRA factors have no GL(rank) symmetry, by names and shapes of their leaves.
 
-The symmetry asks that the function depends on the product of the two factors alone. Names and shapes show where it does
-not: a leaf between the factors, the factors of all experts in two matrices, and methods that read a factor by itself.
-Every doubt is an error, because a wrong gauge trains a wrong model without an error.
+GL(rank) between two factors is a symmetry if the function depends on their product alone. It does not if another leaf
+stands between the factors, if two matrices hold the factors of all experts, or if the method reads one factor by
+itself. Every doubtful case is an error, because training with a wrong gauge would go wrong without any error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Shape = tuple[int, ...]
 Names = tuple[str, ...]
 Modules = dict[Names, list[tuple[str, Names]]]
 
-# Names of the leaves that an adapter changes, and of modules that hold them.
+# Names of the leaves that an adapter changes, then of modules that hold such leaves.
 _KERNELS = ("kernel", "weight", "w", "embedding", "bias")
 _BASES = ("base_layer", "base_module", "base")
 _MAGNITUDE = re.compile(r"magnitude|dora", re.IGNORECASE)
@@ -36,9 +36,9 @@ class Adapter(NamedTuple):
       a: path of A.
       b: path of B.
       module: names of the module that holds both.
-      left: axes of A; "" before they are known.
-      right: axes of B, likewise.
-      sizes: lengths of axes in parentheses.
+      left: axes string of A; "" before it is known.
+      right: axes string of B; "" before it is known.
+      sizes: lengths of axes in parentheses of the axes strings.
 
     >>> adapter = Adapter("m/lora_a", "m/lora_b", ("m",), "_ basis", "basis _", {})
     >>> adapter.side("m/lora_a", (8, 2)), adapter.rank(2)
@@ -53,7 +53,12 @@ class Adapter(NamedTuple):
     sizes: Mapping[str, int] = {}
 
     def side(self, path: str, shape: Shape) -> tuple[int, Shape, Shape]:
-        """The length of the axis that holds the rank, named axes with one to themselves, and free axes, of a factor."""
+        """Sorts the axes of a factor's shape.
+
+        Returns:
+          The length of the axis that holds the rank; the lengths of other axes with names (layers, experts); and those
+          of free axes (`_`).
+        """
         plan = parse_axes("lora", path, self.left if path == self.a else self.right)
         flat, batch, free = 1, [], []
         for parts, length in zip(plan.groups, shape, strict=False):
@@ -67,7 +72,7 @@ class Adapter(NamedTuple):
         return flat, tuple(batch), tuple(free)
 
     def rank(self, flat: int) -> int:
-        """The rank, where the axis that holds it has length `flat`."""
+        """The rank, from the length `flat` of the axis that holds it, which may hold experts too."""
         plan = parse_axes("lora", self.a, self.left)
         for parts in plan.groups:
             names = [part.name for part in parts]
@@ -77,7 +82,7 @@ class Adapter(NamedTuple):
 
 
 def pattern_of(module: Collection[str]) -> str:
-    """A pattern for the `axes` of a module.
+    """The path pattern of a module, as a key for the argument `axes`.
 
     >>> pattern_of(("layer_0", "mlp")), pattern_of(())
     ('layer_0/mlp', '**')
@@ -86,7 +91,7 @@ def pattern_of(module: Collection[str]) -> str:
 
 
 def refuse_method(prefix: str, a: str, b: str) -> None:
-    """Raises ValueError for factors of methods that are no product of two, by the prefix of their names.
+    """Raises ValueError if the names' prefix belongs to a method that uses more than the product of the two factors.
 
     >>> refuse_method("lora_", "lora_a", "lora_b")
     """
@@ -100,7 +105,7 @@ def refuse_method(prefix: str, a: str, b: str) -> None:
 
 
 def by_module(leaves: Mapping[str, Shape]) -> Modules:
-    """All leaves of every module: paths, and names within the module.
+    """Module → its leaves, also those of modules inside it: (path, names within the module).
 
     >>> by_module({"mlp/lora_a": (8, 2)})
     {(): [('mlp/lora_a', ('mlp', 'lora_a'))], ('mlp',): [('mlp/lora_a', ('lora_a',))]}
@@ -116,13 +121,13 @@ def by_module(leaves: Mapping[str, Shape]) -> Modules:
 def refuse_between(
     adapter: Adapter, leaves: Mapping[str, Shape], modules: Modules, bound: Collection[str]
 ) -> None:
-    """Raises ValueError if another leaf of the module stands between two factors, or may.
+    """Raises ValueError if another leaf of the module stands, or may stand, between two factors.
 
     Args:
-      adapter: the factors.
-      leaves: shapes of all leaves, by path.
-      modules: the leaves of every module.
-      bound: paths of all factors, and of biases that move with them.
+      adapter: the two factors.
+      leaves: path → shape of all leaves.
+      modules: the leaves of every module, as `by_module` returns them.
+      bound: paths of all factors in the tree, and of biases that move with them.
 
     >>> leaves = {"m/lora_a": (8, 2), "m/lora_b": (2, 8), "m/kernel": (8, 8)}
     >>> adapter = Adapter("m/lora_a", "m/lora_b", ("m",), "_ basis", "basis _", {})
@@ -137,7 +142,7 @@ def refuse_between(
         shape = leaves[path]
         at = [k for k, n in enumerate(shape) if n in marks]
         inner = shape[len(batch) :] if shape[: len(batch)] == batch else shape
-        square = inner == (rank * rank,) and rank > 1  # a mixer in one row
+        square = inner == (rank * rank,) and rank > 1  # a rank × rank mixer that is stored as one row
         if not (at or square) or path in bound or math.prod(shape) == 1 or len(rest) > tail + 1:
             continue
         if _harmless(adapter, rest, shape, batch, inputs, outputs):
@@ -152,7 +157,7 @@ def refuse_between(
 
 
 def _beside(adapter: Adapter, modules: Modules) -> list[tuple[str, Names]]:
-    """Other leaves of the module: path, and names within the module."""
+    """The leaves of the adapter's module; those of the outer module too, if a module of its own holds the factors."""
     module = adapter.module
     if module and re.search("lora|adapter", module[-1], re.IGNORECASE):  # a module for the factors alone
         above = [(path, rest) for path, rest in modules[module[:-1]] if rest[0] != module[-1]]
@@ -161,7 +166,7 @@ def _beside(adapter: Adapter, modules: Modules) -> list[tuple[str, Names]]:
 
 
 def _above(adapter: Adapter, modules: Modules, bound: Collection[str]) -> list[tuple[str, Names]]:
-    """Leaves of adapters in modules further up, which several pairs may share."""
+    """Leaves of adapters in outer modules, which several pairs may share, such as VeRA's."""
     factors = {tuple(re.split("[/.]", path)) for path in bound}
     found = []
     for k in range(len(adapter.module)):
@@ -192,13 +197,13 @@ def _harmless(adapter: Adapter, rest: Names, shape: Shape, batch: Shape, inputs:
 
 
 def _names_of_kernels(adapter: Adapter) -> set[str]:
-    """Names that the adapted leaf may have; `w_lora_a` belongs to `w`."""
+    """Names that the leaf which the adapter changes may have; `w_lora_a`, for example, changes `w`."""
     first = re.split("[/.]", adapter.a)[len(adapter.module)]
     return {*_KERNELS, re.sub("_?lora_.*$", "", first)} - {""}
 
 
 def _remedy(adapter: Adapter, path: str, inner: Shape, lead: int, rank: int) -> str:
-    """What to write instead of a gauge between two factors with a leaf between them."""
+    """The advice of the error message: how to bind factors that have the leaf at `path` between them."""
     leave = "pass the tree without this adapter"
     elsewhere = (
         "if it stands elsewhere, bind the pair with "
@@ -226,9 +231,9 @@ def _remedy(adapter: Adapter, path: str, inner: Shape, lead: int, rank: int) -> 
 
 
 def refuse_flattened(adapter: Adapter, leaves: Mapping[str, Shape], modules: Modules) -> None:
-    """Raises ValueError if two matrices hold the factors of several blocks or experts, or may, and nobody said so.
+    """Raises ValueError if two matrices hold, or may hold, the factors of several blocks or experts.
 
-    The size of the adapted kernel tells, if it is in the tree. Otherwise the module's name has to.
+    If the adapted kernel is in the tree, its size shows this. Otherwise the module's name has to.
 
     >>> leaves = {"m/lora_a": (8, 2), "m/lora_b": (2, 8), "m/kernel": (8, 8)}
     >>> adapter = Adapter("m/lora_a", "m/lora_b", ("m",), "_ basis", "basis _", {})
@@ -281,7 +286,7 @@ def refuse_flattened(adapter: Adapter, leaves: Mapping[str, Shape], modules: Mod
 
 
 def _refuse_scanned(adapter: Adapter, a: Shape, b: Shape) -> None:
-    """Raises ValueError for experts in scanned layers, where an axis in front is one of layers."""
+    """Raises ValueError for experts in scanned layers: the leading axis may count layers or experts."""
     names = [*adapter.module, ""]
     scanned = any(re.fullmatch("layers?|blocks?", x) and not y.isdigit() for x, y in itertools.pairwise(names))
     if scanned and _of_experts(adapter.module):
@@ -297,7 +302,7 @@ def _refuse_scanned(adapter: Adapter, a: Shape, b: Shape) -> None:
 
 
 def _of_experts(module: tuple[str, ...]) -> bool:
-    """Whether a module's path is that of several experts: not of shared ones, of a single one, or of their router."""
+    """Whether a module holds several experts, and not shared experts, a single expert or the router."""
     names = [name.lower() for name in module if name not in _BASES]
     if any(re.search("shared|router|attn|attention", name) for name in names):
         return False

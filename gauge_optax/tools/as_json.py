@@ -1,4 +1,4 @@
-"""Gauge lists as JSON, to keep beside a checkpoint or to hand to another program, and back."""
+"""Converts gauge lists to JSON and back, to keep them beside a checkpoint or to pass them to another program."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ FORMAT = 1
 
 
 def to_json(gauges: Gauges) -> str:
-    """A gauge list as JSON: constructors with their arguments, patterns and axes as the user wrote them.
+    """Returns a gauge list as JSON: constructors with their arguments, patterns and axes as the user wrote them.
 
     Args:
-      gauges: a gauge or a sequence of them. A class of yours is a dataclass whose fields are strings, numbers, or lists
-        and dictionaries of them.
+      gauges: a gauge or a sequence of them. A gauge class of your own has to be a dataclass whose fields are strings,
+        numbers, or lists and dictionaries of them.
 
     Returns:
-      The text; `from_json` gives equal gauges back.
+      The text. `from_json` makes equal gauges of it.
 
     Raises:
-      ValueError: a gauge has a class of the user's that is no dataclass, or a field that JSON does not have.
+      ValueError: the class of a gauge is no dataclass, or has a field that JSON cannot hold.
 
     >>> print(go.tools.to_json(go.logit_shift({"head": "_ vocab"})))
     {
@@ -51,12 +51,12 @@ def to_json(gauges: Gauges) -> str:
 def from_json(
     text: str, shapes: Mapping[str, Sequence[int]] | None = None, classes: Sequence[type[Gauge]] = ()
 ) -> list[Gauge]:
-    """The gauges of a JSON text.
+    """Makes the gauges that a JSON text describes.
 
     Args:
       text: the result of `to_json`.
-      shapes: leaf name → shape, from any framework. The gauges are bound to it, so that a list that does not fit fails
-        here.
+      shapes: leaf name → shape, from any framework. If given, the gauges are bound to these shapes, so that a list that
+        does not fit raises an error here.
       classes: your own subclasses of `go.Gauge` that the text may name.
 
     Returns:
@@ -89,7 +89,7 @@ def from_json(
 
 @functools.singledispatch
 def _entry(gauge: Any) -> dict[str, Any]:
-    """A gauge as JSON: of a user's class, the class and its fields."""
+    """The JSON entry of a gauge. This default is for a user's class: the name of the class, and its fields."""
     named = dataclasses.fields(gauge) if dataclasses.is_dataclass(gauge) else None
     fields = None if named is None else {field.name: getattr(gauge, field.name) for field in named}
     if fields is None or json.loads(json.dumps(fields, default=lambda _: None)) != fields:
@@ -102,14 +102,14 @@ def _entry(gauge: Any) -> dict[str, Any]:
 
 @_entry.register
 def _entry_of_blocks(gauge: BlockGauge) -> dict[str, Any]:
-    """The constructor's name and arguments; the norms that it passes are entries too."""
+    """The JSON entry of a built-in gauge: the constructor's name and arguments. Norms in them are entries too."""
     arguments = gauge._arguments()
     norms = {"norms": [_entry(norm) for norm in arguments["norms"]]} if "norms" in arguments else {}
     return {"kind": gauge.name, **arguments, **norms}
 
 
 def _gauge(entry: Any, own: Mapping[str, type[Gauge]]) -> Gauge:
-    """The gauge of one JSON entry; `own` has the user's classes by name."""
+    """Makes the gauge of one JSON entry; `own` is name → class for the user's classes."""
     if not isinstance(entry, dict) or "class" not in entry:
         return _call(entry).gauge()
     if entry["class"] not in own:
@@ -120,7 +120,7 @@ def _gauge(entry: Any, own: Mapping[str, type[Gauge]]) -> Gauge:
 
 
 def _call(entry: Any) -> Call:
-    """The constructor call of one JSON entry."""
+    """Returns the constructor call that one JSON entry describes."""
     kind = str(entry.get("kind")) if isinstance(entry, dict) else ""
     parameters = list(inspect.signature(CONSTRUCTORS[kind]).parameters) if kind in CONSTRUCTORS else []
     unknown = sorted(set(entry) - {"kind", *parameters}) if parameters else []

@@ -1,8 +1,8 @@
 """`check`: a preflight, which raises errors for mistakes that training itself would not report.
 
-Everything here is measured on the user's own tree, state and gradient. The gradient of an invariant loss has no part
-along an orbit: a part beyond roundoff refutes the gauge. Where leaves or gradients are zero, nothing can be refuted,
-and a note says so.
+Everything here is measured on the user's own tree, state and gradient. If a gauge is a symmetry of the loss, the
+gradient has no part along the gauge's orbit. A part beyond roundoff (an *asymmetry*) shows that the gauge is wrong. If
+leaves or gradients are zero, this test says nothing, and a note says so.
 """
 
 import dataclasses
@@ -29,36 +29,37 @@ from gauge_optax.transformation import LeafRule, recording, require_gradients, r
 from gauge_optax.wrapped import transformations_of
 from gauge_optax.xla import quick_options
 
-# The largest asymmetry that roundoff explains, by the bits of a gradient's mantissas: tests/tolerances.py has the
-# measured sizes of both sides.
+# Bits of the mantissas of a gradient → the largest asymmetry that roundoff explains. tests/tolerances.py has measured
+# asymmetries of right and of wrong gauges.
 _ROUNDOFF = {52: 1e-8, 23: 3e-5, 10: 3e-2, 7: 5e-2}
-_ALL_ROUNDED = 0.95  # share of a leaf's entries whose update its dtype rounds away
-_OTHER_SIZE = 0.3  # how far logs of sizes may be from those of a frame, beyond the first step
-_OTHER_WEIGHTS = 0.05  # the relative difference of a state at the first step that is no roundoff
-_NOISE = 1e-5  # relative size of a perturbation under which a state's arrays have to be stable to be compared
-_CANCELLED = 20.0  # by how much more roundoff there is where a sum of large terms is zero, as in a key bias
-_TIMES_ROUNDOFF = 16.0
-_OF_USUAL = 1e-2  # share of a usual leaf's step that is roundoff on a leaf which a gauge holds
-_SIGNAL = 1e-6  # share of the largest gradient below which one is roundoff
-_QUIET = 1e-4  # share of its partners' step below which a leaf's step is none, beside its share of the gradient
-_FAST = 0.1  # share of a matrix that one step of Adam may be long beside Muon
+_ALL_ROUNDED = 0.95  # an error if the dtype rounds away the update of more than this share of a leaf's entries
+_OTHER_SIZE = 0.3  # the largest mean relative difference of sizes in a frame and in the weights, after the first step
+_OTHER_WEIGHTS = 0.05  # the largest relative difference of a state's array from `tx.init(params)`, at the first step
+_NOISE = 1e-5  # relative change of weights by which is tested how much roundoff changes the arrays of `tx.init`
+_CANCELLED = 20.0  # a gradient that is left of cancelled large terms (a key bias) may have so many times the limit
+_TIMES_ROUNDOFF = 16.0  # a step of at most so many times eps times the weight is roundoff
+_OF_USUAL = 1e-2  # on a leaf that a gauge binds, a step below this share of the median leaf's relative step is roundoff
+_SIGNAL = 1e-6  # a leaf's gradient below this share of the largest one is roundoff
+_QUIET = 1e-4  # a step is roundoff below this share of its partners' step, times the leaf's share of their gradient
+_FAST = 0.1  # beside Muon, a step of Adam on a matrix may have at most this share of the matrix's norm
 _NO_RULE = LeafRule("")
-_FEW = 64  # fewer entries than this do not show in what precision they were computed
-_MOST_ENTRIES = 4096  # of each leaf, that are looked at for that
-_TRAILING = 4  # zeros at the end of most mantissas: they were computed in less precision than they are stored in
-_HALF = 20  # bits that a mean of numbers in half precision may have
+_FEW = 64  # from fewer entries than this, the precision of a computation is not judged
+_MOST_ENTRIES = 4096  # entries of each leaf from which the precision is judged
+_TRAILING = 4  # more zeros at the end of the median mantissa: it was computed in less precision than it is stored in
+_HALF = 20  # at most so many bits are used by means of numbers that were computed in half precision
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Report:
-    """What `check` found, all of it in order. Printed, it is a table and notes.
+    """The result of `check` if nothing is wrong. It prints as a table and notes.
 
     Attributes:
-      asymmetries: (gauge, its leaves, number): the largest asymmetry among the copies of each gauge.
-      limit: what roundoff explains at the precision of the gradient.
+      asymmetries: per gauge (name, its leaves, number). The number is the largest asymmetry among the gauge's copies:
+        the gradient's part along the orbit, relative to that of random vectors.
+      limit: the largest asymmetry that roundoff explains at the precision of the gradient.
       precision: that precision, in words.
-      frozen: paths of leaves that never change. Gauges that move one of them and another leaf are left alone.
-      notes: sentences about what cannot be told from this gradient, or deserves a look.
+      frozen: paths of leaves that never change. Copies of gauges with such a leaf are left alone.
+      notes: sentences about cases that this gradient cannot decide, or that deserve a look.
     """
 
     asymmetries: tuple[tuple[str, str, float], ...]
@@ -92,12 +93,12 @@ def check(
       params: the parameters.
       grads: the gradient of the loss that is trained, penalties and dropout included, a tree like `params`. An average
         of a few batches has less roundoff.
-      loss_fn: (params) or (params, batch) → loss. If it is given, the gauges are checked by its gradient in float64,
-        which shows smaller penalties than `grads` does; dropout has to be switched off for that. Leaves of zeros that
-        are trained are drawn at random, because at LoRA's B = 0 no gradient shows a wrong pair.
+      loss_fn: (params) or (params, batch) → loss. If given, the gauges are checked by its gradient in float64, which
+        shows smaller penalties than `grads` does. Switch off dropout in it. In this check, trained leaves that are zero
+        get random values, because at LoRA's B = 0 no gradient shows a wrong pair.
       batch: the second argument of `loss_fn`; None if it has none.
-      report: what `discover` returned for the function. If it is given, `neurons` and `embeddings` of `max_norm_muon`
-        are compared with the axes that the function uses.
+      report: the result of `discover` for the function. If given, `neurons` and `embeddings` of `max_norm_muon` are
+        compared with the axes that the function uses.
 
     Returns:
       A report; print it.
@@ -157,7 +158,7 @@ def check(
             raise said
         notes.append(said)
     notes += [] if report is None else require_no_contradiction(state, params, report)
-    while isinstance(tx, optax.MultiSteps):  # whose first update is zero
+    while isinstance(tx, optax.MultiSteps):  # its first update is always zero: look at the optimizer inside
         tx, state = tx._opt, state.inner_opt_state
     notes += _require_none_frozen_unseen(tx, state, params, grads, gauges, frozen)
     notes += _require_steps_that_count(tx, state, params, grads)
@@ -168,12 +169,14 @@ class _Share(NamedTuple):
     """The part of a gradient along one copy's orbit.
 
     Attributes:
-      number: its asymmetry.
-      leaves: what it moves.
-      zero: those of them whose whole gradient is zero, if the gradient of another one is not.
-      real: whether its leaves have another gradient than along constants. That of a key bias is what cancels in a sum.
-      told: whether this gradient can refute the gauge. It cannot where all its leaves are zero, or their
-        gradients are, as those of LoRA's factors at B = 0.
+      number: the asymmetry of the copy.
+      leaves: paths of the leaves that the copy moves.
+      zero: the leaves among them whose whole gradient is zero; () if the gradients of all of them are.
+      real: whether the gradient of some leaf has a part besides that along constants (parts that add something, such as
+        a number to all logits). If False, as for a key bias, the gradient is what is left of sums that cancel, and has
+        more roundoff.
+      told: whether this gradient can show that the gauge is wrong. It cannot if each leaf is zero or has the gradient
+        zero, as LoRA's factors at B = 0.
     """
 
     number: float
@@ -204,7 +207,7 @@ def _copies(gauge: Any, params: Any) -> Iterator[tuple[Any, tuple[str, ...]]]:
 
 
 def _row(gauge: Any, copies: Mapping[str, _Share]) -> tuple[str, str, float]:
-    if not copies:  # all of them are left alone, or the group has no directions
+    if not copies:  # every copy has a frozen leaf, or the group has no vertical directions
         return gauge.name, "left alone", 0.0
     paths = list(dict.fromkeys(path for share in copies.values() for path in share.leaves))
     leaves = ", ".join(paths[:2]) + (f", … ({len(paths)})" if len(paths) > 2 else "")
@@ -235,7 +238,7 @@ def _require_finite(grads: Any) -> None:
 def _shares(
     gauges: Sequence[Any], params: Any, grads: Any, frozen: frozenset[str], loss_fn: Any, batch: Any
 ) -> list[dict[str, _Share]]:
-    """Per gauge, copy → its share of the gradient, without the copies that a frozen leaf leaves alone."""
+    """Per gauge: copy → its `_Share` of the gradient. Copies with a frozen leaf are left out."""
     none = {p for p, g in leaves_by_path(grads).items() if not np.any(np.asarray(g))}
     empty = {p for p, x in leaves_by_path(params).items() if _is_real(x) and not np.any(np.asarray(x))}
     zero = none - frozen
@@ -261,7 +264,7 @@ _Numbers = list[tuple[Mapping[str, Any], Mapping[str, Any]]]
 
 
 def _asymmetries(gauges: Sequence[Any], params: Any, grads: Any) -> _Numbers:
-    """Per gauge: copy → asymmetry, and leaf → whether it has a gradient across constants."""
+    """Per gauge: copy → asymmetry, and leaf → whether its gradient has a part besides that along constants."""
 
     def of_each(params: Any, grads: Any) -> _Numbers:
         numbers: _Numbers = []
@@ -276,7 +279,10 @@ def _asymmetries(gauges: Sequence[Any], params: Any, grads: Any) -> _Numbers:
 
 
 def _one_program(function: Callable[..., Any]) -> Callable[..., Any]:
-    """One program at a time: on CPUs, two whose devices wait for each other at once can wait for ever."""
+    """Compiles a function, and waits at each call until it has ended.
+
+    On CPUs, two programs whose devices wait for each other can block each other forever if they run at once.
+    """
     compiled = jax.jit(function, compiler_options=quick_options())
     return lambda *arrays: jax.block_until_ready(compiled(*arrays))
 
@@ -284,9 +290,9 @@ def _one_program(function: Callable[..., Any]) -> Callable[..., Any]:
 def _in_double(
     gauges: Sequence[Any], params: Any, loss_fn: Callable[..., Any], batch: Any, empty: Collection[str]
 ) -> _Numbers:
-    """As `_asymmetries`, of the gradient of a function that is evaluated in float64.
+    """Returns what `_asymmetries` returns, for the gradient of `loss_fn` in float64.
 
-    Leaves of zeros that are trained (`empty`) are drawn at random: at LoRA's B = 0 no gradient shows a wrong pair.
+    Trained leaves that are zero (`empty`) get random values: at LoRA's B = 0 no gradient shows a wrong pair.
     """
     draw = np.random.default_rng(0).normal
 
@@ -310,9 +316,9 @@ def _in_double(
 
 
 def _precision(grads: Any) -> tuple[float, str]:
-    """The asymmetry that roundoff explains at the precision of a gradient, and that precision in words.
+    """The largest asymmetry that roundoff explains at the precision of a gradient, and that precision in words.
 
-    Weights in float32 may have gradients that were computed in bfloat16. Their mantissas end in zeros.
+    A gradient that is stored in float32 may have been computed in bfloat16. Its mantissas then end in zeros.
     """
     leaves = [np.asarray(x) for x in jax.tree.leaves(grads) if _is_real(x)]
     coarse = min((x.dtype for x in leaves), key=lambda dtype: jnp.finfo(dtype).nmant, default=np.dtype(np.float64))
@@ -328,13 +334,13 @@ def _precision(grads: Any) -> tuple[float, str]:
 
 
 def _used_bits(x: np.ndarray) -> np.ndarray:
-    """Per nonzero entry, the bits of its mantissa up to the last that is set."""
+    """Per nonzero entry, the number of bits of its mantissa up to the last one that is set."""
     kind = np.dtype(np.float64) if x.dtype == np.float64 else np.dtype(np.float32)
     width = int(jnp.finfo(kind).nmant)
     entries = x.astype(kind).ravel()
     entries = entries[np.isfinite(entries) & (entries != 0)][:_MOST_ENTRIES]
     mantissas = entries.view(np.uint64 if width == 52 else np.uint32).astype(np.uint64) & np.uint64(2**width - 1)
-    lowest = mantissas & (~mantissas + np.uint64(1))  # the last bit that is set, or 0
+    lowest = mantissas & (~mantissas + np.uint64(1))  # a number with only the last set bit of the mantissa, or 0
     return np.where(mantissas == 0, 0, width - np.log2(np.maximum(lowest, 1)).astype(int))
 
 
@@ -359,7 +365,7 @@ def _say_frozen(path: str) -> str:
 
 
 def _frozen_in(state: Any) -> frozenset[str]:
-    """The leaves that states of this library say never change."""
+    """Paths of the leaves that never change, as states of this library record in their field `frozen`."""
 
     def says(node: Any) -> bool:
         return isinstance(getattr(node, "frozen", None), dict)
@@ -371,7 +377,7 @@ def _frozen_in(state: Any) -> frozenset[str]:
 
 
 def _require_no_mask_outside(tx: Any, gauges: Sequence[Any], params: Any, frozen: frozenset[str]) -> None:
-    """Raises ValueError where a mask behind a step drops what one side of a gauge was to take."""
+    """Raises ValueError if a mask after a gauge's step sets the step of some of the gauge's leaves to zero."""
     outside = frozen_leaves("check", tx, params) - frozen
     for gauge in gauges if outside else ():
         for _, paths in _copies(gauge, params):
@@ -388,9 +394,10 @@ def _require_no_mask_outside(tx: Any, gauges: Sequence[Any], params: Any, frozen
 def _require_none_frozen_unseen(
     tx: Any, state: Any, params: Any, grads: Any, gauges: Sequence[Any], frozen: frozenset[str]
 ) -> list[str]:
-    """Raises ValueError for leaves or entries that are frozen and that no state of this library knows of.
+    """Raises ValueError for leaves or entries that are frozen without being recorded in a state of this library.
 
-    A step of zero is a leaf's own at a rate of zero, or in a warm-up, and a sentence about it is returned.
+    The step of a whole leaf can also be zero because its learning rate is zero, or because of a warm-up. Then no error
+    is raised, and a sentence about it is returned.
     """
 
     def update(grads: Any, state: Any, params: Any) -> Any:
@@ -401,9 +408,9 @@ def _require_none_frozen_unseen(
     try:
         program = _one_program(update)
         recorded = program(grads, state, params) if gauges else []
-        # A step that roundoff makes zero is not zero for another gradient. A mask is.
+        # A step that happens to round to zero is not zero for the negative gradient. A masked step is.
         others = program(jax.tree.map(_negative, grads), state, params) if gauges else []
-    except Exception as error:  # whatever an optimizer asks for: further arguments, or a loop around it
+    except Exception as error:  # the optimizer may need further arguments, or a loop around it
         return [f"frozen leaves were not looked for beyond what states say: the update raised {type(error).__name__}"]
     most = {path: _most(leaf) for path, leaf in leaves_by_path(grads).items()}
     zero = {path for path, leaf in leaves_by_path(params).items() if not _most(leaf)}
@@ -417,7 +424,8 @@ def _require_none_frozen_unseen(
                     continue
                 sizes = {p: _most(g[p]) for p in paths}
                 still = [p for p in paths if not sizes[p] and most[p] > _SIGNAL * max(most.values())]
-                # What later links are given has lost its part along orbits, which may be all that a norm's scale had.
+                # Later links of a chain get gradients without their part along orbits. For a norm's scale this part may
+                # be all, so that zero does not mean frozen.
                 single = {b.path for part in copy.parts for b in part.blocks if b.view_shape == part.shape}
                 still = [p for p in still if number == 0 or p not in single]
                 if steps is None:
@@ -428,7 +436,7 @@ def _require_none_frozen_unseen(
                 for p in (p for p in paths if max(moves.values()) and sizes[p] > 0 and p not in zero):
                     share = moves[p] / max(moves.values())
                     x, y = np.asarray(g[p]), np.maximum(np.abs(np.asarray(u[p])), np.abs(np.asarray(v[p])))
-                    # An average of weights returns differences, where small steps are rounded to zero.
+                    # An optimizer that averages weights returns differences of weights: small steps round to zero.
                     seen = moves[p] > _TIMES_ROUNDOFF * float(jnp.finfo(real_dtype()).eps) * np.abs(np.asarray(at[p]))
                     if 0 < share < _QUIET * min(1.0, sizes[p] / max(sizes.values())):
                         raise _frozen_unseen(p, f"but for roundoff, inside {gauge.name}", "step")
@@ -461,7 +469,8 @@ def _frozen_unseen(path: str, how: str, what: str) -> ValueError:
 def _require_state_of(tx: Any, state: Any, params: Any) -> None:
     """Raises ValueError for a state that was made for other weights.
 
-    At the first step, all of its arrays are those of `tx.init(params)`. Later, the sizes of its frames are.
+    At the first step, all arrays of the state have to be near those of `tx.init(params)`. At later steps, only the
+    sizes in its frames have to be.
     """
     init = _one_program(tx.init)
     fresh = init(params)
@@ -471,7 +480,8 @@ def _require_state_of(tx: Any, state: Any, params: Any) -> None:
         raise binding_error(
             "check", "a state of another optimizer, or of another tree", made[:200], expected[:200],
             "write state = tx.init(params), or restore a checkpoint into jax.eval_shape(tx.init, params)")
-    # Without a counter, as in momentum, nothing but a frame says that a run has begun if other arrays are as new.
+    # A run has begun if a counter has changed. A state without counters, as of momentum, is compared by its arrays
+    # except frames. If it has no such arrays either, only sizes in frames are compared.
     counted = [p for p in pairs if jnp.issubdtype(jnp.result_type(p[1]), jnp.integer)]
     kept = [p for p in pairs if ".frame." not in jax.tree_util.keystr(p[0][0])]
     started = all(np.array_equal(a, b) for (_, a), b in counted or kept)
@@ -482,7 +492,8 @@ def _require_state_of(tx: Any, state: Any, params: Any) -> None:
         if not _is_real(a):
             continue
         size = float(np.linalg.norm(np.asarray(b, np.float64)))
-        # A head with equal eigenvalues has no basis of its own: roundoff chooses one, and it proves nothing.
+        # Some arrays depend on roundoff, such as the eigenbasis of a head with equal eigenvalues. They change much
+        # under the small disturbance, and may then differ from `init` too.
         off, least = (float(np.linalg.norm(np.asarray(x, np.float64) - np.asarray(b, np.float64))) for x in (a, c))
         if off > max(_OTHER_WEIGHTS * size, least / _NOISE * 1e-2) and size > 0:
             raise _other_weights(jax.tree_util.keystr(keys), off / size)
@@ -490,7 +501,7 @@ def _require_state_of(tx: Any, state: Any, params: Any) -> None:
 
 
 def _disturbed(params: Any) -> Any:
-    """Weights that differ by roundoff."""
+    """Returns weights with a random relative change of about `_NOISE`."""
 
     def moved(key: jax.Array, leaf: Any) -> Any:
         noise = jax.random.normal(key, jnp.shape(leaf))
@@ -503,7 +514,13 @@ def _disturbed(params: Any) -> Any:
 
 
 def _require_sizes(state: Any, fresh: Any, most: float) -> None:
-    """Raises ValueError where the sizes of a frame differ from those of the weights by more than a share of them."""
+    """Raises ValueError if sizes in a frame have a mean relative difference above `most` from those of the weights.
+
+    Args:
+      state: the state, with frames of any age.
+      fresh: `tx.init(params)`, whose frames are those of the weights.
+      most: the largest mean relative difference, per label.
+    """
     is_frame = lambda node: isinstance(node, Frame)  # noqa: E731
     both = ([n for n in jax.tree.leaves(x, is_leaf=is_frame) if is_frame(n)] for x in (state, fresh))
     for kept, read in zip(*both, strict=True):
@@ -526,17 +543,17 @@ def _other_weights(where: str, off: float) -> ValueError:
 
 
 def _require_steps_that_count(tx: Any, state: Any, params: Any, grads: Any) -> list[str]:
-    """Raises ValueError where the dtype of a leaf rounds its update away; returns sentences."""
+    """Raises ValueError if the dtype of a leaf rounds its update away. Returns notes about updates not looked at."""
     rules, leaves = said_by(tx, params), leaves_by_path(params)
     polar = any("polar" in rule.rule for rule in rules.values())
     coarse = any(jnp.finfo(x.dtype).nmant < jnp.finfo(real_dtype()).nmant for x in leaves.values() if _is_real(x))
-    if not polar and not coarse:  # what float32 rounds away is roundoff
+    if not polar and not coarse:  # no dtype is coarser than the arithmetic, and no rate is meant for Muon
         return []
     try:
         updates, _ = _one_program(tx.update)(grads, state, params)
     except TypeError:
         return ["the first update was not looked at, because the optimizer needs further arguments"]
-    # Where a leaf stores γ − 1, roundoff is that of γ.
+    # If a leaf stores γ − 1, the size of roundoff is that of γ.
     added, moved = dict[str, Any](), False
     for gauge in gauges_of(tx):
         added |= bound((gauge,), params).whole.added
@@ -547,7 +564,7 @@ def _require_steps_that_count(tx: Any, state: Any, params: Any, grads: Any) -> l
     shares = {path: _ratio(u, p) for path, (u, p) in pairs.items()}
     usual = float(np.median(list(shares.values()) or [0.0]))
     for (path, leaf), update in zip(leaves.items(), jax.tree.leaves(updates), strict=True):
-        # What is roundoff where updates are computed, as that of an anchor, is no update. Behind other parts it grows.
+        # On a leaf that a gauge binds, such as an anchor, a relatively tiny step is roundoff of the gauge's moves.
         if path not in pairs or (path in added and shares[path] < _OF_USUAL * usual):
             continue
         least = _TIMES_ROUNDOFF * float(jnp.finfo(real_dtype()).eps)
@@ -577,7 +594,7 @@ def _is_real(leaf: Any) -> bool:
 
 
 def _require_slow(path: str, u: np.ndarray, p: np.ndarray) -> None:
-    """Raises ValueError for a matrix that Adam steps at a rate which is meant for orthogonalized steps."""
+    """Raises ValueError if Adam's step on a matrix is so large that its learning rate must be meant for Muon."""
     share = _ratio(u, p)
     if _FAST < share and np.any(p):
         raise binding_error(

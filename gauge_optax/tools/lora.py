@@ -1,7 +1,8 @@
 """`lora`: the gauges of LoRA factors, which are recognized by their names and shapes.
 
-An adapter adds a product of two factors to a kernel: x·A·B where A is (in, rank) and B (rank, out), or x·Aᵀ·Bᵀ where
-PyTorch's layout gives A (rank, in) and B (out, rank). An element of GL(rank) between the factors changes neither.
+An adapter adds a product of two factors to a kernel's output: x·A·B with A (in, rank) and B (rank, out). In PyTorch's
+layout it is x·Aᵀ·Bᵀ with A (rank, in) and B (out, rank). For an invertible matrix S of GL(rank), A·S and S⁻¹·B have the
+same product.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from gauge_optax.gauges.gauge import Gauge
 from gauge_optax.tools import _adapters
 from gauge_optax.tools._adapters import Adapter
 
-# Names without a prefix are `a` and `b` only: bare `down` and `up` are the layers of an MLP.
+# Without a prefix, only `a` and `b` are names of factors: `down` and `up` alone are the layers of an MLP.
 _NAMES = re.compile(
     r"(?P<prefix>.*lora_|.*lora_embedding_|hada_w[12]_|lokr_w[12]_|)(?P<name>a|b|A|B|(?<=lora_)(?:down|up))")
 _PARTNER = {"a": "b", "A": "B", "down": "up"}
@@ -31,23 +32,24 @@ Shape = tuple[int, ...]
 def lora(
     params: Any, *, axes: Mapping[str, Axes] | None = None, sizes: Mapping[str, int] | None = None
 ) -> list[Gauge]:
-    """The gauges of all LoRA factors in a tree: one `head_linear` per kind of pair, layers as captures.
+    """Returns the gauges of all LoRA factors in a tree: one `head_linear` per kind of pair, with layers as captures.
 
     A pair is two leaves whose paths differ in one name: `...lora_a` and `...lora_b` (Qwix's `w_lora_a`, Flax's
     `lora_a`, PEFT's `lora_A/default/weight`), `lora_embedding_A`, `lora_down` and `lora_up`, LoHa's `hada_w1_a` and
-    LoKr's `lokr_w2_a` with their `b`, or plain `a` and `b`, `A` and `B` where shapes say that their product has low
-    rank. Ranks may differ from pair to pair. The rank is A's last axis, and B's first axis after leading axes that both
-    factors share (scanned layers, experts); each index of those has its own group. In PyTorch's layout (`weight`, or
-    where it has the lowest rank) the rank is A's first axis and B's second. A's bias moves with it.
+    LoKr's `lokr_w2_a` with their `b`, or plain `a` and `b`, `A` and `B` if shapes say that their product has low rank.
+    Ranks may differ from pair to pair. The rank is A's last axis, and B's first axis after leading axes that both
+    factors share (scanned layers, experts); each index of the shared axes has its own element. In PyTorch's layout
+    (paths that end in `weight`, or shapes for which this layout gives the lowest rank) the rank is A's first axis and
+    B's second. The bias of A's layer moves with A.
 
-    Only the product of the two may count. A leaf of the same module that has an axis of the rank's length is refused:
-    AdaLoRA's `lora_E`, a mixer or a gate between the factors. Known not to stand there are the adapted kernel and its
-    bias, the biases of A and B, and DoRA's magnitudes. PEFT stores the factors of all experts of a fused kernel in two
-    matrices, whose shapes are those of one adapter of a higher rank; say so by `axes` and `sizes`:
+    The function must depend on the product of the two factors alone. A leaf of the same module with an axis of the
+    rank's length raises an error: AdaLoRA's `lora_E`, a mixer or a gate between the factors. Exempt are the adapted
+    kernel and its bias, the biases of A and B, and DoRA's magnitudes. PEFT stores the factors of all experts of a fused
+    kernel in two matrices, whose shapes are those of one adapter of a higher rank; say so by `axes` and `sizes`:
     `axes={"**/experts": ("(expert basis) _", "_ (basis expert)")}, sizes={"expert": 8}`.
 
     Args:
-      params: arrays or shapes: the adapters alone, `nnx.state(model, nnx.LoRAParam)`, or a whole model with them.
+      params: a tree of arrays or shapes: the adapters alone, `nnx.state(model, nnx.LoRAParam)`, or a whole model.
       axes: for modules whose shapes are ambiguous: path pattern of the pair's module → axes of A and of B, for example
         `{"**/experts": ("_ expert basis", "basis expert _")}`.
       sizes: lengths of axes inside `(a b)` that no other axis fixes.
@@ -57,9 +59,9 @@ def lora(
 
     Raises:
       ValueError: the tree has no pair; a factor called `lora_...` has no partner, or one of another rank; the shapes
-        allow several axes; another leaf stands between the factors, or may; a pair in a module of experts, or of
-        another size than its kernel, without `axes`; factors of a method that is no product of two (`delora_A`);
-        `axes` or `sizes` that apply to no pair.
+        allow several axes; another leaf stands, or may stand, between the factors; a pair in a module of experts, or
+        whose product has another size than its kernel, without `axes`; factors of a method that does not use their
+        product alone (`delora_A`); `axes` or `sizes` that apply to no pair.
 
     >>> ranks = {"layer_0": 2, "layer_1": 4}
     >>> params = {
@@ -71,7 +73,7 @@ def lora(
     (1, 20)
     >>> tx = go.quotient_adamw(1e-3, gauges)
 
-    Reference: Hu et al. 2022 (LoRA); the group is `head_linear`'s.
+    Reference: Hu et al. 2022 (LoRA).
     """
     leaves = {path: leaf_shape(leaf) for path, leaf in leaves_by_path(params).items()}
     axes, sizes = axes or {}, sizes or {}
@@ -116,12 +118,12 @@ def lora(
 
 
 def _items(axes: str) -> list[str]:
-    """The items of an axes string, one per axis."""
+    """Splits an axes string into one item per axis, such as "_" or "(expert basis)"."""
     return re.findall(r"\([^()]*\)|\S+", axes)
 
 
 def _pairs(leaves: Mapping[str, Shape]) -> Iterator[Adapter]:
-    """Pairs of factors, in tree order, without their axes."""
+    """Yields the pairs of factors, in tree order, with `left` and `right` still empty."""
     paired = set[str]()
     for path, shape in leaves.items():
         pieces = re.split(r"([/.])", path)  # names, with the separators between them
@@ -149,12 +151,12 @@ def _pairs(leaves: Mapping[str, Shape]) -> Iterator[Adapter]:
 
 
 def _is_torch(path: str) -> bool:
-    """Whether a name belongs to PyTorch's layout."""
+    """Whether a path ends in `weight`, which says that the leaf has PyTorch's layout."""
     return re.search(r"[/.]weight$", path) is not None
 
 
 def _layouts(path: str, a: Shape, b: Shape) -> list[Axes]:
-    """Axes of the two factors in every way that the shapes and names allow, of the least rank."""
+    """All pairs of axes strings that the names and shapes of two factors allow; of these, those with the least rank."""
     ways: list[tuple[int, Axes]] = []
     if re.search(r"(hada|lokr)_w[12]_", path):  # LoHa and LoKr: a·b, in PyTorch too
         return [("_ basis", "basis _")] if len(a) == len(b) == 2 and a[1] == b[0] else []
@@ -164,7 +166,8 @@ def _layouts(path: str, a: Shape, b: Shape) -> list[Axes]:
             left, right = ["_"] * (len(a) - lead - 1), ["_"] * (len(b) - lead - 1)
             ways.append((a[-1], _joined(lead, [*left, "basis"], ["basis", *right])))
     least = min((rank for rank, _ in ways), default=min(math.prod(a[1:]), b[0]) + 1)
-    # Equal ranks: a capital letter says nothing of the layout, except in PEFT's embeddings.
+    # If both layouts give the same rank, names decide: capital letters allow both layouts, PEFT's embeddings only
+    # PyTorch's.
     either = re.search(r"lora_[AB]\b|lora_(?:down|up)\b", path) is not None
     embedding = re.search(r"lora_embedding_[AB]\b", path) is not None
     if a[0] == b[1] and (torch or a[0] < least or (a[0] == least and (either or embedding))):
@@ -174,26 +177,26 @@ def _layouts(path: str, a: Shape, b: Shape) -> list[Axes]:
         if a[:lead] == b[:lead] and a[lead] == b[lead + 1]:
             left, right = ["_"] * (len(a) - lead - 1), ["_"] * (len(b) - lead - 2)
             ways.append((a[lead], _joined(lead, ["basis", *left], ["_", "basis", *right])))
-    if torch:  # a name settles the side of the rank, and a higher rank is no reason against an axis in front
+    if torch:  # the name has decided the layout, so that ways of a higher rank, with leading axes, are possible too
         return [way for _, way in ways]
     return [way for rank, way in ways if rank == min(rank for rank, _ in ways)]
 
 
 def _joined(lead: int, left: list[str], right: list[str]) -> Axes:
-    """Axes of both factors behind `lead` axes that they share."""
+    """Joins the axes of both factors to strings, with `lead` shared layer axes in front."""
     shared = [f"layer{k}" if k else "layer" for k in range(lead)]
     return " ".join([*shared, *left]), " ".join([*shared, *right])
 
 
 def _patterns_of(pair: Adapter, axes: Mapping[str, Axes]) -> list[str]:
-    """The user's patterns for the module of a pair, or for one that holds it."""
+    """The user's patterns that match the module of a pair, or a module around it."""
     texts = {tuple(pair.a.split("/")), tuple(re.split("[/.]", pair.a))}
     modules = {"/".join(names[:k]) for names in texts for k in range(len(names))}
     return [pattern for pattern in axes if any(match("lora", pattern, module) is not None for module in modules)]
 
 
 def _axes_of(pair: Adapter, leaves: Mapping[str, Shape]) -> Axes:
-    """Axes of A and B, the only ones that the shapes allow."""
+    """The axes strings of A and B. Raises ValueError if the shapes allow none, or several."""
     path, a, b = pair.a, leaves[pair.a], leaves[pair.b]
     layouts, key = _layouts(path, a, b), _adapters.pattern_of(pair.module)
     if not layouts and re.search(r"(hada|lokr)_w", path):

@@ -1,4 +1,4 @@
-"""A mapping of neurons and embeddings that a user wrote, beside what the function says about the same leaves."""
+"""Compares the mapping of neurons and embeddings that a user wrote with the axes that the function uses."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Kinds = tuple[Any, ...]
 
 
 def require_no_contradiction(state: Any, params: Any, report: Report) -> list[str]:
-    """Compares the vectors that a state of `max_norm` was made for with the axes of a report.
+    """Compares the axes for which a state of `max_norm` was made with the axes of a report.
 
     Args:
-      state: of any optimizer.
+      state: the state of any optimizer.
       params: the parameters.
-      report: of `discover`, on the same tree.
+      report: the report of `discover` for the same tree.
 
     Returns:
-      Sentences about leaves that cannot be compared, or that no mapping of the optimizer lists.
+      Sentences about leaves that cannot be compared, and about matrices that the optimizer's mapping does not list.
 
     Raises:
       ValueError: a leaf is listed with other axes than those that the function uses.
@@ -63,7 +63,7 @@ def require_no_contradiction(state: Any, params: Any, report: Report) -> list[st
 
 
 def _listed(state: Any) -> dict[str, Mapping[str, Any]]:
-    """Leaf path → axes → lengths, of the states that keep lengths of vectors."""
+    """Leaf path → axes string → array of vectors' lengths, from all states with a field `length`."""
 
     def says(node: Any) -> bool:
         kept = getattr(node, "length", None)
@@ -76,14 +76,18 @@ def _listed(state: Any) -> dict[str, Mapping[str, Any]]:
 
 
 def _matrices(path: str, shape: tuple[int, ...], by_axes: Mapping[str, Any]) -> set[Kinds]:
-    """What each axis of a leaf is for, according to axes strings. Two strings for the same matrices give the same.
+    """What each axis of a leaf is for (inputs, outputs, …), according to axes strings.
 
-    Which names the axes have makes no difference, except for the names of tokens and those that count matrices.
+    Two strings that divide the leaf into the same matrices give equal results. The names of axes make no difference,
+    except those for tokens and those that count matrices.
 
     Args:
-      path: of the leaf.
-      shape: of the leaf.
-      by_axes: axes string → an array whose shape has the lengths of its named axes, or None.
+      path: the leaf's path.
+      shape: the leaf's shape.
+      by_axes: axes string → an array whose shape has the lengths of the named axes, or None.
+
+    Returns:
+      A set with one item per matrix.
     """
     found: set[Kinds] = set()
     for text, lengths in by_axes.items():
@@ -97,12 +101,12 @@ def _matrices(path: str, shape: tuple[int, ...], by_axes: Mapping[str, Any]) -> 
 
 
 def _picks(word: str) -> bool:
-    """Whether a word of an axes string selects one index."""
+    """Whether a word of an axes string selects one index, as `name=3` does."""
     return word.strip("()").partition("=")[2].isdigit()
 
 
 def _kinds(block: Block) -> set[Kinds]:
-    """Per axis of a leaf, what its parts are for; one for each matrix where names count matrices."""
+    """One tuple per matrix of a leaf. It says for every axis of the leaf what the axis's pieces are for."""
     options: list[list[Any]] = []
     for axis, group in enumerate(block.groups):
         parts: list[list[Any]] = []

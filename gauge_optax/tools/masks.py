@@ -14,8 +14,8 @@ def by_path(values: Mapping[str, Any], default: Any = _NO_DEFAULT) -> Callable[[
     """Makes a function that turns a tree into a mask, or into labels, by the paths of its leaves.
 
     Args:
-      values: path pattern, as in gauges → value. Where several patterns match a leaf, the first gives its value.
-      default: value of leaves that no pattern matches. If there is no default, some pattern must match each leaf.
+      values: path pattern (as in gauges) → value. If several patterns match a leaf, the first gives its value.
+      default: the value of leaves that no pattern matches. Without a default, every leaf must match a pattern.
 
     Returns:
       A function from a tree to a tree of the same structure, as `optax.masked`, `optax.partition` and `mask=` take it.

@@ -16,22 +16,23 @@ from gauge_optax.binding.paths import match, no_match
 from gauge_optax.binding.specs import Axes
 from gauge_optax.errors import binding_error
 
-_NNX_METADATA = ("out_sharding", "sharding_names", "sharding")  # the keys of one thing, by version
+_NNX_METADATA = ("out_sharding", "sharding_names", "sharding")  # the key of axis names in several versions of NNX
 
 
 def axes_by_name(params: Any, blocks: Mapping[str, Mapping[str, str]]) -> dict[str, Axes]:
-    """Bindings by the names of a tree's axes, where gauges otherwise go by their positions.
+    """Makes axes strings for gauges from the axis names that a tree carries, so that you need not know positions.
 
     Args:
       params: the tree with its boxes: Linen's `Partitioned`, `nnx.Variable`s with partitioning names, haliax's
         `NamedArray`s. For an NNX model, pass `nnx.state(model)`.
-      blocks: path → {name in the tree: part of an axes string}. Axes of the tree that this does not name are free.
+      blocks: path pattern → {axis name in the tree: word of the axes string}. Other axes of the leaf become free (`_`).
 
     Returns:
-      Path → axes string, as every gauge takes it.
+      Path pattern → axes string, as every gauge takes it.
 
     Raises:
-      ValueError: a path that matches no leaf, leaves without names or with different ones, a name that a leaf lacks.
+      ValueError: a pattern that matches no leaf; leaves of one pattern without names or with different names; a name
+        that a leaf lacks.
 
     >>> import flax.linen as nn
     >>> params = {"up": nn.Partitioned(jnp.ones((2, 3)), ("embed", "mlp")),
@@ -68,7 +69,7 @@ def axes_by_name(params: Any, blocks: Mapping[str, Mapping[str, str]]) -> dict[s
 
 
 def _axis_names(node: Any) -> tuple[str | None, ...] | None:
-    """Names of the axes of a box (None for an axis without a name); None for anything that is not such a box."""
+    """The axis names of a box, with None for an axis without a name; None if the node is no box with axis names."""
     axes = getattr(node, "axes", None)
     metadata = node.get_metadata() if hasattr(node, "get_metadata") else {}
     candidates = (

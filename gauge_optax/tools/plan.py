@@ -1,7 +1,7 @@
-"""`plan`: what an optimizer, or a list of gauges, does to each leaf of a tree, as one table.
+"""`plan`: a table of what an optimizer, or a list of gauges, does to each leaf of a tree.
 
-Gauges and copies come from the bindings, and bytes from the state. Rules are what the optimizer says of itself; where
-it says nothing they come from the state, too. Decay is measured on one update with zero gradients.
+Gauges and copies come from the bindings, and bytes from the state. The rule of a leaf comes from the optimizer, or from
+the names in its state if the optimizer does not tell. Decay is measured on one update with zero gradients.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gauge_optax.transformation import GaugeTransformation, LeafRule
 from gauge_optax.wrapped import walk
 from gauge_optax.xla import quick_options
 
-_ROUNDOFF = 1e-12  # of a leaf's norm, in float64
+_ROUNDOFF = 1e-12  # a step below this share of a leaf's norm is roundoff, in float64
 _DECAY = (
     "decay per step: the share of a leaf's norm that the first step removes where the gradient is zero; "
     "blank for a leaf that is zero today, whose decay cannot be measured"
@@ -35,21 +35,23 @@ _DECAY = (
 
 
 class LeafPlan(NamedTuple):
-    """One row.
+    """The row of one leaf.
 
     Attributes:
-      leaf: normalised path.
-      shape: its shape.
-      gauges: what binds it: name, copy and named axes with their lengths.
-      matrices: how the optimizer reads it, as "count × (rows, columns)", if it says so, and else how Muon would; "" for
-        vectors.
-      rule: what makes its update: Adam, polar, momentum, a bare gradient; "" for a list of gauges.
+      leaf: the leaf's path.
+      shape: the leaf's shape.
+      gauges: one text per gauge that binds the leaf: name, copy and named axes with their lengths.
+      matrices: the matrices that the optimizer makes of the leaf, as "count × (rows, columns)"; if it does not tell,
+        those that `quotient_muon` would make. "" for vectors.
+      rule: how the leaf's update is made: "Adam", "polar" (an orthogonalized momentum, as in Muon), "momentum", or
+        "gradient" if the state has nothing for the leaf. If the optimizer does not tell, these are names of the state's
+        fields. "" if `plan` got a list of gauges.
       decay: share of the leaf's norm that the first step removes where the gradient is zero (1e-5: a learning rate of
-        1e-3 times a weight decay of 0.01). None where it cannot be measured: for a leaf that is zero today, shapes
+        1e-3 times a weight decay of 0.01). None if it cannot be measured: for a leaf that is zero today, shapes
         without values, a list of gauges.
-      state_bytes: size of the state that mirrors it.
-      axes: what a report of `discover` says of its axes, "_ neuron" for a matrix of inputs and outputs; "" without one,
-        and for vectors.
+      state_bytes: bytes of the arrays in the state that have the leaf's path and shape.
+      axes: the leaf's axes string in a report of `discover`, such as "_ neuron" for a matrix of inputs and outputs; ""
+        without a report, and for vectors.
     """
 
     leaf: str
@@ -63,15 +65,15 @@ class LeafPlan(NamedTuple):
 
 
 class GaugePlan(NamedTuple):
-    """One gauge: how many copies of its group there are, and on what.
+    """The row of one gauge: how many copies it has, and on which leaves.
 
     Attributes:
-      gauge: its name.
-      leaves: its patterns.
-      instances: copies, one per combination of captures; each has its own element.
-      axes: named axes of a copy with their lengths; each index has its own element too.
-      dim: dimensions of all copies together.
-      joint: what shares one element though it looks like layers; "" if nothing does.
+      gauge: the gauge's name.
+      leaves: the path patterns of its blocks.
+      instances: the number of copies: one per combination of captures, each with its own element.
+      axes: named axes of a copy with their lengths. Each index along them (each head, each channel) moves by itself.
+      dim: the number of vertical directions of all copies together.
+      joint: a warning if one element moves several leaves, or indices, that look like layers; "" if none does.
     """
 
     gauge: str
@@ -84,7 +86,7 @@ class GaugePlan(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
-    """See `plan`.
+    """The result of `plan`. It prints as two tables and notes.
 
     Attributes:
       leaves: a row per leaf, in tree order.
@@ -98,11 +100,11 @@ class Plan:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Gauges that move several layers by one element."""
+        """A sentence for each gauge that moves several layers by one element."""
         return tuple(f"{g.gauge} of {', '.join(g.leaves)}: {g.joint}" for g in self.gauges if g.joint)
 
     def table(self) -> list[tuple[str, ...]]:
-        """Rows of text, headings first. A column in which nothing stands is left out, and decay where there is none."""
+        """Rows of text, headings first. Empty columns are left out, and so is decay if no leaf decays."""
         leaves = self.leaves
         columns: dict[str, list[str]] = {
             "leaf": [row.leaf for row in leaves],
@@ -122,7 +124,7 @@ class Plan:
         return any(row.decay for row in self.leaves)
 
     def markdown(self) -> str:
-        """The tables in Markdown."""
+        """The tables and notes as Markdown."""
         tables, notes = self._tables_and_notes()
         texts = []
         for table in tables:
@@ -131,7 +133,7 @@ class Plan:
         return "\n\n".join([*texts, *notes])
 
     def json(self) -> str:
-        """The same as JSON."""
+        """The rows of both tables, the unbound leaves and the warnings as JSON."""
         rows = {"leaves": [row._asdict() for row in self.leaves], "gauges": [row._asdict() for row in self.gauges]}
         return json.dumps({**rows, "unbound": self.unbound, "warnings": self.warnings}, indent=1)
 
@@ -151,7 +153,7 @@ class Plan:
 
 
 def aligned(table: Sequence[Sequence[str]]) -> str:
-    """Rows of text whose columns start at the same places.
+    """Joins rows of cells to lines, and pads the cells so that columns are aligned.
 
     >>> print(aligned([("leaf", "shape"), ("a", "(2, 3)")]))
     leaf  shape
@@ -164,15 +166,16 @@ def aligned(table: Sequence[Sequence[str]]) -> str:
 def plan(
     tx_or_gauges: optax.GradientTransformation | Gauge | Sequence[Gauge], params: Any, *, report: Any = None
 ) -> Plan:
-    """One table of what happens to every leaf: gauges, copies, matrices, rule, decay, state.
+    """Returns one table of what happens to every leaf: gauges, copies, matrices, rule, decay, state.
 
-    A gauge that moves several layers by one element (`_` or `**` in place of a layer axis or of `{i}`) passes every
-    assertion; the plan names it and warns.
+    If axes or patterns have `_` or `**` in place of a layer axis or of `{i}`, a gauge moves several layers by one
+    element. This raises no error anywhere, because it may be meant: the plan warns of it.
 
     Args:
-      tx_or_gauges: an optimizer with gauges, in any wrapper of optax, or a gauge or list of them.
-      params: the tree: arrays, or ShapeDtypeStructs, for which decay is not measured.
-      report: what `discover` returned for the function: the table gets a column of the axes that it uses.
+      tx_or_gauges: an optimizer with gauges, in any wrapper of optax; or a gauge, or a list of gauges.
+      params: a tree of arrays, or of ShapeDtypeStructs, for which decay is not measured.
+      report: the result of `discover` for the function. If given, the table has a column with the axes that the
+        function uses.
 
     Returns:
       The plan: print it, or call `markdown()` or `json()`.
@@ -205,17 +208,17 @@ def plan(
     gauge_plans = tuple(_gauge_plan(gauge, params, leaves, labels) for gauge in gauges)
     with warnings.catch_warnings(record=True) as told:  # `init` is called twice
         warnings.simplefilter("always")
-        # XLA compiles in a thread of its own while the state is traced here, which a fifth of the time goes into.
+        # XLA compiles in a thread of its own while this thread traces `tx.init`, which takes a fifth of the time.
         with ThreadPoolExecutor(1) as compiler:
             still = None if tx is None else _without_gradient(tx, params, compiler)
             rules, sizes = ({}, {}) if tx is None else _state_of(tx, params, leaves)
             decay = {} if still is None else _decay_of(still(), leaves)
     for text in dict.fromkeys(str(warning.message) for warning in told):
         warnings.warn(text, stacklevel=2)
-    # How an optimizer reads a matrix is not in its state: gauges say how `quotient_muon` would.
+    # The state does not tell which matrices an orthogonalizing optimizer makes of a leaf.
     texts |= {path: "" for path, rule in rules.items() if rule == "polar"}
     for path, said in ({} if tx is None else said_by(tx, params)).items():
-        # Another optimizer, behind a partition, may have the leaf: then the state has other fields.
+        # Under a partition, another optimizer may have the leaf. The state's fields show this, and then they count.
         if (said.rule == "Adam") == (rules.get(path) == "Adam"):
             rules[path], texts[path] = said
     rows = tuple(
@@ -232,7 +235,7 @@ def plan(
 
 
 def _axes_of(report: Any, path: str) -> str:
-    """What a report says of a leaf's axes."""
+    """The axes string of a leaf in a report, "undecided", or "" if the report does not have the leaf."""
     found = None if report is None else report.axes.of(path)
     if found is None:
         return "undecided" if report is not None and path in report.undecided else ""
@@ -261,7 +264,7 @@ def gauges_of(tx: Any) -> list[Any]:
 
 
 def said_by(tx: Any, params: Any) -> Mapping[str, LeafRule]:
-    """What the outermost transformation that knows says of every leaf; nothing where several stand side by side.
+    """Leaf path → the rule that the outermost transformation with rules tells; {} if several stand side by side.
 
     >>> said_by(optax.sgd(1e-3), {"head": jnp.ones((2, 3))})
     {}
@@ -279,7 +282,7 @@ def said_by(tx: Any, params: Any) -> Mapping[str, LeafRule]:
 
 
 def _gauge_plan(gauge: Any, params: Any, leaves: Mapping[str, Any], labels: dict[str, dict[str, None]]) -> GaugePlan:
-    """The row of a gauge; adds its label to those of the leaves that it binds."""
+    """Returns the row of a gauge. Adds the gauge's text to `labels` (leaf path → texts) for each leaf that it binds."""
     copies, axes = bound_copies(gauge, params), list[str]()
     for key, sizes, blocks in copies:
         axes.append(", ".join(f"{name} {n}" for name, n in sizes.items()))
@@ -293,7 +296,7 @@ def _gauge_plan(gauge: Any, params: Any, leaves: Mapping[str, Any], labels: dict
 
 
 def _joint(copies: Sequence[Sequence[Any]], leaves: Mapping[str, Any]) -> str:
-    """What one element of a gauge moves though it looks like layers."""
+    """A warning if one element of a gauge moves several leaves, or indices, that look like layers; "" otherwise."""
     nodes: dict[str, list[tuple[int, ...]]] = {}
     for path, leaf in leaves.items():
         nodes.setdefault(path.split("/")[0], []).append(tuple(jnp.shape(leaf)))
@@ -304,7 +307,7 @@ def _joint(copies: Sequence[Sequence[Any]], leaves: Mapping[str, Any]) -> str:
             layers[node] = lengths.pop()
     for blocks in copies:
         if any(template(b.path) == b.path and b.path.split("/")[0] not in layers for b in blocks):
-            continue  # a leaf outside the layers, such as the table, is theirs in common: they have one stream
+            continue  # with a leaf outside the layers, such as the table, one element for all layers is right
         equal: dict[tuple[Any, ...], list[str]] = {}
         for b in blocks:
             equal.setdefault((b.argument, b.axes, template(b.path), b.shape), []).append(b.path)
@@ -327,7 +330,7 @@ def _state_of(
     shapes = {path: tuple(jnp.shape(leaf)) for path, leaf in leaves.items()}
 
     def mirrors(node: Any) -> Iterator[tuple[str, str, dict[str, Any]]]:
-        """Fields whose trees have leaves of the parameters' paths and shapes: named tuple, field and tree."""
+        """Yields (class name, field, path → array) for the fields whose leaves have parameters' paths and shapes."""
         items = list(node.values()) if isinstance(node, Mapping) else node if isinstance(node, tuple | list) else ()
         for field, value in zip(getattr(node, "_fields", [""] * len(items)), items, strict=True):
             tree = leaves_by_path(value) if field and jax.tree.leaves(value) and not isinstance(value, tuple) else {}
@@ -354,9 +357,9 @@ def _state_of(
 
 
 def _without_gradient(tx: Any, params: Any, compiler: Executor) -> Callable[[], Any] | None:
-    """Returns what gives the first update where gradients are zero, in float64; None for shapes without values.
+    """Returns a function that computes the first update for zero gradients, in float64; None for shapes without values.
 
-    It is traced here, compiled by `compiler`, and run by the caller.
+    The update is traced here and compiled by `compiler`; it runs when the caller calls the function.
     """
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
         return None
@@ -378,7 +381,7 @@ def _without_gradient(tx: Any, params: Any, compiler: Executor) -> Callable[[], 
 
 
 def _decay_of(update: Any, leaves: Mapping[str, Any]) -> dict[str, float]:
-    """The share of each leaf's norm that an update removes. A leaf that is zero has none though it may decay later."""
+    """Leaf path → ‖update‖/‖leaf‖, for an update with zero gradients. Leaves that are zero are left out."""
     steps = {path: float(np.linalg.norm(step)) for path, step in leaves_by_path(update).items()}
     shares = {}
     for path, leaf in leaves.items():

@@ -138,12 +138,12 @@ class Slice:
         one index of the named axes of a part: one hidden unit, say.
       turns: pairs of a class of turns and the turns of this class, in the order in which they are undone.
       free: parts without a role (permutations), which no optimizer notices.
-      completed: labels of sizes whose anchor is a norm's scale that a turn uses but does not change (`Part.passes`). The
-        turn is a symmetry only where that scale is 1; `Size.completed` corrects the scale's gradient.
+      completed: labels of sizes whose anchor is a norm's scale that a turn uses but does not change (`Part.passes`).
+        The turn is a symmetry only where that scale is 1; `Size.completed` corrects the scale's gradient.
       not_fixed: labels of parts that change a frozen leaf. They stay in F as they were read at `init`; `fix` and `hold`
         leave them alone.
-      following: labels of sizes whose anchor keeps the growth that `fix` finds: F takes it up. Another leaf of the gauge
-        has a less precise dtype, which would round the growth away.
+      following: labels of sizes whose anchor keeps the growth that `fix` finds: F takes it up. Another leaf of the
+        gauge has a less precise dtype, which would round the growth away.
       without_norm_scale: pairs of a turn and the path of a norm's scale that the turn passes and no size makes 1.
     """
 

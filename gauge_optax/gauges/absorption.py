@@ -7,8 +7,8 @@ passes x + b on to the next sublayer, as it does behind a norm that follows its 
 sublayer is added to the same stream: c ↦ c − t. The group is Rⁿ under addition, and n is the number of entries of b.
 The moving frame of a point is b itself: on the slice b is zero, and c contains it.
 
-A move adds −t·dW to the tangent dc, so that it changes tangents, unlike a shift. Reference: docs/design.md §3, "What
-else is dead"; the symmetry is not in the papers.
+Unlike a shift, a move changes tangents: to the tangent dc it adds −t·dW, where dW is the tangent of W. Reference:
+docs/design.md §3, "What else is dead"; the symmetry is not in the papers.
 """
 
 import dataclasses
@@ -36,13 +36,13 @@ def bias_absorption(
 
     Args:
       bias: path → axes of the one bias b, all named: `{"norm/bias": "channel"}`, `{"value/bias": "head entry"}`.
-      through: path → axes of every kernel that reads it, with the same named axes: `{"query/kernel": "channel _ _"}`.
-        Where several heads read one value head, write `"(head _) entry _"`; axes of the kernel that the bias behind it
-        lacks are summed.
+      through: path → axes of every kernel that reads b, with the same named axes: `{"query/kernel": "channel _ _"}`.
+        If several heads read one value head, write `"(head _) entry _"`. The product t·W is summed over axes of the
+        kernel that the bias behind it lacks.
       into: path → axes of the bias behind each of these kernels, in the same order: `{"query/bias": "_ _"}`. Its axes
-        are the last free axes of its kernel, after the axis of stacked layers, which all three name.
-      residual: path → axes of the bias that the residual stream gains next, if it carries b on, with the same named
-        axes: `{"down/bias": "channel"}`.
+        are the last free axes of its kernel. If layers are stacked, all three arguments name the axis of layers.
+      residual: path → axes of the bias that the residual stream gains next, if the stream carries b on, with the same
+        named axes: `{"down/bias": "channel"}`.
       sizes: lengths of axes inside `(a b)` that no other block fixes.
 
     Returns:
@@ -75,7 +75,7 @@ def bias_absorption(
 
 @dataclasses.dataclass(frozen=True)
 class BiasAbsorption(Copy):
-    """One copy: a vector t, (*shape)."""
+    """One copy. An element is the vector t, (*shape)."""
 
     composes: ClassVar[bool] = False
     partial: ClassVar[tuple[str, ...]] = (INTO,)

@@ -35,7 +35,7 @@ COUNTING = ("layer", "expert")  # names of axes that count matrices where the ax
 class Matrices:
     """How a leaf, or a range of it, is read as matrices, (*batch, rows, columns).
 
-    By default rows are the side whose axes come first in the leaf, and columns the other one.
+    Rows count as inputs, columns as outputs. Unless a function says otherwise, rows come first in the leaf.
 
     Attributes:
       shape: the leaf's shape.
@@ -87,7 +87,7 @@ class Matrices:
             )
 
         # The axis `at` of heads is split in two: groups, which count matrices, and the heads of a group, which become
-        # part of the side that has the basis.
+        # part of the side that has one head's entries.
         def after(axes: tuple[int, ...]) -> tuple[int, ...]:
             return tuple(k + (k > at) for k in axes)
 

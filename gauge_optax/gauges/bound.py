@@ -250,8 +250,8 @@ def _asymmetry(gauge: Any, params: Any, grads: Any) -> dict[str, jax.Array]:
         squares = jax.tree.map(lambda y: jnp.sum(jnp.square(y)), pairings(covector))
         return {key: sum(jax.tree.leaves(of_copy), jnp.zeros(())) for key, of_copy in squares.items()}
 
-    # A random gradient gets, leaf by leaf, the root mean square of the gradient without its part along constants. If that
-    # is zero, as for a key bias, it gets the root mean square over all leaves, and if it may be roundoff, a share of it.
+    # A random gradient gets, leaf by leaf, the root mean square of the gradient without its part along constants. If
+    # that is zero, as for a key bias, it gets the root mean square over all leaves; if it may be roundoff, a share.
     entries = sum(y.size for y in real)
     total = jnp.sqrt(sum((jnp.sum(jnp.square(safe_divide(y, most))) for y in real), jnp.zeros(())) / entries)
     across = {path: jnp.sqrt(jnp.mean(jnp.square(y))) for path, y in s.centred(g).items()}

@@ -39,8 +39,8 @@ def embedding_shift(
     >>> fixed["token"][0].tolist(), fixed["position"][0].tolist()
     ([1.0, 1.0], [0.0, 0.0])
 
-    Reference: docs/design.md §3. If the head is tied to the token table, all logits gain one number. Then the loss is
-    invariant and the logits are not, and the loss only if the final norm has no bias.
+    Reference: docs/design.md §3. If the head is tied to the token table, all logits of a position gain one number: then
+    the loss is invariant, but the logits are not.
     """
     return block_gauge("embedding_shift", EmbeddingShift, {"up": token, "down": position}, sizes)
 

@@ -65,8 +65,7 @@ def head_linear(
 
 @dataclasses.dataclass(frozen=True)
 class Linear(HeadRotation):
-    """One copy. An element is S per head, (*shape, d_h, d_h). Its parts are the stretch P and the rotation Q of S = Q·P.
-    """
+    """One copy. An element is S = Q·P per head, (*shape, d_h, d_h). The parts are the stretch P and the rotation Q."""
 
     effect: ClassVar[Effect] = "linear"
     balancing: ClassVar[Effect] = "linear"

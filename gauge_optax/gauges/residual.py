@@ -160,5 +160,5 @@ def _stream_axis(norm: Factor, blocks: Sequence[Block]) -> str:
 
 
 def _renamed(labels: Sequence[str], stream: str) -> tuple[str, ...]:
-    """The labels of a norm's bias with `basis` in place of `stream`, the name of the stream's axis, and "_" elsewhere."""
+    """The labels of a norm's bias, with `basis` in place of the stream's axis `stream`, and "_" for all others."""
     return tuple(BASIS if label == stream else "_" for label in labels)

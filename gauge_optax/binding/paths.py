@@ -110,7 +110,7 @@ def hidden_match(gauge: str, pattern: str, path: str) -> tuple[dict[str, str], b
 
 
 def natural_key(text: str) -> tuple[Any, ...]:
-    """Sort key that puts `blocks_2` before `blocks_10`. Texts that differ, such as `a1` and `a01`, have different keys."""
+    """Sort key that puts `blocks_2` before `blocks_10`. Different texts, also `a1` and `a01`, have different keys."""
     pieces = re.split("([0-9]+)", text)  # text and numbers alternate
     return tuple(int(piece) if k % 2 else piece for k, piece in enumerate(pieces)), text
 

@@ -469,8 +469,8 @@ class Slice:
     def _read_sizes(self, x: Arrays) -> tuple[Elements, dict[str, jax.Array], Arrays]:
         """The elements of sizes, the live channels as in `Frame`, and the point after the sizes were undone.
 
-        In this point, channels that were read are on the slice. Channels that could not be read, because all of their
-        anchors are zero, are set to zero in all blocks, because their entries differ between twins.
+        In this point, channels that were read are on the slice. Channels whose anchors are all zero could not be read.
+        They are set to zero in all blocks, because their entries differ between twins.
         """
         f = {part.label: part.identity() for part, _, _ in self.sizes}
         known = {part.label: jnp.zeros(part.shape, bool) for part, _, _ in self.sizes}
@@ -501,8 +501,8 @@ class Slice:
     def horizontal_at(self, params: Any, vector: Any, dual: bool = False) -> Arrays:
         """The horizontal part of a tangent or cotangent at any point.
 
-        For a tangent it is what `horizontal` leaves of it, computed on the slice. For a cotangent it is the transpose
-        of that map, applied to it: the product of the result with every vertical tangent is zero.
+        A tangent is moved to the slice, projected there by `horizontal`, and moved back. To a cotangent the transpose of
+        this map is applied, so that the product of the result with every vertical tangent is zero.
 
         Args:
           params: the point, a tree.

@@ -5,7 +5,8 @@
   table gains one along both. A key bias gains one number per entry;
 * `Trade`: a vector that the rows of some embedding tables gain and the rows of others lose;
 * `Absorption`: a vector that moves from a bias, through the kernels that read it, into the biases behind them;
-* `ReadShift`: a number per output of a kernel that reads a LayerNorm, whose mean-free output is blind to it.
+* `ReadShift`: a number per output of a kernel that reads a LayerNorm, which all channels gain. It has no effect, because
+  the norm's output sums to zero over channels.
 """
 
 import abc
@@ -25,7 +26,7 @@ CHANNEL = "channel"
 
 
 def plus(x: Arrays, added: Iterable[tuple[Block, jax.Array]]) -> Arrays:
-    """Leaves after something was added to the views of blocks: pairs of a block and an array like its view."""
+    """The leaves `x` with arrays added to views of blocks; `added` has pairs of a block and its array."""
     out = dict(x)
     for b, shift in added:
         out[b.path] = b.write(out[b.path], b.view(out[b.path]) + shift)
@@ -38,7 +39,7 @@ def _without(b: Block, axes: tuple[str, ...]) -> list[int]:
 
 
 class Sum(Additive, Constant[Any]):
-    """A constant whose elements add: arrays of `shape`, or tuples of arrays. `added` says what each block gains."""
+    """A constant whose elements, arrays or tuples of arrays, compose by addition. `added` says what each block gains."""
 
     def identity(self) -> Any:
         return jnp.zeros(self.shape, real_dtype())

@@ -133,12 +133,12 @@ class Heads:
     # Products over rows ---------------------------------------------------------------------------------
 
     def gram(self, a: Mapping[str, jax.Array], b: Mapping[str, jax.Array]) -> jax.Array:
-        """aᵀ·b over the rows of all blocks: (*shape, size, size)."""
+        """aᵀ·b per head, (*shape, size, size), where a and b are the rows of all blocks at two points."""
         products = [self.block_gram(x, a[x.path], b[x.path]) for x in self.blocks]
         return sum(products[1:], products[0])
 
     def block_gram(self, block: Block, a: jax.Array, b: jax.Array) -> jax.Array:
-        """aᵀ·b over the rows of one block: (*shape, size, size)."""
+        """aᵀ·b per head, (*shape, size, size), where a and b are the rows of one block in two leaves."""
         (left, _, wide), (right, _, _) = (self.as_matrices(block, block.rows(x)) for x in (a, b))
         return jnp.einsum("...ir,...jr->...ij" if wide else "...ri,...rj->...ij", left, right, precision=HIGHEST)
 
@@ -227,11 +227,11 @@ class Heads:
         return sum(totals[1:], totals[0]) / (self.size * sum(map(self.row_count, self.blocks)))
 
     def along_basis(self, block: Block, vectors: jax.Array) -> jax.Array:
-        """A vector per head, (*shape, size), laid out to broadcast with the block's view."""
+        """A vector per head, (*shape, size), laid out to broadcast with the block's `rows`."""
         return laid_out(vectors, (*self.named, BASIS), block.row_labels)
 
     def per_head(self, block: Block, numbers: jax.Array) -> jax.Array:
-        """A number per head, (*shape), laid out to broadcast with the block's view."""
+        """A number per head, (*shape), laid out to broadcast with the block's `rows`."""
         return self.along_basis(block, jnp.broadcast_to(numbers[..., None], (*self.shape, self.size)))
 
     # Roundoff -------------------------------------------------------------------------------------------

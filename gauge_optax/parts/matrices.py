@@ -28,7 +28,7 @@ from gauge_optax.parts.part import Part, blocks_by_path
 from gauge_optax.parts.sizes import Factor
 
 HEAD, TOKEN = "head", "token"
-COUNTING = ("layer", "expert")  # names of axes that count matrices where the axes of neurons say what a matrix is
+COUNTING = ("layer", "expert")  # names of the axes that count matrices in `neuron_matrices`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +149,7 @@ class Matrices:
 
 @dataclasses.dataclass(frozen=True)
 class Fused:
-    """How a leaf is read of which gauges bind several ranges, each with matrices of its own.
+    """How a leaf is read if gauges bind several ranges of it, each with matrices of its own.
 
     Attributes:
       pieces: the readings of the ranges, which share no entry. Entries outside of all ranges are in no matrix, because

@@ -52,7 +52,7 @@ def anchor_key(anchor: Anchor) -> tuple[tuple[str, str], ...]:
 
 
 def others_of(part: Any, anchor: Anchor, parts: Sequence[Any]) -> tuple[tuple[Any, Block], ...]:
-    """Those of `parts` besides `part` that move an anchor, each with the block that it moves, sorted by label."""
+    """The parts, other than `part`, that move an anchor, each with the block that it moves, sorted by label."""
     pairs = ((q, b) for q in parts if q is not part for b in q.blocks)
     found = [(q, b) for q, b in pairs if any(a.path == b.path and overlaps(a, b) for a in anchor)]
     return tuple(sorted(found, key=lambda pair: (pair[0].label, pair[1].path, pair[1].axes)))
@@ -118,8 +118,7 @@ def _cycle(waiting: Sequence[Any]) -> ValueError:
 def check_commute(parts: Sequence[Any]) -> None:
     """Raises ValueError for two parts whose moves cannot be exchanged.
 
-    A move of one part after a move of the other must equal a move of the other after a move of the one, with elements
-    that may differ.
+    A move of part p after a move of part q must equal a move of q after a move of p, with elements that may differ.
     """
     for pairs in blocks_by_path(parts).values():
         for (p, a), (q, b) in itertools.permutations(pairs, 2):

@@ -7,7 +7,7 @@ a part is to compute its element from the weights. A part has one of three roles
 * a `Constant` adds something that the function does not see. It is read from the weights and removed at every step;
 * a `Size` multiplies. It is also read and removed at every step. A gauge that a user defines by its action has this
   role, whatever it does;
-* a `Turn` rotates. It is read once, at `init`. From then on, the part that only rotates is removed from every step.
+* a `Turn` rotates. It is read once, at `init`. From then on, the rotation that a step contains is removed from it.
 
 A part whose class has none of the three roles (a permutation) moves weights, but no optimizer notices it.
 
@@ -34,7 +34,7 @@ from gauge_optax.binding import Block, overlap
 from gauge_optax.linalg import matmul, transpose
 
 Arrays = dict[str, jax.Array]
-"""Leaf path → array in the computing dtype."""
+"""Leaf path → array in the computing dtype, see `linalg.real_dtype`."""
 
 Anchor = tuple[Block, ...]
 """The blocks that an element is read from together. A part with the empty anchor is read without waiting for others."""
@@ -160,7 +160,7 @@ class Orthogonal:
 
     @staticmethod
     def compose(a: jax.Array, b: jax.Array) -> jax.Array:
-        """W ↦ (W·b)·a."""
+        """b·a, which acts as `a` after `b`: W ↦ (W·b)·a."""
         return matmul(b, a)
 
 
@@ -235,7 +235,7 @@ class Size(Part[E]):
 
 
 class Turn(Isometry[E]):
-    """A part that rotates. It is read once; then the part that only rotates is removed from every step.
+    """A part that rotates. It is read once, at `init`; later, the rotation that a step contains is removed from it.
 
     The class methods take several parts of one class at once, so that the heads of all layers are one batch.
     """

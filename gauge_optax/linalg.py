@@ -61,7 +61,7 @@ def roundoff(dtype: jnp.dtype) -> float:
 
 
 def direction_tolerance(dtype: jnp.dtype) -> float:
-    """Returns 1,000 machine epsilons: the direction of a vector relatively smaller than this is determined by roundoff.
+    """Returns 1,000 machine epsilons: a vector smaller than this, relative to others, has a direction that is roundoff.
     """
     return 1e3 * float(jnp.finfo(dtype).eps)
 
@@ -93,7 +93,7 @@ def rank_cutoff(dtype: jnp.dtype) -> float:
 
 
 def matmul(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Multiplies at full precision. By default accelerators are off by 1e-3, and symmetries would hold only as well."""
+    """Multiplies at full precision. By default accelerators are off by 1e-3, and symmetries would hold no better."""
     return jnp.matmul(a, b, precision=HIGHEST)
 
 
@@ -161,8 +161,8 @@ def serial(make: Callable[..., T], *matrices: jax.Array) -> T:
     This avoids a deadlock. One thread of XLA:CPU's pool runs a batched LAPACK call: it hands matrices to the other
     threads of the pool and waits for them. If there are as many such calls at once as threads (two gauges on two cores,
     one call per virtual device), they wait for each other forever. A call for a single matrix needs no other thread.
-    *Measured* on two cores for 48 to 288 matrices of 32 to 64: results are equal bit for bit, and take up to twice as
-    long.
+    *Measured* on two cores for 48 to 288 matrices of 32 to 64: results equal those of a batched call bit for bit, and
+    take up to twice as long.
 
     Args:
       make: takes matrices with any number of leading axes, and returns arrays that have these axes in front.
@@ -553,7 +553,7 @@ def inverse_sqrt_by_products(m: jax.Array, least: float) -> jax.Array:
 def polar(m: jax.Array, ns_coeffs: Coefficients = "standard", ns_steps: int = 5, eps: Scalar = 1e-8) -> jax.Array:
     """Returns an approximation of the polar factor U·Vᵀ of M = U·Σ·Vᵀ, by matrix products: Newton–Schulz iterations.
 
-    It is U·f(Σ/(‖M‖_F + eps))·Vᵀ, where f is a composition of odd polynomials, one per step, that is near 1.
+    It is U·f(Σ/(‖M‖_F + eps))·Vᵀ, where f, a composition of odd polynomials, one per step, has values near 1.
 
     Args:
       m: M, (…, rows, cols), tall or wide.

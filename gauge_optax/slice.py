@@ -501,8 +501,8 @@ class Slice:
     def horizontal_at(self, params: Any, vector: Any, dual: bool = False) -> Arrays:
         """The horizontal part of a tangent or cotangent at any point.
 
-        A tangent is moved to the slice, projected there by `horizontal`, and moved back. To a cotangent the transpose of
-        this map is applied, so that the product of the result with every vertical tangent is zero.
+        A tangent is moved to the slice, projected there by `horizontal`, and moved back. A cotangent is mapped by the
+        transpose of this, so that the product of the result with every vertical tangent is zero.
 
         Args:
           params: the point, a tree.

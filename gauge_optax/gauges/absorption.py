@@ -1,11 +1,11 @@
-"""Bias absorption: a bias that a later layer adds again, so that a constant can move from one bias to the other.
+"""Bias absorption: a vector that moves from a bias into the biases behind the kernels that read it.
 
 Let a layer read x + b through a kernel W and add a bias c, so that it computes (x + b)·W + c. For any t, b ↦ b + t and
 c ↦ c − t·W change nothing. In this way a norm's bias moves into the biases of its readers, and a value bias moves
 through the output projection into the output bias, because the weights of attention sum to 1. If a residual stream
 passes x + b on to the next sublayer, as it does behind a norm that follows its sublayer, then the bias of the next
 sublayer is added to the same stream: c ↦ c − t. The group is Rⁿ under addition, and n is the number of entries of b.
-The moving frame of a point is b itself: on the slice b is zero, and c contains it.
+A point reads as b itself: on the slice b is zero, and c contains what it added.
 
 Unlike a shift, a move changes tangents: to the tangent dc it adds −t·dW, where dW is the tangent of W. Reference:
 docs/design.md §3, "What else is dead"; the symmetry is not in the papers.
@@ -32,7 +32,7 @@ def bias_absorption(
     residual: Mapping[str, Axes] | None = None,
     sizes: Mapping[str, int] | None = None,
 ) -> BlockGauge:
-    """A constant moved from a bias, through the kernels that read it, into the biases that follow these kernels.
+    """A vector moved from a bias, through the kernels that read it, into the biases that follow these kernels.
 
     Args:
       bias: path → axes of the one bias b, all named: `{"norm/bias": "channel"}`, `{"value/bias": "head entry"}`.

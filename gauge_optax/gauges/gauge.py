@@ -65,7 +65,7 @@ class Gauge(abc.ABC):
     Attributes:
       name: name for messages.
       effect: what a move does to tangents: "shift" (nothing, it moves points alone), "diagonal" (it multiplies
-        entries), "orthogonal" (it rotates bases) or "linear".
+        entries), "permutation" (it renumbers them), "orthogonal" (it rotates bases) or "linear" (anything else).
       balancing: what the move to the point of least norm on the orbit does to tangents; "still" if there is none.
       breaks: usual reasons why a binding is no symmetry, for messages.
       commutes: True declares that the moves of a subclass with its own `act` commute with those of other gauges, so
@@ -98,14 +98,14 @@ class Gauge(abc.ABC):
 
     @abc.abstractmethod
     def read(self, params: Any) -> Element:
-        """The element that maps the slice to this point (the frame of the point): read(g·θ) = g·read(θ).
+        """The frame of a point: the element that maps its slice point to it. It obeys read(g·θ) = g·read(θ).
 
         Args:
           params: the point (values are read).
 
         Returns:
-          An element. It is the identity for points on the slice: act(inverse(read(θ)), θ) is the same for all points
-          that moves of θ reach, the orbit of θ. A channel or a head whose blocks are all zero reads as the identity.
+          An element. The slice point, act(inverse(read(θ)), θ), is the same for all points that moves of θ reach.
+          Points on the slice read as the identity, and so does a channel or a head whose blocks are all zero.
 
         >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
         >>> params = {"up": jnp.array([[3.0], [4.0]]), "down": jnp.ones((1, 1))}
@@ -324,7 +324,7 @@ class Gauge(abc.ABC):
         return bound(self._gauges, params, single=not isinstance(self, Product))
 
     def _join(self, copies: Sequence[Copy], values: Sequence[Any]) -> Element:
-        """The element made of one value per copy; None where a copy has none."""
+        """The element made of one value per copy. A value of None leaves the copy out."""
         return values[0]
 
     def _split(self, copies: Sequence[Copy], element: Element) -> tuple[Any, ...]:
@@ -341,11 +341,11 @@ class Gauge(abc.ABC):
 
 
 Gauges = Gauge | Sequence[Gauge]
-"""What every transformation, assertion and measure takes: one gauge, or several that mean their product."""
+"""The argument `gauges` of transformations, checks and measures: one gauge, or a sequence that means its product."""
 
 
 class SliceGauge(Gauge):
-    """A gauge that moves and reads a point as its parts do: a `BlockGauge`, or a product."""
+    """A gauge whose `act`, `read`, `dim` and `balance` are computed from its parts: a `BlockGauge`, or a product."""
 
     def act(self, element: Element, params: Params) -> Params:
         return self._bound(params).act(element, params)
@@ -365,7 +365,7 @@ class BlockGauge(SliceGauge):
     """A gauge given by lists of blocks: what every constructor of this library returns.
 
     Attributes:
-      name: of the constructor.
+      name: the name of the constructor.
       kind: the class of its copies, a subclass of `Copy`.
       specs: the blocks, in the order in which they were written.
       sizes: (name, length) of axes that shapes alone do not fix.
@@ -436,7 +436,7 @@ class BlockGauge(SliceGauge):
 
     def _copies(self, params: Any) -> tuple[Copy, ...]:
         kind, options = self.kind, dict(self.options)
-        if "norms" in options:  # gauges that this one needs on the same tree
+        if "norms" in options:  # the `norm_scale` gauges of a residual rotation, bound to the same tree
             options["norms"] = tuple(copy for norm in options["norms"] for copy in norm._copies(params))
         copies = bind_blocks(self.name, self.specs, self.sizes, params, kind.reserved, kind.joined, kind.partial)
         return tuple(kind.of(found, **options) for found in copies)

@@ -1,4 +1,4 @@
-"""Head linear: GL(d_h) acting on the basis that two factors share.
+"""Head linear: invertible matrices, the group GL(d_h), that change the basis which two factors share.
 
 A product M = A·Bᵀ is unchanged by (A, B) ↦ (A·S, B·S⁻ᵀ) for every invertible S. Queries and keys without rotary
 embeddings, values and outputs (rows of W_O), and LoRA factors have this form. The gauge has two parts, the factors of
@@ -34,7 +34,7 @@ from gauge_optax.parts.sizes import Stretch
 def head_linear(
     left: Mapping[str, Axes], right: Mapping[str, Axes], *, sizes: Mapping[str, int] | None = None
 ) -> BlockGauge:
-    """GL(d_h) acting on every head: left·S and right·S⁻ᵀ along the `basis` axis.
+    """An invertible matrix S per head, which changes the basis of two factors: left·S and right·S⁻ᵀ along `basis`.
 
     Args:
       left: path → axes of one factor (queries; values and their bias; LoRA's A), "_ head basis". Every leaf has one

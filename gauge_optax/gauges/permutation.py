@@ -1,4 +1,4 @@
-"""Permutation: S_n acting on units, heads or experts, whose order no function depends on.
+"""Permutation: renumbering units, heads or experts, on whose order no function depends.
 
 The hidden units of a layer may be renumbered if all kernels before and behind them are renumbered in the same way. So
 may the heads of a layer (a key head with all query heads of its group), and experts with the outputs of their router.
@@ -30,7 +30,7 @@ from gauge_optax.parts.permutation import Permutation, Renumbering
 def permutation(
     blocks: Mapping[str, Axes], axis: str | None = None, *, sizes: Mapping[str, int] | None = None
 ) -> BlockGauge:
-    """S_n acting on one named axis: units, heads or experts, which all blocks renumber together.
+    """A permutation of one named axis: units, heads or experts, which all blocks renumber together.
 
     Args:
       blocks: path → axes of every leaf that has an entry per unit, head or expert: `{"up/kernel": "_ channel",

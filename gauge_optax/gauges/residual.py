@@ -1,4 +1,4 @@
-"""Residual rotation: O(d) acting on the residual stream, on everything that writes to it and reads from it.
+"""Residual rotation: an orthogonal matrix that rotates the residual stream, and all that writes to it and reads it.
 
 Every layer adds to one stream x of d channels. For an orthogonal R let all writers (embeddings, output kernels,
 biases) write x·R, and let all readers undo it: W_write ↦ W·R, W_read ↦ Rᵀ·W. An RMSNorm without a scale commutes with
@@ -42,7 +42,7 @@ def residual_rotation(
     hold: bool = False,
     sizes: Mapping[str, int] | None = None,
 ) -> BlockGauge:
-    """O(d) acting on the residual stream; O(d−1), which keeps the vector of ones, where LayerNorms read it.
+    """An orthogonal matrix that rotates the residual stream. It keeps the vector of ones if LayerNorms read the stream.
 
     Args:
       read: path → axes of every kernel that reads the stream; `basis` is the stream's axis, `_` the others:

@@ -1,4 +1,4 @@
-"""Head rotation: O(d_h) acting on the basis of an attention head.
+"""Head rotation: orthogonal matrices, the group O(d_h), that rotate the basis of attention heads.
 
 Scores q·kᵀ depend on W_Q·W_Kᵀ alone and outputs on W_V·W_O alone. An orthogonal R that rotates the basis of both
 factors therefore does not change the function. Stack the rows of all blocks to a matrix W (rows × d_h): a bias is one
@@ -24,7 +24,7 @@ from gauge_optax.parts.part import Orthogonal
 
 
 def head_rotation(blocks: Mapping[str, Axes], *, sizes: Mapping[str, int] | None = None) -> BlockGauge:
-    """O(d_h) acting on every head: the `basis` axis of all blocks is multiplied by an orthogonal matrix per head.
+    """An orthogonal matrix per head, by which the `basis` axis of all blocks is multiplied.
 
     Args:
       blocks: path → axes of all leaves sharing the basis (queries with keys, or values with outputs, and biases). One

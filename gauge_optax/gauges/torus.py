@@ -1,4 +1,4 @@
-"""Rope torus: SO(2) per rotary plane, the rotations that commute with rotary position embeddings.
+"""Rope torus: a rotation of every rotary plane. Such rotations commute with rotary position embeddings.
 
 Rotary embeddings turn each plane of queries and keys by an angle that grows with position. If both are turned by one
 more angle per head and plane, it cancels in q·kᵀ. The gauge has d_h/2 dimensions per head. Reference: DDC B.9; Lemma 25

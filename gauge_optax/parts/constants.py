@@ -5,8 +5,8 @@
   table gains one along both. A key bias gains one number per entry;
 * `Trade`: a vector that the rows of some embedding tables gain and the rows of others lose;
 * `Absorption`: a vector that moves from a bias, through the kernels that read it, into the biases behind them;
-* `ReadShift`: a number per output of a kernel that reads a LayerNorm, which all channels gain. It has no effect, because
-  the norm's output sums to zero over channels.
+* `ReadShift`: a number per output of a kernel that reads a LayerNorm, which all channels gain. It has no effect,
+  because the norm's output sums to zero over channels.
 """
 
 import abc
@@ -39,7 +39,7 @@ def _without(b: Block, axes: tuple[str, ...]) -> list[int]:
 
 
 class Sum(Additive, Constant[Any]):
-    """A constant whose elements, arrays or tuples of arrays, compose by addition. `added` says what each block gains."""
+    """A constant whose elements, arrays or tuples of arrays, compose by addition. `added` says which block gains what."""
 
     def identity(self) -> Any:
         return jnp.zeros(self.shape, real_dtype())

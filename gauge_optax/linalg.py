@@ -636,7 +636,7 @@ def _mesh_axes(entry: Any) -> tuple[str, ...]:
 
 
 def _stepped(schedule: Schedule, x: jax.Array, over: tuple[str, ...] = ()) -> jax.Array:
-    """Returns X after the steps of a schedule; its rows are divided along the mesh axes `over`."""
+    """Returns a stack of tall matrices X after the steps of a schedule, whose rows the mesh axes `over` divide."""
     epsilon = float(jnp.finfo(x.dtype).eps)
     phases = _phases(schedule, epsilon**-0.25)
     for number, phase in enumerate(phases):
@@ -850,7 +850,7 @@ def inverse_gram(rows: jax.Array, damping: float | jax.Array = 0.0) -> jax.Array
 
 
 def _root_by_products(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns a J for which A·J has orthonormal columns, except for zero ones, and whether all J are exact enough."""
+    """Returns J such that rows·J has orthonormal columns, except for zero ones, and whether all J are exact enough."""
     size = jnp.linalg.norm(rows, axis=-2, keepdims=True)
     inverse_size = safe_divide(jnp.ones_like(size), size)
     unit = rows * inverse_size

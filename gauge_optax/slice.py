@@ -58,8 +58,7 @@ class Frame(NamedTuple):
       elements: the frame F: part label → element.
       live: label of a size → an array of booleans, of the part's shape: which channels were read from the size's first
         anchor, because that is not zero. Only live channels are fixed at every step.
-      frozen: its keys are the paths of leaves that never change. Every value is (), so that `jit`, which traces arrays
-        alone, keeps the keys.
+      frozen: path of a leaf that never changes → (). Without arrays, the keys are known under `jit`.
     """
 
     elements: Elements
@@ -231,10 +230,9 @@ class Slice:
 
     @functools.cached_property
     def added(self) -> Mapping[str, float | np.ndarray]:
-        """Path of a bound leaf → what must be added to the stored leaf to get its value.
+        """Bound leaf path → what is added to the stored leaf to get its value: 1 for axes that start with `1+`, else 0.
 
-        It is 1 where the axes string starts with `1+` (the leaf stores its value less one), else 0. It is an array of
-        the leaf's shape if only some blocks of the leaf are `1+`.
+        It is an array of the leaf's shape if only some blocks of the leaf are `1+`.
         """
         by_path: dict[str, list[Block]] = {}
         for b in self.blocks:
@@ -254,11 +252,7 @@ class Slice:
         return {p: vectors[p] + added if np.any(added) else vectors[p] for p, added in self.added.items()}
 
     def vectors(self, tree: Any) -> Arrays:
-        """Bound leaves of a tangent or cotangent in the computing dtype.
-
-        Raises:
-          ValueError: a bound leaf is absent, or its shape does not broadcast to the parameter's.
-        """
+        """Bound leaves of a tangent or cotangent in the computing dtype. Raises ValueError for other paths or shapes."""
         leaves, dtype = leaves_by_path(tree), real_dtype()
         for block in self.blocks:
             shape = jnp.shape(leaves[block.path]) if block.path in leaves else None
@@ -297,10 +291,7 @@ class Slice:
         )
 
     def check_norms(self) -> None:
-        """Raises ValueError for a turn that passes a norm's scale which no size of the list makes 1.
-
-        Optimizers call it, because such a turn is a symmetry only where the scale is 1.
-        """
+        """Raises ValueError for a turn that passes a norm's scale which no size makes 1, as optimizers need it."""
         for turn, path in self.without_norm_scale:
             problem, expected = f"the norm's scale '{path}' is not divided out", "the go.norm_scale gauge of that norm"
             raise binding_error(name_of(turn), problem, "no norm_scale of it", expected, "add it to the list of gauges")
@@ -308,12 +299,7 @@ class Slice:
     # Entering the slice, fixing a point and holding a step --------------------------------------------------
 
     def enter(self, f: Elements, x: Arrays) -> Undone:
-        """The slice point θ̂ = F⁻¹·θ, with the maps between θ and θ̂.
-
-        Args:
-          f: the frame F; parts without an element in it are not undone.
-          x: θ, bound leaves.
-        """
+        """The slice point θ̂ = F⁻¹·θ, with the maps between θ and θ̂. Parts without an element in `f` are not undone."""
         undone = []
         for part in self.parts:
             if part.label in f:
@@ -360,11 +346,11 @@ class Slice:
         return self._over_turns(x, u, lambda kind: kind.hold, self.not_fixed)
 
     def project_turning(self, x: Arrays, u: Arrays, into: Mapping[Any, jax.Array] | None = None) -> Arrays:
-        """Removes the part along rotations from a tangent `u` at the point `x`. For `into` see `Turn.project`."""
+        """Removes the part along rotations from a tangent. For `into` see `Turn.project`."""
         return self._over_turns(x, u, lambda kind: functools.partial(kind.project, into=into))
 
     def project_turning_dual(self, x: Arrays, g: Arrays) -> Arrays:
-        """The transpose of `project_turning`, applied to a cotangent `g` at the point `x`."""
+        """The transpose of `project_turning`, for a cotangent."""
         for turn_class, turns in reversed(self.turns):
             g = turn_class.project_dual(turns, x, g)
         return g
@@ -444,8 +430,7 @@ class Slice:
         Args:
           x: bound leaves.
           turning: whether to read rotations. If False, the result has no elements of turns.
-          reader: maps a class of turns to a function that reads its turns: (turns, x) ↦ their elements. It returns None
-            for a class that is to be left out. The default is the class's own `read_all`.
+          reader: class of turns → a function (turns, x) ↦ elements that reads them; None to leave the class out.
         """
         f: Elements = {}
         for part, anchor, _ in self.constants:
@@ -501,16 +486,8 @@ class Slice:
     def horizontal_at(self, params: Any, vector: Any, dual: bool = False) -> Arrays:
         """The horizontal part of a tangent or cotangent at any point.
 
-        A tangent is moved to the slice, projected there by `horizontal`, and moved back. A cotangent is mapped by the
-        transpose of this, so that the product of the result with every vertical tangent is zero.
-
-        Args:
-          params: the point, a tree.
-          vector: the tangent or cotangent, a tree like `params`.
-          dual: True for a cotangent.
-
-        Returns:
-          Bound leaves by path.
+        A tangent is moved to the slice, projected there by `horizontal`, and moved back. A cotangent (`dual`) is mapped
+        by the transpose of this: the product of the result with every vertical tangent is zero. Returns bound leaves.
         """
         (_, live, _), entered = self.unturned_slice_point(params)
         values, vectors, point = self.values(params), self.vectors(vector), entered.point
@@ -530,10 +507,7 @@ class Slice:
         return self.project_turning(x, jax.jvp(lambda y: self._fixed(y, live), (x,), (u,))[1])
 
     def _fixed(self, x: Arrays, live: Mapping[str, jax.Array]) -> Arrays:
-        """The point that `fix` returns, by operations that are differentiable everywhere.
-
-        Parts in `not_fixed`, which `fix` skips, are fixed here too.
-        """
+        """The point of `fix`, differentiable everywhere. Parts in `not_fixed`, which `fix` skips, are fixed too."""
         for part, anchor, _ in self.constants:
             x = part.act(part.inverse(part.read(anchor, x)), x)
         for part, anchor, _ in self.sizes:
@@ -543,12 +517,9 @@ class Slice:
 
 
 def _masked(x: Arrays, moved: Iterable[tuple[Any, Block]], known: Mapping[str, jax.Array]) -> Arrays:
-    """A point with zeros in place of some entries: those that a part moves in channels that are not yet `known`.
+    """A point with zeros at all entries that a part moves in channels that are not `known`.
 
-    Args:
-      x: the point, bound leaves.
-      moved: pairs of a part and a block that it moves.
-      known: label of a part → which of its channels are known, (*shape) booleans.
+    `moved` has pairs of a part and a block that it moves.
     """
     out = dict(x)
     for part, b in moved:

@@ -59,8 +59,7 @@ class AxisItem(NamedTuple):
     def local(self) -> bool:
         """Whether only this leaf determines the axis's full length.
 
-        This is so for free axes and for ranges: blocks with the same name have ranges of the same length, but the axes
-        from which these select may have different lengths.
+        Blocks with the same name share the length of a range, not of the axis from which it selects.
         """
         return self.full is None and (self.name == "_" or bool(self.ranges))
 
@@ -91,11 +90,7 @@ def _text(group: Sequence[AxisItem]) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def parse_axes(gauge: str, pattern: str, axes: str) -> ParsedAxes:
-    """Parses an axes string. Errors name the gauge, and the pattern whose leaves have these axes.
-
-    Raises:
-      ValueError: a string that is not of the form in the module's docstring, or that uses a name twice.
-    """
+    """Parses an axes string. Raises ValueError, with the names of `gauge` and `pattern`, if it is malformed."""
 
     def malformed(found: str, remedy: str) -> ValueError:
         expected = (
@@ -149,15 +144,7 @@ def parse_axes(gauge: str, pattern: str, axes: str) -> ParsedAxes:
 
 
 class Site(NamedTuple):
-    """One axes string on one leaf, before the lengths of its names are solved.
-
-    Attributes:
-      argument: the constructor's argument that the axes string comes from, "up" say.
-      path: normalised path of the leaf.
-      axes: the axes string.
-      shape: the leaf's shape.
-      plan: the parsed axes string.
-    """
+    """One axes string on one leaf, before the lengths of its names are solved. `plan` is the parsed string."""
 
     argument: str
     path: str

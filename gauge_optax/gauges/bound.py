@@ -64,9 +64,6 @@ class Bound:
 
         Args:
           params: θ (values are read).
-
-        Returns:
-          One gauge's element, or a tuple with one element per gauge. `gauge.Element` describes them.
         """
         require_nonzero_norms("read", self.whole, leaves_by_path(params))
         return self.public(self.whole.read(self.whole.values(params)).elements)
@@ -135,8 +132,8 @@ class Bound:
     def whole(self) -> Slice:
         """The slice with all parts of the gauges.
 
-        `slice` lacks parts that would change a frozen leaf because of a step of another leaf. It also lacks a rotation
-        of the residual stream that needs a norm's scale of 1, if that scale may not become 1.
+        `slice` lacks parts that would change a frozen leaf because of a step of another, and a rotation of the residual
+        stream that needs a norm's scale of 1 where no part makes it 1.
         """
         parts = [part for copies in self.copies for copy in copies for part in copy.parts]
         kept = {part.label for part in self.slice.acting}
@@ -157,10 +154,7 @@ class Bound:
         return self.by_gauge(lambda copy: copy.join(_of_copy(copy, elements)))
 
     def coordinates(self, elements: Mapping[str, Any]) -> Any:
-        """The coordinates of a point that reads as these elements, in the structure of a public element.
-
-        Their change along a run is the drift.
-        """
+        """Per gauge, the coordinates of a point that reads as these elements. Their change along a run is the drift."""
         return self.by_gauge(lambda copy: copy.coordinate(_of_copy(copy, elements)))
 
     def by_gauge(self, value: Callable[[Copy], Any]) -> Any:
@@ -292,9 +286,7 @@ def _by_generators(gauge: Any, b: Bound, params: Any, x: Arrays) -> Callable[[Ar
 def _by_projection(
     s: Slice, copies: Sequence[Copy], params: Any, grads: Any
 ) -> Callable[[Arrays], dict[str, Any]]:
-    """A function that returns the vertical part of a cotangent, per copy, for a gauge without coordinates.
-
-    The vertical part is the cotangent less its horizontal part, which the slice gives for any gauge.
+    """A function that returns the vertical part of a cotangent, per copy, by the slice: for gauges without coordinates.
     """
     paths = {copy.key: dict.fromkeys(p for part in copy.parts for p in changed(part)) for copy in copies}
 

@@ -130,9 +130,7 @@ class UserCopy(Copy):
 
 
 def broken_law(gauge: Any, params: Any) -> str | None:
-    """The first law of groups or readings that a user's gauge breaks at these parameters, as a formula.
-
-    It is None if the gauge breaks none.
+    """The first law of groups or readings that a user's gauge breaks, as a formula; None if it breaks none.
 
     Args:
       gauge: a `Gauge`.
@@ -164,13 +162,7 @@ def _near(a: Any, b: Any) -> bool:
 
 
 def _used(function: Any, shapes: Any, outputs: int | None) -> set[int]:
-    """Positions, in tree order, of the leaves that a function computes with.
-
-    Args:
-      function: takes a tree.
-      shapes: the tree, with shapes in place of arrays.
-      outputs: None counts leaves that the function returns unchanged, too; else such leaves do not count.
-    """
+    """Positions of the leaves that a function computes with; if `outputs` is None, also of those that it returns."""
     from jax.extend.core import Var  # here, because it imports Pallas
 
     traced = jax.make_jaxpr(function)(shapes).jaxpr

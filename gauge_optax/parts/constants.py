@@ -1,12 +1,10 @@
 """Constants: what may be added to weights without a change of the function. An element is what is added.
 
-* `Mean`: a number that is constant along some axes of a block. An output layer gains one along classes, which softmax
-  ignores; a leaf that writes to a residual stream gains one along channels, if only LayerNorms read the stream; a tied
-  table gains one along both. A key bias gains one number per entry;
+* `Mean`: a number that is constant along some axes: in an output layer along classes, in a leaf that writes to a stream
+  which only LayerNorms read along channels, in a tied table along both; or a number per entry of a key bias;
 * `Trade`: a vector that the rows of some embedding tables gain and the rows of others lose;
 * `Absorption`: a vector that moves from a bias, through the kernels that read it, into the biases behind them;
-* `ReadShift`: a number per output of a kernel that reads a LayerNorm, which all channels gain. It has no effect,
-  because the norm's output sums to zero over channels.
+* `ReadShift`: a number per output of a kernel that reads a LayerNorm, whose output sums to zero over channels.
 """
 
 import abc
@@ -39,7 +37,7 @@ def _without(b: Block, axes: tuple[str, ...]) -> list[int]:
 
 
 class Sum(Additive, Constant[Any]):
-    """A constant whose elements, arrays or tuples of arrays, compose by addition. `added` says which block gains what."""
+    """A constant whose elements, arrays or tuples of arrays, compose by addition. `added` is what each block gains."""
 
     def identity(self) -> Any:
         return jnp.zeros(self.shape, real_dtype())
@@ -133,17 +131,15 @@ class Trade(Translation):
     """A vector that rows of the "up" tables gain and rows of the "down" tables lose, read from one side's mean row.
 
     Attributes:
-      hidden: whether `Mean` parts remove the mean along the vector's axis from the "down" tables and not from the "up"
-        tables. Then the mean of the vector's entries cannot be read from the "down" tables, and is read from the "up"
-        tables.
+      hidden: whether `Mean` parts remove the mean along the vector's axis from the "down" tables alone. The mean of the
+        vector's entries is then read from the "up" tables.
     """
 
     hidden: bool = False
 
     @property
     def anchors(self) -> tuple[Anchor, ...]:
-        # If `hidden`, the reading from the "down" tables does not depend on the means that other parts remove, so that
-        # this part need not wait for them: the empty anchor.
+        # If `hidden`, the reading does not depend on the means that other parts remove: the empty anchor.
         return ((),) if self.hidden else (self._side("down"), self._side("up"))
 
     def _side(self, argument: str) -> Anchor:
@@ -218,8 +214,8 @@ class ReadShift(Sum):
     """A number u per output of a kernel W that reads a LayerNorm with scale γ and bias β: W ↦ W + u/γ.
 
     The norm's output before γ sums to zero over channels, and so hides u. What β sends through W is subtracted from the
-    bias c behind W: c ↦ c − Σ(β/γ)·u, a sum over channels. Elements are tuples with one array per kernel: its view with
-    length 1 along channels. γ and β may be trained.
+    bias c behind W: c ↦ c − Σ(β/γ)·u, a sum over channels. Elements are tuples of one array per kernel; γ and β may be
+    trained.
 
     Attributes:
       scale: the block of γ; () for a norm without a scale.
@@ -279,10 +275,7 @@ class ReadShift(Sum):
         return self._times(e, safe_divide(jnp.ones((), scale.dtype), scale), safe_divide(bias, scale))
 
     def push(self, e: Any, u: Arrays, at: Arrays) -> Arrays:
-        """act(e, at + u) − act(e, at) in closed form, because `act` is not affine in γ.
-
-        If γ′ = γ + dγ, then 1/γ′ − 1/γ = −dγ/(γγ′), which does not subtract two nearly equal numbers.
-        """
+        """act(e, at + u) − act(e, at), as `act` is not affine in γ. If γ′ = γ + dγ, then 1/γ′ − 1/γ = −dγ/(γγ′)."""
         (scale, bias), (ds, db) = self._of_norm(at, 1.0), self._of_norm(u, 0.0)
         after = scale + ds
         to_bias = safe_divide(db - safe_divide(bias, scale) * ds, after)

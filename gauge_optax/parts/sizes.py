@@ -45,10 +45,8 @@ class Factor(Size[jax.Array]):
 
     Attributes:
       degree: p, the degree of the function between both sides: 1 for ReLU, 2 for squared ReLU.
-      by_entry: whether α is the root mean square of the anchor's entries, and not the norm of a column, as for
-        multipliers, which usually start at 1.
-      signed: whether α takes the sign of the anchor, which has one entry per channel. This keeps the function if all
-        blocks on the other side are linear readers.
+      by_entry: whether α is the root mean square of the anchor's entries: for multipliers, which start at 1.
+      signed: whether α takes the sign of the anchor's one entry, which keeps the function if all readers are linear.
     """
 
     degree: float = 1.0
@@ -86,7 +84,7 @@ class Factor(Size[jax.Array]):
         return out
 
     def down_factor(self, e: jax.Array) -> jax.Array:
-        """α⁻ᵖ, by which the element `e` = α multiplies the down side."""
+        """α⁻ᵖ, for an element `e` = α."""
         return 1.0 / (e if self.degree == 1.0 else e**self.degree)
 
     def push(self, e: jax.Array, u: Arrays, at: Arrays) -> Arrays:
@@ -113,13 +111,8 @@ class Factor(Size[jax.Array]):
     def completed(self, x: Arrays, g: Arrays) -> Arrays:
         """A gradient whose entries at the anchor, a norm's scale, are computed from those of all other blocks.
 
-        By invariance ⟨g_up, up⟩ = p·⟨g_down, down⟩ per channel, which determines them. They are computed because a turn
-        that passes a norm's scale depends on the scale, and `Stream.pull` leaves out the term that this adds to the
-        scale's gradient.
-
-        Args:
-          x: the slice point.
-          g: the slice gradient.
+        By invariance ⟨g_up, up⟩ = p·⟨g_down, down⟩ per channel, which determines them. A turn that passes a norm's
+        scale depends on the scale, and `Stream.pull` leaves out the term that this adds to the scale's gradient.
         """
         anchor, zero = self.up[0], jnp.zeros(self.shape, real_dtype())
 
@@ -148,9 +141,8 @@ class Stretch(Size[jax.Array]):
     """Multiplies the two factors of a product by S and S⁻ᵀ per head: left·S and right·S⁻ᵀ.
 
     Elements are pairs (S, S⁻¹), (*shape, 2, d, d), so that no step inverts a matrix. A head reads as the symmetric S of
-    left = Q·S, where Q has orthonormal columns. Far from the slice, S comes from a QR decomposition and the SVD of its
-    triangular factor, because a Gram matrix would square the condition number. Near the slice, S is the square root of
-    the Gram matrix, by matrix products.
+    left = Q·S, where Q has orthonormal columns. Far from the slice it is read by QR and the SVD of the triangular
+    factor (a Gram matrix would square the condition number), near it by matrix products with the Gram matrix.
 
     Attributes:
       left: the rows that S multiplies.

@@ -34,8 +34,8 @@ class Stream(Orthogonal, Turn[jax.Array]):
 
     Attributes:
       size: d, the number of channels of the stream.
-      scales: pairs of a norm's scale γ and the blocks that depend on it: kernels that read the norm, and its bias. To
-        turn them, kernels are first multiplied by γ and the bias is divided by it.
+      scales: pairs of a norm's scale γ and the blocks behind it: the norm's readers, which are multiplied by γ before
+        they turn, and its bias, which is divided.
       keeps_ones: whether the rotation keeps the vector of ones, as LayerNorm needs.
       held: whether optimizers remove the rotation from every step.
       seen: the blocks that the rotation is read from: those that no other turn moves.
@@ -88,15 +88,12 @@ class Stream(Orthogonal, Turn[jax.Array]):
         return Heads((), (), self.seen or self.blocks, self.size)
 
     def divided(self, x: Arrays, at: Arrays, back: bool = False) -> Arrays:
-        """Multiplies readers by their norm's scale and divides norms' biases by it, so that the rotation acts plainly.
+        """Multiplies readers by their norm's scale, and divides norms' biases by it.
 
         Args:
           x: bound leaves.
-          at: the point whose norms' scales are used.
-          back: True for the inverse: divides readers and multiplies biases.
-
-        Returns:
-          The leaves that the part changes.
+          at: the point that has the scales.
+          back: True for the inverse.
         """
         out = dict(x)
         for scale, behind in self.scales:
@@ -142,13 +139,9 @@ class Stream(Orthogonal, Turn[jax.Array]):
 
     @classmethod
     def _without_rotation(cls, turns: Sequence[Any], x: Arrays, vector: Arrays, dual: bool) -> Arrays:
-        """Removes from a tangent the rotation that it has on the blocks `seen`, on all blocks that the part moves.
+        """Removes the rotation that a tangent shows on the blocks `seen` from all blocks.
 
-        Args:
-          turns: parts of this class.
-          x: the point.
-          vector: a tangent, or a cotangent if `dual`.
-          dual: True applies the transpose of this projection.
+        If `dual`, it applies the transpose of this projection to a cotangent.
         """
         out = dict(vector)
         for turn in turns:

@@ -252,7 +252,7 @@ class Slice:
         return {p: vectors[p] + added if np.any(added) else vectors[p] for p, added in self.added.items()}
 
     def vectors(self, tree: Any) -> Arrays:
-        """Bound leaves of a tangent or cotangent in the computing dtype. Raises ValueError for other paths or shapes."""
+        """Bound leaves of a tangent or cotangent in the computing dtype. Raises ValueError if some are absent."""
         leaves, dtype = leaves_by_path(tree), real_dtype()
         for block in self.blocks:
             shape = jnp.shape(leaves[block.path]) if block.path in leaves else None

@@ -453,16 +453,16 @@ def _replaced(array: Any, part: Any, selected: Sequence[Ranges]) -> Any:
 
 
 def _joined(array: jax.Array, part: jax.Array, corner: Sequence[tuple[int, int]]) -> jax.Array:
-    """The array with the entries of one box replaced by `part`, by concatenation with the entries around the box.
+    """The array with one rectangle of entries replaced by `part`, by concatenation with the entries around it.
 
-    `dynamic_update_slice` would be simpler. But a part may be computed from entries of the array in another order, as
+    `dynamic_update_slice` would be simpler. But `part` may be computed from entries of the array in another order, as
     the planes of query and key in one fused leaf are. On CPU, jaxlib 0.10.2 computes it while it writes it in place,
     and reads entries that it has overwritten. *Measured*: `act` and steps under `jit` were off by the size of the leaf.
 
     Args:
       array: the array.
       part: the new entries.
-      corner: per axis, the (start, stop) of the box.
+      corner: per axis, the (start, stop) of the rectangle.
     """
     for axis, (start, stop) in enumerate(corner):
         if stop - start < array.shape[axis]:

@@ -437,7 +437,7 @@ def lyapunov(m: jax.Array, k: jax.Array) -> jax.Array:
     True
     """
     if m.shape[-1] == 2:
-        # There is one pair of eigenvalues, whose sum is the trace.
+        # There is one pair of eigenvalues, and its sum is the trace.
         return safe_divide(2.0 * k, jnp.trace(m, axis1=-2, axis2=-1)[..., None, None])
     values, vectors = symmetric_eigen(m)
     # Roundoff leaves symmetric parts, which the division by small sums of eigenvalues would amplify.

@@ -1,8 +1,8 @@
 """`Part`: one small group that acts on leaves. This is all that the slice knows of a symmetry.
 
 A gauge that is bound to a tree compiles to parts, one or two per layer (or other capture of its paths). An *element* of
-a part is one array with a member of the group for every index of the named axes (for every head or channel). To *read*
-a part is to compute its element from the weights. A part has one of three roles, and its role is its class:
+a part has one member of the group for every index of the named axes (for every head or channel). To *read* a part is to
+compute its element from the weights. A part has one of three roles, and its role is its class:
 
 * a `Constant` adds something that the function does not see. It is read from the weights and removed at every step;
 * a `Size` multiplies. It is also read and removed at every step. A gauge that a user defines by its action has this
@@ -125,7 +125,7 @@ class Part(abc.ABC, Generic[E]):
         return g
 
     def beside(self, others: "Sequence[Part[Any]]") -> "Part[E]":
-        """This part, adapted to the `others` of its list: for some parts they decide which blocks it is read from."""
+        """This part, adapted to the `others` of its list, which decide from which blocks some parts are read."""
         return self
 
     def beside_frozen(self, frozen: frozenset[str]) -> "Part[E] | None":

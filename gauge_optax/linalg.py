@@ -27,14 +27,16 @@ Coefficients = str | Sequence[float] | Sequence[Sequence[float]]
 
 HIGHEST = jax.lax.Precision.HIGHEST
 
-# Presets of `polar`: (a, b, c) of a·σ + b·σ³ + c·σ⁵ or (a, b, c, d) of degree 7; one for every step, or one per step.
+# Presets of `polar`: the coefficients (a, b, c) of a·σ + b·σ³ + c·σ⁵, or (a, b, c, d) of a polynomial of degree 7. A
+# preset is one tuple, which serves every step, or a tuple per step.
 _DION: Schedule = ((4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037))
 _DION += ((2.8769, -3.1427, 1.2046), (2.8366, -3.0525, 1.2012))
-# Amsel et al., Polar Express (2025), Alg. 1: minimax on [1e-3, 1] step by step; all steps but the last act on σ/1.01.
+# Amsel et al., Polar Express (2025), Alg. 1: each step is minimax on the interval to which the steps before it take
+# [1e-3, 1]. All steps but the last act on σ/1.01.
 _AMSEL: Schedule = ((8.205160, -22.901935, 16.460725), (4.066395, -2.861154, 0.518400))
 _AMSEL += ((3.909595, -2.823352, 0.525037), (3.285564, -2.415302, 0.485294), (2.300652, -1.668904, 0.418807))
-# Computed for this package: minimax on [1e-2, 1.02] step by step. The last step has degree 7 because it leaves an error
-# of 3.3e-3, where a fourth quintic would leave 1.25e-2.
+# Computed for this package in the same way, from [1e-2, 1.02]. The last step has degree 7, which leaves an error of
+# 3.3e-3; a fourth step of degree 5 would leave 1.25e-2.
 _SHARP: Schedule = ((7.942388, -22.287293, 15.823857), (3.646512, -2.729101, 0.537362), (2.675817, -1.989036, 0.453936))
 _SHARP += ((2.284817, -2.390803, 1.424108, -0.321191),)
 NS_PRESETS: Mapping[str, Any] = dict(standard=(3.4445, -4.775, 2.0315), dion=_DION, polar_express=_AMSEL, sharp=_SHARP)
@@ -44,9 +46,7 @@ NS_PRESETS: Mapping[str, Any] = dict(standard=(3.4445, -4.775, 2.0315), dion=_DI
 
 
 def real_dtype() -> jnp.dtype:
-    """Returns the dtype in which gauges compute: float32, or float64 under x64.
-
-    The parameters may be stored in any dtype; this one depends on the process alone.
+    """Returns the dtype in which gauges compute: float32, or float64 under x64, whatever dtype parameters have.
 
     >>> real_dtype()
     dtype('float32')
@@ -55,12 +55,14 @@ def real_dtype() -> jnp.dtype:
 
 
 def roundoff(dtype: jnp.dtype) -> float:
-    """Returns the size, relative to its terms, below which a whole array is roundoff of zero: 64 machine epsilons."""
+    """Returns 64 machine epsilons: an array smaller than this, relative to the terms of its sums, is roundoff of zero.
+    """
     return 64.0 * float(jnp.finfo(dtype).eps)
 
 
 def direction_tolerance(dtype: jnp.dtype) -> float:
-    """Returns the relative size below which roundoff decides a direction: 1,000 machine epsilons."""
+    """Returns 1,000 machine epsilons: a vector smaller than this, relative to others, has a direction that is roundoff.
+    """
     return 1e3 * float(jnp.finfo(dtype).eps)
 
 
@@ -70,19 +72,19 @@ def eigenvalue_cutoff(dtype: jnp.dtype) -> float:
 
 
 def equal_eigenvalues(dtype: jnp.dtype) -> float:
-    """Returns up to which gap two eigenvalues count as equal, relative to the largest one: √ε, 1.5e-8 in float64.
+    """Returns the gap, relative to the largest eigenvalue, up to which two count as equal: √ε, 1.5e-8 in float64.
 
-    Roundoff turns eigenvectors by ε divided by the relative gap, which is √ε if the gap is √ε.
+    Roundoff turns eigenvectors by the angle ε divided by the relative gap. For a gap of √ε, this angle is √ε.
     """
     return float(jnp.finfo(dtype).eps) ** 0.5
 
 
 def rank_cutoff(dtype: jnp.dtype) -> float:
-    """Returns the relative size below which a factor misses a direction: 1e-4 in float32, 1e-12 in float64.
+    """Returns the relative size below which a factor's direction counts as absent: 1e-4 in float32, 1e-12 in float64.
 
-    It is larger than `eigenvalue_cutoff` because steps amplify the roundoff of a gradient that lacks ranks: a direction
-    whose size is roundoff would give the other factor's step an arbitrary length. *Measured*: with 1e-6, twins of
-    float32 LoRA factors under a rank-one target were 0.9 apart.
+    It is larger than `eigenvalue_cutoff`, because steps of one factor divide by the other factor's sizes. A direction
+    whose size is roundoff would give such a step an arbitrary length. *Measured*: with 1e-6, twins of float32 LoRA
+    factors under a rank-one target were 0.9 apart.
     """
     return 1e-12 if dtype == jnp.float64 else 1e-4
 
@@ -91,7 +93,7 @@ def rank_cutoff(dtype: jnp.dtype) -> float:
 
 
 def matmul(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Multiplies at full precision: the default of accelerators is off by 1e-3, and no symmetry would hold better."""
+    """Multiplies at full precision. By default accelerators are off by 1e-3, and symmetries would hold no better."""
     return jnp.matmul(a, b, precision=HIGHEST)
 
 
@@ -111,21 +113,21 @@ def symmetric(a: jax.Array) -> jax.Array:
 
 
 def safe_divide(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Returns a/b, and 0 where b is 0: a direction of length zero has no coordinate along it."""
+    """Returns a/b, and 0 where b is 0."""
     empty = b == 0
     # The inner `where` keeps NaN out of the branch that is not taken, whose derivative JAX computes all the same.
     return jnp.where(empty, 0.0, a / jnp.where(empty, 1.0, b))
 
 
 def unit_and_size(x: jax.Array, axes: int | tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """Returns arrays over their largest entry, whose squares neither underflow nor overflow, and that entry's size.
+    """Divides arrays by their largest absolute entry, so that their squares neither underflow nor overflow.
 
     Args:
       x: any array.
       axes: the axes of one array; all others count arrays.
 
     Returns:
-      x/max|x|, zero where x is zero, and max|x| with `axes` kept at length 1.
+      x/max|x|, or zeros for an array of zeros; and max|x|, with `axes` kept at length 1.
 
     >>> unit_and_size(jnp.array([3e-30, -4e-30]), 0)[0].round(2).tolist()
     [0.75, -1.0]
@@ -135,7 +137,7 @@ def unit_and_size(x: jax.Array, axes: int | tuple[int, ...]) -> tuple[jax.Array,
 
 
 def root_mean_square(weight: Any, old: jax.Array, new: jax.Array) -> jax.Array:
-    """Returns √(w·old² + (1 − w)·new²), whatever the size of its arguments.
+    """Returns √(w·old² + (1 − w)·new²) without underflow or overflow of the squares.
 
     Args:
       weight: w, the weight of the old square.
@@ -156,10 +158,11 @@ def root_mean_square(weight: Any, old: jax.Array, new: jax.Array) -> jax.Array:
 def serial(make: Callable[..., T], *matrices: jax.Array) -> T:
     """Returns make(*matrices); on CPU it calls `make` for one matrix after the other.
 
-    XLA:CPU hands a batched LAPACK call to its thread pool from one of that pool's threads, which waits for the rest.
-    As many such calls at once as there are threads (two gauges on two cores, one call per virtual device) wait for each
-    other's threads forever. A call for a single matrix needs no other thread. *Measured* on two cores for 48 to 288
-    matrices of 32 to 64: results are equal bit for bit, and take up to twice as long.
+    This avoids a deadlock. One thread of XLA:CPU's pool runs a batched LAPACK call: it hands matrices to the other
+    threads of the pool and waits for them. If there are as many such calls at once as threads (two gauges on two cores,
+    one call per virtual device), they wait for each other forever. A call for a single matrix needs no other thread.
+    *Measured* on two cores for 48 to 288 matrices of 32 to 64: results equal those of a batched call bit for bit, and
+    take up to twice as long.
 
     Args:
       make: takes matrices with any number of leading axes, and returns arrays that have these axes in front.
@@ -180,10 +183,10 @@ def serial(make: Callable[..., T], *matrices: jax.Array) -> T:
 
 
 def _one_by_one(make: Callable[..., T], *stacks: jax.Array) -> T:
-    """Returns what `make` returns for stacks of matrices; calls it for one matrix after the other.
+    """Calls `make` for one matrix of the stacks after the other, and returns the stacked results.
 
-    Every device of a mesh does this for the matrices that it holds. XLA alone would send all matrices to all devices,
-    because they are one loop's: in a sharded `ddc_adamw` as much as a kernel has.
+    Every device of a mesh does this for the matrices that it holds. XLA by itself does not divide a loop, and would
+    send all matrices to all devices: in a sharded `ddc_adamw` as many bytes as a kernel has.
 
     Args:
       make: takes one matrix of every stack, and returns a tree of arrays.
@@ -211,14 +214,15 @@ def _one_by_one(make: Callable[..., T], *stacks: jax.Array) -> T:
 def _partitioned(
     function: Callable[..., T], partition: Callable[..., Any], rule: str, whole: tuple[str, ...] = ()
 ) -> Callable[..., T]:
-    """Returns a function that every device of a mesh computes by a part, with the rules that `custom_partitioning`
-    lacks: for `vmap`, which adds matrices to the stacks, and for derivatives.
+    """Returns `function` divided among the devices of a mesh by `custom_partitioning`, with two rules that this lacks.
+
+    These are a rule for `vmap`, which adds matrices to the stacks, and a rule for derivatives.
 
     Args:
       function: takes stacks, (n, rows, columns), and returns a tree of arrays with n in front.
-      partition: what a device computes, as `custom_partitioning` takes it.
-      rule: the names of all axes, likewise.
-      whole: the names of those that are never divided.
+      partition: says what each device computes, as the `partition` of `custom_partitioning`.
+      rule: the names of all axes, as the `sharding_rule` of `custom_partitioning`.
+      whole: the names of axes that are never divided.
     """
 
     @jax.custom_batching.custom_vmap
@@ -288,9 +292,10 @@ def inverse(m: jax.Array) -> jax.Array:
 
 @jax.jit  # outside jit, the loop would be compiled anew at every call
 def independent_rows(matrices: jax.Array) -> jax.Array:
-    """Chooses d rows that are far from linearly dependent in every matrix of a group: pivoted Gram–Schmidt.
+    """Chooses d row numbers such that these rows are far from linearly dependent in every matrix of a group.
 
-    Each pick maximizes the product, over the group, of the lengths of the row's parts across all rows picked before.
+    The method is pivoted Gram–Schmidt. In every matrix, a row has a part orthogonal to all rows picked before; each
+    pick maximizes the product of the lengths of these parts over the group.
 
     Args:
       matrices: (…, group, m, d), with m ≥ d.
@@ -339,7 +344,7 @@ def symmetric_eigen(m: jax.Array) -> tuple[jax.Array, jax.Array]:
     [3.0, 1.0]
     """
     if m.shape[-1] == 2:
-        # The closed form needs no LAPACK, which matters for rotary planes and for heads of two.
+        # This closed form needs no LAPACK call, of which rotary planes and heads of two dimensions would need many.
         half_gap, mean = 0.5 * (m[..., 0, 0] - m[..., 1, 1]), 0.5 * (m[..., 0, 0] + m[..., 1, 1])
         radius = jnp.sqrt(half_gap**2 + m[..., 0, 1] ** 2)
         angle = 0.5 * jnp.arctan2(m[..., 0, 1], half_gap)
@@ -350,16 +355,17 @@ def symmetric_eigen(m: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 @jax.jit  # outside jit, a loop would be compiled anew at every call
 def eigenbasis(gram: jax.Array, mixed: jax.Array) -> jax.Array:
-    """Returns an orthonormal basis of eigenvectors of WᵀW, the same for W and W·R: V of W·R is Rᵀ·V.
+    """Returns an orthonormal basis V of eigenvectors of WᵀW that turns with W: W·R has the basis Rᵀ·V.
 
     Args:
       gram: WᵀW, (…, d, d).
       mixed: CᵀW, (…, d, d), for a generic constant C.
 
     Returns:
-      V, (…, d, d), by descending eigenvalues. Eigenvalues that differ by at most `equal_eigenvalues` of the largest
-      count as equal. For equal ones, V is the basis of their eigenspace nearest to the projection of (CᵀW)ᵀ onto it; a
-      single column of V has a positive product with its column of (CᵀW)ᵀ.
+      V, (…, d, d), by descending eigenvalues. Its signs, and its columns for equal eigenvalues, are chosen by (CᵀW)ᵀ:
+      a column whose eigenvalue is single has a positive product with the same column of (CᵀW)ᵀ. The columns for equal
+      eigenvalues are the orthonormal basis of the eigenspace that is nearest to the projection of their columns of
+      (CᵀW)ᵀ onto it. Eigenvalues count as equal if they differ by at most `equal_eigenvalues` of the largest.
 
     >>> w = jnp.array([[3.0, 0.0], [0.0, 5.0]])
     >>> jnp.abs(eigenbasis(w.T @ w, w)).round(4).tolist()
@@ -370,11 +376,11 @@ def eigenbasis(gram: jax.Array, mixed: jax.Array) -> jax.Array:
     space = jnp.cumsum(jnp.pad(apart, [(0, 0)] * (apart.ndim - 1) + [(1, 0)]), -1)
     same = space[..., :, None] == space[..., None, :]
     inside = jnp.where(same, matmul(transpose(vectors), transpose(mixed)), 0.0)
-    # The polar factor of a block-diagonal matrix has the polar factors of its blocks. Blocks of one size keep the
-    # roundoff of large ones out of small ones.
+    # The polar factor of a block-diagonal matrix has the polar factors of its blocks. Blocks are first divided by their
+    # norms, so that the roundoff of large ones does not disturb small ones.
     squares = jnp.sum(jnp.square(inside), -1, keepdims=True)
     u, _, vt = svd(safe_divide(inside, jnp.sqrt(matmul(same.astype(squares.dtype), squares))))
-    return nearly_orthogonal(matmul(vectors, matmul(u, vt)))  # a product of three has the roundoff of three
+    return nearly_orthogonal(matmul(vectors, matmul(u, vt)))  # removes the roundoff of the three factors
 
 
 def rotation_2x2(angle: jax.Array) -> jax.Array:
@@ -391,18 +397,19 @@ def singular_vectors(rows: np.ndarray, full: bool = True) -> tuple[np.ndarray, n
 
     Args:
       rows: (m, n), finite.
-      full: whether to return as many values and vectors as columns, of which the last are zeros; else min(m, n).
+      full: True returns n values and vectors, of which the values after the first min(m, n) are zeros; False returns
+        min(m, n).
 
     Returns:
       Values, descending, and vectors as rows.
     """
     if len(rows) > rows.shape[1]:
-        rows = np.asarray(np.linalg.qr(rows, mode="r"))  # has the same ones, and no row too many
+        rows = np.asarray(np.linalg.qr(rows, mode="r"))  # R has the same ones, and only n rows
     try:
         _, values, right = np.linalg.svd(rows, full_matrices=full)
     except np.linalg.LinAlgError:
-        # LAPACK's fast routine did not converge on a finite matrix of 1,848 columns on two threads. The slower one,
-        # which NumPy lacks, takes ten times as long.
+        # LAPACK's fast routine (gesdd) did not converge on a finite matrix of 1,848 columns on two threads. SciPy also
+        # has the slower one (gesvd), which takes ten times as long.
         _, values, right = scipy.linalg.svd(rows, full_matrices=full, lapack_driver="gesvd")
     return np.concatenate([values, np.zeros(len(right) - len(values))]), right
 
@@ -418,10 +425,11 @@ def lyapunov(m: jax.Array, k: jax.Array) -> jax.Array:
       k: (…, d, d), antisymmetric.
 
     Returns:
-      A (…, d, d), antisymmetric, and zero on pairs of eigendirections whose eigenvalues are both cut off.
+      A (…, d, d), antisymmetric. In the eigenbasis of M, entry (i, j) is zero if λ_i + λ_j is below the eigenvalue
+      cutoff times the largest eigenvalue.
 
-    Reference: DDC B.8. The cutoff drops a pair of eigenvalues where the sum λ_i + λ_j is below it, not where either is:
-    a pair with one eigenvalue above the cutoff is a well-posed equation.
+    Reference: DDC B.8. The sum is compared with the cutoff, not each eigenvalue: if one of the two is above the cutoff,
+    the equation for their entry is well-posed.
 
     >>> m, k = jnp.diag(jnp.array([3.0, 1.0, 1.0])), skew(jnp.arange(9.0).reshape(3, 3))
     >>> a = lyapunov(m, k)
@@ -432,7 +440,7 @@ def lyapunov(m: jax.Array, k: jax.Array) -> jax.Array:
         # There is one pair of eigenvalues, and its sum is the trace.
         return safe_divide(2.0 * k, jnp.trace(m, axis1=-2, axis2=-1)[..., None, None])
     values, vectors = symmetric_eigen(m)
-    # Arithmetic leaves symmetric parts, which small sums of eigenvalues would amplify.
+    # Roundoff leaves symmetric parts, which the division by small sums of eigenvalues would amplify.
     rotated = skew(matmul(matmul(transpose(vectors), k), vectors))
     return skew(matmul(matmul(vectors, 2.0 * rotated * inverse_pair_sums(values)), transpose(vectors)))
 
@@ -443,8 +451,8 @@ _Solving = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 def lyapunov_by_products(m: jax.Array, k: jax.Array, steps: int = 24) -> jax.Array:
     """Returns the skew solution A of M·A + A·M = K − Kᵀ, by conjugate gradients preconditioned by the diagonal.
 
-    It uses matrix products alone, because an eigendecomposition of M, as in `lyapunov`, would take most of the time of
-    a step.
+    It uses matrix products alone. The eigendecomposition that `lyapunov` uses would take most of the time of an
+    optimizer's step.
 
     Args:
       m: (…, d, d), symmetric positive semi-definite.
@@ -452,14 +460,14 @@ def lyapunov_by_products(m: jax.Array, k: jax.Array, steps: int = 24) -> jax.Arr
       steps: the largest number of iterations. In exact arithmetic d(d − 1)/2 are enough for every M.
 
     Returns:
-      A (…, d, d), antisymmetric. The solution of a head that has converged does not change any more.
+      A (…, d, d), antisymmetric. The iteration leaves the solution of a matrix alone once it has converged.
     """
     size = m.shape[-1]
     diagonal = jnp.diagonal(m, axis1=-2, axis2=-1)
     weight = safe_divide(jnp.ones(()), diagonal[..., :, None] + diagonal[..., None, :])
 
     def inner(a: jax.Array, b: jax.Array) -> jax.Array:
-        # This is an einsum, because on a CPU a sum over the last two axes takes longer than the products of a step.
+        # This is an einsum, because on a CPU a `sum` over the last two axes takes longer than an iteration's products.
         return jnp.einsum("...ij,...ij->...", a, b, precision=HIGHEST)[..., None, None]
 
     def step(carry: _Solving, _: None) -> tuple[_Solving, None]:
@@ -471,8 +479,8 @@ def lyapunov_by_products(m: jax.Array, k: jax.Array, steps: int = 24) -> jax.Arr
         fresh = inner(residual, scaled)
         return (solution + rate * direction, residual, scaled + safe_divide(fresh, energy) * direction, fresh), None
 
-    # The upper triangle is mirrored, because the arrays that XLA computes, above all on a mesh, can have a symmetric
-    # part of roundoff. The iteration cannot reduce such a part, and would amplify it.
+    # The upper triangle is mirrored to make the residual exactly antisymmetric. Otherwise roundoff, above all on a
+    # mesh, can leave a symmetric part, which the iteration cannot reduce, and would amplify.
     above = jnp.triu(k - transpose(k), 1)
     residual = above - transpose(above)
     scaled = weight * residual
@@ -506,13 +514,14 @@ def inverse_sqrt_by_products(m: jax.Array, least: float) -> jax.Array:
 
     Args:
       m: (…, d, d), symmetric positive semi-definite.
-      least: λ_min/‖M‖_F down to which the result is exact; it sets the number of iterations (7 at 1e-3, float32).
+      least: the result is exact if λ_min/‖M‖_F is at least this. It sets the number of iterations (7 at 1e-3, float32).
 
     Returns:
-      (…, d, d), finite on every spectrum: directions below `least` get less than λ^{−1/2}, and M = 0 gives 0.
+      (…, d, d), finite for any eigenvalues: one below `least`·‖M‖_F gives less than λ^{−1/2}, and M = 0 gives 0.
 
-    Every iterate is a polynomial in M divided by an invariant of M. Any number of iterations therefore takes RᵀMR to
-    RᵀM^{−1/2}R, up to roundoff of ε·‖M‖/λ_min, which rounding M itself would cost as well.
+    Every iterate is a polynomial in M with coefficients that rotations do not change. If M becomes RᵀMR, for a rotation
+    R, every iterate thus becomes Rᵀ·(iterate)·R, even before convergence. This holds up to roundoff of ε·‖M‖/λ_min,
+    which rounding M itself would cost as well.
 
     Reference: Higham, Functions of Matrices (2008), Eq. (6.35), the coupled Newton–Schulz iteration. Deviation: the
     scaling of Chen & Chow (2014) for the interval [`least`, 1], which halves the number of iterations.
@@ -523,7 +532,7 @@ def inverse_sqrt_by_products(m: jax.Array, least: float) -> jax.Array:
     """
     eye = jnp.broadcast_to(jnp.eye(m.shape[-1], dtype=m.dtype), m.shape)
     if m.shape[-1] == 2:
-        # By Cayley–Hamilton on M^{1/2}, M^{−1/2} = (adj M + √det)/(√det·√(tr + 2√det)).
+        # By Cayley–Hamilton for M^{1/2}, M^{−1/2} = (adj M + √det M)/(√det M·√(tr M + 2√det M)).
         trace, det = (x[..., None, None] for x in (jnp.trace(m, axis1=-2, axis2=-1), jnp.linalg.det(m)))
         root = jnp.sqrt(jnp.maximum(det, 0.0))
         divisor = jnp.maximum(root, 0.5 * math.sqrt(least) * trace)
@@ -542,13 +551,15 @@ def inverse_sqrt_by_products(m: jax.Array, least: float) -> jax.Array:
 
 
 def polar(m: jax.Array, ns_coeffs: Coefficients = "standard", ns_steps: int = 5, eps: Scalar = 1e-8) -> jax.Array:
-    """Returns nearly the polar factor U·Vᵀ of M = U·Σ·Vᵀ: U·f(Σ/(‖M‖_F + eps))·Vᵀ, f a composition of odd polynomials.
+    """Returns an approximation of the polar factor U·Vᵀ of M = U·Σ·Vᵀ, by matrix products: Newton–Schulz iterations.
+
+    It is U·f(Σ/(‖M‖_F + eps))·Vᵀ, where f, a composition of odd polynomials, one per step, has values near 1.
 
     Args:
-      m: (…, rows, cols), either the larger.
+      m: M, (…, rows, cols), tall or wide.
       ns_coeffs: a key of `NS_PRESETS`; or one tuple (a, b, c) or (a, b, c, d) for every step; or one tuple per step.
       ns_steps: number of steps where one tuple serves them all.
-      eps: added to the norm.
+      eps: added to the norm ‖M‖_F.
 
     Returns:
       (…, rows, cols) in the dtype of `m`, computed in float32 or better; M = 0 gives 0.
@@ -556,14 +567,16 @@ def polar(m: jax.Array, ns_coeffs: Coefficients = "standard", ns_steps: int = 5,
     Raises:
       ValueError: an unknown preset, or coefficients of no step.
 
-    From σ/‖M‖_F = 1e-2 up f is in [0.68, 1.14] ("standard"), [0.977, 1.032] ("dion"), [0.876, 1.124] ("polar_express"),
-    [0.996, 1.004] ("sharp"); below that in (0, 1.21]. *Measured*, h = 64, float32: f(MR) = f(M)·R to 9e-5 on rank one,
-    6e-5 on other ranks and conditions to 1e3; with one Gram matrix for all steps to 6e-3.
+    For σ/‖M‖_F ≥ 1e-2, f is in [0.68, 1.14] ("standard"), [0.977, 1.032] ("dion"), [0.876, 1.124] ("polar_express"),
+    [0.996, 1.004] ("sharp"); below that it is in (0, 1.21]. *Measured* with float32 and 64 as the smaller side: for a
+    rotation R, polar(M·R) and polar(M)·R differ by 9e-5 on rank one, and by 6e-5 on other ranks and conditions to 1e3.
+    With one Gram matrix for all steps they would differ by 6e-3.
 
-    Reference: DDC B.10; Jordan et al., Muon (2024), X ← X·p(XᵀX). Deviation: the steps act on the h×h Gram matrix G of
-    the smaller side, Q ← Q·p(G) and G ← G·p(G)², and X·Q follows at the end. A fresh Gram matrix is computed where
-    roundoff would grow too large. Five float32 steps cost 4d·h² + 14h³ in place of 10d·h² + 5h³; "polar_express" costs
-    2d·h² more. On a mesh no device gathers the whole matrix; see `_orthogonalised`.
+    Reference: DDC B.10; Jordan et al., Muon (2024), X ← X·p(XᵀX). Deviation: let h be the smaller side, d the larger
+    one, and G the h×h Gram matrix. The steps act on G alone, Q ← Q·p(G) and G ← G·p(G)², and X·Q follows at the end. A
+    fresh Gram matrix is computed where roundoff would grow too large. Five float32 steps cost 4d·h² + 14h³ in place of
+    10d·h² + 5h³ multiplications; "polar_express" costs 2d·h² more. On a mesh no device gathers the whole matrix; see
+    `_orthogonalised`.
 
     >>> polar(jnp.diag(jnp.array([4.0, 1.0, 0.05])), "sharp").round(2).tolist()
     [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]]
@@ -571,7 +584,7 @@ def polar(m: jax.Array, ns_coeffs: Coefficients = "standard", ns_steps: int = 5,
     return _polar(ns_schedule(ns_coeffs, ns_steps), m, eps)
 
 
-@functools.partial(jax.jit, static_argnums=0)  # so that matrices of one shape, as those of many layers, are traced once
+@functools.partial(jax.jit, static_argnums=0)  # jit traces matrices of one shape, such as those of all layers, once
 def _polar(schedule: Schedule, m: jax.Array, eps: Scalar) -> jax.Array:
     wide = m.shape[-2] < m.shape[-1]
     x = (transpose(m) if wide else m).astype(jnp.promote_types(m.dtype, jnp.float32))
@@ -581,11 +594,11 @@ def _polar(schedule: Schedule, m: jax.Array, eps: Scalar) -> jax.Array:
 
 
 def _orthogonalised(schedule: Schedule, x: jax.Array) -> jax.Array:
-    """Returns X after the steps of a schedule, for a stack of tall matrices, wherever its entries are on a mesh.
+    """Returns X after the steps of a schedule, for a stack of tall matrices that may be divided among devices.
 
-    XLA alone would send every whole matrix to every device where its columns are divided among devices. Here each
-    device exchanges its columns for as many rows (an all-to-all, of as much as it holds), adds its part of the h×h Gram
-    matrix to the others', and exchanges the result back: a device receives h² entries of sums, and what it holds.
+    If the columns of a matrix are divided, XLA by itself would send the whole matrix to every device. Here each device
+    exchanges its columns for a share of the rows (an all-to-all, in which it receives as many entries as it holds). The
+    devices add up their parts of the h×h Gram matrix (h² entries), and exchange the rows of the result back.
 
     Args:
       schedule: the polynomials of the iteration, one per step.
@@ -606,7 +619,7 @@ def _orthogonalised(schedule: Schedule, x: jax.Array) -> jax.Array:
             if not exchanged:
                 return steps(x, over)
             height = x.shape[1]
-            # Rows of zeros, to deal out equally many, do not change the Gram matrix.
+            # Rows of zeros give every device the same number of rows. They do not change the Gram matrix.
             x = jnp.pad(x, ((0, 0), (0, -height % parts), (0, 0)))
             x = steps(jax.lax.all_to_all(x, exchanged, 1, 2, tiled=True), (*over, *exchanged))
             return jax.lax.all_to_all(x, exchanged, 2, 1, tiled=True)[:, :height]
@@ -623,20 +636,25 @@ def _mesh_axes(entry: Any) -> tuple[str, ...]:
 
 
 def _stepped(schedule: Schedule, x: jax.Array, over: tuple[str, ...] = ()) -> jax.Array:
-    """Returns X after the steps of a schedule; its rows are divided along the mesh axes `over`."""
+    """Returns a stack of tall matrices X after the steps of a schedule, whose rows the mesh axes `over` divide."""
     epsilon = float(jnp.finfo(x.dtype).eps)
     phases = _phases(schedule, epsilon**-0.25)
     for number, phase in enumerate(phases):
         gram = matmul(transpose(x), x)
         q = _composed(jax.lax.psum(gram, over) if over else gram, phase)
-        # The relative roundoff of X·Q, sums of h terms, times what all later steps multiply it by. Rank one is worst.
+        # An estimate of the relative roundoff of X·Q, a sum of h terms, after all later steps have amplified it. It is
+        # largest for matrices of rank one.
         error = 0.2 * epsilon * math.sqrt(x.shape[-1]) * math.prod(map(_amplification, phases[number:]))
         x = _split_matmul(x, q, _amplification(phase)) if error > 1e-4 else matmul(x, q)
     return x
 
 
 def ns_schedule(ns_coeffs: Coefficients, ns_steps: int) -> Schedule:
-    """Returns every step's coefficients from the arguments of `polar`, and raises ValueError as it does."""
+    """Returns the coefficients of every step from the arguments of `polar`.
+
+    Raises:
+      ValueError: an unknown preset, or coefficients of no step.
+    """
     chosen: Any = NS_PRESETS.get(ns_coeffs, ()) if isinstance(ns_coeffs, str) else ns_coeffs
     steps = [chosen] * ns_steps if len(chosen) and np.ndim(chosen[0]) == 0 else chosen
     if not len(steps) or min(map(len, steps)) < 2:
@@ -651,8 +669,8 @@ def ns_schedule(ns_coeffs: Coefficients, ns_steps: int) -> Schedule:
 def _phases(schedule: Schedule, most: float) -> list[Schedule]:
     """Splits a schedule into runs of steps that share one Gram matrix, from the last step backwards.
 
-    The roundoff of a Gram matrix grows as the square of its run's amplification, so that no run of several steps may
-    amplify by more than `most`.
+    The roundoff of a Gram matrix grows as the square of the factor by which its run amplifies small singular values.
+    No run of several steps may therefore amplify by more than `most`.
     """
     phases = [schedule[-1:]]
     for step in schedule[-2::-1]:
@@ -667,7 +685,10 @@ def _amplification(phase: Schedule) -> float:
 
 
 def _composed(gram: jax.Array, phase: Schedule) -> jax.Array:
-    """Returns the Q with which these steps take X to X·Q, where gram = XᵀX: 4 products per quintic, 1 for the first."""
+    """Returns the Q with which these steps take X to X·Q, where gram = XᵀX.
+
+    It takes 4 matrix products for a step of degree 5, and 1 for the first step.
+    """
     q = factor = eye = jnp.eye(gram.shape[-1], dtype=gram.dtype)
     for number, step in enumerate(phase):
         gram = symmetric(matmul(matmul(gram, factor), factor)) if number else gram
@@ -679,10 +700,10 @@ def _composed(gram: jax.Array, phase: Schedule) -> jax.Array:
 
 
 def _split_matmul(x: jax.Array, q: jax.Array, size: float) -> jax.Array:
-    """Returns x·q for ‖x‖ ≤ 2 and ‖q‖ ≤ size, with less roundoff than one product has.
+    """Returns x·q for ‖x‖ ≤ 2 and ‖q‖ ≤ size, with less roundoff than a plain product has.
 
-    Both are split into their leading 11 bits and the rest. Sums of products of leading bits are exact in float32, and
-    the other products are small.
+    Both matrices are split into their leading 11 bits and the rest. The product of the leading bits is exact in
+    float32, and the other products are small, and so is their roundoff.
     """
     grain, unit = 2.0 ** (math.ceil(math.log2(size)) - 11), 2.0**-11
     x_head, q_head = jnp.round(x / unit) * unit, jnp.round(q / grain) * grain
@@ -702,7 +723,7 @@ def haar(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def nearly_orthogonal(r: jax.Array) -> jax.Array:
-    """Returns the orthogonal matrix nearest to one that is orthogonal up to roundoff, to second order in that."""
+    """Returns the orthogonal matrix nearest to `r`, which is orthogonal up to roundoff, to second order in that."""
     return 1.5 * r - 0.5 * matmul(matmul(r, transpose(r)), r)
 
 
@@ -712,10 +733,10 @@ def matrix_exponential(a: jax.Array) -> jax.Array:
 
 
 def orthogonal_logarithm(r: jax.Array) -> jax.Array:
-    """Returns the skew logarithm of rotations without an eigenvalue −1.
+    """Returns the antisymmetric logarithm of rotations without an eigenvalue −1.
 
-    Three square roots, the polar factors of 1 + R, bring the angles near zero. The series of 2·artanh of the Cayley
-    transform, taken eight times, does the rest.
+    The polar factor of 1 + R is the square root of R. Three square roots divide the angles by eight. The logarithm of
+    the result is 2·artanh of its Cayley transform, by the series of artanh, and eight times it is the logarithm of R.
 
     Args:
       r: (…, d, d), orthogonal with determinant 1.
@@ -735,8 +756,8 @@ def orthogonal_logarithm(r: jax.Array) -> jax.Array:
 
 
 # Factor pairs -------------------------------------------------------------------------------------
-# A factor of A·Bᵀ is (…, rows, d) with d small. Ranks and singular values are read from its triangular factor R, never
-# from the Gram matrix RᵀR, whose condition number is the square of R's.
+# A factor of A·Bᵀ is (…, rows, d) with d small. Its rank and singular values are computed from its triangular factor R,
+# never from the Gram matrix RᵀR, whose condition number is the square of that of R.
 
 
 def full_rank(r: jax.Array) -> jax.Array:
@@ -746,8 +767,8 @@ def full_rank(r: jax.Array) -> jax.Array:
       r: (…, d, d), upper triangular.
 
     Returns:
-      (…,) bool: True where no column is zero or, up to `rank_cutoff`, a combination of those before it. The sizes of
-      columns do not matter.
+      (…,) booleans: False if a column is zero or, up to `rank_cutoff`, a linear combination of the columns before it.
+      Each column is compared with its own size alone.
     """
     size = jnp.linalg.norm(r, axis=-2)
     independent_part = jnp.abs(jnp.diagonal(r, axis1=-2, axis2=-1))
@@ -755,11 +776,11 @@ def full_rank(r: jax.Array) -> jax.Array:
 
 
 class Balance(NamedTuple):
-    """The symmetric positive S that balances a pair, as S = W·e^logs·Wᵀ.
+    """The symmetric positive S that balances a pair of factors, by its eigenvectors and eigenvalues.
 
     Attributes:
-      vectors: W, (…, d, d).
-      logs: (…, d).
+      vectors: the orthonormal eigenvectors of S as columns, (…, d, d).
+      logs: the logarithms of its eigenvalues, (…, d).
     """
 
     vectors: jax.Array
@@ -771,17 +792,18 @@ class Balance(NamedTuple):
 
 
 def balance(left: jax.Array, right: jax.Array) -> Balance:
-    """Returns S = (H_A⁻¹ # H_B)^{1/2}: A·S and B·S⁻ᵀ have one Gram matrix, and the least norm that this product allows.
+    """Returns the S that balances a pair: A·S and B·S⁻ᵀ have the same Gram matrix and, for this product, least norm.
 
     Args:
-      left: triangular factor of A, (…, d, d).
-      right: triangular factor of B, (…, d, d).
+      left: triangular factor R_A of A = Q_A·R_A, (…, d, d).
+      right: triangular factor R_B of B = Q_B·R_B, (…, d, d).
 
     Returns:
-      S, by two singular value decompositions; the identity for pairs that lack ranks, which no S balances.
+      S; the identity for pairs that lack ranks, which no S balances.
 
-    With the core R_A·R_Bᵀ = U·Σ·Vᵀ, every balanced pair is (Q_A·U·Σ^{1/2}·O, Q_B·V·Σ^{1/2}·O), O orthogonal. So
-    S·Oᵀ = R_A⁻¹·U·Σ^{1/2}, and S is the symmetric part of that matrix's polar decomposition.
+    S = (H_A⁻¹ # H_B)^{1/2}, where H_A and H_B are the Gram matrices and # is the geometric mean. It is computed by two
+    singular value decompositions. With R_A·R_Bᵀ = U·Σ·Vᵀ, every balanced pair is (Q_A·U·Σ^{1/2}·O, Q_B·V·Σ^{1/2}·O) for
+    an orthogonal O. So S·Oᵀ = R_A⁻¹·U·Σ^{1/2}, and S is the symmetric factor of the polar decomposition of this matrix.
 
     Reference: docs/design.md §6; # is the geometric mean of positive matrices (Ando).
 
@@ -804,13 +826,13 @@ def inverse_gram(rows: jax.Array, damping: float | jax.Array = 0.0) -> jax.Array
       damping: λ, absolute: a number or (…,).
 
     Returns:
-      (…, d, d), symmetric. Columns are made unit vectors before ranks are told, so that no column is dropped for being
-      small beside the others. Without damping, zero columns give zero, and so do columns below 1e-13 in float32 (1e-142
-      in float64), whose inverse squares would overflow.
+      (…, d, d), symmetric. Columns are scaled to unit vectors before ranks are determined, so that no column is dropped
+      because it is smaller than others. Without damping, columns of zeros give zeros, and so do columns below 1e-13 in
+      float32 (1e-142 in float64), whose inverse squares would overflow.
 
-    Where the columns, scaled to one length, are well enough conditioned for matrix products alone (up to about 1e2 in
-    float32 and 1e6 in float64), the result is J·Jᵀ with the columns of A·J orthonormal. Elsewhere it comes from
-    [A; √λ·I] = Q·R·D, D the norms of its columns, as (R·D)⁻¹·(R·D)⁻ᵀ, and by singular values where R may be singular.
+    If the unit columns have a condition number of up to about 1e2 in float32 and 1e6 in float64, matrix products are
+    enough: the result is J·Jᵀ, where J makes the columns of A·J orthonormal. Otherwise let [A; √λ·I] = Q·R·D, where D
+    are the norms of its columns. The result is (R·D)⁻¹·(R·D)⁻ᵀ, by singular values if R may be singular.
 
     >>> inverse = inverse_gram(jnp.array([[1e3, 0.0], [0.0, 1e-3], [0.0, 0.0]]))
     >>> (inverse * jnp.array([[1e6, 1.0], [1.0, 1e-6]])).round(4).tolist()
@@ -828,14 +850,14 @@ def inverse_gram(rows: jax.Array, damping: float | jax.Array = 0.0) -> jax.Array
 
 
 def _root_by_products(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns J with A·J orthonormal except for zero columns, and whether J is exact enough for all matrices."""
+    """Returns J such that rows·J has orthonormal columns, except for zero ones, and whether all J are exact enough."""
     size = jnp.linalg.norm(rows, axis=-2, keepdims=True)
     inverse_size = safe_divide(jnp.ones_like(size), size)
     unit = rows * inverse_size
     first = inverse_sqrt_by_products(matmul(transpose(unit), unit), 1e-12 if rows.dtype == jnp.float64 else 1e-5)
     root = transpose(inverse_size) * first
-    # The first pass leaves roundoff of ε·condition². Its result has a Gram matrix near the identity, and a second pass
-    # takes this roundoff away.
+    # The first pass leaves roundoff of ε times the squared condition number. After it, the Gram matrix of the columns
+    # is near the identity, and a second pass removes this roundoff.
     columns = matmul(rows, root)
     gram = matmul(transpose(columns), columns)
     second = inverse_sqrt_by_products(gram, 0.1 / math.sqrt(gram.shape[-1]))
@@ -844,15 +866,22 @@ def _root_by_products(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _root_by_qr(rows: jax.Array, added: jax.Array, norms: jax.Array, nonzero: jax.Array) -> jax.Array:
-    """Returns Y with Y·Yᵀ = (AᵀA + λ)⁻¹; norms are those of the columns of [A; √λ·I], and 1 for zero columns."""
+    """Returns Y with Y·Yᵀ = (AᵀA + λ)⁻¹, by a QR decomposition.
+
+    Args:
+      rows: A, (…, m, d).
+      added: λ, (…, d).
+      norms: the norms of the columns of [A; √λ·I], (…, d); 1 for zero columns.
+      nonzero: which columns are not zero, (…, d) booleans.
+    """
     size, cutoff = rows.shape[-1], eigenvalue_cutoff(rows.dtype)
-    # A unit row for every zero column keeps that column apart from the others, and R invertible.
+    # For every zero column, a unit row is appended that is orthogonal to all other columns, so that R is invertible.
     below = jnp.where(nonzero, jnp.sqrt(added) / norms, 1.0)[..., None] * jnp.eye(size, dtype=rows.dtype)
     r = triangular_factor(jnp.concatenate([jnp.where(nonzero, 1.0 / norms, 0.0)[..., None, :] * rows, below], -2))
     eye = jnp.broadcast_to(jnp.eye(size, dtype=r.dtype), r.shape)
     complete = full_rank(r)
     root = jax.scipy.linalg.solve_triangular(jnp.where(complete[..., None, None], r, eye), eye)
-    # ‖R‖·‖R⁻¹‖ bounds the condition number of R from above: below the cutoff's inverse no singular value is cut off.
+    # ‖R‖·‖R⁻¹‖ bounds the condition number of R from above. If it is below 1/cutoff, no singular value is cut off.
     complete &= jnp.linalg.norm(root, axis=(-2, -1)) * size**0.5 < 1.0 / cutoff
     root = root / norms[..., :, None]
 
@@ -861,8 +890,8 @@ def _root_by_qr(rows: jax.Array, added: jax.Array, norms: jax.Array, nonzero: ja
         kept = (sizes > cutoff * sizes[..., :1])[..., None, :]
         vectors = transpose(vt) / norms[..., :, None]
         inverse_root = jnp.where(kept, vectors / jnp.where(kept, sizes[..., None, :], 1.0), 0.0)
-        # D⁻¹ moves the columns out of the row space of A. The dropped vectors span the null space: project it out. They
-        # come first in the QR, so that the zero columns behind them cannot mix in.
+        # D⁻¹ moves the columns out of the row space of A. The dropped vectors span the null space, which is projected
+        # out. They come first in the QR, so that the zero columns after them do not mix in.
         null = qr(jnp.where(kept, 0.0, vectors)[..., ::-1])[0] * ~kept[..., ::-1]
         inverse_root = inverse_root - matmul(null, matmul(transpose(null), inverse_root))
         return jnp.where(complete[..., None, None], root, inverse_root)

@@ -1,9 +1,11 @@
 """The slice: a set of weights with one point per function, and the maps between it and the stored weights.
 
 A *gauge* is a group whose *elements* change weights and keep the function. Take the hidden units of a ReLU network with
-weights `up` and `down`: for any α > 0 per unit (*channel*), up·α and down/α compute the same function. A size is read
-from a block, its *anchor*, here `up`: a channel whose `up` column has the norm 3 *reads* as α = 3. Constants are read
-from a mean, rotations from the polar factor of a matrix.
+weights `up` and `down`: for any α > 0 per unit (*channel*), up·α and down/α compute the same function. The library
+computes α from one block, the *anchor*, here `up`: a channel whose `up` column has the norm 3 *reads* as α = 3.
+
+A *part* is one copy of a gauge, such as that of one layer. It has one of three roles: a *size* multiplies, as α does; a
+*constant* is added; a *turn* rotates. Sizes are read from norms, constants from means, turns from polar factors.
 
 * The *slice* is the set of points that read as the identity: here, all `up` columns have the norm 1.
 * The *frame* F of a point θ is the element that the point reads as.
@@ -12,17 +14,18 @@ from a mean, rotations from the polar factor of a matrix.
 * The *orbit* of a point is the set of points that elements move it to. A tangent along it is *vertical*; the projection
   that the slice defines splits every tangent into a vertical and a *horizontal* part.
 * To *fix* a point near the slice is to read its constants and sizes again, and to apply the inverse of that element.
-* To *hold* a step is to remove the part that rotates heads, or the residual stream where its gauge asks for it:
-  rotations are read at `init` alone, and are not fixed.
+* To *hold* a step is to remove the part of it that rotates heads. This stands in place of a fix, because rotations are
+  read at `init` alone. The rotation of the residual stream is held only if its gauge says `hold=True`.
 
-F = constants · sizes · turns, whatever the order of a list of gauges: turns act first and constants last. Within a
-role, a part waits for every part that moves what it is read from (`parts.order`). An optimizer step has five stages:
+Whatever the order of a list of gauges, F = constants · sizes · turns: turns act first and constants last. Within a
+role, a part is read after all parts that move its anchor (`parts.order`). An optimizer step has five stages:
 
     θ̂ = F⁻¹·θ      ĝ = Fᵀ·g      u = inner(ĝ, θ̂)      θ̂′ = fix(θ̂ + u)      step = F·hold(θ̂′ − θ̂)
 
-Fᵀ is the transpose of the derivative of x ↦ F·x at θ̂. `Slice.enter` gives the first, and with it `pull` and `push`,
-which are the second and the last; `fix` and `hold` are methods too. All of them are loops over parts. References: Fels
-and Olver 1999, moving frames; docs/design.md §3.
+Here g is the gradient at θ, `inner` is the wrapped optimizer, and Fᵀ is the transpose of the derivative of x ↦ F·x at
+θ̂. `Slice.enter` computes θ̂ and returns it as an `Undone`, whose `pull` computes ĝ and whose `push` computes the step.
+`fix` and `hold` are methods of `Slice`. All of them are loops over parts. References: Fels and Olver 1999, moving
+frames; docs/design.md §3.
 """
 
 import dataclasses
@@ -42,7 +45,7 @@ from gauge_optax.parts.order import Place, anchor_key, by_label, check_commute, 
 from gauge_optax.parts.part import Arrays, Constant, Part, Size, Turn, changed, moves, name_of
 from gauge_optax.xla import recomputed_after
 
-VERSION = 4  # version of what states mean; a state of another version raises an error
+VERSION = 4  # version of the meaning of optimizer states; a state of another version raises an error
 
 Elements = dict[str, Any]
 """Part label → element."""
@@ -55,7 +58,7 @@ class Frame(NamedTuple):
       elements: the frame F: part label → element.
       live: label of a size → an array of booleans, of the part's shape: which channels were read from the size's first
         anchor, because that is not zero. Only live channels are fixed at every step.
-      frozen: path of a leaf that never changes → (). It has no arrays, so that its keys are known under `jit`.
+      frozen: path of a leaf that never changes → (). Without arrays, the keys are known under `jit`.
     """
 
     elements: Elements
@@ -64,13 +67,13 @@ class Frame(NamedTuple):
 
 
 class UndonePart(NamedTuple):
-    """One part on the way into the slice.
+    """A part that was undone on the way from a point to its slice point: the inverse of its element was applied.
 
     Attributes:
       part: the part.
       element: its element.
       outside: the point before the part was undone.
-      at: the point after that.
+      at: the point after the part was undone.
     """
 
     part: Any
@@ -80,7 +83,7 @@ class UndonePart(NamedTuple):
 
 
 class Undone(NamedTuple):
-    """A point that was moved to the slice, with the way back.
+    """A slice point, with the maps that move points, steps and gradients to the slice or back.
 
     Attributes:
       point: the slice point θ̂ = F⁻¹·θ. A leaf that is bound as `1+` (a norm's scale that is stored less one) has the
@@ -104,13 +107,14 @@ class Undone(NamedTuple):
         return u
 
     def enter_step(self, u: Arrays) -> Arrays:
-        """The step from the slice point for a step u from θ: the inverse of `push`."""
+        """F⁻¹·(θ + u) − F⁻¹·θ: the step from the slice point for a step u of the stored weights. Inverts `push`."""
         for part, e, outside, _ in self.parts:
             u = part.push(part.inverse(e), u, outside)
         return u
 
     def enter(self, x: Arrays) -> Arrays:
-        """F⁻¹·x for another point x. It has a derivative everywhere, which `undo` lacks where it leaves exact zeros."""
+        """F⁻¹·x for another point x. It is differentiable everywhere; `Part.undo` is not where it leaves exact zeros.
+        """
         for part, e, _, _ in self.parts:
             x = part.act(part.inverse(e), x)
         return x
@@ -127,18 +131,19 @@ class Slice:
     """All parts of a list of gauges on one tree, sorted. It is static: made from paths, shapes and dtypes.
 
     Attributes:
-      constants: in the order in which they are undone.
-      sizes: likewise; each place names the one anchor that `fix` reads at every step.
-      later: the other anchors of sizes, for channels whose first anchor is zero at `init`. A *channel* is one index
-        of the named axes of a part: one hidden unit, say.
-      turns: classes of turns, with the turns of each, in the order in which they are undone.
+      constants: the constants, in the order in which they are undone.
+      sizes: the sizes, in the order in which they are undone, each with the one anchor that `fix` reads at every step.
+      later: the sizes' other anchors, from which channels are read whose first anchor is zero at `init`. A *channel* is
+        one index of the named axes of a part: one hidden unit, say.
+      turns: pairs of a class of turns and the turns of this class, in the order in which they are undone.
       free: parts without a role (permutations), which no optimizer notices.
-      completed: labels of sizes whose anchor a turn passes: the turn is a symmetry only where that anchor, a norm's
-        scale, is 1. The gradient of such an anchor is completed, see `Size.completed`.
+      completed: labels of sizes whose anchor is a norm's scale that a turn uses but does not change (`Part.passes`).
+        The turn is a symmetry only where that scale is 1; `Size.completed` corrects the scale's gradient.
       not_fixed: labels of parts that change a frozen leaf. They stay in F as they were read at `init`; `fix` and `hold`
         leave them alone.
-      following: labels of sizes whose growth rests on their anchor, because another leaf is less precise.
-      without_norm_scale: turns, each with the path of a norm's scale that it passes and that no size makes 1.
+      following: labels of sizes whose anchor keeps the growth that `fix` finds: F takes it up. Another leaf of the
+        gauge has a less precise dtype, which would round the growth away.
+      without_norm_scale: pairs of a turn and the path of a norm's scale that the turn passes and no size makes 1.
     """
 
     constants: tuple[Place, ...]
@@ -155,10 +160,10 @@ class Slice:
     def of(
         cls, parts: Sequence[Part[Any]], dtypes: Mapping[str, Any] | None = None, frozen: frozenset[str] = frozenset()
     ) -> "Slice":
-        """Sorts parts.
+        """Makes the slice of some parts: sorts them by role and order, and checks that they commute.
 
         Args:
-          parts: of all gauges of a list, in any order.
+          parts: the parts of all gauges of a list, in any order.
           dtypes: leaf path → dtype.
           frozen: paths of leaves that never change.
 
@@ -208,12 +213,12 @@ class Slice:
 
     @property
     def acting(self) -> tuple[Any, ...]:
-        """All parts, in the order in which an element of a product acts: turns, sizes, constants, permutations."""
+        """All parts, in the order in which they act on a point: turns, sizes, constants, permutations."""
         return (*reversed(self.parts), *self.free)
 
     @functools.cached_property
     def heads(self) -> tuple[Any, ...]:
-        """The turns of heads and of rotary planes, without that of the residual stream."""
+        """The turns of heads and of rotary planes, without the turn of the residual stream."""
         return heads.among(self.parts)
 
     # Trees ------------------------------------------------------------------------------------------------
@@ -225,9 +230,9 @@ class Slice:
 
     @functools.cached_property
     def added(self) -> Mapping[str, float | np.ndarray]:
-        """Bound leaf path → its value minus its stored number: 1 for axes that start with `1+`, else 0.
+        """Bound leaf path → what is added to the stored leaf to get its value: 1 for axes that start with `1+`, else 0.
 
-        It is an array where only some blocks of a leaf are `1+`.
+        It is an array of the leaf's shape if only some blocks of the leaf are `1+`.
         """
         by_path: dict[str, list[Block]] = {}
         for b in self.blocks:
@@ -242,17 +247,17 @@ class Slice:
         return added
 
     def values(self, params: Any) -> Arrays:
-        """Bound leaves of a point as values in the computing dtype."""
+        """Bound leaves of a point in the computing dtype, with 1 added where the leaf stores its value less one."""
         vectors = self.vectors(params)
         return {p: vectors[p] + added if np.any(added) else vectors[p] for p, added in self.added.items()}
 
     def vectors(self, tree: Any) -> Arrays:
-        """Bound leaves of a tangent or cotangent in the computing dtype. Raises ValueError for a tree that differs."""
+        """Bound leaves of a tangent or cotangent in the computing dtype. Raises ValueError if some are absent."""
         leaves, dtype = leaves_by_path(tree), real_dtype()
         for block in self.blocks:
             shape = jnp.shape(leaves[block.path]) if block.path in leaves else None
             pairs = zip(reversed(shape or ()), reversed(block.shape), strict=False)
-            # A number may stand for a whole leaf, as a preconditioner's often does.
+            # A leaf of the tree may be a single number, as preconditioners often store; it stands for all entries.
             if shape is None or len(shape) > len(block.shape) or any(n not in (1, m) for n, m in pairs):
                 absent = shape is None
                 raise binding_error(
@@ -265,7 +270,7 @@ class Slice:
         return {b.path: jnp.broadcast_to(jnp.asarray(leaves[b.path], dtype), b.shape) for b in self.blocks}
 
     def checked(self, frame: Frame) -> Elements:
-        """F. Raises ValueError for a frame that was made with other gauges, or on other leaves."""
+        """The elements of a frame. Raises ValueError for a frame that was made with other gauges or on other leaves."""
         labels, expected = frame.elements.keys(), {part.label for part in self.parts}
         if labels == expected:
             return frame.elements
@@ -286,7 +291,7 @@ class Slice:
         )
 
     def check_norms(self) -> None:
-        """Raises ValueError for a turn that passes a norm's scale which no size makes 1. Optimizers need that."""
+        """Raises ValueError for a turn that passes a norm's scale which no size makes 1, as optimizers need it."""
         for turn, path in self.without_norm_scale:
             problem, expected = f"the norm's scale '{path}' is not divided out", "the go.norm_scale gauge of that norm"
             raise binding_error(name_of(turn), problem, "no norm_scale of it", expected, "add it to the list of gauges")
@@ -294,7 +299,7 @@ class Slice:
     # Entering the slice, fixing a point and holding a step --------------------------------------------------
 
     def enter(self, f: Elements, x: Arrays) -> Undone:
-        """θ̂ = F⁻¹·θ, with the maps between both. Parts without an element in `f` are left out."""
+        """The slice point θ̂ = F⁻¹·θ, with the maps between θ and θ̂. Parts without an element in `f` are not undone."""
         undone = []
         for part in self.parts:
             if part.label in f:
@@ -309,7 +314,7 @@ class Slice:
         return x
 
     def without_heads(self, f: Elements) -> Elements:
-        """F without the rotations of heads, which then keep the basis in which they are stored."""
+        """F without the rotations of heads. If only the rest of F is undone, heads keep their stored basis."""
         turned = {turn.label for turn in self.heads}
         return {label: e for label, e in f.items() if label not in turned}
 
@@ -318,10 +323,10 @@ class Slice:
 
         Args:
           x: bound leaves.
-          live: which channels to fix, as in `Frame`.
+          live: label of a size → which channels to fix, (*shape) booleans, as in `Frame`.
 
         Returns:
-          The sizes that were undone, by label, and the point.
+          The elements of sizes that were undone, by label, and the point on the slice.
         """
         for part, anchor, _ in self.constants:
             x = x if part.label in self.not_fixed else part.undo(part.read(anchor, x), x)
@@ -335,8 +340,8 @@ class Slice:
     def hold(self, x: Arrays, u: Arrays) -> Arrays:
         """Removes the part of a step that rotates heads, and the residual stream if its gauge says `hold=True`.
 
-        Angles of rotary planes stay exactly what they were, other rotations up to second order in the step. What `hold`
-        moves off the slice, the next `fix` removes. Turns beside frozen leaves are left in.
+        The step that is left does not turn rotary planes at all, and turns heads only to second order in the step. It
+        may lead off the slice, which the next `fix` corrects. Turns that change a frozen leaf are not removed.
         """
         return self._over_turns(x, u, lambda kind: kind.hold, self.not_fixed)
 
@@ -345,7 +350,7 @@ class Slice:
         return self._over_turns(x, u, lambda kind: functools.partial(kind.project, into=into))
 
     def project_turning_dual(self, x: Arrays, g: Arrays) -> Arrays:
-        """The transpose of `project_turning`."""
+        """The transpose of `project_turning`, for a cotangent."""
         for turn_class, turns in reversed(self.turns):
             g = turn_class.project_dual(turns, x, g)
         return g
@@ -357,22 +362,25 @@ class Slice:
         for turn_class, turns in self.turns:
             chosen = [turn for turn in turns if turn.label not in alone]
             paths = sorted({path for turn in chosen for path in changed(turn)})
-            # No number changes: XLA computes the point again for this class, and need not keep a copy of it in memory
-            # during the classes before.
+            # This changes no number. XLA computes the point again for this class, so that it need not keep a copy of
+            # it in memory while it computes the classes before.
             again = {path: x[path] for path in paths} if turn_class.last and done else {}
             u = change(turn_class)(chosen, x | (recomputed_after(done, again) if again else {}), u) if chosen else u
             done = [u[path] for path in paths]
         return u
 
-    # What invariance says of gradients --------------------------------------------------------------------
+    # Gradients that are zero by invariance -------------------------------------------------------------------
 
     def quiet(self, x: Arrays, g: Arrays, without_constants: bool = True) -> Arrays:
-        """A slice gradient with exact zeros where invariance makes it zero, in place of roundoff.
+        """A slice gradient without the roundoff that stands where the gradient of an invariant loss is zero.
+
+        It also replaces the gradients of norms' scales that turns pass, see `Size.completed`.
 
         Args:
           x: the slice point.
-          g: the gradient.
-          without_constants: whether to remove the part along constants. Only a loss with a penalty on weights has one.
+          g: the slice gradient.
+          without_constants: True sets the part of the gradient along constants to zero. This part is roundoff, unless
+            the loss has a penalty on weights.
         """
         for part, _, _ in self.sizes:
             g = part.completed(x, g) if part.label in self.completed else g
@@ -389,17 +397,18 @@ class Slice:
         return vector
 
     def least_signal(self, x: Arrays, gradient: Any) -> jax.Array | None:
-        """The size below which gradients of all leaves are roundoff at this point; None where there is no such size.
+        """The absolute value below which an entry of any leaf's gradient is roundoff at the slice point `x`.
 
         While the output layer is constant over classes, the gradients of all other leaves are zero, up to roundoff. An
-        optimizer that divides gradients by their size would turn that roundoff into a full step.
+        optimizer that divides gradients by their size would turn that roundoff into a full step. The result is 0 if the
+        output layer is not constant, and None if no gauge has the kernel of an output layer.
         """
         leaves = leaves_by_path(gradient)
         sizes = [size for part, _, _ in self.constants if (size := part.reference_gradient(x, leaves)) is not None]
         return roundoff(real_dtype()) * jnp.stack(sizes).max() if sizes else None
 
     def without_roundoff(self, x: Arrays, gradient: Any) -> Any:
-        """Sets the entries of a gradient (a whole tree) that are below `least_signal` to zero."""
+        """Sets the entries of a gradient (a whole tree) whose absolute value is below `least_signal` to zero."""
         least = self.least_signal(x, gradient)
         if least is None:
             return gradient
@@ -421,7 +430,7 @@ class Slice:
         Args:
           x: bound leaves.
           turning: whether to read rotations. If False, the result has no elements of turns.
-          reader: class of turns → what reads them, (turns, x) to elements; None for turns that are to be left out.
+          reader: class of turns → a function (turns, x) ↦ elements that reads them; None to leave the class out.
         """
         f: Elements = {}
         for part, anchor, _ in self.constants:
@@ -435,23 +444,24 @@ class Slice:
                 continue
             read = dict(zip(turns, method(turns, x), strict=True))
             f |= {turn.label: e for turn, e in read.items()}
-            # Heads are read where the residual stream has its slice basis, because their rows lie in it.
+            # Turns that are read later may have rows that these turns move, as the rows of heads lie in the basis of
+            # the residual stream. These turns are therefore undone first.
             rest = [turn for _, others in self.turns for turn in others if turn.label not in f]
             for turn in turns:
                 x = turn.undo(read[turn], x) if any(moves(turn, other.blocks) for other in rest) else x
         return Frame(f, live)
 
     def _read_sizes(self, x: Arrays) -> tuple[Elements, dict[str, jax.Array], Arrays]:
-        """Elements of sizes, the channels that each one's first anchor read, and the point without both.
+        """The elements of sizes, the live channels as in `Frame`, and the point after the sizes were undone.
 
-        In the returned point, channels that were read are on the slice, and channels that could not be read are zero,
-        because their entries differ between twins.
+        In this point, channels that were read are on the slice. Channels whose anchors are all zero could not be read.
+        They are set to zero in all blocks, because their entries differ between twins.
         """
         f = {part.label: part.identity() for part, _, _ in self.sizes}
         known = {part.label: jnp.zeros(part.shape, bool) for part, _, _ in self.sizes}
         live: dict[str, jax.Array] = {}
         for part, anchor, others in self.sizes + self.later:
-            # An entry that another size moves counts only once that size's channel has been read and undone.
+            # An entry that another size moves is masked until that size's channel has been read and undone.
             e, new = part.read(anchor, _masked(x, others, known), ~known[part.label], near=False)
             live.setdefault(part.label, new)
             f[part.label], known[part.label] = part.compose(f[part.label], e), known[part.label] | new
@@ -465,16 +475,19 @@ class Slice:
     # Vertical and horizontal ------------------------------------------------------------------------------
 
     def unturned_slice_point(self, params: Any) -> tuple[Frame, Undone]:
-        """The slice point up to rotations: heads and the residual stream keep the basis in which they are stored."""
+        """The frame without turns, and the point after its constants and sizes were undone.
+
+        Heads and the residual stream keep the basis in which they are stored.
+        """
         values = self.values(params)
         frame = self.read(values, turning=False)
         return frame, self.enter(frame.elements, values)
 
     def horizontal_at(self, params: Any, vector: Any, dual: bool = False) -> Arrays:
-        """The horizontal part of a tangent, or of a cotangent, at any point: bound leaves.
+        """The horizontal part of a tangent or cotangent at any point.
 
-        A tangent's part is that of `horizontal`. A cotangent's part is the transpose of that: its product with every
-        vertical tangent is zero.
+        A tangent is moved to the slice, projected there by `horizontal`, and moved back. A cotangent (`dual`) is mapped
+        by the transpose of this: the product of the result with every vertical tangent is zero. Returns bound leaves.
         """
         (_, live, _), entered = self.unturned_slice_point(params)
         values, vectors, point = self.values(params), self.vectors(vector), entered.point
@@ -494,7 +507,7 @@ class Slice:
         return self.project_turning(x, jax.jvp(lambda y: self._fixed(y, live), (x,), (u,))[1])
 
     def _fixed(self, x: Arrays, live: Mapping[str, jax.Array]) -> Arrays:
-        """The point of `fix`, with a derivative everywhere. Parts in `not_fixed`, which `fix` skips, are fixed too."""
+        """The point of `fix`, differentiable everywhere. Parts in `not_fixed`, which `fix` skips, are fixed too."""
         for part, anchor, _ in self.constants:
             x = part.act(part.inverse(part.read(anchor, x)), x)
         for part, anchor, _ in self.sizes:
@@ -504,7 +517,10 @@ class Slice:
 
 
 def _masked(x: Arrays, moved: Iterable[tuple[Any, Block]], known: Mapping[str, jax.Array]) -> Arrays:
-    """The point without the entries of channels that are not known."""
+    """A point with zeros at all entries that a part moves in channels that are not `known`.
+
+    `moved` has pairs of a part and a block that it moves.
+    """
     out = dict(x)
     for part, b in moved:
         out[b.path] = out[b.path] * b.spread(part.named, known[part.label].astype(real_dtype()), elsewhere=1.0)

@@ -1,11 +1,14 @@
-"""What an equation of a traced program says in every version of JAX; what is made of it stands with the readers."""
+"""Reads the parameters of equations of a jaxpr, whose names differ between versions of JAX."""
 
 from collections.abc import Mapping
 from typing import Any
 
 
 def loop_counts(params: Mapping[str, Any]) -> tuple[int, int]:
-    """How many inputs of a `scan` are constants of its body, and how many it carries from turn to turn.
+    """How many inputs of a `scan` are constants of its body, and how many it carries from iteration to iteration.
+
+    Args:
+      params: the parameters of the equation.
 
     >>> traced = jax.make_jaxpr(lambda a, x: jax.lax.scan(lambda c, y: (a * c + y, c), 0.0, x))
     >>> (scan,) = traced(2.0, jnp.ones(3)).eqns

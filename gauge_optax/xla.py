@@ -1,8 +1,8 @@
 """Tricks for the compiler that change no number; each states the memory, time or error that it saves.
 
-XLA's CPU backend starts any operation whose inputs are ready. It computes cheap arrays early and keeps them, and it
-writes an array to memory if two operations read it. Peaks are peak memories of one compiled update on one wide layer
-(d = 2048, f = 8192), in units of AdamW's peak.
+XLA's CPU backend starts any operation whose inputs are ready. It therefore computes cheap arrays early and keeps them,
+and it writes an array to memory if two operations read it. A *peak* is the peak memory of one compiled update on one
+wide layer (d = 2048, f = 8192), divided by AdamW's peak.
 """
 
 import functools
@@ -16,21 +16,22 @@ Tree = TypeVar("Tree")
 
 
 def one_after(finished: Any) -> jax.Array:
-    """Returns 1.0 with a data dependency on `finished`, so that XLA schedules its users afterwards.
+    """Returns 1.0 with a data dependency on `finished`: XLA computes whatever uses this number after `finished`.
 
     Args:
       finished: a pytree of arrays.
     """
     one = jnp.ones(())
     firsts = [x[(0,) * jnp.ndim(x)].astype(one.dtype) for x in jax.tree.leaves(finished) if jnp.size(x)]
-    # No number exceeds infinity, and comparisons with NaN are false; the compiler does not know that.
+    # The condition is never true: no number exceeds infinity, and comparisons with NaN are false. But the compiler does
+    # not know that, and has to wait for `finished`.
     return jnp.where(sum(firsts, start=0.0 * one) > jnp.inf, 2.0, one)
 
 
 def recomputed_after(finished: Any, arrays: Tree) -> Tree:
     """Returns `arrays` such that XLA computes them again after `finished`, instead of keeping them until then.
 
-    It lowers the peak of `quotient(optax.adamw)` with rotary planes and full rotations from 1.29 to 1.23.
+    This lowers the peak of `quotient(optax.adamw)` with rotary planes and full rotations from 1.29 to 1.23.
 
     Args:
       finished: a pytree of arrays.
@@ -41,30 +42,34 @@ def recomputed_after(finished: Any, arrays: Tree) -> Tree:
 
 
 def not_fused_with_spread(rates: jax.Array, inverse: jax.Array) -> jax.Array:
-    """Returns `rates`, products with `inverse` that are zero wherever it is.
+    """Returns `rates`, such that XLA:CPU does not fuse the sum that made them with a product that uses them.
 
-    The select, which changes no number, keeps XLA:CPU from making one library call of the sum behind `rates` and of the
-    product that spreads `rates` over a leaf. That call takes several times as long as the two apart.
+    XLA would make one library call of that sum and of the product that spreads `rates` over a leaf. The call takes
+    several times as long as the two apart.
+
+    Args:
+      rates: sums times `inverse`.
+      inverse: not negative. Where it is zero, `rates` are zero, so that the select changes no number.
     """
     return jax.lax.select(inverse > 0, rates, inverse)
 
 
 def summed_apart(sums: jax.Array) -> jax.Array:
-    """Returns the same sums, such that XLA:CPU does not make one library call of them and of a sum that reads them.
+    """Returns `sums`, such that XLA:CPU does not make one library call of them and of a sum that reads them.
 
-    jaxlib 0.10.2 computes that call wrongly where an operand is broadcast, as under `vmap` (jax issue 39103).
-    *Measured*: a GGN of 23 classes and 529 rows in float32 was off by twice its largest entry.
+    jaxlib 0.10.2 computes that call wrongly if an operand is broadcast, as under `vmap` (jax issue 39103). *Measured*:
+    a generalized Gauss–Newton matrix of 23 classes and 529 rows in float32 was off by twice its largest entry.
     """
     kind = jnp.finfo(sums.dtype)
     return jax.lax.reduce_precision(sums, kind.nexp, kind.nmant)
 
 
 def computed_twice(numbers: jax.Array) -> jax.Array:
-    """Returns the same numbers, none of them zero, as an expression that XLA does not take for one it has computed.
+    """Returns `numbers` (with −0 in place of 0), such that XLA computes again what is computed from them.
 
-    XLA:CPU writes an array to memory if two others are computed from it. A leaf times a channel's factor, from which
-    `ddc.fused` computes both the slice point and the sums along channels, is cheaper to compute twice: the peak falls
-    from 1.37 to 1.27 of AdamW's.
+    XLA does not recognise the result as an array that it has already. It would otherwise write an array to memory that
+    two operations read. `ddc.fused` computes the slice point and the sums along channels from the product of a leaf
+    and a channel's factor. Computing this product twice lowers the peak from 1.37 to 1.27.
     """
     return jax.lax.select(jnp.abs(numbers) > 0, numbers, -numbers)
 
@@ -78,10 +83,10 @@ _QUICK = {
 
 @functools.cache
 def quick_options() -> dict[str, Any]:
-    """Returns `compiler_options` of `jax.jit` for a function that is called a few times.
+    """Returns `compiler_options` of `jax.jit` for a function that is called only a few times.
 
-    On a CPU it compiles four times faster. {} on other devices, and where XLA does not know the options, because XLA
-    may rename them.
+    On a CPU it then compiles four times faster. The result is {} on other devices, and if XLA does not know the
+    options, because another version may have renamed them.
     """
     if jax.default_backend() != "cpu":
         return {}
@@ -96,15 +101,22 @@ _KEY = 20260
 
 
 def fixed_noise(block: int, rows: int, columns: int, draw: int | jax.Array = 0) -> jax.Array:
-    """Returns fixed pseudo-random numbers in (−1, 1), (rows, columns); every `block` and `draw` has its own.
+    """Returns pseudo-random numbers in (−1, 1), (rows, columns), the same at every call.
 
-    It hashes positions. `jax.random` has a loop, which on a CPU can block for ever if another loop runs beside it.
+    They are hashes of positions. `jax.random` would need a loop, which on a CPU can block for ever if another loop runs
+    at the same time.
+
+    Args:
+      block: number of a block; every block has numbers of its own.
+      rows: number of rows.
+      columns: number of columns.
+      draw: number of a draw; every draw has numbers of its own. It may be traced.
     """
     return hashed_positions((rows, columns), block, draw).astype(jnp.float32) / 2.0**31 - 1.0
 
 
 def hashed_positions(shape: Sequence[int], block: int, draw: int | jax.Array) -> jax.Array:
-    """Returns 32 pseudo-random bits per entry of an array; every `block` and `draw` has its own.
+    """Returns 32 pseudo-random bits per entry of an array, the same at every call; see `fixed_noise`.
 
     Positions are sums of one iota per axis, so that no device of a mesh needs more than its part of the array.
     """

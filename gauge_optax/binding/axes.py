@@ -1,5 +1,7 @@
 """Parses axes strings, and solves for the lengths of the axes that they name.
 
+An axes string says what the axes of a leaf are, as in `"(head basis) _"`. In EBNF ([optional], {repeated}):
+
     axes  = ["1+"] {item}                           one item per axis of the leaf
     item  = part | "(" part {part} ")" [range]      parentheses split one axis, or a range of it, in row-major order
     part  = "_" [some] | name | name "=" i | name some
@@ -30,7 +32,7 @@ Ranges: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class AxisItem(NamedTuple):
-    """One name of an axes string and what it selects.
+    """One part of an axes string: a name, and the indices of its axis that it selects.
 
     Attributes:
       text: the part as the user wrote it, for errors.
@@ -48,14 +50,17 @@ class AxisItem(NamedTuple):
 
     @property
     def shortest(self) -> int:
-        """The least full length for which all selected indices exist."""
+        """The smallest length of the axis for which all selected indices exist."""
         if self.pick is not None:
             return self.pick + 1
         return self.ranges[-1][1] if self.ranges else 0
 
     @property
     def local(self) -> bool:
-        """Whether only this leaf determines the full length: blocks share the length of a range, not of its axis."""
+        """Whether only this leaf determines the axis's full length.
+
+        Blocks with the same name share the length of a range, not of the axis from which it selects.
+        """
         return self.full is None and (self.name == "_" or bool(self.ranges))
 
 
@@ -63,9 +68,9 @@ class ParsedAxes(NamedTuple):
     """A parsed axes string.
 
     Attributes:
-      one_plus: whether the string starts with "1+".
+      one_plus: whether the string starts with "1+", because the leaf stores its value less one.
       groups: per axis of the leaf, the items into which it splits.
-      windows: per axis of the leaf, the (start, stop) that splits; None for the whole axis.
+      windows: per axis of the leaf, the (start, stop) that is split, as in `(a b)=0:8`; None for the whole axis.
     """
 
     one_plus: bool
@@ -85,7 +90,7 @@ def _text(group: Sequence[AxisItem]) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def parse_axes(gauge: str, pattern: str, axes: str) -> ParsedAxes:
-    """Parses an axes string; errors name `gauge` and `pattern`."""
+    """Parses an axes string. Raises ValueError, with the names of `gauge` and `pattern`, if it is malformed."""
 
     def malformed(found: str, remedy: str) -> ValueError:
         expected = (
@@ -104,7 +109,7 @@ def parse_axes(gauge: str, pattern: str, axes: str) -> ParsedAxes:
             raise malformed(f"an index on a free axis, '{token}'", "give the axis a name")
         if any(start >= stop for start, stop in ranges) or (full is not None and part.shortest > full):
             raise malformed(f"an empty range, '{token}'", "write start < stop, stop at most the full length")
-        # Adjacent ranges are refused too: one selection has one spelling, and equal blocks then compare equal.
+        # Adjacent ranges are refused too. Every selection then has one spelling, so that equal blocks compare equal.
         if any(stop >= start for (_, stop), (start, _) in itertools.pairwise(ranges)):
             remedy = "write the ranges in order, with a gap between one and the next"
             raise malformed(f"ranges out of order, '{token}'", remedy)
@@ -131,7 +136,7 @@ def parse_axes(gauge: str, pattern: str, axes: str) -> ParsedAxes:
         if names.count(name) > 1:
             raise malformed(f"the name '{name}' twice", "use each name once")
     for group in groups:
-        # A local length can only follow by division from the other lengths of its group, so a second one never could.
+        # A local length follows only by division from the other lengths of its group. Two of them could never follow.
         if sum(part.local for part in group) > 1:
             remedy = "keep at most one '_' or range in a group; name the others and give sizes={...}"
             raise malformed(f"two lengths that nothing determines in '{_text(group)}'", remedy)
@@ -139,7 +144,7 @@ def parse_axes(gauge: str, pattern: str, axes: str) -> ParsedAxes:
 
 
 class Site(NamedTuple):
-    """One axes string on one leaf, before the lengths of its names are solved."""
+    """One axes string on one leaf, before the lengths of its names are solved. `plan` is the parsed string."""
 
     argument: str
     path: str
@@ -153,8 +158,9 @@ def solve_lengths(
 ) -> tuple[dict[str, int], list[tuple[int, ...]]]:
     """Solves for the lengths of all axes of one copy.
 
-    A leaf states the length of a name that has an axis to itself. A group gives one unknown length by division, and
-    that may make the next group divisible, so the solver repeats until no length is unknown.
+    If a name has an axis of a leaf to itself, the leaf's shape gives its length. A group such as `(head basis)` gives
+    one unknown length by division. With this length another group may have only one unknown left, so that the solver
+    repeats until all lengths are known.
 
     Args:
       gauge: name for errors.
@@ -163,8 +169,8 @@ def solve_lengths(
       source: where `sizes` come from, for errors.
 
     Returns:
-      The length of every name: the full length where an integer selects, the selected length where ranges do. Then
-      per site the leaf's shape after its groups are split, with full lengths.
+      The length of every name: for a name with ranges how much these select, else the full length of its axis. Then,
+      per site, the leaf's shape after its groups are split, with full lengths.
 
     Raises:
       ValueError: wrong rank, lengths that disagree or stay unknown.
@@ -184,7 +190,7 @@ def solve_lengths(
                     f"length {length} in shape {site.shape}", f"at least {window[1]}, axes \"{site.axes}\"",
                     "correct the range")
         for part in site.plan.items:
-            # A range states the length of its name by itself; names of free axes are not shared between blocks.
+            # A range gives the length of its name by itself. Free axes are left out, because blocks do not share them.
             if part.ranges and part.name != "_":
                 length = sum(stop - start for start, stop in part.ranges)
                 if lengths.setdefault(part.name, length) != length:
@@ -195,8 +201,8 @@ def solve_lengths(
                 sources.setdefault(part.name, f"the range '{part.text}' of '{site.path}'")
     splits: dict[tuple[Site, int], tuple[int, ...]] = {}
     pending = [(site, axis) for site in sites for axis in range(len(site.shape))]
-    # Names that have an axis to themselves come first, so that a disagreement is reported at the group: a group does
-    # not state lengths, and is the likelier mistake.
+    # Names that have an axis to themselves come first. A disagreement is then reported at a group, which is more often
+    # the mistake.
     pending.sort(key=lambda item: len(item[0].plan.groups[item[1]]))
     while pending:
         solved = {item: split for item in pending if (split := _split(gauge, *item, lengths, sources)) is not None}
@@ -204,7 +210,7 @@ def solve_lengths(
             (site, axis), *_ = pending
             group = site.plan.groups[axis]
             unknown = [part.name for part in group if not part.local and part.name not in lengths]
-            # Division gives one length: that of the local part if the group has one, else that of the last name.
+            # Division gives one length, which need not be given: that of the group's local part, or of its last name.
             needed = unknown if any(part.local for part in group) else unknown[:-1]
             sizes_to_give = ", ".join(f'"{name}": ...' for name in needed)
             raise binding_error(
@@ -220,13 +226,16 @@ def solve_lengths(
 def _split(
     gauge: str, site: Site, axis: int, lengths: dict[str, int], sources: dict[str, str]
 ) -> tuple[int, ...] | None:
-    """Full lengths of the parts of one axis, None while two are unknown; adds the name that it solves to `lengths`."""
+    """The full lengths of the parts of one axis of a leaf; None while two of them are unknown.
+
+    A name whose length it finds is added to `lengths` and `sources`.
+    """
     group, window = site.plan.groups[axis], site.plan.windows[axis]
     total = site.shape[axis] if window is None else window[1] - window[0]
     stated = [part.full or (None if part.local else lengths.get(part.name)) for part in group]
     if stated.count(None) > 1:
         return None
-    # The maximum is for axes of length 0: any quotient then passes the check below only if `total` is 0 too.
+    # The maximum avoids a division by zero for axes of length 0. The check below then fails unless `total` is 0 too.
     quotient = total // max(1, math.prod(n for n in stated if n is not None))
     split = tuple(quotient if n is None else n for n in stated)
     if math.prod(split) != total:

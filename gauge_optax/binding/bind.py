@@ -1,7 +1,7 @@
-"""Resolves a gauge on a concrete tree, from paths and shapes alone.
+"""Binds a gauge to a concrete tree, from paths and shapes alone.
 
-A gauge holds the `BlockSpec`s that the user wrote. `bind` turns them into copies of the gauge, one per combination of
-captures, and each of these has a tuple of `Block`s.
+A gauge holds the `BlockSpec`s that the user wrote. `bind` finds the leaves that their patterns match, and returns one
+`Matched` per copy of the gauge, which is a combination of captures. It has the `Block`s of that copy.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Matched(NamedTuple):
       key: the captures, "i=0,j=k", as in the keys of elements; "" if the patterns have none.
       named: the axes that index an element, in order of first appearance, without reserved names and names that an
         integer selects.
-      sizes: length of every named axis, reserved ones included; for ranges, how much they select.
+      sizes: length of every named axis, including reserved names; for ranges, how much they select.
       blocks: the blocks in the order of the specs.
     """
 
@@ -50,7 +50,7 @@ class Matched(NamedTuple):
         return tuple(tuple(b for b in self.blocks if b.argument == argument) for argument in arguments)
 
     def require_named(self, *arguments: str) -> None:
-        """Raises ValueError for a block of these arguments, vectors, with an axis that has no name."""
+        """Raises ValueError if a block of these arguments, which must be vectors, has an axis without a name."""
         for block in (b for blocks in self.of_argument(*arguments) for b in blocks):
             if "_" in block.labels:
                 raise binding_error(
@@ -59,10 +59,10 @@ class Matched(NamedTuple):
 
 
 def copy_key(specs: Sequence[BlockSpec], spec: BlockSpec, path: str) -> str | None:
-    """Key of the copy that a path belongs to.
+    """Key of the copy of a gauge that the leaf at a path belongs to.
 
     Args:
-      specs: all specs of the gauge; the first gives the order of captures.
+      specs: all specs of the gauge; the key has the captures in the order of the first spec.
       spec: the spec that binds the path.
       path: normalised path.
 
@@ -77,7 +77,7 @@ def copy_key(specs: Sequence[BlockSpec], spec: BlockSpec, path: str) -> str | No
     captures = match("binding", spec.pattern, path)
     if captures is None:
         return None
-    # Specs of gauges with one copy for all layers may differ in their captures.
+    # In gauges with one copy for all layers, a spec may lack captures of the first one.
     first = captures_of("binding", specs[0].pattern)
     return ",".join(f"{name}={captures[name]}" for name in first if name in captures)
 
@@ -91,19 +91,19 @@ def bind(
     joined: bool = False,
     partial: tuple[str, ...] = (),
 ) -> tuple[Matched, ...]:
-    """Resolves a gauge's specs on a tree. The result is cached by paths and shapes.
+    """Finds the blocks of a gauge on a tree. The result is cached by paths and shapes.
 
     Args:
       gauge: name for errors.
-      specs: those of all arguments.
-      sizes: frozen `sizes`.
+      specs: the specs of all arguments of the constructor.
+      sizes: the constructor's `sizes`, as `frozen_sizes` returns them.
       tree: arrays, tracers or ShapeDtypeStructs, with or without boxes.
-      reserved: names that are not axes of the group.
-      joined: whether all captures belong to one copy, as for what acts on the residual stream of all layers.
+      reserved: names of axes on which the group acts, such as `basis`; they do not index an element.
+      joined: True if all captures belong to one copy, as for gauges that act on the residual stream of all layers.
       partial: arguments whose blocks may lack named axes.
 
     Returns:
-      What is matched for every copy, in natural order of their captures (2 before 10).
+      A `Matched` per copy, in natural order of their captures (2 before 10).
 
     Raises:
       ValueError: a pattern without a leaf in some copy, a hidden leaf, wrong ranks, lengths that disagree
@@ -116,8 +116,8 @@ def bind(
     [('i=a', ('channel',), (5,)), ('i=b', ('channel',), (3,))]
     """
     shown, hidden = shown_and_hidden(tree)
-    # Every method of a gauge binds anew, because the tree of a trace can have other boxes and other hidden leaves than
-    # that of `init`. Paths and shapes are hashable, so all of this work is done once per tree.
+    # Every method of a gauge calls this function, because the tree that `update` sees can have other boxes and other
+    # hidden leaves than that of `init`. Paths and shapes are hashable, so that the cache does the work once per tree.
     leaves = tuple((path, leaf_shape(leaf)) for path, leaf in shown.items())
     found = _bind(gauge, tuple(specs), tuple(sizes), tuple(reserved), leaves, hidden, joined, partial)
     # Dtypes are checked outside of the cache: they are not part of its key.
@@ -148,7 +148,7 @@ def _bind(
         hits = {path: key for path in shapes if (key := copy_key(specs, spec, path)) is not None}
         for path, key in hits.items():
             paths_by_key.setdefault("" if joined else key, [[] for _ in specs])[k].append(path)
-        # A MaskedNode that perhaps hides a leaf of the pattern counts only if the pattern matches no other leaf.
+        # A MaskedNode that only possibly hides a leaf of the pattern counts if the pattern matches no other leaf.
         masked = [p for p in hidden if (hit := hidden_match(gauge, spec.pattern, p)) and (hit[1] or not hits)]
         if masked:
             raise _hidden(gauge, f"MaskedNode hides a leaf of '{spec.pattern}'", masked)
@@ -178,7 +178,7 @@ def _bind(
         names = dict.fromkeys(label for block in blocks for label in block.labels if label != "_")
         copies.append(Matched(gauge, key, named, {name: lengths[name] for name in names}, blocks))
 
-    # If two blocks shared an element, the gauge would move it twice, and its dual would count its gradient twice.
+    # If two blocks shared an entry, the gauge would move it twice, and `pull` would count its gradient twice.
     blocks_by_path: dict[str, list[Block]] = collections.defaultdict(list)
     for block in itertools.chain.from_iterable(copy.blocks for copy in copies):
         for other in blocks_by_path[block.path]:
@@ -192,17 +192,17 @@ def _bind(
 
 
 def require_no_absent_leaf(gauge: str, specs: Sequence[BlockSpec], tree: Any) -> None:
-    """Explains a binding that failed: raises ValueError where a pattern of the gauge stands for a leaf that is None.
+    """Raises ValueError if a pattern of the gauge matches a leaf that is None, to explain a binding that failed.
 
     Args:
       gauge: name for errors.
-      specs: those of all arguments.
+      specs: the specs of all arguments.
       tree: any pytree.
     """
     pairs = jax.tree.leaves_with_path(tree, is_leaf=lambda node: node is None)
     absent = [jax.tree_util.keystr(keys, simple=True, separator="/") for keys, leaf in pairs if leaf is None]
     for spec, path in itertools.product(specs, absent):
-        # What `**` matches may be one leaf of many, which the others make up for.
+        # A pattern with `**` usually matches other leaves too, so that a missing one is no error.
         if "**" not in spec.pattern and match(gauge, spec.pattern, path) is not None:
             raise binding_error(
                 gauge, f"the leaf '{path}' is None", "None, as a layer without a bias has", "an array",

@@ -1,9 +1,10 @@
-"""What a gauge reads from a tree and writes to it: leaves by their paths, and `Block`s, which are parts of leaves.
+"""Leaves by their paths, and `Block`s, which are the parts of leaves that gauges read and write.
 
-The *normalised path* of a leaf is its key path joined by `/`. The key of a box that holds nothing else is left out: the
-attribute `value` (`nnx.Variable`, Linen's `Partitioned`, penzai's parameters) and the number of a node that names no
-keys (haliax's `NamedArray`). An optimizer's `init` often sees a boxed tree and its `update` a bare one, and leaves have
-the same paths in both. A block is one axes string resolved on one leaf.
+The *normalised path* of a leaf is its key path joined by `/`. Many frameworks keep each array in a box, a node that
+holds nothing else. The box's own key is left out of the path: the attribute `value` (`nnx.Variable`, Linen's
+`Partitioned`, penzai's parameters), or the number that JAX gives where a node names no keys (haliax's `NamedArray`).
+An optimizer's `init` often sees a tree with boxes and its `update` the same tree without, and leaves have the same
+paths in both. A block is one axes string applied to one leaf.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ def _is_masked(node: Any) -> bool:
 
 
 def _only_children(treedef: Any, only: bool = False) -> Iterator[bool]:
-    """For each leaf in order: whether it is its parent's only child."""
-    # Key paths cannot tell: a field that is None has none, yet it shows that its parent is not a box of one thing.
+    """For each leaf in order: whether it is its parent's only child. `only` is the answer for a tree of one leaf."""
+    # Key paths do not show this: a field that is None has no key path, but with it the parent has two children.
     if treedef.num_leaves == treedef.num_nodes == 1:
         yield only
         return
@@ -44,12 +45,12 @@ def _only_children(treedef: Any, only: bool = False) -> Iterator[bool]:
 
 
 def _flatten(tree: Any) -> tuple[list[str], list[Any], Any]:
-    """Normalised paths, leaves with every MaskedNode as a leaf, and the treedef."""
+    """The normalised paths and the leaves of a tree, where a `MaskedNode` counts as a leaf, and the treedef."""
     treedef: Any
     pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_masked)
     paths = []
     for (keys, _), only in zip(pairs, _only_children(treedef), strict=True):
-        # Keys of these two types only: a dict's key "value" and a list's index are names that the user gave.
+        # No other key is left out, because a dict's key "value" and a list's index are names that the user gave.
         if only and (keys[-1] == GetAttrKey("value") or isinstance(keys[-1], FlattenedIndexKey)):
             keys = keys[:-1]
         paths.append(jax.tree_util.keystr(keys, simple=True, separator="/"))
@@ -164,10 +165,10 @@ def leaf_shape(leaf: Any) -> tuple[int, ...]:
 
 
 def mask_by_path(mask: Any, params: Any) -> dict[str, bool]:
-    """Leaf path → what a mask of Optax's form says of it.
+    """Leaf path → the boolean that a mask, in the form that Optax takes, has for the leaf.
 
     Args:
-      mask: a tree or prefix of booleans, or a callable from parameters to one.
+      mask: a tree of booleans like `params` or a prefix of it, or a function from parameters to such a tree.
       params: the tree.
 
     >>> from gauge_optax.binding import mask_by_path
@@ -179,14 +180,14 @@ def mask_by_path(mask: Any, params: Any) -> dict[str, bool]:
 
 
 def values_at(mask: Any, params: Any) -> Any:
-    """Returns the tree of a mask, or of labels, that may be a function of the parameters.
+    """Returns a mask, or a tree of labels, which may be given as a function of the parameters.
 
-    The modules of some frameworks are trees that can be called (`eqx.Module`). So are masks of their structure, and
-    `callable` cannot tell them from functions.
+    `callable` alone does not tell functions from trees: in some frameworks a module is a tree that can be called
+    (`eqx.Module`), and so is a mask of its structure. A function is a leaf, such a mask is not.
 
     Args:
       mask: a tree, or a function from a tree to a tree.
-      params: what a function gets.
+      params: the argument of the function.
 
     >>> from gauge_optax.binding import values_at
     >>> values_at({"w": True}, {"w": 1.0}), values_at(lambda p: {"w": p["w"] > 2}, {"w": 1.0})
@@ -202,9 +203,9 @@ def values_at(mask: Any, params: Any) -> Any:
 class Block:
     """A part of one leaf, with named axes. It is hashable and holds no array.
 
-    A block is read in two steps. Every axis of the leaf, or a window of it, is split row-major into one or more axes;
-    then each of these is restricted to the indices that the axes string selects. An axis that an integer selects is
-    dropped. The result, with one axis per label, is the block's *view*.
+    A block is read in two steps. First, every axis of the leaf, or a range of it (a *window*), is split row-major into
+    one or more axes. Then each of these is restricted to the indices that the axes string selects; an axis of which an
+    integer selects one index is dropped. The result, with one axis per label, is the block's *view*.
 
     Attributes:
       path: normalised path of the leaf.
@@ -212,7 +213,7 @@ class Block:
       axes: the axes string.
       shape: the leaf's shape.
       split: the shape after groups are split.
-      picks: per axis of `split`, the selected index, or the selected (start, stop), one or more in order.
+      picks: per axis of `split`, the index that an integer selects, or the selected ranges (start, stop) in order.
       labels: per axis of the view, its name or "_".
       one_plus: whether the leaf stores the value less one.
       window: per axis of the leaf, the window (start, stop) that is split; None for the whole axis.
@@ -243,17 +244,17 @@ class Block:
 
     @functools.cached_property
     def selected(self) -> tuple[Ranges, ...]:
-        """Per axis of `split`, the selected (start, stop) in order."""
+        """Per axis of `split`, the selected ranges (start, stop) in order; an index i is the range (i, i + 1)."""
         return tuple(((i, i + 1),) if isinstance(i, int) else i for i in self.picks)
 
     @functools.cached_property
     def windows(self) -> tuple[Ranges, ...]:
-        """Per axis of the leaf, the (start, stop) that is split, in the form of `selected`."""
+        """Per axis of the leaf, the range (start, stop) that is split, in the form of `selected`."""
         return tuple(((0, n) if span is None else span,) for span, n in zip(self.window, self.shape, strict=True))
 
     @functools.cached_property
     def whole(self) -> bool:
-        """Whether every element of the leaf is selected."""
+        """Whether the block selects every entry of the leaf."""
         return _covers(self.windows, self.shape) and _covers(self.selected, self.split)
 
     @functools.cached_property
@@ -265,12 +266,12 @@ class Block:
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """Per axis of the leaf, the axes of `split` into which it splits."""
         numbers = itertools.count()
-        # The string was parsed when the block was bound, so no error can need the name of a gauge or a pattern.
+        # The string was parsed when the block was bound, so that no error can occur here, and the names may be empty.
         return tuple(tuple(next(numbers) for _ in group) for group in parse_axes("", "", self.axes).groups)
 
     @functools.cached_property
     def split_labels(self) -> tuple[str, ...]:
-        """A label per axis of `split`, "" where an integer selects."""
+        """A label per axis of `split`; "" for an axis of which an integer selects one index."""
         labels = iter(self.labels)
         return tuple("" if isinstance(i, int) else next(labels) for i in self.picks)
 
@@ -280,18 +281,18 @@ class Block:
         return self.labels
 
     def rows(self, leaf: Any) -> Any:
-        """The view as gauges of heads read it: a subclass may split its basis further."""
+        """The view, in the form in which gauges of heads read it: a subclass may split the basis axis further."""
         return self.view(leaf)
 
     def view(self, leaf: Any) -> Any:
-        """The selected elements, with axes as in `labels`; the leaf may be a jax or a numpy array."""
+        """The selected entries, with the axes `labels`. The leaf may be a JAX or a NumPy array."""
         if self.whole:
             return leaf.reshape(self.view_shape)
         window = _taken(leaf, self.windows)
         return _taken(window.reshape(self.split), self.selected).reshape(self.view_shape)
 
     def write(self, leaf: Any, view: Any) -> Any:
-        """The leaf with its selected elements replaced, in the leaf's dtype; no copy for a whole leaf."""
+        """The leaf with its selected entries replaced by `view`, in the leaf's dtype."""
         view = view.astype(leaf.dtype)
         if self.whole:
             return view.reshape(self.shape)
@@ -301,22 +302,22 @@ class Block:
         return _replaced(leaf, written, self.windows)
 
     def spread(self, named: tuple[str, ...], value: Any, elsewhere: float = 0.0) -> jax.Array:
-        """Lays a value per index of the named axes out on the leaf; this is the adjoint of `total`.
+        """Gives every selected entry of the leaf the value of its indices along the named axes: the adjoint of `total`.
 
         Args:
           named: names of the value's axes, each one of `labels`.
           value: array with exactly these axes.
-          elsewhere: the value of elements that are not selected.
+          elsewhere: the value of entries that are not selected.
 
         Returns:
-          Array of the leaf's rank that broadcasts to its shape: size 1 where it is constant.
+          Array of the leaf's rank that broadcasts to its shape; it has length 1 along axes along which it is constant.
         """
         labels, selected, lengths = self.split_labels, self.selected, [_length(ranges) for ranges in self.selected]
         # The caller's order of names need not be the leaf's.
         order = sorted(range(len(named)), key=lambda k: labels.index(named[k]))
         out = jnp.transpose(value, order).reshape(
             [n if label in named else 1 for n, label in zip(lengths, labels, strict=True)])
-        # Along an axis of the leaf where the result is constant, its size is 1, so that XLA stores no repeated values.
+        # Length 1 along axes along which the result is constant spares XLA an array of repeated values.
         varies = [
             window != ((0, n),) or any(labels[k] in named or selected[k] != ((0, self.split[k]),) for k in group)
             for group, window, n in zip(self.groups, self.windows, self.shape, strict=True)]
@@ -327,7 +328,7 @@ class Block:
         return _padded(out, self.windows, self.shape, varies, elsewhere)
 
     def total(self, named: tuple[str, ...], leaf: Any) -> jax.Array:
-        """Sum of the selected elements over every axis that is not named.
+        """Sum of the selected entries over every axis that is not named.
 
         Args:
           named: names of the result's axes, each one of `labels`.
@@ -341,25 +342,25 @@ class Block:
         return jnp.transpose(sums, [kept.index(name) for name in named])
 
     def row_sums(self, named: tuple[str, ...], rows: jax.Array) -> jax.Array:
-        """As `total`, from an array like `rows(leaf)`; each name is one of `row_labels`."""
+        """Does what `total` does for an array like `rows(leaf)`, whose axes are `row_labels`."""
         kept = [label for label in self.row_labels if label in named]
         sums = jnp.sum(rows, axis=tuple(k for k, label in enumerate(self.row_labels) if label not in named))
         return jnp.transpose(sums, [kept.index(name) for name in named])
 
     def entries(self, named: tuple[str, ...]) -> int:
-        """How many elements one index of the named axes selects."""
+        """How many entries of the block have one and the same index along the named axes."""
         return math.prod(n for n, label in zip(self.view_shape, self.labels, strict=True) if label not in named)
 
     def axis_ids(self, axis: int, names: Collection[str]) -> np.ndarray:
-        """Which index of the named axes each index of one axis of the leaf belongs to.
+        """Numbers the indices of one axis of the leaf by the named axes that it is split into.
 
         Args:
           axis: an axis of the leaf.
-          names: names to tell apart; names that label other axes of the leaf do not matter.
+          names: the named axes; those that are parts of other axes of the leaf are ignored.
 
         Returns:
-          Integers, one per index of the axis: -1 where not selected, else the row-major index over the named parts of
-          this axis.
+          One integer per index of the axis: -1 if the block does not select it, else its row-major index over the parts
+          of this axis that are in `names`. Indices that differ only in other parts have the same number.
         """
         group = self.groups[axis]
         places = [np.concatenate([np.arange(*pair) for pair in self.selected[k]]) for k in group]
@@ -377,22 +378,31 @@ class Block:
         return out
 
     def ids_along(self, label: str, length: int, names: Collection[str]) -> np.ndarray | None:
-        """Which index of the named axes each selected index of one axis belongs to; None where it is not named."""
+        """Numbers the selected indices of one axis of `split` for `axis_ids`.
+
+        Args:
+          label: the label of the axis.
+          length: how many indices are selected.
+          names: as in `axis_ids`.
+
+        Returns:
+          One integer per selected index; None if the axis is not among the names.
+        """
         return np.arange(length) if label in names else None
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every name by which elements of the block can be told apart."""
+        """The names that may be passed to `axis_ids`."""
         return self.labels
 
 
 def laid_out(values: jax.Array, names: Sequence[str], labels: Sequence[str]) -> jax.Array:
-    """An array whose axes have these names, laid out to broadcast with one whose axes have these labels.
+    """Transposes and reshapes an array with named axes, so that it broadcasts with an array that has other axes too.
 
     Args:
       values: the array.
-      names: a name per axis of it, each one of the labels.
-      labels: a label per axis of the other array.
+      names: a name per axis of `values`, each one of the labels.
+      labels: a label per axis of the other array. The result has these axes, with length 1 where `values` has none.
 
     >>> from gauge_optax.binding import laid_out
     >>> laid_out(jnp.ones((2, 5)), ("head", "layer"), ("layer", "_", "head")).shape
@@ -412,13 +422,13 @@ def _covers(selected: Sequence[Ranges], shape: Sequence[int]) -> bool:
 
 
 def _taken(array: Any, selected: Sequence[Ranges]) -> Any:
-    """The selected elements; several ranges of one axis are concatenated."""
+    """The selected entries of an array; several ranges of one axis are concatenated."""
     if _covers(selected, array.shape):
         return array
     out = array[tuple(slice(ranges[0][0], ranges[-1][1]) for ranges in selected)]
     for axis, ranges in enumerate(selected):
         if len(ranges) > 1:
-            # Slices copy contiguous memory; XLA would compile an index array to a gather of single rows.
+            # Slices copy contiguous memory. Indexing with an integer array would compile to a gather of single rows.
             before, first = (slice(None),) * axis, ranges[0][0]
             pieces = [out[(*before, slice(start - first, stop - first))] for start, stop in ranges]
             out = (np if isinstance(out, np.ndarray) else jnp).concatenate(pieces, axis)
@@ -426,7 +436,7 @@ def _taken(array: Any, selected: Sequence[Ranges]) -> Any:
 
 
 def _replaced(array: Any, part: Any, selected: Sequence[Ranges]) -> Any:
-    """The array with its selected elements replaced by those of `part`."""
+    """The array with its selected entries replaced by those of `part`."""
     if part.shape == array.shape:
         return part
     plain = isinstance(array, np.ndarray) and isinstance(part, np.ndarray)
@@ -443,11 +453,16 @@ def _replaced(array: Any, part: Any, selected: Sequence[Ranges]) -> Any:
 
 
 def _joined(array: jax.Array, part: jax.Array, corner: Sequence[tuple[int, int]]) -> jax.Array:
-    """The array with the elements between the starts and ends in `corner` replaced: what is around them is joined on.
+    """The array with one rectangle of entries replaced by `part`, by concatenation with the entries around it.
 
-    `dynamic_update_slice` would do, but where a part was computed from the array in another order, as the planes of the
-    query and the key in one fused leaf are, jaxlib 0.10.2 computes and writes it in place on CPU, and reads elements
-    that are overwritten already. *Measured*: `act` and steps under `jit` were off by the size of the leaf.
+    `dynamic_update_slice` would be simpler. But `part` may be computed from entries of the array in another order, as
+    the planes of query and key in one fused leaf are. On CPU, jaxlib 0.10.2 computes it while it writes it in place,
+    and reads entries that it has overwritten. *Measured*: `act` and steps under `jit` were off by the size of the leaf.
+
+    Args:
+      array: the array.
+      part: the new entries.
+      corner: per axis, the (start, stop) of the rectangle.
     """
     for axis, (start, stop) in enumerate(corner):
         if stop - start < array.shape[axis]:
@@ -460,12 +475,20 @@ def _joined(array: jax.Array, part: jax.Array, corner: Sequence[tuple[int, int]]
 def _padded(
     array: jax.Array, selected: Sequence[Ranges], shape: Sequence[int], varies: Sequence[bool], elsewhere: float
 ) -> jax.Array:
-    """Puts an array at the selected indices of a larger one; axes that do not vary keep size 1."""
+    """Puts an array at the selected indices of a larger one.
+
+    Args:
+      array: the array; along axes that vary it has one entry per selected index, along others length 1.
+      selected: per axis, the selected ranges.
+      shape: the shape of the larger array.
+      varies: per axis, whether it varies; other axes keep length 1.
+      elsewhere: the value at indices that are not selected.
+    """
     pads = []
     for axis, (ranges, n, flag) in enumerate(zip(selected, shape, varies, strict=True)):
         first, last = ranges[0][0], ranges[-1][1]
         if flag and len(ranges) > 1:
-            # Padding cannot open gaps of unequal lengths. An index out of bounds makes `take` fill in `elsewhere`.
+            # `pad` cannot open gaps of unequal lengths. `take` can: it fills in `elsewhere` at indices out of bounds.
             source = np.full(n, array.shape[axis])
             source[np.concatenate([np.arange(*pair) for pair in ranges])] = np.arange(array.shape[axis])
             array = jnp.take(array, source, axis, mode="fill", fill_value=elsewhere)
@@ -477,7 +500,12 @@ def _padded(
 
 
 def resolve_block(gauge: str, site: Site, split: tuple[int, ...]) -> Block:
-    """The block of an axes string on a leaf, from the split shape that `solve_lengths` returns.
+    """The block of an axes string on a leaf.
+
+    Args:
+      gauge: name for errors.
+      site: the axes string with its leaf.
+      split: the leaf's shape after its groups are split, as `solve_lengths` returns it.
 
     Raises:
       ValueError: the axes string selects an index that the axis does not have.
@@ -496,14 +524,14 @@ def resolve_block(gauge: str, site: Site, split: tuple[int, ...]) -> Block:
 
 
 def overlap(a: Block, b: Block) -> bool:
-    """Whether two blocks select a common element of one leaf.
+    """Whether two blocks select a common entry of one leaf.
 
     Args:
       a: a block.
-      b: another.
+      b: another block, which may be on another leaf.
 
     Returns:
-      True if they share an element.
+      True if they share an entry.
 
     >>> from gauge_optax.binding import BlockSpec, bind_leaf, overlap
     >>> specs = [BlockSpec("up", "w", axes) for axes in ("gate=0 _", "gate=1 _")]
@@ -513,8 +541,8 @@ def overlap(a: Block, b: Block) -> bool:
     """
     if a.path != b.path:
         return False
-    # A selection is a product over the axes of the leaf, so two selections share an element if and only if they share
-    # an index along every axis.
+    # A block selects all combinations of its indices along the axes of the leaf. Two blocks therefore share an entry if
+    # and only if they share an index along every axis.
     return all(((a.axis_ids(k, ()) >= 0) & (b.axis_ids(k, ()) >= 0)).any() for k in range(len(a.shape)))
 
 
@@ -522,15 +550,15 @@ def bind_leaf(
     gauge: str, spec: BlockSpec, path: str, shape: tuple[int, ...], sizes: Mapping[str, int],
     source: str = "the other blocks",
 ) -> Block:
-    """Resolves one spec on one bare leaf, whose path it matches.
+    """Makes the block of one spec on one leaf, without the rest of the tree.
 
     Args:
       gauge: name for errors.
-      spec: pattern and axes.
-      path: normalised path.
+      spec: pattern and axes; the pattern matches `path`.
+      path: normalised path of the leaf.
       shape: shape of the leaf.
-      sizes: the lengths that are known, e.g. a copy's; the others follow from the shape where they can.
-      source: where those are from, for errors.
+      sizes: axis name → length, as far as lengths are known; the others must follow from the shape.
+      source: where `sizes` come from, for errors.
 
     Returns:
       The block.

@@ -17,7 +17,7 @@ _CAPTURE = re.compile(r"\{([^{}]*)\}")
 
 @functools.lru_cache(maxsize=4096)
 def compile_pattern(gauge: str, pattern: str) -> re.Pattern[str]:
-    """Compiles a pattern to a regular expression for "/" + path, with a group per capture.
+    """Compiles a pattern to a regular expression that matches "/" + path and has a named group per capture.
 
     Raises:
       ValueError: not a string, braces out of balance, a capture without a valid name, a lone `*`.
@@ -31,7 +31,7 @@ def compile_pattern(gauge: str, pattern: str) -> re.Pattern[str]:
     regex = ""
     captures: set[str] = set()
     for segment in pattern.split("/"):
-        # Every segment brings its own slash, so that `**` can stand for no segments in any position.
+        # The slash before a segment belongs to the segment, so that `**` can stand for no segments in any position.
         if segment == "**":
             regex += "(?:/[^/]*)*"
             continue
@@ -82,9 +82,9 @@ def match(gauge: str, pattern: str, path: str) -> dict[str, str] | None:
 def hidden_match(gauge: str, pattern: str, path: str) -> tuple[dict[str, str], bool] | None:
     """Whether a `MaskedNode` hides a leaf of a pattern.
 
-    A mask can be a prefix of the tree, so a `MaskedNode` may stand for a whole subtree, and the first segments of the
-    pattern may be all that matches. Nothing in the tree tells a hidden leaf from a hidden subtree. If the captures of
-    such a partial match are numbers (`blocks/{i}` against `blocks/3`), it counts as certain.
+    A mask can be a prefix of the tree, so that a `MaskedNode` may stand for a leaf or for a whole subtree, and the tree
+    does not say for which. Its path may therefore match only the first segments of the pattern. Such a partial match
+    counts as certain if its captures are numbers, as when `blocks/3` matches `blocks/{i}`.
 
     Args:
       gauge: name for errors.
@@ -92,7 +92,7 @@ def hidden_match(gauge: str, pattern: str, path: str) -> tuple[dict[str, str], b
       path: path of the `MaskedNode`.
 
     Returns:
-      The captures, and whether a leaf of the pattern is certainly hidden; None if none can be.
+      The captures, and whether a leaf of the pattern is certainly hidden; None if the node can hide no such leaf.
 
     >>> from gauge_optax.binding import hidden_match
     >>> hidden_match("rescale", "blocks/{i}/up", "blocks/3"), hidden_match("rescale", "blocks/{i}/up", "head")
@@ -110,13 +110,13 @@ def hidden_match(gauge: str, pattern: str, path: str) -> tuple[dict[str, str], b
 
 
 def natural_key(text: str) -> tuple[Any, ...]:
-    """Sort key that puts `blocks_2` before `blocks_10`, and differs for texts that differ."""
+    """Sort key that puts `blocks_2` before `blocks_10`. Different texts, also `a1` and `a01`, have different keys."""
     pieces = re.split("([0-9]+)", text)  # text and numbers alternate
     return tuple(int(piece) if k % 2 else piece for k, piece in enumerate(pieces)), text
 
 
 def nearest(pattern: str, shapes: Shapes, rank: int) -> list[tuple[str, str]]:
-    """The leaves that a pattern without a match may have meant.
+    """Finds the leaves that the author of a pattern without a match may have meant.
 
     Args:
       pattern: the pattern.
@@ -155,13 +155,16 @@ def no_match(
 
 
 def _with_captures(pattern: str, path: str) -> str:
-    """A path with the captures of a pattern put back; the path itself if they have no place in it."""
+    """Proposes a pattern for a path: the path, with the captures of another pattern in place of numbers in it.
+
+    It is the path itself if the captures have no place in it.
+    """
     pieces, segments, start = path.split("/"), pattern.split("/"), 0
     for at, segment in enumerate(segments):
         names = _CAPTURE.findall(segment)
         if not names:
             continue
-        # A capture most often stands for a number: look at the same position first, then from left to right.
+        # A capture most often stands for a number. Look for one in the same segment first, then from left to right.
         order = sorted(range(start, len(pieces)), key=lambda k: k != at)
         numbered = [k for k in order if re.search("[0-9]", pieces[k]) and pieces[k] not in segments]
         place = numbered[0] if numbered else at

@@ -1,4 +1,4 @@
-"""The patterns, axes and sizes that a user writes, with every check that needs no tree."""
+"""The patterns, axes strings and sizes that a user writes, and all checks of them that need no tree."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class BlockSpec:
 
     Attributes:
       argument: the constructor's argument that it comes from, e.g. "up".
-      pattern: path of the leaves, with captures.
+      pattern: path of the leaves, with captures such as `{i}`.
       axes: the axes string of the leaves.
     """
 
@@ -35,13 +35,13 @@ class BlockSpec:
 def block_specs(
     gauge: str, argument: str, blocks: Mapping[str, Axes], reserved: Sequence[str] = (), joined: bool = False
 ) -> tuple[BlockSpec, ...]:
-    """Checks one mapping *path -> axes* of a gauge, and makes it hashable.
+    """Checks one mapping *path -> axes* that a constructor of a gauge takes, and makes it hashable.
 
     Args:
       gauge: name for errors.
-      argument: its name in the constructor.
+      argument: the name of the constructor's argument.
       blocks: patterns and their axes; a tuple of axes where one leaf holds several blocks.
-      reserved: names (`basis`, `vocab`) that each axes string must have, without an integer index.
+      reserved: names of axes, such as `basis`, that every axes string must have, without an integer index.
       joined: as in `check_specs`.
 
     Returns:
@@ -92,9 +92,9 @@ def check_specs(
 
     Args:
       gauge: name for errors.
-      specs: those of all arguments.
-      sizes: frozen `sizes`.
-      joined: whether captures make no copies of their own, so that specs may differ in them.
+      specs: the specs of all arguments of the constructor.
+      sizes: the constructor's `sizes`, as `frozen_sizes` returns them.
+      joined: True if all captures belong to one copy, so that specs may have different ones.
       partial: arguments whose blocks may lack named axes.
 
     Raises:
@@ -126,18 +126,20 @@ def check_specs(
 
 
 def _named_axes(gauge: str, spec: BlockSpec) -> list[str]:
-    """Names of a spec's axes in order, without those that an integer selects."""
+    """Names of a spec's axes in order, without axes of which an integer selects one index."""
     parts = parse_axes(gauge, spec.pattern, spec.axes).items
     return [part.name for part in parts if part.name != "_" and part.pick is None]
 
 
 def group_axes(gauge: str, specs: Sequence[BlockSpec], reserved: Sequence[str]) -> tuple[str, ...]:
-    """The names that index the gauge's group: those of all specs in order of first appearance, less the reserved ones.
+    """The names of the axes that index an element of a gauge.
+
+    They are the names in all specs, in order of first appearance, without the reserved ones.
 
     Args:
       gauge: name for errors.
-      specs: those of all arguments.
-      reserved: names that are not axes of the group.
+      specs: the specs of all arguments of the constructor.
+      reserved: names of axes on which the group acts, which do not index an element.
 
     Returns:
       The names; `Matched.named` is the same tuple.

@@ -1,14 +1,14 @@
-"""Bias absorption: a bias that a later layer adds again, so that a constant can move from one bias to the other.
+"""Bias absorption: a vector that moves from a bias into the biases behind the kernels that read it.
 
 Let a layer read x + b through a kernel W and add a bias c, so that it computes (x + b)·W + c. For any t, b ↦ b + t and
 c ↦ c − t·W change nothing. In this way a norm's bias moves into the biases of its readers, and a value bias moves
 through the output projection into the output bias, because the weights of attention sum to 1. If a residual stream
 passes x + b on to the next sublayer, as it does behind a norm that follows its sublayer, then the bias of the next
 sublayer is added to the same stream: c ↦ c − t. The group is Rⁿ under addition, and n is the number of entries of b.
-The moving frame of a point is b itself: on the slice b is zero, and c contains it.
+A point reads as b itself: on the slice b is zero, and c contains what it added.
 
-A move adds −t·dW to the tangent dc, so that it changes tangents, unlike a shift. Reference: docs/design.md §3, "What
-else is dead"; the symmetry is not in the papers.
+Unlike a shift, a move changes tangents: to the tangent dc it adds −t·dW, where dW is the tangent of W. Reference:
+docs/design.md §3, "What else is dead"; the symmetry is not in the papers.
 """
 
 import dataclasses
@@ -32,17 +32,17 @@ def bias_absorption(
     residual: Mapping[str, Axes] | None = None,
     sizes: Mapping[str, int] | None = None,
 ) -> BlockGauge:
-    """A constant moved from a bias, through the kernels that read it, into the biases that follow these kernels.
+    """A vector moved from a bias, through the kernels that read it, into the biases that follow these kernels.
 
     Args:
       bias: path → axes of the one bias b, all named: `{"norm/bias": "channel"}`, `{"value/bias": "head entry"}`.
-      through: path → axes of every kernel that reads it, with the same named axes: `{"query/kernel": "channel _ _"}`.
-        Where several heads read one value head, write `"(head _) entry _"`; axes of the kernel that the bias behind it
-        lacks are summed.
+      through: path → axes of every kernel that reads b, with the same named axes: `{"query/kernel": "channel _ _"}`.
+        If several heads read one value head, write `"(head _) entry _"`. The product t·W is summed over axes of the
+        kernel that the bias behind it lacks.
       into: path → axes of the bias behind each of these kernels, in the same order: `{"query/bias": "_ _"}`. Its axes
-        are the last free axes of its kernel, after the axis of stacked layers, which all three name.
-      residual: path → axes of the bias that the residual stream gains next, if it carries b on, with the same named
-        axes: `{"down/bias": "channel"}`.
+        are the last free axes of its kernel. If layers are stacked, all three arguments name the axis of layers.
+      residual: path → axes of the bias that the residual stream gains next, if the stream carries b on, with the same
+        named axes: `{"down/bias": "channel"}`.
       sizes: lengths of axes inside `(a b)` that no other block fixes.
 
     Returns:
@@ -75,7 +75,7 @@ def bias_absorption(
 
 @dataclasses.dataclass(frozen=True)
 class BiasAbsorption(Copy):
-    """One copy: a vector t, (*shape)."""
+    """One copy. An element is the vector t, (*shape)."""
 
     composes: ClassVar[bool] = False
     partial: ClassVar[tuple[str, ...]] = (INTO,)

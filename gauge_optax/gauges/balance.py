@@ -1,8 +1,9 @@
 """Balance: the move to the point of least norm on an orbit.
 
-A scale is balanced where ‖up‖² = p·‖down‖², a linear gauge where both factors have one Gram matrix (Kempf–Ness). Each
-has a closed form while the others are constant. Where parts share leaves, they take turns until none changes. Rotations
-change no norm, and a constant's point of least norm is its mean zero. Reference: docs/design.md §6.
+A scale of degree p is balanced where ‖up‖² = p·‖down‖², and a linear gauge where both of its factors have the same
+Gram matrix (Kempf–Ness). While all other parts stay as they are, the element that balances one part has a closed form.
+Parts that share leaves are balanced one after the other, again and again, until none changes. Rotations change no norm.
+A constant is balanced where its mean is zero. Reference: docs/design.md §6.
 """
 
 import functools
@@ -26,7 +27,10 @@ _Carry = tuple[tuple[Any, ...], Arrays, jax.Array, jax.Array]
 
 @functools.singledispatch
 def balanced(part: Part[Any], x: Arrays) -> Any:
-    """The element that maps the point of least norm along this part alone to a point; the identity if there is none."""
+    """The element e with x = e·y, where y is the point of least norm that this part alone can reach from x.
+
+    It is the identity if there is no such point.
+    """
     return part.identity()
 
 
@@ -55,9 +59,9 @@ def _of_user(part: OfUser, x: Arrays) -> Any:
 
 
 def _squares(part: Factor, x: Mapping[str, jax.Array]) -> tuple[tuple[jax.Array, int], tuple[jax.Array, int]]:
-    """Per side of a scale, the sum of squares of every channel, and the number of its entries.
+    """For the up and the down side of a scale: the sum of squares per channel, (*shape), and a channel's entry count.
 
-    For multipliers it is that of the side's first block, because their balance compares root mean squares.
+    For multipliers, only the side's first block counts, because their balance compares its root mean square.
     """
 
     def of_side(side: Anchor) -> tuple[jax.Array, int]:
@@ -69,15 +73,15 @@ def _squares(part: Factor, x: Mapping[str, jax.Array]) -> tuple[tuple[jax.Array,
 
 
 def log_sizes(part: Any, x: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Logs of both sides' root mean squares, per channel.
+    """Logarithms of the root mean squares of a scale's two sides, per channel.
 
     Args:
       part: a `Factor` with two sides.
       x: a point.
 
     Returns:
-      Minus infinity on both sides, for a channel with a side that is zero. For multipliers, the sizes are those of the
-      first blocks of both sides.
+      The logarithms of the up side and of the down side, (*shape) each; minus infinity on both sides for a channel that
+      is zero on one. For multipliers, only the first block of each side counts.
     """
     up, down = (total / entries for total, entries in _squares(part, x))
     whole = (up != 0) & (down != 0)
@@ -86,7 +90,9 @@ def log_sizes(part: Any, x: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Arr
 
 
 def balance_beside(gauge: Any, params: Any, frozen: frozenset[str] = frozenset()) -> Any:
-    """The public element that balances a point, with the identity for copies of a gauge that move a frozen leaf.
+    """The public element that balances a point: its `act` leads to the point of least norm.
+
+    Copies of the gauge that move a frozen leaf get the identity.
 
     Args:
       gauge: a `SliceGauge`.
@@ -96,11 +102,11 @@ def balance_beside(gauge: Any, params: Any, frozen: frozenset[str] = frozenset()
     b = gauge._bound(params)
     s = Slice.of([part for part in b.whole.acting if not frozen & set(changed(part))]) if frozen else b.slice
     elements = b.public(balanced_elements(s, s.values(params)))
-    return gauge.inverse(jax.tree.map(jnp.real, elements))  # balances are positive
+    return gauge.inverse(jax.tree.map(jnp.real, elements))  # sizes are positive here, so their logarithms are real
 
 
 def balanced_elements(s: Slice, x: Arrays) -> Elements:
-    """The elements, by label, that together map the point of least norm on the orbit of a point to that point."""
+    """The elements f, by label, with x = f·y, where y is the point of least norm on the orbit of x."""
     f: Elements = {}
     for part, anchor, _ in s.constants:
         f[part.label] = part.read(anchor, x)
@@ -119,7 +125,7 @@ def _rounds(s: Slice, x: Arrays) -> tuple[Any, ...]:
         for number, part in enumerate(parts):
             alone = part.act(new[number], point)
             e = balanced(part, alone)
-            # A balanced matrix is exact as soon as all scales are, so that their changes alone decide convergence.
+            # A `Stretch` is exact once all scales are, so that the changes of scales alone decide convergence.
             if not part.along:
                 changes = jax.tree.map(lambda y, z: jnp.max(jnp.abs(y / z - 1.0), initial=0.0), e, new[number])
                 moved = jnp.maximum(moved, jnp.max(jnp.stack(jax.tree.leaves(changes))))

@@ -33,9 +33,10 @@ class Bound:
 
     Attributes:
       gauges: the gauges, in the order of the list.
-      copies: per gauge, its copies on the tree: one per layer, or other capture of its paths.
+      copies: per gauge, its copies on the tree: one per layer, or per other capture of its paths.
       slice: all parts of the gauges, sorted.
-      single: whether one gauge was given, so that elements are its own; else they are tuples with one per gauge.
+      single: True if `go.bind` got one gauge. An element is then that gauge's own; otherwise it is a tuple with one
+        element per gauge.
     """
 
     gauges: tuple[Any, ...]
@@ -49,7 +50,7 @@ class Bound:
         """The function-preserving move g·θ: turns act first, then sizes, then constants, whatever the list's order.
 
         Args:
-          element: g, as `read` returns it: an element, or a tuple of one per gauge.
+          element: g, in the form that `read` returns: one gauge's element, or a tuple with one element per gauge.
           params: θ.
 
         Returns:
@@ -95,7 +96,7 @@ class Bound:
 
     @property
     def dim(self) -> int:
-        """The number of dimensions along the orbit: directions in which the function does not change."""
+        """The dimension of the orbit: how many independent directions of weights the gauges' moves have."""
         return sum(copy.dim for copies in self.copies for copy in copies)
 
     def __repr__(self) -> str:
@@ -111,16 +112,17 @@ class Bound:
     def asymmetry(self, params: Any, grads: Any) -> tuple[dict[str, jax.Array], ...]:
         """How far each gauge is from a symmetry of the loss that made a gradient.
 
-        The gradient of a loss that a gauge keeps has no product with any direction of the orbit: the sum over `vocab`
-        is zero, and so are ⟨up, g_up⟩ − p·⟨down, g_down⟩ and the products with the generators of rotations. What it has
-        of these products is divided by the root mean square of those of random covectors of the same leaves.
+        If a gauge keeps the loss, the gradient is orthogonal to all directions of the orbit. Its sum over `vocab` is
+        zero, for example, and so are ⟨up, g_up⟩ − p·⟨down, g_down⟩ for a scale and the products with the generators of
+        rotations. The norm of all these products is divided by the root mean square of what random gradients of the
+        same leaves would give.
 
         Args:
           params: θ, at which the gradient was taken.
           grads: the gradient, a tree like `params`.
 
         Returns:
-          Per gauge, copy → number: about roundoff for a symmetry, 0.1 to 1 for what is none.
+          Per gauge, a dict from copies to numbers: about roundoff for a symmetry, 0.1 to 1 for a gauge that is none.
         """
         return tuple(_asymmetry(gauge, params, grads) for gauge in self.gauges)
 
@@ -128,14 +130,17 @@ class Bound:
 
     @functools.cached_property
     def whole(self) -> Slice:
-        """The slice with all parts. `slice` lacks those that would change a frozen leaf by the step of another, and a
-        rotation of the residual stream that needs a norm's scale of 1 where no part makes it 1."""
+        """The slice with all parts of the gauges.
+
+        `slice` lacks parts that would change a frozen leaf because of a step of another, and a rotation of the residual
+        stream that needs a norm's scale of 1 where no part makes it 1.
+        """
         parts = [part for copies in self.copies for copy in copies for part in copy.parts]
         kept = {part.label for part in self.slice.acting}
         return self.slice if kept == {part.label for part in parts} else Slice.of(parts)
 
     def elements(self, element: Any) -> Elements:
-        """The elements of the parts, by label, whose moves together are that of a public element."""
+        """Splits a public element into the elements of the parts, by label; together they make the same move."""
         out: Elements = {}
         for gauge, copies, value in zip(
             self.gauges, self.copies, (element,) if self.single else tuple(element), strict=True
@@ -145,21 +150,27 @@ class Bound:
         return out
 
     def public(self, elements: Mapping[str, Any]) -> Any:
-        """The public element of elements by label; parts that are absent move nothing."""
+        """The public element that is made of the parts' elements by label; an absent part has the identity."""
         return self.by_gauge(lambda copy: copy.join(_of_copy(copy, elements)))
 
     def coordinates(self, elements: Mapping[str, Any]) -> Any:
-        """Per gauge, the coordinates whose change is drift, of a point that reads as these elements."""
+        """Per gauge, the coordinates of a point that reads as these elements. Their change along a run is the drift."""
         return self.by_gauge(lambda copy: copy.coordinate(_of_copy(copy, elements)))
 
     def by_gauge(self, value: Callable[[Copy], Any]) -> Any:
-        """What has the structure of an element, from a function of copies, which returns None to leave a copy out."""
+        """Calls a function for every copy and returns the results in the structure of a public element.
+
+        A copy for which the function returns None is left out.
+        """
         pairs = zip(self.gauges, self.copies, strict=True)
         values = tuple(gauge._join(copies, [value(copy) for copy in copies]) for gauge, copies in pairs)
         return values[0] if self.single else values
 
     def stored(self, x: Arrays, params: Params) -> Params:
-        """Values of bound leaves as a tree stores them: less one where it does, in the leaves' dtypes."""
+        """The tree `params` with the values `x` of bound leaves, in the dtypes of the leaves.
+
+        From leaves that store their value less one (`1+`), the one is subtracted.
+        """
         leaves, added = leaves_by_path(params), self.whole.added
         values = {p: y - added[p] if np.any(added[p]) else y for p, y in x.items()}
         return with_leaves(params, {p: y.astype(leaves[p].dtype) for p, y in values.items()})
@@ -179,7 +190,7 @@ def bound(gauges: Sequence[Any], params: Any, frozen: frozenset[str] = frozenset
       single: see `Bound`.
 
     Raises:
-      ValueError: a binding that does not fit, or gauges that do not commute.
+      ValueError: a gauge whose paths or axes do not fit the tree, or gauges that do not commute.
     """
     _require_unpacked(gauges, params)
     shown, hidden = shown_and_hidden(params)
@@ -189,23 +200,23 @@ def bound(gauges: Sequence[Any], params: Any, frozen: frozenset[str] = frozenset
             return _by_shapes(tuple(gauges), leaves, hidden, frozen, single)
         return _sliced(tuple(gauges), tuple(gauge._copies(params) for gauge in gauges), leaves, frozen, single)
     except ValueError:
-        for gauge in gauges:  # a leaf that is None has no path: only now is it worth a search
+        for gauge in gauges:  # a leaf that is None is in no dict of leaves; it may explain the error
             require_no_absent_leaf(gauge.name, getattr(gauge, "specs", ()), params)
         raise
 
 
 def slice_of_frame(frame: Frame, params: Any) -> Slice:
-    """The slice that the frame of a state belongs to.
+    """The slice that the frame of an optimizer state belongs to.
 
-    A state has labels of parts and no parts. A label has a checksum of all that its part binds, so that it means the
-    same part wherever it was bound.
+    A state holds the labels of parts, but not the parts. This function looks them up among all parts that were bound in
+    this process. A label contains a checksum of all that its part binds, and therefore stands for one part.
 
     Args:
       frame: the frame.
       params: a tree that it belongs to.
 
     Raises:
-      ValueError: parts that were not bound in this process.
+      ValueError: a label of a part that was not bound in this process.
     """
     unknown = [label for label in frame.elements if label not in _PARTS]
     if unknown:
@@ -221,7 +232,8 @@ def slice_of_frame(frame: Frame, params: Any) -> Slice:
 def _asymmetry(gauge: Any, params: Any, grads: Any) -> dict[str, jax.Array]:
     b = gauge._bound(params)
     s, (copies,) = b.whole, b.copies
-    # Squares of gradients of 1e-20 or 1e20 are no numbers of float32; the asymmetry does not depend on their size.
+    # The squares of gradients of 1e-20 or 1e20 are out of the range of float32. The asymmetry does not depend on the
+    # size of gradients, so that they are divided by the largest entry.
     real = [y for y in map(jnp.asarray, leaves_by_path(grads).values()) if jnp.issubdtype(y.dtype, jnp.floating)]
     real = [jnp.asarray(y, real_dtype()) for y in real]
     most = jnp.max(jnp.stack([jnp.max(jnp.abs(y), initial=0.0) for y in real]))
@@ -232,29 +244,32 @@ def _asymmetry(gauge: Any, params: Any, grads: Any) -> dict[str, jax.Array]:
         squares = jax.tree.map(lambda y: jnp.sum(jnp.square(y)), pairings(covector))
         return {key: sum(jax.tree.leaves(of_copy), jnp.zeros(())) for key, of_copy in squares.items()}
 
-    # Each leaf is measured by its gradient across constants. Where a constant is all there is, as in a key bias, or the
-    # gradient is roundoff, it is measured by the gradient of all leaves.
+    # A random gradient gets, leaf by leaf, the root mean square of the gradient without its part along constants. If
+    # that is zero, as for a key bias, it gets the root mean square over all leaves; if it may be roundoff, a share.
     entries = sum(y.size for y in real)
     total = jnp.sqrt(sum((jnp.sum(jnp.square(safe_divide(y, most))) for y in real), jnp.zeros(())) / entries)
     across = {path: jnp.sqrt(jnp.mean(jnp.square(y))) for path, y in s.centred(g).items()}
     norms = {p: jnp.where(y > 0, jnp.maximum(y, _LEAST_SHARE * total), total) for p, y in across.items()}
 
     def nth(number: jax.Array) -> dict[str, jax.Array]:
-        """The products of the gradient, and after it of random covectors."""
+        """The squared norm of all products, per copy: of the gradient for number 0, else of a random gradient."""
         keys = jax.random.split(jax.random.fold_in(jax.random.key(0), number), len(g))
         drawn = {p: jax.random.normal(k, g[p].shape, g[p].dtype) for p, k in zip(sorted(g), keys, strict=True)}
         return sizes({p: jnp.where(number == 0, y, norms[p] * drawn[p]) for p, y in g.items()})
 
-    # One after the other: one program, and the memory of one covector.
+    # `map` takes one after the other, so that one program is compiled and one random gradient is in memory.
     found = jax.lax.map(nth, jnp.arange(1 + _DRAWS))
     return {key: jnp.sqrt(safe_divide(y[0], jnp.mean(y[1:]))) for key, y in found.items()}
 
 
 def _by_generators(gauge: Any, b: Bound, params: Any, x: Arrays) -> Callable[[Arrays], dict[str, Any]] | None:
-    """The products of a cotangent with the directions along the orbit; None for a gauge without coordinates."""
+    """A function that returns a cotangent's products with the directions along the orbit, per copy.
+
+    It is None for a gauge without coordinates (`algebra`).
+    """
     try:
         zero = gauge.algebra(params)
-    except ValueError:  # of a user
+    except ValueError:  # a user's gauge without `algebra`
         return None
     if not isinstance(zero, dict):
         return None
@@ -271,7 +286,8 @@ def _by_generators(gauge: Any, b: Bound, params: Any, x: Arrays) -> Callable[[Ar
 def _by_projection(
     s: Slice, copies: Sequence[Copy], params: Any, grads: Any
 ) -> Callable[[Arrays], dict[str, Any]]:
-    """The vertical part of a cotangent by the slice alone, for a gauge without coordinates."""
+    """A function that returns the vertical part of a cotangent, per copy, by the slice: for gauges without coordinates.
+    """
     paths = {copy.key: dict.fromkeys(p for part in copy.parts for p in changed(part)) for copy in copies}
 
     def vertical(covector: Arrays) -> dict[str, Any]:
@@ -282,7 +298,9 @@ def _by_projection(
 
 
 _DRAWS = 4
-_LEAST_SHARE = 0.01  # of the root mean square of all gradients, below which a leaf's gradient may be roundoff
+# A leaf whose gradient has less than this share of the root mean square of all gradients counts as having this share,
+# because its own gradient may be roundoff.
+_LEAST_SHARE = 0.01
 _Leaves = tuple[tuple[str, tuple[int, ...], Any], ...]
 
 
@@ -290,7 +308,7 @@ _Leaves = tuple[tuple[str, tuple[int, ...], Any], ...]
 def _by_shapes(
     gauges: tuple[Any, ...], leaves: _Leaves, hidden: tuple[str, ...], frozen: frozenset[str], single: bool
 ) -> Bound:
-    """As `bound`, for gauges whose copies depend on paths, shapes and dtypes alone."""
+    """Does what `bound` does, with a cache, for gauges whose copies depend on paths, shapes and dtypes alone."""
     tree = {path: 0.0 if dtype is None else jax.ShapeDtypeStruct(shape, dtype) for path, shape, dtype in leaves}
     masked = dict.fromkeys(hidden, optax.MaskedNode())
     return _sliced(gauges, tuple(gauge._copies(tree | masked) for gauge in gauges), leaves, frozen, single)
@@ -320,7 +338,8 @@ def _sliced(
 
 
 def _require_unpacked(gauges: Sequence[Any], params: Any) -> None:
-    """Raises ValueError where a gauge binds a packed leaf, because it cannot move the rows that packing left out."""
+    """Raises ValueError if a gauge binds a leaf of `orbit.pack`, because it cannot move the rows that packing left out.
+    """
     nodes = jax.tree.leaves(params, is_leaf=lambda node: hasattr(node, "packed_path"))
     paths = dict.fromkeys(node.packed_path for node in nodes if hasattr(node, "packed_path"))
     for gauge, path in itertools.product(gauges, paths):
@@ -332,7 +351,7 @@ def _require_unpacked(gauges: Sequence[Any], params: Any) -> None:
 
 @functools.singledispatch
 def divides_by(part: Part[Any]) -> tuple[Block, ...]:
-    """Scales of norms by which an element of the part divides."""
+    """The norms' scales by which the action of the part divides, as blocks."""
     return ()
 
 
@@ -347,16 +366,16 @@ def _norm_before_kernels(part: ReadShift) -> tuple[Block, ...]:
 
 
 def require_nonzero_norms(name: str, s: Slice, leaves: Mapping[str, Any]) -> None:
-    """Raises ValueError where a part divides by a norm's scale that is zero, as a rotation of the stream would.
+    """Raises ValueError if a part divides by a norm's scale that has a zero, as a rotation of the stream does.
 
     Args:
-      name: of the public function, for messages.
+      name: the name of the public function, for messages.
       s: the slice.
-      leaves: the parameters by path; tracers are not looked at.
+      leaves: the parameters by path. Tracers are not checked, because they have no values.
     """
     for block in dict.fromkeys(block for part in s.parts for block in divides_by(part)):
         scale = leaves[block.path]
-        # Neither a tracer's values nor those on devices of other processes are at hand.
+        # This process has neither the values of a tracer nor those on devices of other processes.
         if isinstance(scale, jax.core.Tracer) or not getattr(scale, "is_fully_addressable", True):
             continue
         if not np.all(np.asarray(block.view(scale)) + block.one_plus):

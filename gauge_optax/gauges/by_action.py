@@ -1,4 +1,4 @@
-"""A gauge that is known only by its action and its reading, as a gauge that a user defines is.
+"""Gauges that a user defines by an action and a reading (`Gauge` subclasses with their own `act` and `read`).
 
 One part stands for the whole gauge. Tangents move by the derivative of the action, cotangents by its transpose.
 """
@@ -20,13 +20,13 @@ from gauge_optax.slice import VERSION
 
 @dataclasses.dataclass(frozen=True)
 class OfUser(Size[Any]):
-    """A whole gauge; it is read anew at every step.
+    """The part of a user's gauge. It has the role of a size, so that it is read anew at every step.
 
     Attributes:
       gauge: the gauge, a `Gauge`.
       treedef: structure of the parameters.
-      leaves: shapes and dtypes of the parameters.
-      read_from: the leaves that its reading depends on.
+      leaves: shapes and dtypes of all leaves of the parameters.
+      read_from: whole leaves, as blocks: those that the gauge's `read` depends on.
     """
 
     gauge: Any = None
@@ -43,11 +43,11 @@ class OfUser(Size[Any]):
         return (self.read_from or self.blocks,)
 
     def tree(self, x: Mapping[str, jax.Array]) -> Any:
-        """Parameters with these leaves; all other leaves are `jax.ShapeDtypeStruct`s."""
+        """A tree of parameters with the bound leaves of `x`; all other leaves are `jax.ShapeDtypeStruct`s."""
         return with_leaves(jax.tree.unflatten(self.treedef, self.leaves), {b.path: x[b.path] for b in self.blocks})
 
     def zeros(self) -> Any:
-        """Parameters of zeros."""
+        """A tree of parameters whose bound leaves are zero."""
         return self.tree({b.path: jnp.zeros(b.shape) for b in self.blocks})
 
     def identity(self) -> Any:
@@ -69,15 +69,18 @@ class OfUser(Size[Any]):
 
 
 class ShiftOfUser(OfUser):
-    """A gauge of a user that moves points and no tangents."""
+    """A user's gauge with `effect = "shift"`: it moves points, but does not change tangents."""
 
 
 class PermutationOfUser(OfUser):
-    """A gauge of a user that renumbers."""
+    """A user's gauge with `effect = "permutation"`: it renumbers entries."""
 
 
 class IsometryOfUser(OfUser):
-    """A gauge of a user that multiplies entries or rotates, so that a leaf and its gradient keep their products."""
+    """A user's gauge with `effect` "diagonal" or "orthogonal": it multiplies entries or rotates.
+
+    Under such moves the inner product of every leaf with its gradient stays the same.
+    """
 
 
 _BY_EFFECT: Mapping[Effect, type[OfUser]] = {
@@ -87,7 +90,7 @@ _BY_EFFECT: Mapping[Effect, type[OfUser]] = {
 
 @dataclasses.dataclass(frozen=True)
 class UserCopy(Copy):
-    """The one copy of such a gauge on a tree."""
+    """The one copy of a user's gauge on a tree."""
 
     parts: tuple[OfUser]
 
@@ -127,14 +130,14 @@ class UserCopy(Copy):
 
 
 def broken_law(gauge: Any, params: Any) -> str | None:
-    """The law of a group, or of a reading, that a user's gauge breaks at these parameters, as a sentence; else None.
+    """The first law of groups or readings that a user's gauge breaks, as a formula; None if it breaks none.
 
     Args:
       gauge: a `Gauge`.
       params: the parameters (values are read).
     """
     if not isinstance(gauge._bound(params).copies[0][0], UserCopy):
-        return None  # what axes describe is a group by construction
+        return None  # the library's own gauges obey these laws by construction
     element = gauge.sample(jax.random.key(0), params, 0.5)
     moved = gauge.act(element, params)
     slice_point = gauge.act(gauge.inverse(gauge.read(params)), params)
@@ -159,7 +162,7 @@ def _near(a: Any, b: Any) -> bool:
 
 
 def _used(function: Any, shapes: Any, outputs: int | None) -> set[int]:
-    """Positions of the leaves that a function computes with, without those that it only passes on."""
+    """Positions of the leaves that a function computes with; if `outputs` is None, also of those that it returns."""
     from jax.extend.core import Var  # here, because it imports Pallas
 
     traced = jax.make_jaxpr(function)(shapes).jaxpr

@@ -1,8 +1,9 @@
-"""`Copy`: what a constructor's file says of its gauge. One `Copy` is one copy of a gauge on a tree.
+"""`Copy`: one copy of a gauge on a tree, that of one layer or of another capture of the gauge's paths.
 
-A copy is a layer, or another capture of the gauge's paths. It has the parts to which the gauge compiles, and knows the
+Every constructor of gauges has a subclass. A copy has the parts to which the gauge compiles there, and defines its
 public elements: their dimension, how a random one is drawn, and how one is split among the parts. A *public element* is
-what `gauge.read(params)` has, such as log α of a scale, where the part computes with α.
+what `gauge.read(params)` returns for the copy. It can differ from the elements of parts: that of a scale is log α,
+while its part computes with α.
 """
 
 import abc
@@ -21,9 +22,10 @@ from gauge_optax.parts.part import Additive, Part, name_of
 from gauge_optax.slice import VERSION
 
 Effect = Literal["still", "shift", "diagonal", "permutation", "orthogonal", "linear"]
-"""What a move does to tangents: nothing ("still", "shift"), scale entries, renumber them, rotate, or any linear map.
+"""What a move does to tangents: nothing ("still", "shift"), multiply entries ("diagonal"), renumber them
+("permutation"), rotate them ("orthogonal"), or any linear map ("linear").
 
-A "shift" adds a constant to points, a "still" move leaves points unchanged too.
+A "shift" adds a constant to points; a "still" move changes neither tangents nor points.
 """
 
 
@@ -31,7 +33,7 @@ def part_label(found: Matched, **options: Any) -> str:
     """The label of a part: the gauge, its captures, a checksum of what it binds, and the version of states.
 
     Args:
-      found: what the part's copy binds.
+      found: what the patterns of the gauge match for this copy.
       **options: further arguments of the gauge.
     """
     bound = sorted((b.path, b.argument, b.axes, b.shape) for b in found.blocks)
@@ -41,25 +43,25 @@ def part_label(found: Matched, **options: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Copy(Additive, abc.ABC):
-    """One copy of a gauge on a tree. By default its group is addition, and its element is that of its one part.
+    """One copy of a gauge on a tree. By default its group is addition, and its public element is that of its one part.
 
     Attributes:
       key: the captures, see `Matched`.
-      parts: what the gauge is on this tree.
+      parts: the parts to which the gauge compiles for this copy.
     """
 
     key: str
     parts: tuple[Part[Any], ...]
 
-    # What the binder has to know of axes and arguments.
+    # Options of `binding.bind` and `binding.block_specs` for this gauge.
     reserved: ClassVar[tuple[str, ...]] = ()  # names of the axes on which the group acts
     joined: ClassVar[bool] = False  # whether all captures belong to one copy: one element for all layers
     partial: ClassVar[tuple[str, ...]] = ()  # arguments whose blocks may lack named axes
     without_axis: ClassVar[tuple[str, ...]] = ()  # arguments whose blocks lack the axes of `reserved`
-    # What messages and states say of it.
-    effect: ClassVar[Effect] = "linear"  # of a move on tangents and cotangents
-    balancing: ClassVar[Effect] = "still"  # of the move to the point of least norm on the orbit
-    composes: ClassVar[bool] = True  # whether its conjugates by other gauges are the same for all weights
+    # Properties of the gauge, see `Gauge`.
+    effect: ClassVar[Effect] = "linear"  # what a move does to tangents and cotangents
+    balancing: ClassVar[Effect] = "still"  # what the move to the point of least norm on the orbit does to tangents
+    composes: ClassVar[bool] = True  # whether h·g·h⁻¹, for a move h of another gauge, does not depend on the weights
     breaks: ClassVar[str] = "another reader of these leaves, or an index"  # why a binding is usually no symmetry
 
     @classmethod
@@ -84,7 +86,7 @@ class Copy(Additive, abc.ABC):
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        """What it moves."""
+        """The blocks that the copy moves."""
         return self.parts[0].blocks
 
     @property
@@ -93,13 +95,19 @@ class Copy(Additive, abc.ABC):
         return math.prod(self.shape)
 
     def sample(self, key: jax.Array, scale: float, leaves: Mapping[str, Any]) -> Any:
-        """A random public element. `leaves` are the parameters by path: the size of a shift follows theirs."""
+        """A random public element.
+
+        Args:
+          key: a PRNG key.
+          scale: size of the move, see `Gauge.sample`.
+          leaves: the parameters by path. The size of a shift is relative to the size of its leaf.
+        """
         return normal(key, self.shape, scale)
 
-    # Public elements, and those of the parts ----------------------------------------------------------------
+    # Public elements, and elements of the parts ---------------------------------------------------------------
 
     def split(self, element: Any) -> tuple[Any, ...]:
-        """The elements of the parts whose moves together are that of a public element."""
+        """Splits a public element into one element per part; together they make the same move."""
         return (element,)
 
     def join(self, elements: Sequence[Any]) -> Any:
@@ -111,7 +119,7 @@ class Copy(Additive, abc.ABC):
         return self.join([part.identity() for part in self.parts])
 
     def coordinate(self, elements: Sequence[Any]) -> Any:
-        """The coordinate whose change is drift, of a point that the parts read as these elements; None if none is."""
+        """The coordinate, whose change is drift, of a point that the parts read as `elements`; None if it has none."""
         return self.join(elements)
 
     def algebra(self) -> Any:
@@ -119,36 +127,42 @@ class Copy(Additive, abc.ABC):
         return self.identity()
 
     def exponential(self, coordinates: Any, near: bool = False) -> Any:
-        """The public element with these coordinates; `near` asks for it to first order in them."""
+        """The public element with these coordinates; if `near`, only to first order in them."""
         return coordinates
 
     def normalized(self, element: Any) -> Any:
-        """A public element near the group, without the roundoff that leads away from it."""
+        """The element of the group next to one that roundoff has moved away from it."""
         return element
 
-    # Laws of public elements, which need no tree ------------------------------------------------------------
+    # Operations on public elements that need no tree -----------------------------------------------------------
 
-    # `inverse` and `compose` are those of `Additive`, unless a kind has another law.
+    # `inverse` and `compose` are inherited from `Additive`; a subclass whose group is not addition overrides them.
 
     @staticmethod
     def power(element: Any, exponent: float | jax.Array) -> Any:
-        """A power of a public element that `balance` returns."""
+        """A power of a public element that `balance` returns; for log α it is a multiple."""
         return jax.tree.map(lambda x: exponent * x, element)
 
     @staticmethod
     def conjugated(specs: Sequence[BlockSpec], element: Any, moved: Callable[[str, jax.Array], jax.Array]) -> Any:
-        """h·g·h⁻¹ for a public element g: g itself except for shifts. `moved(path, leaf)` applies h's linear part."""
+        """h·g·h⁻¹ for a public element g and moves h of other gauges. It is g itself, except for shifts.
+
+        Args:
+          specs: the gauge's blocks.
+          element: g.
+          moved: (path, leaf) ↦ the leaf after the linear part of h.
+        """
         return element
 
     @classmethod
     def axis_sizes(cls, named: tuple[str, ...], element: Any) -> dict[str, int]:
-        """Lengths of axes, read off a public element."""
+        """Name → length of the axes that a public element has."""
         return dict(zip((*named, *cls.reserved), element.shape, strict=False))
 
 
 @dataclasses.dataclass(frozen=True)
 class Compact(Copy):
-    """A copy of a group whose moves change no norm: it has no coordinate that drifts, and balance does not move it."""
+    """A copy of a group whose moves change no norm. It has no coordinate that could drift, and nothing to balance."""
 
     def coordinate(self, elements: Sequence[Any]) -> None:
         return None
@@ -164,5 +178,5 @@ def drawn(key: jax.Array, shape: tuple[int, ...], scale: float) -> jax.Array:
 
 
 def normal(key: jax.Array, shape: tuple[int, ...], scale: float | jax.Array) -> jax.Array:
-    """Normal numbers of this standard deviation."""
+    """Random numbers from the normal distribution with mean zero and standard deviation `scale`."""
     return jnp.asarray(scale * jax.random.normal(key, shape, real_dtype()))

@@ -1,9 +1,9 @@
 """Embedding shift: a vector that every token embedding gains and every position embedding loses.
 
-A model that adds a token's row of E to a position's row of P depends on their sum, so that E + 1·tᵀ and P − 1·tᵀ
-compute the same function. The group is Rᵈ under addition. A point reads as minus the mean row of P: on the slice the
-positions have the mean zero, and the token table carries it. Where another gauge moves the mean row of P, it is read
-from E. Reference: docs/design.md §3, "What else is dead".
+Let a model add a row of the token table E to a row of the position table P. It depends on the sum alone, so that
+E + 1·tᵀ and P − 1·tᵀ compute the same function. The group is Rᵈ under addition. A point reads as minus the mean row of
+P: on the slice this mean is zero, and E contains it. If another gauge moves the mean row of P, the point reads as the
+mean row of E. Reference: docs/design.md §3, "What else is dead".
 """
 
 import dataclasses
@@ -23,7 +23,8 @@ def embedding_shift(
 
     Args:
       token: path → axes of the tables whose rows gain the vector: `{"embed/embedding": "_ channel"}`.
-      position: path → axes of the tables whose rows lose it. Every input must read one row of either side.
+      position: path → axes of the tables whose rows lose it. For every input, the model must add one row of the token
+        tables and one row of the position tables.
       sizes: lengths of axes inside `(a b)` that no other block fixes.
 
     Returns:
@@ -38,15 +39,15 @@ def embedding_shift(
     >>> fixed["token"][0].tolist(), fixed["position"][0].tolist()
     ([1.0, 1.0], [0.0, 0.0])
 
-    Reference: docs/design.md §3. A tied head reads the shift too: all logits gain one number, so that the loss, and not
-    the logits, is invariant, and only without a bias of the final norm's kind between them.
+    Reference: docs/design.md §3. If the head is tied to the token table, all logits of a position gain one number: then
+    the loss is invariant, but the logits are not.
     """
     return block_gauge("embedding_shift", EmbeddingShift, {"up": token, "down": position}, sizes)
 
 
 @dataclasses.dataclass(frozen=True)
 class EmbeddingShift(Copy):
-    """One copy: a vector, (*shape)."""
+    """One copy. An element is the vector t, (*shape)."""
 
     effect: ClassVar[Effect] = "shift"
     composes: ClassVar[bool] = False

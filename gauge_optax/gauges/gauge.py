@@ -1,15 +1,15 @@
 """`Gauge`: a symmetry of a parameter tree, bound to its leaves.
 
-A subclass works everywhere with two methods, its action and its reading, if its group is addition (of shifts, or of
-logs of scales). Another group also needs `identity`, `inverse`, `compose`, and either its coordinates (`algebra` and
-`exponential`) or `sample` and `dim`; `align` and `choose` need coordinates. What transformations and measures need is
-derived from these (`by_action`). The gauges of this library are `BlockGauge`s: a frozen list of blocks and the class
-that makes parts of them (`copies`). Their methods are loops over the copies of a gauge on a tree.
+A subclass needs two methods, `act` and `read`, if its elements compose by addition (as shifts and logarithms of scales
+do). Another group also needs `identity`, `inverse`, `compose`, and either its coordinates (`algebra` and `exponential`)
+or `sample` and `dim`; `align` and `choose` need coordinates. Everything else that transformations and measures use is
+derived from these methods (`by_action`). The gauges of this library are `BlockGauge`s: a frozen list of blocks, and the
+class that makes parts of them (`copies`). Their methods are loops over the copies of a gauge on a tree.
 
 `product` makes one gauge of several. Its turns act first, then its sizes, then its constants, whatever the order of the
-list. Sizes and turns commute, so that their elements multiply separately. A constant t does not commute with a linear
-map L on its leaf: W ↦ L·W + t. Therefore `inverse` and `compose` also apply such maps to the constants (a semidirect
-product).
+list. Sizes and turns commute, so that each gauge composes its own elements. A constant t does not commute with a linear
+map L that another gauge applies to the same leaf, W ↦ L·W + t. Therefore `inverse` and `compose` of a product also
+apply such maps to the constants (a semidirect product).
 """
 
 import abc
@@ -49,11 +49,11 @@ from gauge_optax.gauges.copies import Copy, Effect
 from gauge_optax.parts.matrices import matrices_of, optax_axes
 
 Element = Any
-"""A group element: `dict[str, Array]` keyed by instance, or for a product the tuple of its gauges' elements."""
+"""An element: a dict with one entry per copy, keyed by its captures ("i=0"); for a product, a tuple of such dicts."""
 
 Params = TypeVar("Params")
 
-_ROW = 110  # characters of a row of source; longer mappings get a row per item
+_ROW = 110  # most characters in a row of `repr`; a longer mapping is written with a row per item
 
 
 class Gauge(abc.ABC):
@@ -65,10 +65,11 @@ class Gauge(abc.ABC):
     Attributes:
       name: name for messages.
       effect: what a move does to tangents: "shift" (nothing, it moves points alone), "diagonal" (it multiplies
-        entries), "orthogonal" (it rotates bases) or "linear".
-      balancing: the same for the move to the point of least norm on the orbit; "still" where there is no such move.
+        entries), "permutation" (it renumbers them), "orthogonal" (it rotates bases) or "linear" (anything else).
+      balancing: what the move to the point of least norm on the orbit does to tangents; "still" if there is none.
       breaks: usual reasons why a binding is no symmetry, for messages.
-      commutes: whether a subclass with its own `act` may share leaves with other gauges, because they commute.
+      commutes: True declares that the moves of a subclass with its own `act` commute with those of other gauges, so
+        that it may share leaves with them.
 
     >>> class Translation(go.Gauge):  # a constant from one table of embeddings to another
     ...     name, effect = "translation", "shift"
@@ -93,18 +94,18 @@ class Gauge(abc.ABC):
 
     @abc.abstractmethod
     def act(self, element: Element, params: Params) -> Params:
-        """The function-preserving move g·θ: the same structure, every leaf in its dtype."""
+        """The function-preserving move g·θ. The result has the structure and dtypes of `params`."""
 
     @abc.abstractmethod
     def read(self, params: Any) -> Element:
-        """The element that maps the slice to this point (the frame of the point): read(g·θ) = g·read(θ).
+        """The frame of a point: the element that maps its slice point to it. It obeys read(g·θ) = g·read(θ).
 
         Args:
           params: the point (values are read).
 
         Returns:
-          An element. It is the identity for points on the slice: act(inverse(read(θ)), θ) is the same for all points
-          that moves of θ reach, the orbit of θ. A channel or a head whose blocks are all zero reads as the identity.
+          An element. The slice point, act(inverse(read(θ)), θ), is the same for all points that moves of θ reach.
+          Points on the slice read as the identity, and so does a channel or a head whose blocks are all zero.
 
         >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
         >>> params = {"up": jnp.array([[3.0], [4.0]]), "down": jnp.ones((1, 1))}
@@ -128,12 +129,12 @@ class Gauge(abc.ABC):
         return jax.tree.map(jnp.add, a, b)
 
     def sample(self, key: jax.Array, params: Any, scale: float = 1.0) -> Element:
-        """A random element; `scale` 1 moves log-scales by up to 1 and takes rotations from the Haar measure.
+        """A random element.
 
         Args:
           key: a PRNG key.
-          params: the parameters (values are read for shifts, whose size follows the leaf's RMS).
-          scale: size of the move.
+          params: the parameters (values are read for shifts, whose size is relative to the leaf's root mean square).
+          scale: size of the move: 1 changes log-scales by up to 1 and takes rotations from the Haar measure.
         """
         zeros, structure = jax.tree.flatten(self.algebra(params))
         keys = jax.random.split(key, max(1, len(zeros)))
@@ -151,13 +152,14 @@ class Gauge(abc.ABC):
           params: the point (values are read).
 
         Returns:
-          An element. It is the identity for rotations, and for channels and heads without such a point (a side is zero,
-          or has less than full rank). For `head_linear` it is (H_A⁻¹ # H_B)^{1/2}, with # the geometric mean.
+          An element. It is the identity for rotations, and for channels and heads without such a point, because a side
+          is zero or has less than full rank. For `head_linear` it is (H_A⁻¹ # H_B)^{1/2}, where H_A and H_B are the
+          Gram matrices of both factors and # is the geometric mean.
         """
         return self.identity(params)
 
     def power(self, element: Element, exponent: float | jax.Array) -> Element:
-        """The element that goes a share of the way of one that `balance` returns: exp(exponent·log element)."""
+        """exp(exponent·log element): goes a share of the way that an element returned by `balance` goes."""
         self._require_addition("power(element, exponent)")
         return jax.tree.map(lambda x: exponent * x, element)
 
@@ -178,25 +180,25 @@ class Gauge(abc.ABC):
         """The element with these coordinates; the identity for zeros.
 
         Args:
-          coordinates: a tree like `algebra(params)`: antisymmetric parts count for rotations, logarithms for scales,
-            constants for shifts, any matrix for `head_linear`.
+          coordinates: a tree like `algebra(params)`: logarithms for scales, constants for shifts, any matrix for
+            `head_linear`; for rotations any matrix, of which only the antisymmetric part counts.
           params: the parameters.
-          near: whether the element is needed to first order in the coordinates alone, for a derivative at zero.
+          near: True if the element must be correct only to first order in the coordinates, for a derivative at zero.
         """
         self._require_addition("exponential(coordinates, params, near=False)")
         return coordinates
 
     def normalized(self, element: Element, params: Any) -> Element:
-        """An element without the roundoff that leads away from the group, such as a rotation's after many products."""
+        """The element of the group next to one that roundoff moved away, as many products do with a rotation."""
         return element
 
     def logarithm(self, element: Element) -> Element:
-        """The coordinate of an element whose change is drift, additive under `compose`; {} where there is none."""
+        """The coordinate of an element, whose change is drift; {} if it has none. Under `compose`, coordinates add."""
         return element if self._adds else {}
 
     @property
     def _adds(self) -> bool:
-        """Whether the group is addition, because the class does not compose elements in another way."""
+        """Whether elements compose by addition: whether the class inherits `compose`."""
         return type(self).compose is Gauge.compose
 
     def _require_addition(self, method: str) -> None:
@@ -215,7 +217,7 @@ class Gauge(abc.ABC):
           tangent: an update or a difference of parameters, same structure.
 
         Returns:
-          The vertical part; zero on leaves the gauge does not bind.
+          The vertical part; zero on leaves that the gauge does not bind.
         """
         horizontal, leaves = leaves_by_path(self.horizontal(params, tangent)), leaves_by_path(tangent)
         paths = self._bound(params).whole.added
@@ -225,7 +227,7 @@ class Gauge(abc.ABC):
     def horizontal(self, params: Any, tangent: Params) -> Params:
         """The part of a tangent across the orbit: the tangent less its vertical part.
 
-        To first order it is what `Slice.fix` and `Slice.hold` leave of a small step.
+        If the tangent is a small step, `Slice.fix` and `Slice.hold` leave this part of it, to first order.
 
         Args:
           params: the point (values are read).
@@ -256,9 +258,9 @@ class Gauge(abc.ABC):
           params: the point (values are read).
 
         Returns:
-          The structure of an element; empty dicts for rotations and linear gauges, which have no coordinate, because
-          closed horizontal paths can rotate heads (holonomy). For scales, coordinates(g·θ) = coordinates(θ) + log α.
-          A shift's coordinate is the mean along `vocab` of the stored leaf.
+          A tree with the structure of an element. For scales, coordinates(g·θ) = coordinates(θ) + log α. A shift's
+          coordinate is the mean along `vocab` of the stored leaf. The dicts of rotations and linear gauges are empty:
+          these have no coordinate, because closed horizontal paths can rotate heads (holonomy).
         """
         b = self._bound(params)
         return b.coordinates(b.slice.read(b.slice.values(params), turning=False).elements)
@@ -273,9 +275,9 @@ class Gauge(abc.ABC):
           A tree like `params` with an `optax.contrib.MuonDimensionNumbers` for every matrix of a rotation, a rescale or
           a norm, and None for every other leaf: what `muon_weight_dimension_numbers` takes.
 
-        A leaf whose heads share an axis with its rows or columns (a fused kernel) is one matrix to optax: its polar
-        factor turns with every head too, but has one scale for all. So is a kernel of which gauges bind ranges.
-        `quotient_muon` reads it per head, and range by range.
+        Optax reads a leaf whose heads share an axis with its rows or columns (a fused kernel) as one matrix, and also a
+        kernel of which gauges bind ranges. The polar factor of such a leaf turns with every head too, but has one scale
+        for all heads. `quotient_muon` reads these leaves per head and range by range.
 
         >>> gauge = go.head_rotation({"value": "_ head basis", "out": "head basis _"})
         >>> numbers = gauge.muon_dimension_numbers(
@@ -290,11 +292,11 @@ class Gauge(abc.ABC):
 
     # Inside the library -----------------------------------------------------------------------------------
 
-    # Whether paths, shapes and dtypes are all that its copies depend on; otherwise they get the tree itself.
+    # Whether the copies depend on nothing but paths, shapes and dtypes, so that they are cached by these.
     _by_paths: ClassVar[bool] = False
 
     def __repr__(self) -> str:
-        """A call of the class with the attributes of the gauge; a dataclass writes the same by itself."""
+        """The gauge as Python source: a call of the class with its attributes, as dataclasses write it."""
         return f"{type(self).__qualname__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 
     @property
@@ -303,7 +305,8 @@ class Gauge(abc.ABC):
         return self.name
 
     def _checksum(self, blocks: Iterable[Block]) -> str:
-        """What the label of a part has beside the name of a user's gauge: it tells gauges of one class apart."""
+        """A checksum of a user's gauge and its blocks. The label of its part has it, to tell gauges of one class apart.
+        """
         text = repr(self) if dataclasses.is_dataclass(self) else type(self).__qualname__
         return f"{zlib.crc32(f'{text} {[(b.path, b.shape) for b in blocks]}'.encode()):08x}"
 
@@ -317,11 +320,11 @@ class Gauge(abc.ABC):
         return (UserCopy.of(Matched(self.name, "", (), {}, ()), whole=self, params=params),)
 
     def _bound(self, params: Any) -> Bound:
-        """This gauge, or the gauges of a product, on a tree."""
+        """Binds this gauge, or the gauges of a product, to a tree."""
         return bound(self._gauges, params, single=not isinstance(self, Product))
 
     def _join(self, copies: Sequence[Copy], values: Sequence[Any]) -> Element:
-        """The element made of one value per copy; None where a copy has none."""
+        """The element made of one value per copy. A value of None leaves the copy out."""
         return values[0]
 
     def _split(self, copies: Sequence[Copy], element: Element) -> tuple[Any, ...]:
@@ -329,20 +332,20 @@ class Gauge(abc.ABC):
         return (element,)
 
     def _conjugated(self, element: Element, by: "Sequence[tuple[Gauge, Element]]") -> Element:
-        """h·g·h⁻¹ for moves h of other gauges. It is g, except for shifts: all other moves commute."""
+        """h·g·h⁻¹ for an element g and moves h of other gauges. It is g, except for shifts: all other moves commute."""
         return element
 
     def _moved_leaf(self, path: str, leaf: jax.Array, element: Element) -> jax.Array:
-        """Applies the linear part of a move to a leaf, or to a part of a leaf along an axis that is not moved."""
+        """The leaf after the linear part of a move. Along an axis that is not moved, it may have any length, say 1."""
         return leaf
 
 
 Gauges = Gauge | Sequence[Gauge]
-"""What every transformation, assertion and measure takes: one gauge, or several that mean their product."""
+"""The argument `gauges` of transformations, checks and measures: one gauge, or a sequence that means its product."""
 
 
 class SliceGauge(Gauge):
-    """A gauge that moves and reads a point as its parts do: a `BlockGauge`, or a product."""
+    """A gauge whose `act`, `read`, `dim` and `balance` are computed from its parts: a `BlockGauge`, or a product."""
 
     def act(self, element: Element, params: Params) -> Params:
         return self._bound(params).act(element, params)
@@ -362,11 +365,11 @@ class BlockGauge(SliceGauge):
     """A gauge given by lists of blocks: what every constructor of this library returns.
 
     Attributes:
-      name: of the constructor.
-      kind: the class of its copies.
+      name: the name of the constructor.
+      kind: the class of its copies, a subclass of `Copy`.
       specs: the blocks, in the order in which they were written.
-      sizes: lengths of axes that shapes alone do not fix.
-      options: further arguments of the kind, such as a degree.
+      sizes: (name, length) of axes that shapes alone do not fix.
+      options: (name, value) of further arguments of `kind.of`, such as a degree.
     """
 
     name: str  # type: ignore[misc]
@@ -378,7 +381,7 @@ class BlockGauge(SliceGauge):
     _by_paths: ClassVar[bool] = True
 
     def __repr__(self) -> str:
-        """The constructor's call as Python source, without arguments that have their default."""
+        """The gauge as Python source: a call of its constructor, without arguments that have their default."""
         rows: list[str] = []
         for name, value in self._arguments().items():
             if isinstance(value, tuple) and any(isinstance(item, Gauge) for item in value):
@@ -395,7 +398,7 @@ class BlockGauge(SliceGauge):
 
     @property
     def _parameters(self) -> Mapping[str, inspect.Parameter]:
-        """The parameters of the constructor, which has the gauge's name and stands in the module of its kind."""
+        """The parameters of the constructor: the function with the gauge's name in the module of `kind`."""
         return inspect.signature(getattr(sys.modules[self.kind.__module__], self.name)).parameters
 
     def _arguments(self) -> dict[str, Any]:
@@ -433,7 +436,7 @@ class BlockGauge(SliceGauge):
 
     def _copies(self, params: Any) -> tuple[Copy, ...]:
         kind, options = self.kind, dict(self.options)
-        if "norms" in options:  # gauges that this one needs on the same tree
+        if "norms" in options:  # the `norm_scale` gauges of a residual rotation, bound to the same tree
             options["norms"] = tuple(copy for norm in options["norms"] for copy in norm._copies(params))
         copies = bind_blocks(self.name, self.specs, self.sizes, params, kind.reserved, kind.joined, kind.partial)
         return tuple(kind.of(found, **options) for found in copies)
@@ -487,7 +490,7 @@ class BlockGauge(SliceGauge):
     def _moved_leaf(self, path: str, leaf: jax.Array, element: Element) -> jax.Array:
         if self.effect == "shift":
             return leaf
-        # There is no tree here, so that lengths of axes come from the element and the leaf.
+        # Without a tree, the lengths of axes are taken from the element and the leaf.
         named = group_axes(self.name, self.specs, self.kind.reserved)
         for key, x in element.items():
             sizes = self.kind.axis_sizes(named, x)
@@ -509,14 +512,14 @@ def block_gauge(
     sizes: Mapping[str, int] | None,
     **options: Any,
 ) -> BlockGauge:
-    """The gauge of a constructor.
+    """Makes the gauge that a constructor returns.
 
     Args:
-      name: of the constructor.
-      kind: the class of its copies.
-      roles: role → blocks, as the user wrote them.
+      name: the name of the constructor.
+      kind: the class of the gauge's copies, a subclass of `Copy`.
+      roles: argument of the constructor → its blocks, as the user wrote them.
       sizes: lengths of axes inside `(a b)`.
-      **options: further arguments of the kind.
+      **options: further arguments of `kind.of`.
 
     Returns:
       The gauge.
@@ -544,7 +547,7 @@ def product(gauges: Gauges) -> "Product":
 
     Returns:
       A frozen, hashable gauge; it holds no array. Elements are tuples of the gauges' elements in list order. An empty
-      list warns, because whatever takes it does nothing.
+      list causes a warning, because it has no effect.
 
     Raises:
       ValueError: something that is not a gauge, at once; parts that do not commute on a leaf, when a tree is first
@@ -622,7 +625,7 @@ class Product(SliceGauge):
         return tuple(gauge.identity(params) for gauge in self.gauges)
 
     def _require_elements_that_compose(self, what: str) -> None:
-        """Raises ValueError where the conjugate of a gauge by the others depends on the weights."""
+        """Raises ValueError if h·g·h⁻¹, for moves g of one gauge and h of another, depends on the weights."""
         for gauge in self.gauges:
             if len(self.gauges) > 1 and isinstance(gauge, BlockGauge) and not gauge.kind.composes:
                 raise binding_error(
@@ -658,7 +661,7 @@ class Product(SliceGauge):
 
 
 def bind(gauges: Gauges, params: Any) -> Bound:
-    """Binds gauges to a tree of parameters: an object that moves, reads and describes them.
+    """Binds gauges to a tree of parameters, and returns an object that moves and reads such parameters.
 
     Args:
       gauges: a gauge or a sequence of them, meaning their product.
@@ -667,7 +670,7 @@ def bind(gauges: Gauges, params: Any) -> Bound:
     Returns:
       The bound gauges, with the methods `act(element, params)`, `read(params)`, `slice_point(params)`,
       `random_twin(key, params)`, `asymmetry(params, grads)` and the number `dim`. Printed, it is a table of the gauges,
-      their leaves, copies and dimensions. Elements are those of one gauge if one was given, else tuples.
+      their leaves, copies and dimensions. If one gauge was given, elements are its own; else they are tuples.
 
     Raises:
       ValueError: bindings that do not fit the tree, gauges that do not commute.

@@ -1,14 +1,16 @@
-"""Head linear: GL(d_h) acting on the basis that two factors share.
+"""Head linear: invertible matrices, the group GL(d_h), that change the basis which two factors share.
 
-A product M = A·Bᵀ is unchanged by (A, B) ↦ (A·S, B·S⁻ᵀ) for every invertible S: queries and keys without rotary, values
-and outputs (rows of W_O), LoRA factors all have this form. S = Q·P has two parts:
+A product M = A·Bᵀ is unchanged by (A, B) ↦ (A·S, B·S⁻ᵀ) for every invertible S. Queries and keys without rotary
+embeddings, values and outputs (rows of W_O), and LoRA factors have this form. The gauge has two parts, the factors of
+S = Q·P:
 
-* P, symmetric positive, is a size: read at every step off A = Â·P, where Â has orthonormal columns (`parts.sizes`);
-* Q, a rotation of both factors, is a turn: read once and held (`parts.heads`).
+* P, symmetric positive, is a size. It is read at every step from A = Â·P, where Â has orthonormal columns
+  (`parts.sizes`);
+* Q, a rotation of both factors, is a turn. It is read once and held (`parts.heads`).
 
-With Gram matrices H_A = AᵀA and H_B = BᵀB, the least-norm point of an orbit is balanced, H_A = H_B, and reached by
-S = (H_A⁻¹ # H_B)^{1/2}, where # is the geometric mean. Tangents of the orbit are (A·Z, −B·Zᵀ), with d_h² dimensions
-per head. There is no coordinate that could drift.
+Let H_A = AᵀA and H_B = BᵀB. At the point of least norm on an orbit, H_A = H_B. The element that leads there is
+S = (H_A⁻¹ # H_B)^{1/2}, where # is the geometric mean of positive matrices. Tangents of the orbit are (A·Z, −B·Zᵀ) for
+any matrix Z: d_h² dimensions per head. There is no coordinate that could drift.
 References: When Equivalent Weights Train Differently, §1, §3; docs/design.md §5.
 """
 
@@ -32,12 +34,12 @@ from gauge_optax.parts.sizes import Stretch
 def head_linear(
     left: Mapping[str, Axes], right: Mapping[str, Axes], *, sizes: Mapping[str, int] | None = None
 ) -> BlockGauge:
-    """GL(d_h) acting on every head: left·S and right·S⁻ᵀ along the `basis` axis.
+    """An invertible matrix S per head, which changes the basis of two factors: left·S and right·S⁻ᵀ along `basis`.
 
     Args:
-      left: path → axes of one factor (queries; values and their bias; LoRA's A). One `basis` axis; `head` indexes the
-        group; `_` is summed.
-      right: path → axes of the other (keys; the output kernel, "head basis _"; LoRA's B).
+      left: path → axes of one factor (queries; values and their bias; LoRA's A), "_ head basis". Every leaf has one
+        `basis` axis, on which S acts; every index of `head` has an S of its own; `_` is any other axis.
+      right: path → axes of the other factor (keys; the output kernel, "head basis _"; LoRA's B).
       sizes: lengths of axes inside `(a b)` that no other block fixes.
 
     Returns:
@@ -63,7 +65,7 @@ def head_linear(
 
 @dataclasses.dataclass(frozen=True)
 class Linear(HeadRotation):
-    """One copy: S per head, (*shape, d_h, d_h). Its parts are the stretch and the rotation of S = Q·P."""
+    """One copy. An element is S = Q·P per head, (*shape, d_h, d_h). The parts are the stretch P and the rotation Q."""
 
     effect: ClassVar[Effect] = "linear"
     balancing: ClassVar[Effect] = "linear"

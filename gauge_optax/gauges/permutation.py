@@ -1,13 +1,13 @@
-"""Permutation: S_n acting on units, heads or experts, whose order no function depends on.
+"""Permutation: renumbering units, heads or experts, on whose order no function depends.
 
-The hidden units of a layer may be renumbered, if the kernels before and behind them are renumbered alike; so may the
-heads of a layer (a key head with all query heads of its group), and experts with their router's outputs. An element
-is a list of indices p, and a move picks entries: entry i of the moved leaf is entry p[i] of the leaf.
+The hidden units of a layer may be renumbered if all kernels before and behind them are renumbered in the same way. So
+may the heads of a layer (a key head with all query heads of its group), and experts with the outputs of their router.
+An element is a list of indices p: entry i of the moved leaf is entry p[i] of the leaf.
 
-The group is finite, so that it has no directions. The vertical part of every tangent is zero, and its horizontal part
-is the tangent. An optimizer that treats all entries, or all heads, alike does not notice a renumbering: no frame is
-read, and `read` and `balance` return the identity; `canonicalize` sorts units and heads. What needs the gauge is
-`align`: the element that takes one set of weights nearest to another solves an assignment problem.
+The group is finite, so that it has no directions: the vertical part of every tangent is zero. An optimizer that applies
+one rule to all entries, or to all heads, takes the same steps after a renumbering. Therefore no frame is read, and
+`read` and `balance` return the identity. The gauge serves `align`, which solves an assignment problem for the element
+that brings one set of weights nearest to another, and `canonicalize`, which sorts units and heads.
 
 Reference: Ainsworth, Hayase and Srinivasa, Git Re-Basin, Eq. (1) and (2). Deviation: also heads and experts.
 """
@@ -30,14 +30,14 @@ from gauge_optax.parts.permutation import Permutation, Renumbering
 def permutation(
     blocks: Mapping[str, Axes], axis: str | None = None, *, sizes: Mapping[str, int] | None = None
 ) -> BlockGauge:
-    """S_n acting on one named axis: units, heads or experts, which all blocks renumber together.
+    """A permutation of one named axis: units, heads or experts, which all blocks renumber together.
 
     Args:
       blocks: path → axes of every leaf that has an entry per unit, head or expert: `{"up/kernel": "_ channel",
         "up/bias": "channel", "down/kernel": "channel _"}`. In grouped-query attention the query heads of one key head
         move together: `{"query": "_ (head _) _", "key": "_ head _", …}`.
-      axis: the name of the permuted axis. It may be left out if no other axis is named. Further names index the group,
-        as `layer` does for stacked layers: every layer then has a permutation of its own.
+      axis: the name of the permuted axis. It may be left out if no other axis is named. Every index of another named
+        axis has a permutation of its own, as every layer does if stacked layers have the axis `layer`.
       sizes: lengths of axes inside `(a b)` that no other block fixes.
 
     Returns:
@@ -72,7 +72,7 @@ def permutation(
 
 @dataclasses.dataclass(frozen=True)
 class Order(Renumbering, Compact):
-    """One copy: indices, (*shape, n)."""
+    """One copy. An element is a list of indices per index of the other named axes, (*shape, n)."""
 
     parts: tuple[Permutation]
 
@@ -95,7 +95,7 @@ class Order(Renumbering, Compact):
         return 0
 
     def sample(self, key: jax.Array, scale: float, leaves: Mapping[str, Any]) -> jax.Array:
-        """Uniform over all permutations, whatever `scale` is: a finite group has no small moves."""
+        """A random permutation, uniform over all, whatever `scale` is: a finite group has no small moves."""
         return jax.random.permutation(key, self.identity(), -1, independent=True)
 
     def join(self, elements: Sequence[Any]) -> jax.Array:

@@ -1,10 +1,11 @@
-"""Read shift: what a centred norm hides from every kernel that reads it.
+"""Read shift: numbers that kernels gain and that a LayerNorm before them hides.
 
-A LayerNorm's output x̂, before its scale γ and its bias β, has the mean zero over channels. So W ↦ W + γ⁻¹ ⊗ u changes
-x̂·γ·W by Σ x̂·u = 0, for any vector u over the kernel's outputs; what β sends through W changes by Σ(β/γ)·u, which the
-bias behind W takes back. The group is one number per output of each kernel, under addition. A point reads as the mean
-of γ·W over channels. A norm behind a layer (BERT) has no `norm_scale`, because the next layer's residual sees γ too.
-Then γ is trained like any weight, and the move is not affine in W and γ together.
+Before its scale γ and its bias β, a LayerNorm's output x̂ has the mean zero over channels. Let a kernel W read the norm,
+and let u have one number per output of W. W ↦ W + γ⁻¹ ⊗ u then changes x̂·γ·W by Σ x̂·u = 0. It changes β·W by
+Σ(β/γ)·u, which is subtracted from the bias behind W. The group is one number per output of each kernel, under addition.
+A point reads as the mean of γ·W over channels. A norm behind a layer (BERT) has no `norm_scale`, because the residual
+stream of the next layer depends on γ too. Then γ is trained like any weight, and the move is not affine in W and γ
+together.
 Reference: docs/design.md §3, "What else is dead"; van Nierop, §4 (the plane that layer normalisation restricts to).
 """
 
@@ -68,7 +69,7 @@ def norm_read_shift(
 
 @dataclasses.dataclass(frozen=True)
 class NormReadShift(WriteShift):
-    """One copy: a vector per kernel."""
+    """One copy. An element has, per kernel, a number for every output."""
 
     effect: ClassVar[Effect] = "linear"
     balancing: ClassVar[Effect] = "still"

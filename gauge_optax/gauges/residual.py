@@ -1,16 +1,15 @@
-"""Residual rotation: O(d) acting on the residual stream, on everything that writes to it and reads from it.
+"""Residual rotation: an orthogonal matrix that rotates the residual stream, and all that writes to it and reads it.
 
 Every layer adds to one stream x of d channels. For an orthogonal R let all writers (embeddings, output kernels,
-biases) compute x·R, and let all readers undo it: W_write ↦ W·R, W_read ↦ Rᵀ·W. An RMSNorm without a scale commutes with
-every R; a LayerNorm commutes with those that keep the vector of ones, which make O(d−1). One R serves all layers: the
-skip connections tie them together (van Nierop, §4.4).
+biases) write x·R, and let all readers undo it: W_write ↦ W·R, W_read ↦ Rᵀ·W. An RMSNorm without a scale commutes with
+every R. A LayerNorm commutes with those R that keep the vector of ones, which form a group O(d−1). All layers share one
+R, because they add to the same stream (van Nierop, §4.4).
 
-A norm's scale γ does not commute with R. It can be moved into the readers first: with γ = 1 the rotation is plain. As a
-move of stored leaves it is W_read ↦ γ⁻¹·Rᵀ·γ·W, and for the norm's bias β ↦ γ·((β/γ)·R). `parts.stream` says how it is
-read and held.
+A norm's scale γ does not commute with R. If γ is first moved into the readers, R acts as above. On the stored leaves
+this is W_read ↦ γ⁻¹·Rᵀ·γ·W, and β ↦ γ·((β/γ)·R) for the norm's bias β. `parts.stream` says how R is read and held.
 
-Cost of a step under `quotient`: three products of a kernel with a d × d matrix for every kernel. With `hold=True` there
-is one more, and the solution of the equation above.
+Cost of a step under `quotient`: three products of every kernel with a d × d matrix. With `hold=True` there is one more,
+and the solution of an equation of d × d matrices (`parts.stream`).
 Reference: van Nierop, Eq. (6)-(16), (17); docs/design.md §3, "The residual stream". Deviation: O(d) in place of
 SO(d), which adds no dimension; norm scales are part of the action, where the paper has none.
 """
@@ -43,7 +42,7 @@ def residual_rotation(
     hold: bool = False,
     sizes: Mapping[str, int] | None = None,
 ) -> BlockGauge:
-    """O(d) acting on the residual stream; O(d−1), which keeps the vector of ones, where LayerNorms read it.
+    """An orthogonal matrix that rotates the residual stream. It keeps the vector of ones if LayerNorms read the stream.
 
     Args:
       read: path → axes of every kernel that reads the stream; `basis` is the stream's axis, `_` the others:
@@ -51,15 +50,15 @@ def residual_rotation(
         whatever the captures are.
       write: path → axes of every leaf that writes to it: embeddings, output kernels, their biases. Norms' biases are
         not listed.
-      norms: the `norm_scale` gauges of the norms between the stream and its readers, as far as the norms have scales.
-        Their biases move with the rotation.
-      centred: whether the norms subtract the mean, as LayerNorm does.
-      hold: whether optimizers keep the rotation from drifting. It costs a d × d equation per step; without it the
-        drift is that of the wrapped optimizer.
+      norms: the `norm_scale` gauges of all norms between the stream and its readers that have a scale. The rotation
+        also moves the norms' biases that these gauges bind.
+      centred: True if the norms subtract the mean, as LayerNorm does. R then keeps the vector of ones.
+      hold: whether optimizers remove the part of each step that rotates the stream. It costs a d × d equation per step.
+        With False, the stream rotates as it does under the wrapped optimizer.
       sizes: lengths of axes inside `(a b)` that no other block fixes.
 
     Returns:
-      A frozen, hashable gauge; it holds no array. Elements are {"": R}, (d, d), W ↦ W·R.
+      A frozen, hashable gauge; it holds no array. Elements are {"": R} with R (d, d), which moves writers by W ↦ W·R.
 
     Raises:
       ValueError: malformed axes, norms that are no `norm_scale`, at once; any mismatch with the tree, when first seen.
@@ -86,7 +85,7 @@ def residual_rotation(
 
 @dataclasses.dataclass(frozen=True)
 class ResidualRotation(HeadRotation):
-    """The one copy: an orthogonal matrix, (d, d), for all layers."""
+    """The one copy. An element is an orthogonal matrix, (d, d), for all layers."""
 
     parts: tuple[Stream]
 
@@ -131,7 +130,7 @@ class ResidualRotation(HeadRotation):
 
     @property
     def _free(self) -> int:
-        """The size of the rotations that may be chosen."""
+        """The n of the group O(n): d, or d − 1 if R keeps the vector of ones."""
         return self.size - self.parts[0].keeps_ones
 
     @property
@@ -152,7 +151,7 @@ class ResidualRotation(HeadRotation):
 
 
 def _stream_axis(norm: Factor, blocks: Sequence[Block]) -> str:
-    """The name that a norm's gauge gives to the stream's axis; of stacked layers the norm names their axis too."""
+    """The name that a norm's gauge gives to the stream's axis. The gauge may also name an axis of stacked layers."""
     for reader in norm.down:
         for block in blocks:
             if block.argument == READ and overlap(block, reader) and block.split == reader.split:
@@ -161,5 +160,5 @@ def _stream_axis(norm: Factor, blocks: Sequence[Block]) -> str:
 
 
 def _renamed(labels: Sequence[str], stream: str) -> tuple[str, ...]:
-    """The labels of a norm's bias, with the stream's axis as the basis, and no other name."""
+    """The labels of a norm's bias, with `basis` in place of the stream's axis `stream`, and "_" for all others."""
     return tuple(BASIS if label == stream else "_" for label in labels)

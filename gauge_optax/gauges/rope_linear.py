@@ -1,8 +1,9 @@
 """Rope linear: the part of GL(d_h) that commutes with rotary position embeddings.
 
-Rotary turns every plane of a head by an angle that grows with position. What commutes with that is one complex number z
-per plane: its modulus scales queries up and keys down (a size), its angle turns both alike (a turn). With planes as
-complex coordinates, it makes left·z and right/z̄. The gauge has d_h dimensions per head. It is new in this library.
+Rotary embeddings turn every plane of a head by an angle that grows with position. If the two coordinates of a plane are
+read as one complex number, the linear maps that commute with this are multiplications by a complex number z per plane.
+Queries become left·z and keys right/z̄: the modulus of z multiplies queries and divides keys (a size), and its angle
+turns both by the same angle (a turn). The gauge has d_h dimensions per head. It is new in this library.
 """
 
 import dataclasses
@@ -37,7 +38,7 @@ def rope_linear(
       sizes: lengths of axes inside `(a b)` that no other block fixes.
 
     Returns:
-      A frozen, hashable gauge; it holds no array. Elements are `(log |z|, arg z)`, `(*named, d_h/2, 2)`.
+      A frozen, hashable gauge; it holds no array. Elements are pairs `(log |z|, arg z)`, `(*named, d_h/2, 2)`.
 
     Raises:
       ValueError: malformed axes or pairing, at once; an odd basis or any mismatch with the tree, when it is first seen.
@@ -55,7 +56,7 @@ def rope_linear(
 
 @dataclasses.dataclass(frozen=True)
 class ComplexScale(Copy):
-    """One copy: (log |z|, arg z) per head and plane, (*shape, 2). Its parts are the moduli and the angles."""
+    """One copy. An element is (log |z|, arg z) per head and plane, (*shape, 2). The parts are moduli and angles."""
 
     effect: ClassVar[Effect] = "linear"
     balancing: ClassVar[Effect] = "diagonal"
@@ -64,7 +65,7 @@ class ComplexScale(Copy):
 
     @classmethod
     def of(cls, found: Matched, **options: Any) -> "ComplexScale":
-        # The moduli are read from the first block, whichever order the others have.
+        # The label depends on the first block, from which the moduli are read, but not on the order of the others.
         name = part_label(found, pairing=options["pairing"], anchor=[(b.path, b.axes) for b in found.blocks][:1])
         whole = in_planes(found, options["pairing"])
         moduli = Factor(f"{name} moduli", whole.named, whole.shape, whole.blocks)

@@ -1,10 +1,10 @@
-"""Head rotation: O(d_h) acting on the basis of an attention head.
+"""Head rotation: orthogonal matrices, the group O(d_h), that rotate the basis of attention heads.
 
-Scores q·kᵀ depend on W_Q·W_Kᵀ alone and outputs on W_V·W_O alone, so one orthogonal R that rotates the basis of both
-factors does not change the function. Stack the rows of all blocks to W (rows × d_h): a bias is one more row, W_O enters
-as its transpose. The vertical tangents are W·A for antisymmetric A: d_h(d_h−1)/2 dimensions per head. `parts.heads`
-says how heads are read and held. Not a symmetry under rotary embeddings or QK-norm.
-Reference: the paper DDC (docs/design.md §4), §3.2 and B.8; Lemma 25 for grouped queries.
+Scores q·kᵀ depend on W_Q·W_Kᵀ alone and outputs on W_V·W_O alone. An orthogonal R that rotates the basis of both
+factors therefore does not change the function. Stack the rows of all blocks to a matrix W (rows × d_h): a bias is one
+more row, W_O enters as its transpose. R takes W to W·R. The vertical tangents are W·A for antisymmetric A, which have
+d_h(d_h−1)/2 dimensions per head. `parts.heads` says how heads are read and held. Not a symmetry under rotary embeddings
+or QK-norm. Reference: the paper DDC (docs/design.md §4), §3.2 and B.8; Lemma 25 for grouped queries.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from gauge_optax.parts.part import Orthogonal
 
 
 def head_rotation(blocks: Mapping[str, Axes], *, sizes: Mapping[str, int] | None = None) -> BlockGauge:
-    """O(d_h) acting on every head: the `basis` axis of each block turns by that head's rotation.
+    """An orthogonal matrix per head, by which the `basis` axis of all blocks is multiplied.
 
     Args:
       blocks: path → axes of all leaves sharing the basis (queries with keys, or values with outputs, and biases). One
@@ -32,7 +32,7 @@ def head_rotation(blocks: Mapping[str, Axes], *, sizes: Mapping[str, int] | None
       sizes: lengths of axes inside `(a b)` that no other block fixes.
 
     Returns:
-      A frozen, hashable gauge; it holds no array. Elements are R, `(*named, d_h, d_h)`, W ↦ W·R.
+      A frozen, hashable gauge; it holds no array. Elements are R, `(*named, d_h, d_h)`, which moves rows by W ↦ W·R.
 
     Raises:
       ValueError: malformed axes, at once; any mismatch with the tree, when it is first seen.
@@ -49,7 +49,7 @@ def head_rotation(blocks: Mapping[str, Axes], *, sizes: Mapping[str, int] | None
 
 @dataclasses.dataclass(frozen=True)
 class HeadRotation(Orthogonal, Compact):
-    """One copy: an orthogonal matrix per head, (*shape, d_h, d_h)."""
+    """One copy. An element is an orthogonal matrix per head, (*shape, d_h, d_h)."""
 
     effect: ClassVar[Effect] = "orthogonal"
     reserved: ClassVar[tuple[str, ...]] = (BASIS,)
@@ -65,7 +65,7 @@ class HeadRotation(Orthogonal, Compact):
 
     @property
     def size(self) -> int:
-        """d_h."""
+        """d_h, the length of the basis axis."""
         return int(jax.eval_shape(self.parts[-1].identity).shape[-1])
 
     @property
@@ -86,13 +86,15 @@ class HeadRotation(Orthogonal, Compact):
 
 
 def rotation_of(coordinates: jax.Array, near: bool) -> jax.Array:
-    """The rotations exp(A), (…, d, d), A the antisymmetric part of the coordinates; to first order in A if `near`."""
+    """The rotations exp(A), (…, d, d), where A is the antisymmetric part of the coordinates; 1 + A if `near`."""
     generator = skew(coordinates)
     return jnp.eye(generator.shape[-1], dtype=generator.dtype) + generator if near else matrix_exponential(generator)
 
 
 def random_rotation(key: jax.Array, shape: tuple[int, ...], scale: float) -> jax.Array:
-    """Orthogonal matrices (…, d, d): of the Haar measure for a scale of 1 or more, near the identity for a small one.
+    """Random orthogonal matrices of shape (…, d, d).
+
+    For a scale of 1 or more they are from the Haar measure; the smaller the scale, the nearer they are to the identity.
     """
     if scale >= 1:
         return haar(key, shape)

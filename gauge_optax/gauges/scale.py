@@ -1,9 +1,10 @@
-"""Multiplicative gauges: one factor per channel, on two sides inversely, or on one side before a norm.
+"""Multiplicative gauges: a factor per channel that multiplies one side and divides the other, or acts before a norm.
 
-A unit whose output is homogeneous of degree p in its input weights is unchanged by up ↦ α·up, down ↦ α⁻ᵖ·down: ReLU
-(p = 1), squared ReLU (p = 2), the linear branch of a gated unit, a norm's scale with the kernels that read it. Where a
-norm follows, the function does not depend on a block's size, and there is no second side. Elements are log α, and
-compose by addition. The vertical tangents of a channel are the multiples of (+θ_up, −p·θ_down).
+Let a unit's output be homogeneous of degree p in its input weights. The move up ↦ α·up, down ↦ α⁻ᵖ·down of input and
+output weights then changes nothing. Examples are ReLU units (p = 1), squared ReLU (p = 2), the linear branch of a gated
+unit, and a norm's scale with the kernels that read it. If a norm follows a block, the function does not depend on the
+block's size, and no second side is needed. Elements are log α, and compose by addition. The vertical tangents of a
+channel are the multiples of (+θ_up, −p·θ_down).
 References: DDC §3.2, B.4–B.7; Rotational Equilibrium Eq. (99).
 """
 
@@ -25,12 +26,13 @@ from gauge_optax.parts.sizes import Factor
 def rescale(
     up: Mapping[str, Axes], down: Mapping[str, Axes], degree: float = 1, *, sizes: Mapping[str, int] | None = None
 ) -> BlockGauge:
-    """A scale moved between two sides: up·α, down·α^(−degree), per channel or, with no axis named, per block.
+    """A scale moved between two sides, up·α and down·α^(−degree): one α per channel, or one if no axis has a name.
 
     Args:
       up: path → axes of what is multiplied by α (a ReLU unit's input weights and bias).
       down: path → axes of what is divided by α^degree (the weights that read the unit).
-      degree: homogeneity of the function between both sides: 1 for ReLU and gated linear branches, 2 for squared ReLU.
+      degree: p, if the unit's output grows αᵖ times when `up` grows α times: 1 for ReLU and the linear branch of gated
+        units, 2 for squared ReLU.
       sizes: lengths of axes inside `(a b)` that no other block fixes.
 
     Returns:
@@ -63,14 +65,14 @@ def norm_scale(
     """A scale moved between a norm's parameters (scale and bias) and every kernel that reads the norm.
 
     Args:
-      scale: path → axes of the norm's parameters; `"1+ channel"` where it stores its scale less one.
-      into: path → axes of all consumers; each must be listed, or the move is no symmetry.
+      scale: path → axes of the norm's parameters; `"1+ channel"` if it stores its scale less one.
+      into: path → axes of all kernels that read the norm. If one is not listed, the move is no symmetry.
       sizes: lengths of axes inside `(a b)` that no other block fixes.
 
     Returns:
-      A frozen, hashable gauge; it holds no array. Elements are log α, shaped like the named axes. A norm's readers are
-      linear, so that its scale may change sign with their rows: `read` returns complex logarithms, whose imaginary part
-      is π where α is negative. Real arrays mean positive α.
+      A frozen, hashable gauge; it holds no array. Elements are log α, shaped like the named axes. The readers are
+      linear, so that α may be negative: the norm's scale and the rows that read it then change their signs. `read`
+      returns complex logarithms, whose imaginary part is π where α is negative. Real arrays mean positive α.
 
     Raises:
       ValueError: malformed axes, at once; any mismatch with the tree, when it is first seen.
@@ -88,14 +90,15 @@ def norm_scale(
 
 
 def scale_invariant(blocks: Mapping[str, Axes], *, sizes: Mapping[str, int] | None = None) -> BlockGauge:
-    """A scale on one side alone: weights that a normalisation follows.
+    """A scale of weights that a normalisation follows, so that their size has no effect.
 
     Args:
-      blocks: path → axes; all blocks scale together, per value of the named axes.
+      blocks: path → axes; every index of the named axes has one α, which multiplies all blocks.
       sizes: lengths of axes inside `(a b)` that no other block fixes.
 
     Returns:
-      A frozen, hashable gauge; it holds no array. Elements are log α; balance makes the RMS 1.
+      A frozen, hashable gauge; it holds no array. Elements are log α, shaped like the named axes. `balance` leads to a
+      root mean square of 1.
 
     Raises:
       ValueError: malformed axes, at once; any mismatch with the tree, when it is first seen.
@@ -115,9 +118,9 @@ def multiplier_balance(
 ) -> BlockGauge:
     """A head's scale moved between learnable multipliers of queries and of keys: query·α, key/α.
 
-    It moves leaves as `rescale` does, but balances differently. In grouped-query attention a key head serves several
-    query heads. `rescale` balances sums of squares over all leaves; this gauge balances root mean squares, s_Q = s_K,
-    of the first leaf on either side. Further leaves (a bias without a multiplier) move with the first one.
+    It moves leaves as `rescale` does, but balances differently. `rescale` balances sums of squares over all leaves,
+    which depend on how many query heads a key head serves. This gauge makes the root mean squares of the first leaf on
+    either side equal. Further leaves (a bias without a multiplier) move with the first one.
 
     Args:
       query: path → axes of the query multipliers, `"head _"`; `"(head _) _"` where a key head serves several.
@@ -148,10 +151,10 @@ def residual_scale(
     """One positive factor on every leaf that writes to the residual stream.
 
     Args:
-      write: path → axes of every leaf that writes to the stream, all `_`; an embedding first, because the factor is
-        read from it. All layers share the factor, whatever the captures are.
-      tied: path → axes of the final norm's scale and bias, if the output kernel is the embedding. They are divided by
-        the factor, so that logits do not grow.
+      write: path → axes of every leaf that writes to the stream, every axis `_`. An embedding comes first, because the
+        factor is read from the first leaf. All layers share the factor, whatever the captures are.
+      tied: path → axes of the final norm's scale and bias, if the output kernel is the embedding, which the factor
+        multiplies too. The scale and bias are divided by the factor, so that logits do not change.
       sizes: lengths of axes inside `(a b)`.
 
     Returns:
@@ -172,7 +175,7 @@ def residual_scale(
 
 
 def two_sided(gauge: Any) -> bool:
-    """Whether a gauge is a scale with two sides."""
+    """Whether a gauge is a scale with two sides, such as a `rescale`."""
     sides = {"up", "down"}
     return isinstance(gauge, BlockGauge) and gauge.kind is Scale and {spec.argument for spec in gauge.specs} == sides
 
@@ -184,7 +187,7 @@ def keeps_product(gauge: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Scale(Copy):
-    """One copy: a `Factor`."""
+    """One copy. An element is log α, (*shape); the one part, a `Factor`, computes with α."""
 
     parts: tuple[Factor]
 
@@ -227,13 +230,13 @@ def from_log(element: jax.Array) -> jax.Array:
 
 
 def to_log(alpha: jax.Array) -> jax.Array:
-    """The complex logarithm of α; its imaginary part is 0 or π."""
+    """The complex logarithm of a real α; its imaginary part is 0 or π."""
     return jax.lax.complex(jnp.log(jnp.abs(alpha)), jnp.where(alpha < 0, math.pi, 0.0).astype(alpha.dtype))
 
 
 @dataclasses.dataclass(frozen=True)
 class StreamScale(Scale):
-    """The one copy: a factor for all layers."""
+    """The one copy. Its factor serves all layers."""
 
     joined: ClassVar[bool] = True
     breaks: ClassVar[str] = "the eps of a norm, a writer that is not listed, or a reader that is no norm"

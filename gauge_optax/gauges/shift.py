@@ -1,17 +1,18 @@
-"""Shifts: constants that a softmax, a centred norm or a softmax over keys does not see.
+"""Shifts: constants that have no effect, because a softmax or a LayerNorm follows.
 
 * `logit_shift`: for logits z = x·W + b and any vector t and number τ, W ↦ W + t·1ᵀ and b ↦ b + τ·1 change z by a
-  constant over classes. It is not a symmetry of a tied head or of soft-capped logits. Reference: the paper DDC
-  (docs/design.md §4), §3.2 and B.2–B.3.
-* `norm_write_shift`: a LayerNorm subtracts the mean of its input. Where LayerNorms alone read a residual stream, the
-  mean over its channels never reaches the output. A tied table gives the logits too, and only a number in all of its
-  entries adds the same to all logits. Reference: docs/design.md §3, "What else is dead"; van Nierop, §4.
+  constant over classes, which softmax ignores. It is not a symmetry of a tied head or of soft-capped logits.
+  Reference: the paper DDC (docs/design.md §4), §3.2 and B.2–B.3.
+* `norm_write_shift`: a LayerNorm subtracts the mean of its input. If LayerNorms alone read a residual stream, the mean
+  over its channels never reaches the output. A tied table also gives the logits: there, only one number that is added
+  to all of its entries changes all logits by the same. Reference: docs/design.md §3, "What else is dead"; van Nierop,
+  §4.
 * `key_bias`: the score of query q and key k + b is q·k + q·b. The second term is the same for all keys, so that softmax
   drops it, and every value of the bias gives one function. Reference: docs/design.md §3.
 
-The groups are Rⁿ under addition. A point reads as its mean along the axis, or as the bias itself, and on the slice that
-is zero. A shift moves points, but neither tangents nor cotangents. Public elements are {leaf path: shift}, the leaf's
-shape without the axis.
+The groups are Rⁿ under addition. A point reads as its mean along the axis, or as the key bias itself, which is zero on
+the slice. A shift moves points, but neither tangents nor cotangents. Public elements are {leaf path: shift}, where a
+shift has the leaf's shape without the axis.
 """
 
 import dataclasses
@@ -36,7 +37,7 @@ VOCAB = "vocab"
 
 
 def logit_shift(blocks: Mapping[str, Axes], *, sizes: Mapping[str, int] | None = None) -> BlockGauge:
-    """A constant added along `vocab`: an unembedding kernel, its bias, or either alone.
+    """A constant added along the `vocab` axis of an output layer's kernel and bias, or of one of them.
 
     Args:
       blocks: path → axes with one `vocab` axis, e.g. `{"lm_head/kernel": "_ vocab", "lm_head/bias": "vocab"}`.
@@ -68,8 +69,9 @@ def norm_write_shift(
         `{"embed/embedding": "_ channel", "blocks/{i}/mlp/down/kernel": "_ channel"}`. Leaves of different patterns may
         stand in one gauge each.
       tied: path → axes of an embedding that also gives the logits, in place of `write`: `{"embed/embedding": "vocab
-        channel"}`. It has one number for all rows and channels: the softmax drops what all logits gain alike. With a
-        table of positions under the same norms, `embedding_shift` and that table's own shift have this direction.
+        channel"}`. It has one number for all rows and channels: all logits of a position gain the same, which softmax
+        ignores. If a table of positions is added to it, `embedding_shift` and a `write` shift of the positions together
+        make this move, so that it need not be listed.
       sizes: lengths of axes inside `(a b)` that no other block fixes.
 
     Returns:
@@ -99,15 +101,15 @@ def norm_write_shift(
 
 
 def key_bias(blocks: Mapping[str, Axes], *, sizes: Mapping[str, int] | None = None) -> BlockGauge:
-    """Any constant added to a bias that the function does not depend on, such as a key bias before softmax.
+    """Any array added to a bias that the function does not depend on, such as a key bias before softmax.
 
     Args:
-      blocks: path → axes of such biases; name the axes that are to index an element: `{"key/bias": "head entry"}`.
+      blocks: path → axes of such biases: `{"key/bias": "_ _"}`.
       sizes: lengths of axes inside `(a b)` that no other block fixes.
 
     Returns:
-      A frozen, hashable gauge; it holds no array. Elements are {leaf path: what is added, the leaf's shape}; entries
-      outside the block do nothing.
+      A frozen, hashable gauge; it holds no array. Elements are {leaf path: array}, where the array has the leaf's shape
+      and is added to the leaf; its entries outside the block do nothing.
 
     Raises:
       ValueError: malformed axes, at once; any mismatch with the tree, when it is first seen.
@@ -123,7 +125,7 @@ def key_bias(blocks: Mapping[str, Axes], *, sizes: Mapping[str, int] | None = No
 
 @dataclasses.dataclass(frozen=True)
 class Shift(Copy):
-    """One copy: a vector per leaf, constant along `vocab`."""
+    """One copy. An element has a shift per leaf, which is constant along `vocab`."""
 
     effect: ClassVar[Effect] = "shift"
     balancing: ClassVar[Effect] = "shift"
@@ -143,18 +145,18 @@ class Shift(Copy):
                         found.gauge, f"two ranges of {', '.join(cls.reserved)} on '{block.path}'",
                         f"'{other.axes}' and '{block.axes}'", "one range per leaf in one gauge",
                         f"write one {found.gauge} per range, as a list of gauges")
-        # A state has one array per block: in an order that does not depend on that of a dict.
+        # A state has one array per block. The blocks are sorted, so that it does not depend on the order of a dict.
         blocks = tuple(sorted(found.blocks, key=lambda block: (block.path, block.axes)))
         return cls(found.key, (cls.part(part_label(found), found.named, found.shape, blocks, along=cls.reserved),))
 
     @classmethod
     def one_along(cls, block: Block) -> Block:
-        """The block of one entry along the axes that a shift is constant along."""
+        """The block with length 1 along the axes along which a shift is constant."""
         return functools.reduce(shift_block, cls.reserved, block)
 
     @property
     def shifted(self) -> tuple[Block, ...]:
-        """The blocks that an element has a shift of."""
+        """The blocks for which an element has a shift."""
         return self.blocks
 
     @property
@@ -197,12 +199,12 @@ class Shift(Copy):
 
     @classmethod
     def axis_sizes(cls, named: tuple[str, ...], element: jax.Array) -> dict[str, int]:
-        return {}  # the leaf alone determines all of them
+        return {}  # the leaf alone determines all lengths
 
 
 @dataclasses.dataclass(frozen=True)
 class WriteShift(Shift):
-    """One copy: a number per row of each leaf."""
+    """One copy. An element has a number per row of each leaf, which all channels gain."""
 
     reserved: ClassVar[tuple[str, ...]] = (CHANNEL,)
     part: ClassVar[type[Mean]] = Mean
@@ -211,7 +213,7 @@ class WriteShift(Shift):
 
 @dataclasses.dataclass(frozen=True)
 class TiedShift(Shift):
-    """One copy: a number per table."""
+    """One copy. An element has a number per table, which all entries gain."""
 
     reserved: ClassVar[tuple[str, ...]] = (VOCAB, CHANNEL)
     part: ClassVar[type[Mean]] = Mean
@@ -223,7 +225,7 @@ class TiedShift(Shift):
 
 @dataclasses.dataclass(frozen=True)
 class Bias(Shift):
-    """One copy: an array of the leaf's shape per block."""
+    """One copy. An element has an array of the leaf's shape per leaf."""
 
     reserved: ClassVar[tuple[str, ...]] = ()
     part: ClassVar[type[Mean]] = Mean
@@ -236,7 +238,7 @@ class Bias(Shift):
 
 
 def shift_block(block: Block, axis: str) -> Block:
-    """The block of one entry along an axis: the same selection on a leaf where that axis has length 1."""
+    """The block with length 1 along an axis: it makes the same selection on a leaf in which that axis has length 1."""
     at = [k for k, i in enumerate(block.picks) if not isinstance(i, int)][block.labels.index(axis)]
     split = tuple(1 if k == at else n for k, n in enumerate(block.split))
     picks = tuple(((0, 1),) if k == at else i for k, i in enumerate(block.picks))
@@ -249,7 +251,10 @@ def shift_block(block: Block, axis: str) -> Block:
 
 
 def _without(block: Block, axes: tuple[str, ...]) -> tuple[int, ...]:
-    """Shape of a shift in a public element: without these axes, or with length 1 for one in its group."""
+    """Shape of a leaf's shift in a public element: the leaf's shape without these axes.
+
+    If such an axis shares an axis of the leaf with others, as in `(vocab _)`, it has length 1 there instead.
+    """
     shape = functools.reduce(shift_block, axes, block).shape
     labels = [[block.split_labels[i] for i in group] for group in block.groups]
     alone = [k for k, own in enumerate(labels) if len(own) == 1 and own[0] in axes]

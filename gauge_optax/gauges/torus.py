@@ -1,8 +1,8 @@
-"""Rope torus: SO(2) per rotary plane, the rotations that commute with rotary position embeddings.
+"""Rope torus: a rotation of every rotary plane. Such rotations commute with rotary position embeddings.
 
-Rotary turns each plane of query and key by an angle that grows with position. An extra angle per head and plane, the
-same on both, cancels in q·kᵀ. The gauge has d_h/2 dimensions per head. Reference: DDC B.9; Lemma 25 for grouped
-queries.
+Rotary embeddings turn each plane of queries and keys by an angle that grows with position. If both are turned by one
+more angle per head and plane, it cancels in q·kᵀ. The gauge has d_h/2 dimensions per head. Reference: DDC B.9; Lemma 25
+for grouped queries.
 """
 
 import dataclasses
@@ -58,7 +58,11 @@ def check_pairing(gauge: str, pairing: str) -> None:
 
 
 def in_planes(found: Matched, pairing: str) -> Matched:
-    """The same with the basis split into rotary planes, which have a name. Raises ValueError for an odd basis."""
+    """`found` with the basis split into rotary planes, which index an element by the name `plane`.
+
+    Raises:
+      ValueError: an odd basis.
+    """
     size = found.sizes[BASIS]
     if size % 2:
         raise binding_error(
@@ -72,7 +76,7 @@ def in_planes(found: Matched, pairing: str) -> Matched:
 
 @dataclasses.dataclass(frozen=True)
 class Torus(Compact):
-    """One copy: an angle per head and plane, (*shape); the last named axis is `plane`."""
+    """One copy. An element is an angle per head and plane, (*shape); the last named axis is `plane`."""
 
     effect: ClassVar[Effect] = "orthogonal"
     reserved: ClassVar[tuple[str, ...]] = (BASIS,)
@@ -92,5 +96,5 @@ class Torus(Compact):
 
 
 def random_angles(key: jax.Array, shape: tuple[int, ...], scale: float) -> jax.Array:
-    """Angles uniform in ±π·min(scale, 1)."""
+    """Random angles in radians, uniform between −π·min(scale, 1) and π·min(scale, 1)."""
     return drawn(key, shape, math.pi * min(scale, 1.0))

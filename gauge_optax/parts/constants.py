@@ -1,10 +1,10 @@
 """Constants: what may be added to weights without a change of the function. An element is what is added.
 
-* `Mean`: one number along some axes of every block (logits along classes, writers of a centred stream along channels,
-  a tied table along both), or one for each entry (a key bias);
-* `Trade`: a vector that the rows of some tables gain and those of others lose;
-* `Absorption`: a bias that moves through kernels into the biases behind them;
-* `ReadShift`: what a centred norm hides from the kernels that read it.
+* `Mean`: a number that is constant along some axes: in an output layer along classes, in a leaf that writes to a stream
+  which only LayerNorms read along channels, in a tied table along both; or a number per entry of a key bias;
+* `Trade`: a vector that the rows of some embedding tables gain and the rows of others lose;
+* `Absorption`: a vector that moves from a bias, through the kernels that read it, into the biases behind them;
+* `ReadShift`: a number per output of a kernel that reads a LayerNorm, whose output sums to zero over channels.
 """
 
 import abc
@@ -24,7 +24,7 @@ CHANNEL = "channel"
 
 
 def plus(x: Arrays, added: Iterable[tuple[Block, jax.Array]]) -> Arrays:
-    """Leaves with something added to the views of blocks."""
+    """The leaves `x` with arrays added to views of blocks; `added` has pairs of a block and its array."""
     out = dict(x)
     for b, shift in added:
         out[b.path] = b.write(out[b.path], b.view(out[b.path]) + shift)
@@ -37,22 +37,23 @@ def _without(b: Block, axes: tuple[str, ...]) -> list[int]:
 
 
 class Sum(Additive, Constant[Any]):
-    """A constant whose elements add: arrays of `shape`, or tuples of arrays. It says what it adds to which block."""
+    """A constant whose elements, arrays or tuples of arrays, compose by addition. `added` is what each block gains."""
 
     def identity(self) -> Any:
         return jnp.zeros(self.shape, real_dtype())
 
     @abc.abstractmethod
     def added(self, e: Any, x: Arrays) -> Iterable[tuple[Block, jax.Array]]:
-        """Blocks, each with what is added to its view."""
+        """Pairs of a block and the array that the element `e` adds to its view, at the point `x`."""
 
     def act(self, e: Any, x: Arrays) -> Arrays:
         return plus(x, self.added(e, x))
 
     def undo(self, e: Any, x: Arrays) -> Arrays:
-        """Rows without their constant: exactly zero where only roundoff remains.
+        """The point without the constant. Rows along `along` of which only roundoff remains become exactly zero.
 
-        The roundoff of a dead unit, or of a head that is constant over classes, would be read as a size or as a frame.
+        Otherwise the roundoff of a dead unit, or of an output layer that is constant over classes, would be read as a
+        size or a rotation.
         """
         out = dict(x)
         for b, shift in self.added(e, x):
@@ -65,7 +66,7 @@ class Sum(Additive, Constant[Any]):
 
 
 class Translation(Sum):
-    """A sum that is the same wherever it acts, so that steps and gradients stay as they are."""
+    """A sum that adds the same numbers at every point, so that steps and gradients do not change."""
 
     def push(self, e: Any, u: Arrays, at: Arrays) -> Arrays:
         return u
@@ -79,17 +80,19 @@ class Translation(Sum):
 
 @dataclasses.dataclass(frozen=True)
 class Mean(Translation):
-    """One number along some axes of every block, read as the mean. Elements are tuples of one array per block.
+    """A number that is constant along some axes of a block, read as the mean along them.
+
+    Elements are tuples with one array per block: the block's view with length 1 along these axes.
 
     Attributes:
-      along: the axes; () for what is added entry by entry.
+      along: the axes; () if every entry gains a number of its own.
     """
 
     along: tuple[str, ...] = ()
 
     @property
     def anchors(self) -> tuple[Anchor, ...]:
-        # If means along two axes of one leaf wait for each other, either may be read first: () says that.
+        # Means along two axes of one leaf would wait for each other. Either may be read first: the empty anchor.
         return self.blocks, ()
 
     def identity(self) -> tuple[jax.Array, ...]:
@@ -107,12 +110,13 @@ class Mean(Translation):
 
 
 class Logits(Mean):
-    """The mean over classes of an output layer. While that layer is constant, no other leaf has a gradient."""
+    """The mean over classes of an output layer. While the layer is constant over classes, no other leaf has a gradient.
+    """
 
     def reference_gradient(self, x: Arrays, g: Arrays) -> jax.Array | None:
-        """The largest gradient of the output layer if it is constant over classes at a slice point, else 0.
+        """The largest gradient of the output layer if one of its kernels is constant over classes at `x`, else 0.
 
-        None for a bias alone, which does not keep gradients from other leaves.
+        It is None if the blocks are biases alone, because a constant bias does not make other gradients zero.
         """
         kernels = [b for b in self.blocks if len(b.view_shape) > 1]
         if not kernels:
@@ -124,18 +128,18 @@ class Logits(Mean):
 
 @dataclasses.dataclass(frozen=True)
 class Trade(Translation):
-    """A vector that rows of the "up" tables gain and rows of the "down" tables lose, read from the mean of one side.
+    """A vector that rows of the "up" tables gain and rows of the "down" tables lose, read from one side's mean row.
 
     Attributes:
-      hidden: whether the "down" tables alone are centred along the vector's axis. They then hide the vector's mean,
-        which is read from the "up" tables.
+      hidden: whether `Mean` parts remove the mean along the vector's axis from the "down" tables alone. The mean of the
+        vector's entries is then read from the "up" tables.
     """
 
     hidden: bool = False
 
     @property
     def anchors(self) -> tuple[Anchor, ...]:
-        # What is read from tables that other parts centre does not depend on their means, so that it need not wait: ().
+        # If `hidden`, the reading does not depend on the means that other parts remove: the empty anchor.
         return ((),) if self.hidden else (self._side("down"), self._side("up"))
 
     def _side(self, argument: str) -> Anchor:
@@ -162,11 +166,13 @@ class Trade(Translation):
 
 @dataclasses.dataclass(frozen=True)
 class Absorption(Sum):
-    """b ↦ b + t, c ↦ c − t·W: a bias that moves through kernels into the biases behind them.
+    """A vector t that a bias b gains and later biases c lose: b ↦ b + t, c ↦ c − t·W, with the kernel W between them.
+
+    The first of `blocks` is b.
 
     Attributes:
-      kernels: the kernels that read the bias, one per further block. Blocks after these are biases that a residual
-        stream gains later: c ↦ c − t.
+      kernels: the kernels that read b. The next blocks are the biases behind these kernels, in this order. All blocks
+        after those are biases c that the residual stream which carries b gains later: c ↦ c − t.
     """
 
     kernels: tuple[Block, ...] = ()
@@ -190,8 +196,8 @@ class Absorption(Sum):
             yield c, -(laid_out(e, self.named, c.labels) if w is None else self._through(e, w, c, x[w.path]))
 
     def _through(self, e: jax.Array, kernel: Block, target: Block, leaf: jax.Array) -> jax.Array:
-        """t·W, laid out like the bias behind this kernel."""
-        named = [*range(len(self.named))]  # the axes of the product by number, those of t first
+        """t·W, laid out like the view of `target`, the bias behind the kernel; `leaf` is the leaf that holds W."""
+        named = [*range(len(self.named))]  # einsum names axes by numbers: first the axes of t, then the others of W
         axes = [self.named.index(x) if x in self.named else len(named) + k for k, x in enumerate(kernel.labels)]
         free = [k for k in axes if k not in named]
         # The axes of a target are the last free axes of its kernel; the sum runs over the earlier ones.
@@ -205,12 +211,16 @@ class Absorption(Sum):
 
 @dataclasses.dataclass(frozen=True)
 class ReadShift(Sum):
-    """W ↦ W + u/γ, c ↦ c − Σ(β/γ)·u. Elements are tuples of one array per kernel; γ and β may be trained.
+    """A number u per output of a kernel W that reads a LayerNorm with scale γ and bias β: W ↦ W + u/γ.
+
+    The norm's output before γ sums to zero over channels, and so hides u. What β sends through W is subtracted from the
+    bias c behind W: c ↦ c − Σ(β/γ)·u, a sum over channels. Elements are tuples of one array per kernel; γ and β may be
+    trained.
 
     Attributes:
-      scale: γ, a norm's scale; () for a norm without one.
-      bias: β, its bias, or ().
-      count: how many blocks are kernels. The others are the biases behind them, if the norm has a bias.
+      scale: the block of γ; () for a norm without a scale.
+      bias: the block of β; () for a norm without a bias.
+      count: how many of `blocks` are kernels, which come first. If the norm has a bias, all others are the biases c.
     """
 
     scale: Anchor = ()
@@ -238,7 +248,7 @@ class ReadShift(Sum):
         return tuple(jnp.zeros(_without(b, (CHANNEL,)), real_dtype()) for b in self.kernels)
 
     def _of_norm(self, x: Arrays, if_absent: float) -> tuple[jax.Array, jax.Array]:
-        """γ and β, (*named, channel) each; `if_absent` and zeros for a norm that lacks one."""
+        """γ and β at `x`, (*named, channel) each. A norm without γ gets `if_absent`, one without β gets zeros."""
 
         def values(blocks: Anchor, default: float) -> jax.Array:
             if not blocks:
@@ -265,7 +275,7 @@ class ReadShift(Sum):
         return self._times(e, safe_divide(jnp.ones((), scale.dtype), scale), safe_divide(bias, scale))
 
     def push(self, e: Any, u: Arrays, at: Arrays) -> Arrays:
-        """act(e, at + u) − act(e, at), as `act` is not affine in γ. With γ′ = γ + dγ, 1/γ′ − 1/γ is −dγ/(γγ′)."""
+        """act(e, at + u) − act(e, at), as `act` is not affine in γ. If γ′ = γ + dγ, then 1/γ′ − 1/γ = −dγ/(γγ′)."""
         (scale, bias), (ds, db) = self._of_norm(at, 1.0), self._of_norm(u, 0.0)
         after = scale + ds
         to_bias = safe_divide(db - safe_divide(bias, scale) * ds, after)
@@ -273,7 +283,7 @@ class ReadShift(Sum):
 
     def read(self, anchor: Anchor, x: Arrays) -> tuple[jax.Array, ...]:
         scale, _ = self._of_norm(x, 1.0)
-        whole = jnp.all(scale != 0.0, -1).astype(scale.dtype)  # a norm that leaves a channel out hides nothing
+        whole = jnp.all(scale != 0.0, -1).astype(scale.dtype)  # with a zero in γ, the norm hides nothing
         read = []
         for b in self.kernels:
             rows = b.view(x[b.path]) * self._laid(scale, b.labels)

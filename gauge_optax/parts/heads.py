@@ -2,19 +2,18 @@
 
 The blocks have a basis axis of one length, `size`. Stacked, the rows of all of them form one matrix W (rows × size) per
 head, and a rotation R of the basis takes W to W·R. `Heads` has the sums and products over these rows, for any layout of
-the leaves. `Rotation` and `Planes` are the turns of heads; `sizes.Stretch` is what GL(d) does to the length of rows,
-and `stream` has the rotation of the residual stream.
+the leaves. `Rotation` and `Planes` are the turns of heads. Two relatives are elsewhere: `sizes.Stretch`, the symmetric
+part of an invertible change of basis, and `stream`, the rotation of the residual stream.
 
-Let C be a fixed random matrix.
-
-* Reading: the polar factor Q of CᵀW obeys Q(W·R) = Q(W)·R. No reading is continuous everywhere (CᵀW may lose rank), so
-  that it is taken once, at `init`. In float32, CᵀW nearly loses a direction of W in 0.3 % of heads of 32 dimensions and
-  in 6 % of those of 128 (normal weights, 300 heads). Those take another C.
-* Hold: the part of a step U that rotates is the W·A nearest to U with an antisymmetric A, which solves
+* Reading: let C be a fixed random matrix. The polar factor Q of CᵀW obeys Q(W·R) = Q(W)·R, and is the frame of W. No
+  reading is continuous everywhere (CᵀW may lose rank), so that a head is read once, at `init`. In float32, CᵀW nearly
+  loses a direction of W in 0.3 % of heads of 32 dimensions and in 6 % of those of 128 (normal weights, 300 heads).
+  These heads are read with another C.
+* Hold: the part of a step U that rotates is the matrix W·A, with an antisymmetric A, that is nearest to U. A solves
   M·A + A·M = WᵀU − UᵀW with M = WᵀW.
 
-A closed path of horizontal steps can return with a rotated head (holonomy), so that no function of the weights measures
-rotation: the turning of a head is the accumulated vertical part of its steps.
+A closed path of horizontal steps can return with a rotated head (holonomy). No function of the weights therefore
+measures rotation: the turning of a head is the sum of the vertical parts of its steps.
 """
 
 import dataclasses
@@ -47,9 +46,10 @@ BASIS, PLANE = "basis", "plane"
 
 @dataclasses.dataclass(frozen=True)
 class PlaneBlock(Block):
-    """A block whose basis axis pairs coordinates to rotary planes.
+    """A block whose basis axis consists of rotary planes, which are pairs of coordinates.
 
-    Its view has the axes `basis` (2, the coordinates of a plane) and `plane` in place of the basis axis.
+    Its `rows` have two axes in place of the view's basis axis: `basis`, of length 2, the coordinates of a plane; and
+    `plane`, which counts planes.
 
     Attributes:
       pairing: "half": coordinate j pairs with j + d/2; "interleaved": 2j with 2j + 1.
@@ -80,7 +80,7 @@ class PlaneBlock(Block):
         return (*self.labels, PLANE)
 
     def spread(self, named: tuple[str, ...], value: jax.Array, elsewhere: float = 0.0) -> jax.Array:
-        """As `Block.spread`; a number per plane goes to both of its coordinates."""
+        """See `Block.spread`. A number per plane is written to both coordinates of the plane."""
         if PLANE not in named:
             return super().spread(named, value, elsewhere)
         at, shape = named.index(PLANE), list(value.shape)
@@ -90,11 +90,11 @@ class PlaneBlock(Block):
         return super().spread(by_basis, paired.reshape(shape), elsewhere)
 
     def total(self, named: tuple[str, ...], leaf: jax.Array) -> jax.Array:
-        """As `Block.total`; a plane's sum is over both of its coordinates."""
+        """See `Block.total`. The sum for a plane includes both of its coordinates."""
         return self.row_sums(named, self.rows(leaf)) if PLANE in named else super().total(named, leaf)
 
     def ids_along(self, label: str, length: int, names: Collection[str]) -> np.ndarray | None:
-        """As `Block.ids_along`; both coordinates of a plane have one index."""
+        """See `Block.ids_along`. Both coordinates of a plane have the plane's index."""
         if label == BASIS and PLANE in names and BASIS not in names:
             return np.arange(length) % (length // 2) if self.pairing == "half" else np.arange(length) // 2
         return super().ids_along(label, length, names)
@@ -102,7 +102,7 @@ class PlaneBlock(Block):
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-    """Blocks that share a basis: of a part that turns heads, or of one factor of a product, such as the queries.
+    """Blocks that share a basis: all blocks of a part that turns heads, or one factor of a product, say the queries.
 
     Attributes:
       named: names of the axes that count heads.
@@ -133,22 +133,26 @@ class Heads:
     # Products over rows ---------------------------------------------------------------------------------
 
     def gram(self, a: Mapping[str, jax.Array], b: Mapping[str, jax.Array]) -> jax.Array:
-        """aᵀ·b over the rows of all blocks: (*shape, size, size)."""
+        """aᵀ·b per head, (*shape, size, size), where a and b are the rows of all blocks at two points."""
         products = [self.block_gram(x, a[x.path], b[x.path]) for x in self.blocks]
         return sum(products[1:], products[0])
 
     def block_gram(self, block: Block, a: jax.Array, b: jax.Array) -> jax.Array:
-        """aᵀ·b over the rows of one block: (*shape, size, size)."""
+        """aᵀ·b per head, (*shape, size, size), where a and b are the rows of one block in two leaves."""
         (left, _, wide), (right, _, _) = (self.as_matrices(block, block.rows(x)) for x in (a, b))
         return jnp.einsum("...ir,...jr->...ij" if wide else "...ri,...rj->...ij", left, right, precision=HIGHEST)
 
     def turned(self, point: Mapping[str, jax.Array], matrix: jax.Array, added_to: Arrays | None = None) -> Arrays:
-        """All leaves of the blocks with W·matrix in place of W, or those of `added_to` with W·matrix added.
+        """Multiplies the rows W of all blocks by a matrix per head.
 
         Args:
           point: bound leaves, with the rows W.
           matrix: (*shape, size, size).
-          added_to: bound leaves.
+          added_to: bound leaves; None to replace.
+
+        Returns:
+          The leaves of the blocks: those of `point` with W·matrix in place of W, or those of `added_to` with W·matrix
+          added to their rows.
         """
         out = {path: (added_to or point)[path] for path in self.paths}
         for block in self.blocks:
@@ -157,20 +161,23 @@ class Heads:
         return out
 
     def turned_view(self, block: Block, rows: jax.Array, matrix: jax.Array) -> jax.Array:
-        """W·matrix for one block's view."""
+        """W·matrix for the `rows` of one block, in the same layout."""
         matrices, order, wide = self.as_matrices(block, rows)
-        # Also one row (a bias) is a product, not a sum: XLA:CPU may fuse a sum with the write of the same rows into one
-        # loop, which then reads what it has overwritten (openxla/xla issue 49176).
+        # Even a single row (a bias) is multiplied by `matmul`, not by an entrywise product and a sum: XLA:CPU may fuse
+        # such a sum with the write of the same rows into one loop, which then reads what it has overwritten
+        # (openxla/xla issue 49176).
         product = matmul(transpose(matrix), matrices) if wide else matmul(matrices, matrix)
         return product.reshape([rows.shape[k] for k in order]).transpose([order.index(k) for k in range(len(order))])
 
     def as_matrices(self, block: Block, rows: jax.Array) -> tuple[jax.Array, list[int], bool]:
-        """A block's view as one matrix per head, (*shape, rows, size).
+        """The `rows` of a block as one matrix per head, (*shape, rows, size) or its transpose.
 
-        This transpose to heads first copies whole rows. A matrix product that had to do it would move single entries.
+        Moving the heads' axes to the front here copies whole rows. A matrix product over the leaf's own axes would move
+        single entries.
 
         Returns:
-          The matrices; the order of the view's axes in them; whether they are stored, and left, transposed.
+          The matrices; the order in which they have the axes of `rows`; and whether they are transposed,
+          (*shape, size, rows), because the leaf stores them so.
         """
         labels = block.row_labels
         named, basis = [labels.index(name) for name in self.named], labels.index(BASIS)
@@ -190,14 +197,14 @@ class Heads:
         return transpose(matrices) if wide else matrices
 
     def mixed_rows(self, point: Mapping[str, jax.Array], noise_number: int | jax.Array = 0) -> jax.Array:
-        """CᵀW of every head, (*shape, size, size): `size` generic combinations of its rows, C being `fixed_noise`.
+        """CᵀW of every head, (*shape, size, size): `size` random combinations of its rows W. C is `xla.fixed_noise`.
 
         Args:
           point: bound leaves.
-          noise_number: which C; may be traced.
+          noise_number: the number of C, its `draw`; may be traced.
         """
         total = jnp.zeros((*self.shape, self.size, self.size), next(iter(point.values())).dtype)
-        # The axes of products by number: those of heads, the basis, a number for the combinations, and free ones.
+        # einsum names axes by numbers: first those of heads, then the basis, the combinations, and the free axes.
         names, combined = (*self.named, BASIS), len(self.named) + 1
         # Blocks are sorted, because the order in which a user lists them must not change what is read.
         for number, block in enumerate(sorted(self.blocks, key=lambda b: (b.path, b.axes))):
@@ -205,7 +212,8 @@ class Heads:
             constant = fixed_noise(number, self.row_count(block), self.size, noise_number)
             axes = [names.index(x) if x in names else combined + 1 + k for k, x in enumerate(block.row_labels)]
             free = {k: n for k, n in zip(axes, rows.shape, strict=True) if k > combined}
-            # C's rows are split to match the leaf's axes. Merging the leaf's axes would move data if one is sharded.
+            # The rows of C are reshaped to the leaf's free axes. Merging these axes of the leaf instead would move data
+            # between devices if one of them is sharded.
             split = constant.astype(total.dtype).reshape(*free.values(), self.size)
             heads = [*range(len(self.named)), combined, names.index(BASIS)]
             total = total + jnp.einsum(split, [*free, combined], rows, axes, heads, precision=HIGHEST)
@@ -214,24 +222,25 @@ class Heads:
     # Sums over rows -------------------------------------------------------------------------------------
 
     def mean(self, point: Mapping[str, jax.Array]) -> jax.Array:
-        """Mean over all rows of all blocks and over the basis: (*shape)."""
+        """The mean of all entries of a head, over the rows of all blocks and the basis: (*shape)."""
         totals = [block.total(self.named, point[block.path]) for block in self.blocks]
         return sum(totals[1:], totals[0]) / (self.size * sum(map(self.row_count, self.blocks)))
 
     def along_basis(self, block: Block, vectors: jax.Array) -> jax.Array:
-        """A vector per head, (*shape, size), laid out to broadcast with the block's view."""
+        """A vector per head, (*shape, size), laid out to broadcast with the block's `rows`."""
         return laid_out(vectors, (*self.named, BASIS), block.row_labels)
 
     def per_head(self, block: Block, numbers: jax.Array) -> jax.Array:
-        """A number per head, (*shape), laid out to broadcast with the block's view."""
+        """A number per head, (*shape), laid out to broadcast with the block's `rows`."""
         return self.along_basis(block, jnp.broadcast_to(numbers[..., None], (*self.shape, self.size)))
 
     # Roundoff -------------------------------------------------------------------------------------------
 
     def quiet(self, g: Arrays) -> Arrays:
-        """A gradient with zeros for biases (single rows of a head) whose gradient is roundoff beside their head's.
+        """Sets the gradient of a bias to zero if it is roundoff in comparison with the largest gradient of its head.
 
-        A key's bias shifts all scores of a query by one number, which softmax ignores: its gradient is only roundoff.
+        A bias is a block with one row per head. A key's bias shifts all scores of a query by one number, which softmax
+        ignores, so that its gradient is only roundoff.
         """
         single = [block for block in self.blocks if self.row_count(block) == 1]
         if not single or len(single) == len(self.blocks):
@@ -247,10 +256,10 @@ class Heads:
         return out
 
     def _row_norm(self, block: Block, leaf: jax.Array, order: Sequence[str]) -> jax.Array:
-        """The root mean square norm of a head's rows in one block; its axes are `order`."""
+        """The root mean square of the norms of a head's rows in one block. The result has the axes `order`."""
         if isinstance(block, PlaneBlock):
             rows, labels = block.rows(leaf), block.row_labels
-        else:  # the layout in which matrix products return gradients, so that nothing is copied
+        else:  # matrix products return gradients in this layout, so that nothing is copied
             rows, labels = self.as_matrices(block, block.rows(leaf))[0], (*self.named, "", "")
         spare = tuple(k for k, label in enumerate(labels) if label not in order)
         # Rows are divided by the largest entry first, because squares of gradients may underflow or overflow.
@@ -262,7 +271,7 @@ class Heads:
 
 
 def among(parts: Iterable[Any]) -> tuple[Any, ...]:
-    """Those of some parts that turn heads or rotary planes."""
+    """The parts that turn heads or rotary planes."""
     return tuple(part for part in parts if isinstance(part, HeadTurn))
 
 
@@ -295,10 +304,11 @@ class HeadTurn(Heads, Turn[jax.Array]):
 
 @dataclasses.dataclass(frozen=True)
 class Rotation(Orthogonal, HeadTurn):
-    """W ↦ W·R for the rows W of every head. Elements are R, (*shape, d, d), and d is the size.
+    """W ↦ W·R for the rows W of every head. Elements are R, (*shape, d, d), where d is `size`.
 
     Attributes:
-      of_linear: whether it is the orthogonal part of GL(d), where a head of less than full rank keeps its basis.
+      of_linear: whether this is the orthogonal part of an invertible change of basis (`head_linear`). Then a head whose
+        rows have less than full rank reads as the identity.
     """
 
     of_linear: bool = False
@@ -309,7 +319,7 @@ class Rotation(Orthogonal, HeadTurn):
     def act(self, e: jax.Array, x: Arrays) -> Arrays:
         return x | self.turned(x, e)
 
-    # Heads of one size are one batch, in all layers.
+    # The heads of one size, in all layers, are computed as one batch.
 
     @classmethod
     def read_all(cls, turns: Sequence[Any], x: Arrays) -> list[jax.Array]:
@@ -321,7 +331,7 @@ class Rotation(Orthogonal, HeadTurn):
         return [turn._or_identity(factors[turn]) if turn.of_linear else factors[turn] for turn in turns]
 
     def _or_identity(self, r: jax.Array) -> jax.Array:
-        whole = jnp.sum(jnp.square(r), (-2, -1), keepdims=True) > self.size - 0.5  # else a partial isometry
+        whole = jnp.sum(jnp.square(r), (-2, -1), keepdims=True) > self.size - 0.5  # ‖R‖² is the rank
         return jnp.where(whole, r, self.identity())
 
     @classmethod
@@ -334,9 +344,9 @@ class Rotation(Orthogonal, HeadTurn):
             cross_gram = stack_heads([turn.gram(x, u) for turn in same])
             basis = None if into is None else stack_heads([into[turn] for turn in same])
             if basis is not None:
-                # The equation is solved on the slice, because the residual error of the iteration depends on the basis.
+                # The iteration stops with an error that depends on the basis, so that it is run in the slice's basis.
                 gram, cross_gram = (matmul(matmul(transpose(basis), y), basis) for y in (gram, cross_gram))
-            # The heads of all layers are solved as one batch. Each part then multiplies by its share of the solution.
+            # One batch solves for the heads of all layers. Each part then multiplies its rows by its own solutions.
             for turn, generator in zip(same, unstack_heads(lyapunov_by_products(gram, -cross_gram), same), strict=True):
                 if into is not None:
                     generator = matmul(matmul(into[turn], generator), transpose(into[turn]))
@@ -346,11 +356,11 @@ class Rotation(Orthogonal, HeadTurn):
 
 @dataclasses.dataclass(frozen=True)
 class Planes(Additive, HeadTurn):
-    """An angle per head and rotary plane, (*shape); the last named axis is `plane`. All is in closed form.
+    """A rotation of every rotary plane. Elements are angles in radians, (*shape); the last named axis is `plane`.
 
-    If W_L and W_R stack a plane's two coordinates over all rows, a step U turns the plane by ⟨W_L, U_R⟩ − ⟨W_R, U_L⟩
-    over ‖W_L‖² + ‖W_R‖². Products with 2 × 2 matrices would first copy a plane's pairs side by side, so that everything
-    is computed entry by entry.
+    Let the vectors W_L and W_R hold a plane's two coordinates in all rows. A step U turns the plane by the angle
+    (⟨W_L, U_R⟩ − ⟨W_R, U_L⟩)/(‖W_L‖² + ‖W_R‖²), to first order. All is computed entry by entry, because products with
+    2 × 2 matrices would first copy the two coordinates of every plane side by side.
     """
 
     size: int = 2
@@ -384,7 +394,7 @@ class Planes(Additive, HeadTurn):
 
     @classmethod
     def hold(cls, turns: Sequence[Any], x: Arrays, u: Arrays) -> Arrays:
-        """The step with its end point turned back by the angle from start to end; exact for steps of any size."""
+        """Turns the end point of the step back by the angle between start and end; exact for steps of any size."""
         out = dict(u)
         for turn in turns:
             after = {path: x[path] + out[path] for path in turn.paths}
@@ -398,10 +408,10 @@ class Planes(Additive, HeadTurn):
     def project(
         cls, turns: Sequence[Any], x: Arrays, u: Arrays, into: Mapping[Any, jax.Array] | None = None
     ) -> Arrays:
-        # A plane's angle is the same in any basis, so `into` makes no difference.
+        # Rotations of a plane commute, so that its angle does not depend on the basis, and `into` is not needed.
         out = dict(u)
         for turn in turns:
-            # Per block, the rows (r, l): what a quarter turn makes of rows (l, r), up to signs.
+            # Per block, its rows (l, r) with the coordinates exchanged, (r, l): a quarter turn of them, up to signs.
             swapped = [(b, jax.lax.rev(b.rows(x[b.path]), (b.row_labels.index(BASIS),))) for b in turn.blocks]
             sizes = [b.row_sums(turn.named, jnp.square(rows)) for b, rows in swapped]
             pairs = [b.row_sums((*turn.named, BASIS), rows * b.rows(out[b.path])) for b, rows in swapped]
@@ -414,15 +424,15 @@ class Planes(Additive, HeadTurn):
 
 
 _Readings = tuple[jax.Array, jax.Array, jax.Array]
-_MOST_READINGS = 4  # a head of less than full rank uses all of them, because every C loses a direction
+_MOST_READINGS = 4  # how many C are tried; a head of less than full rank tries all, because each loses a direction
 
 
 @functools.partial(jax.jit, static_argnums=0)  # outside jit, a loop would be compiled anew at every call
 def _polar_factors(turns: tuple[Any, ...], point: Arrays) -> jax.Array:
     """The polar factors of CᵀW for heads of one size, (heads, d_h, d_h), each with the first C that loses no direction.
 
-    Where W itself has less than full rank, the first C that keeps the most directions is used. The factor is then a
-    partial isometry, because directions that are roundoff have no polar factor.
+    If W itself has less than full rank, it is the first C that keeps the most directions. The factor then has only as
+    many nonzero singular values, all 1 (a partial isometry), because directions that are roundoff have no polar factor.
     """
 
     def with_noise(number: jax.Array) -> tuple[jax.Array, jax.Array]:

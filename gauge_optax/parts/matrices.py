@@ -1,13 +1,14 @@
 """Leaves as stacks of matrices, for Muon: the axes that gauges name say which axes are rows, columns and batch.
 
-A rotated leaf has one matrix per head, with the basis on one side. A leaf with a scale gauge has its channels on one
-side and its free axes on the other; among several named axes, the channels are the axis called `channel`, or the last.
-All other axes count matrices (are batch axes): stacked layers, a named axis between free axes (`_ head _`), an index
-(`qkv=0`), and an axis that shares parentheses with a head (`(head _)`, grouped queries).
+A leaf that a rotation acts on has one matrix per head, with the basis on one side and free axes (`_`) on the other. A
+leaf that a scale acts on has its channels on one side and its free axes on the other; among several named axes, the
+channels are the axis called `channel`, or the last. All other axes count matrices (are batch axes): stacked layers, a
+named axis between free axes (`_ head _`), an index (`qkv=0`), and a free axis that shares parentheses with a head
+(`(head _)`, grouped queries).
 
-A kernel that holds several matrices of unequal widths side by side is bound in ranges, `(head basis)=0:32` or
-`channel=0:12`. Each range is read by itself, as the leaf of its own that it would be in a tree that is not fused. A
-range within a head (`head basis=0:4`, the part of a head that is rotary) is no such cut: a head's matrix is whole.
+A fused kernel may hold several matrices of unequal widths side by side. Gauges then bind ranges of it,
+`(head basis)=0:32` or `channel=0:12`. Each range is read by itself, as if it were a leaf of its own. A range within a
+head (`head basis=0:4`, the rotary part of a head) does not divide the leaf: the head is read as one matrix.
 """
 
 import dataclasses
@@ -27,21 +28,22 @@ from gauge_optax.parts.part import Part, blocks_by_path
 from gauge_optax.parts.sizes import Factor
 
 HEAD, TOKEN = "head", "token"
-COUNTING = ("layer", "expert")  # names of axes that count matrices where the axes of neurons say what a matrix is
+COUNTING = ("layer", "expert")  # names of the axes that count matrices in `neuron_matrices`
 
 
 @dataclasses.dataclass(frozen=True)
 class Matrices:
-    """How a leaf, or a range of it, is read as matrices, (*batch, rows, columns): rows are inputs, columns outputs, in
-    the leaf's order.
+    """How a leaf, or a range of it, is read as matrices, (*batch, rows, columns).
+
+    Rows count as inputs, columns as outputs. Unless a function says otherwise, rows come first in the leaf.
 
     Attributes:
       shape: the leaf's shape.
-      split: the shape after groups of axes are split, that of the range if there is one.
+      split: the shape after groups of axes, such as `(head basis)`, are split; for a range, the shape of the range.
       groups: per leaf axis, the axes of `split` it was split into.
       batch: the axes of `split` that count matrices.
-      rows: those that are one matrix's rows.
-      columns: those that are its columns.
+      rows: the axes of `split` that one matrix has as rows.
+      columns: the axes of `split` that one matrix has as columns.
       heads: the axis of `split` that counts heads, and the axes of one head's basis or channels; None without heads.
       block: the range; None for a whole leaf.
     """
@@ -57,7 +59,7 @@ class Matrices:
 
     @property
     def pieces(self) -> "tuple[Matrices, ...]":
-        """The readings of the leaf's ranges: this one alone."""
+        """The readings of the leaf's ranges. A leaf that is read as a whole has this reading alone."""
         return (self,)
 
     def grouped(self, path: str, count: Any) -> "Matrices":
@@ -65,7 +67,7 @@ class Matrices:
 
         Args:
           path: path of the leaf, for messages.
-          count: how many heads; 1 changes nothing, and a leaf without heads is unchanged by any count.
+          count: how many heads, a Python integer. With 1, or for a leaf without heads, the reading stays as it is.
 
         Raises:
           ValueError: a `count` that does not divide the number of heads.
@@ -84,7 +86,8 @@ class Matrices:
                 "a divisor of the number of heads", "write heads_per_matrix=1",
             )
 
-        # The axis `at` is split in two: groups of heads count matrices, and the heads of a group extend their side.
+        # The axis `at` of heads is split in two: groups, which count matrices, and the heads of a group, which become
+        # part of the side that has one head's entries.
         def after(axes: tuple[int, ...]) -> tuple[int, ...]:
             return tuple(k + (k > at) for k in axes)
 
@@ -146,11 +149,11 @@ class Matrices:
 
 @dataclasses.dataclass(frozen=True)
 class Fused:
-    """How a leaf is read whose ranges are matrices of their own.
+    """How a leaf is read if gauges bind several ranges of it, each with matrices of its own.
 
     Attributes:
-      pieces: the readings of its ranges, which share no entry. They may leave entries out, of which nothing says what
-        matrices they are.
+      pieces: the readings of the ranges, which share no entry. Entries outside of all ranges are in no matrix, because
+        no gauge says how to read them.
     """
 
     pieces: tuple[Matrices, ...]
@@ -161,7 +164,7 @@ class Fused:
 
     @property
     def text(self) -> str:
-        """Those of the ranges, as in `1 × (8, 12) + 1 × (8, 3)`."""
+        """The texts of all ranges, joined as in `1 × (8, 12) + 1 × (8, 3)`."""
         return " + ".join(piece.text for piece in self.pieces)
 
 
@@ -180,14 +183,15 @@ def matrix(shape: tuple[int, int]) -> Matrices:
 
 @functools.singledispatch
 def matrices(part: Part[Any], block: Block) -> tuple[int, Matrices | None] | None:
-    """How Muon reads a block of a part as matrices, with a priority: 0 comes before 1 before 2.
+    """How Muon reads a block of a part as matrices, according to this part.
 
     Args:
       part: the part.
       block: one of its blocks.
 
     Returns:
-      None for a part that says nothing of matrices. A reading that is None says that the block is no matrix.
+      A priority and a reading; if several parts bind a leaf, the lowest number counts. A reading of None says that the
+      block is no matrix. None in place of the pair: the part does not say how to read its blocks.
     """
     return None
 
@@ -195,7 +199,7 @@ def matrices(part: Part[Any], block: Block) -> tuple[int, Matrices | None] | Non
 @matrices.register
 def _of_factor(part: Factor, block: Block) -> tuple[int, Matrices | None] | None:
     if PLANE in part.named:
-        return None  # the planes' own part answers
+        return None  # the turn of the same planes (`Planes`) answers
     if HEAD in part.named:  # the kernels of QK-norm have one matrix per head
         return 1, channel_matrices(block, part.named)
     return (2, channel_matrices(block, part.named)) if part.down else None
@@ -207,13 +211,13 @@ def _of_heads(part: HeadTurn, block: Block) -> tuple[int, Matrices | None]:
 
 
 def matrices_of(parts: Iterable[Part[Any]]) -> dict[str, Reading]:
-    """Returns leaf path → into which matrices Muon divides the leaf.
+    """Returns leaf path → how Muon reads the leaf as matrices.
 
     Args:
-      parts: of a list of gauges on a tree.
+      parts: the parts of a list of gauges on a tree.
 
     Returns:
-      An entry for every leaf that is a matrix to a gauge that binds it, and none for vectors (biases, norms' scales).
+      A reading for every leaf that some gauge on it reads as matrices, and none for vectors (biases, norms' scales).
       If gauges bind ranges of a leaf, each range has matrices of its own; entries outside of all ranges are in none.
     """
     read: dict[str, Reading] = {}
@@ -233,16 +237,17 @@ def matrices_of(parts: Iterable[Part[Any]]) -> dict[str, Reading]:
 
 
 def _chosen(answers: Iterable[tuple[int, Matrices | None] | None]) -> Matrices | None:
-    """Returns the reading that counts, of the answers of all parts for one leaf or range; None if it is no matrix."""
+    """Returns the reading of one leaf or range, chosen from the answers of all parts; None if it is no matrix."""
     first: int | None = None
     chosen: Matrices | None = None
     for priority, reading in sorted((answer for answer in answers if answer is not None), key=lambda row: row[0]):
-        # Answers come by priority; the first wins. A rotation's bias stays no matrix, even if a scale moves it too,
-        # unless that is a scale per head (priority 1).
+        # Answers come by priority; the first wins. If a rotation says that its bias is no matrix, a scale that also
+        # moves the bias does not change that, unless it is a scale per head (priority 1).
         if first is None:
             first, chosen = priority, reading
-        # Of equal answers the one with more matrices wins, whatever the order of the gauges: a norm reads a stack of
-        # experts as one matrix, because it cannot name them, where a rescale of their units does.
+        # Among answers of one priority, the one with more matrices wins, so that the order of gauges has no effect. For
+        # a stack of experts, a `rescale` of their units names the experts' axis and so reads a matrix per expert. The
+        # gauge of the norm before them cannot name it, and reads one matrix.
         finer = priority == first and chosen is not None and reading is not None and reading.count > chosen.count
         if finer or (priority == 1 and chosen is None):
             first, chosen = priority, reading
@@ -250,9 +255,10 @@ def _chosen(answers: Iterable[tuple[int, Matrices | None] | None]) -> Matrices |
 
 
 def cuts_of(block: Block) -> tuple[Ranges | None, ...]:
-    """Returns, per axis of the leaf, the ranges to which a block is confined as a leaf of its own would be.
+    """Returns, per axis of the leaf, the ranges to which a block is confined; None where it is not.
 
-    That is the range of a group, `(head basis)=0:32`, or of a lone axis, `channel=0:12`, unless it is a part of a head.
+    Such a range is read like a leaf of its own. It belongs to a group, `(head basis)=0:32`, or to an axis without a
+    group, `channel=0:12`. A range within a head does not count.
     """
     labels = block.split_labels
 
@@ -270,7 +276,9 @@ def cuts_of(block: Block) -> tuple[Ranges | None, ...]:
 
 
 def _pieces(cuts: Sequence[Ranges]) -> list[Ranges]:
-    """Returns the ranges into which ranges cut an axis: indices that the same ones hold. What none holds is left out.
+    """Returns the pieces into which `cuts` divide an axis: indices that lie in the same cuts form one piece.
+
+    Indices that lie in no cut are left out.
     """
     pieces: dict[tuple[Ranges, ...], Ranges] = {}
     for start, stop in itertools.pairwise(sorted({edge for cut in cuts for span in cut for edge in span})):
@@ -280,9 +288,10 @@ def _pieces(cuts: Sequence[Ranges]) -> list[Ranges]:
 
 
 def _restricted(block: Block, axis: int, piece: Ranges) -> Block | None:
-    """Returns what a block selects of a piece of an axis; None if that is nothing, or if it does not split evenly.
+    """Returns the block that selects of an axis only what `block` selects inside a piece.
 
-    A group (k, …, n) becomes (length/n, 1, …, n) on a piece of its range.
+    If the axis is a group of axes of lengths (k, …, n), these become (length/n, 1, …, n) for a piece of this length.
+    The result is None if the block does not contain the piece, or if n does not divide the piece.
     """
     held = cuts_of(block)[axis] or ((0, block.shape[axis]),)
     if held == piece:
@@ -305,7 +314,7 @@ def _restricted(block: Block, axis: int, piece: Ranges) -> Block | None:
 
 
 def within(block: Block, reading: Reading) -> tuple[Block, ...]:
-    """Returns what a block selects of each range in which its leaf is read; the block itself where there are none."""
+    """Returns a block's share of each range in which its leaf is read; the block alone if the leaf is read whole."""
     ranges = [piece.block for piece in reading.pieces if piece.block is not None] if isinstance(reading, Fused) else []
     kept: list[Block] = []
     for span in ranges:
@@ -317,9 +326,10 @@ def within(block: Block, reading: Reading) -> tuple[Block, ...]:
 
 
 def _widened(block: Block) -> Block:
-    """Returns a block with all that it selects a part of, except ranges that are leaves of their own.
+    """Returns the block extended to whole axes, except along ranges that are read like leaves of their own.
 
-    Indices count matrices (`qkv=0`), and a part of a head stands for the head.
+    An axis of which the block selects an index (`qkv=0`) then counts matrices, and a block that selects a part of each
+    head is read as whole heads.
     """
     cuts = cuts_of(block)
     picks: list[int | Ranges] = []
@@ -353,10 +363,10 @@ def channel_matrices(block: Block, names: tuple[str, ...]) -> Matrices | None:
 
 
 def labelled_matrices(block: Block) -> Matrices | None:
-    """Returns matrices as a user's axes describe them; None if they do not leave one side on each of two axes.
+    """Returns matrices as a user's axes describe them; None unless exactly two axes of the leaf have free parts `_`.
 
-    The free parts `_` of one axis of the leaf are the rows, those of a later axis the columns. Everything that has a
-    name, or an index, counts matrices.
+    The free parts of the first of these axes are the rows, those of the second the columns. All parts that have a name
+    or an index count matrices.
     """
     whole = _widened(block)
     labels = whole.split_labels
@@ -366,16 +376,16 @@ def labelled_matrices(block: Block) -> Matrices | None:
     made = _between(whole, *sides)
     if made is None or made.heads is None:
         return made
-    # The entries of a head stand behind its axis.
+    # The side that comes after the axis of heads has the entries of one head.
     entries = made.rows if made.heads[0] < made.rows[0] else made.columns
     return dataclasses.replace(made, heads=(made.heads[0], entries))
 
 
 def neuron_matrices(block: Block) -> Matrices | None:
-    """Returns a kernel's one matrix, neurons as columns and their inputs `_` as rows; None if the block is no matrix.
+    """Returns a kernel's matrix with neurons as columns and their inputs `_` as rows; None if the block is no matrix.
 
-    Every name counts neurons (`head neuron` counts them in two axes), except that each layer of a stack and each expert
-    has a matrix of its own. An index, as of one part of a fused kernel, counts matrices too.
+    All axes with a name count neurons (`head neuron` counts them in two axes), except `layer` and `expert`: each layer
+    of a stack and each expert has a matrix of its own. An index, as of one part of a fused kernel, counts matrices too.
     """
     whole = _widened(block)
     labels = whole.split_labels
@@ -387,7 +397,11 @@ def neuron_matrices(block: Block) -> Matrices | None:
 
 
 def _between(block: Block, one: Sequence[int], other: Sequence[int]) -> Matrices | None:
-    """Returns matrices with these axes as sides; None if a side is empty, or one axis of the leaf holds both sides."""
+    """Returns matrices with these axes of `split` as their two sides.
+
+    The side that comes first in the leaf becomes the rows. In `heads`, the side `one` has the entries of a head. The
+    result is None if a side is empty, or if both sides lie in a single axis of the leaf.
+    """
     if len({k for k, group in enumerate(block.groups) if set(group) & {*one, *other}}) < 2 or not one or not other:
         return None
     rows, columns = sorted((tuple(one), tuple(other)))
@@ -399,6 +413,9 @@ def _between(block: Block, one: Sequence[int], other: Sequence[int]) -> Matrices
 
 
 def optax_axes(matrices: Mapping[str, Reading]) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Returns leaf path → the leaf's axes that hold rows, and those that hold columns; `_between` keeps them apart."""
+    """Returns leaf path → the leaf's axes that hold rows, and the leaf's axes that hold columns.
+
+    A leaf that is read in ranges has the axes of its first range.
+    """
     first = {path: reading.pieces[0] for path, reading in matrices.items() if reading.pieces}
     return {path: (m.leaf_axes(m.rows), m.leaf_axes(m.columns)) for path, m in first.items()}

@@ -1,9 +1,9 @@
 """The order in which parts are read, and whether they commute.
 
-A part is read once the other parts of its role that move what it is read from are undone. What it merely passes does
-not count: an absorption passes kernels that a read shift moves, and the read shift passes a norm's bias that the
-absorption moves, but the two commute. So the order follows from the parts alone, and the order of a list of gauges
-means nothing.
+A part is read after the other parts of its role that move its anchor were undone. Blocks that a part uses and does not
+change (`Part.passes`) impose no order. For example, `Absorption` uses kernels that `ReadShift` moves, and `ReadShift`
+uses a norm's bias that `Absorption` moves, but the two commute. The order thus follows from the parts alone, and the
+order of a list of gauges has no effect.
 """
 
 import functools
@@ -30,12 +30,12 @@ from gauge_optax.parts.part import (
 
 
 class Place(NamedTuple):
-    """A constant or a size, and what it is read from.
+    """A constant or a size, with the anchor that it is read from.
 
     Attributes:
       part: the part.
       anchor: the blocks that it is read from.
-      others: the other parts of its role that move entries of this anchor, with their blocks.
+      others: the other parts of its role that move entries of this anchor, each with the block that it moves.
     """
 
     part: Any
@@ -47,22 +47,25 @@ by_label = operator.attrgetter("label")  # what parts are sorted by where nothin
 
 
 def anchor_key(anchor: Anchor) -> tuple[tuple[str, str], ...]:
-    """Paths and axes of an anchor: equal for two parts that are read from one block."""
+    """The path and axes string of every block of an anchor: equal for two parts with the same anchor."""
     return tuple((b.path, b.axes) for b in anchor)
 
 
 def others_of(part: Any, anchor: Anchor, parts: Sequence[Any]) -> tuple[tuple[Any, Block], ...]:
-    """The other parts that move an anchor, with the blocks by which they do, in the order of their labels."""
+    """The parts, other than `part`, that move an anchor, each with the block that it moves, sorted by label."""
     pairs = ((q, b) for q in parts if q is not part for b in q.blocks)
     found = [(q, b) for q, b in pairs if any(a.path == b.path and overlaps(a, b) for a in anchor)]
     return tuple(sorted(found, key=lambda pair: (pair[0].label, pair[1].path, pair[1].axes)))
 
 
 def in_order(parts: Sequence[Any]) -> list[Place]:
-    """Parts of one role, each with an anchor that only earlier parts move. Raises ValueError for a cycle.
+    """Sorts parts of one role, and chooses for each an anchor that only earlier parts move.
 
-    A later anchor is taken only where parts would wait for each other with all earlier ones. Ties are broken by label,
-    so that the order of a list of gauges does not matter.
+    A part takes its second or a later anchor only if no remaining part is ready with an earlier one. Ties are broken by
+    label, so that the order of a list of gauges does not matter.
+
+    Raises:
+      ValueError: parts that wait for each other with all of their anchors.
     """
     waiting = {p.label: p for p in sorted(parts, key=by_label)}
     offered = {p.label: [Place(p, anchor, others_of(p, anchor, parts)) for anchor in p.anchors] for p in parts}
@@ -86,10 +89,10 @@ def in_order(parts: Sequence[Any]) -> list[Place]:
 
 
 def turns_by_class(turns: Sequence[Any]) -> tuple[tuple[type[Any], tuple[Any, ...]], ...]:
-    """Turns in order, in groups of one class, because a class computes with all of its heads at once.
+    """Turns in the order in which they are read, in groups of one class, which computes all of its turns at once.
 
-    Turns whose anchor another turn moves form groups of their own, behind those that wait for nothing. Among either,
-    the class that is the compiler's last comes last.
+    Turns that wait for another one, because it moves their anchor, form groups of their own after all others. Within
+    both, a class with `last = True` comes last.
     """
     ordered = [place.part for place in in_order(turns)]
     waits = {t: any(moves(q, t.anchors[0]) for q in turns if q is not t) for t in ordered}
@@ -113,7 +116,10 @@ def _cycle(waiting: Sequence[Any]) -> ValueError:
 
 
 def check_commute(parts: Sequence[Any]) -> None:
-    """Raises ValueError where one part does not map the moves of another one to moves of that part."""
+    """Raises ValueError for two parts whose moves cannot be exchanged.
+
+    A move of part p after a move of part q must equal a move of q after a move of p, with elements that may differ.
+    """
     for pairs in blocks_by_path(parts).values():
         for (p, a), (q, b) in itertools.permutations(pairs, 2):
             error = _clash(p, a, q, b)
@@ -122,11 +128,18 @@ def check_commute(parts: Sequence[Any]) -> None:
 
 
 def _clash(p: Any, a: Block, q: Any, b: Block) -> ValueError | None:
-    """The error where a part does not act alike along the axis that another one needs; None where it does."""
+    """The error if q treats entries along an axis that p mixes differently; None if it does not.
+
+    Args:
+      p: a part that mixes the axes `p.along`.
+      a: one of its blocks.
+      q: another part on the same leaf.
+      b: one of the blocks of q.
+    """
     if p is q or not p.along or p.label.split(" ")[0] == q.label.split(" ")[0] or not overlaps(a, b):
-        return None  # a gauge may be two parts of the same blocks, which commute
+        return None  # the two parts of one gauge share their blocks and commute
     roles = Constant | Size | Turn
-    # Sizes that act alike, and rotations, turn the move of a constant into another move of that constant.
+    # A constant q adds something that sizes and rotations p map to another move of the same constant.
     if not isinstance(p, roles) or isinstance(q, Constant):
         return None
 
@@ -142,7 +155,7 @@ def _clash(p: Any, a: Block, q: Any, b: Block) -> ValueError | None:
     if isinstance(p, Constant) and isinstance(q, roles) and q.along:
         return None
     if isinstance(q, Size) and {anchor_key((x,)) for x in p.passes} & {anchor_key(x) for x in q.anchors}:
-        return None  # the part acts where this size is 1
+        return None  # p uses the anchor of q, a norm's scale, in such a way that their moves commute
     named = (*q.named, *(() if q.along == EXCLUSIVE else q.along))
     if not any(axis in a.names and varies_along(b, named, a, axis) for axis in p.along):
         return None
@@ -164,13 +177,16 @@ def _clash(p: Any, a: Block, q: Any, b: Block) -> ValueError | None:
 
 @functools.cache
 def varies_along(scaled: Block, named: tuple[str, ...], rigid_block: Block, rigid: str) -> bool:
-    """Whether entries that differ only along the axis `rigid` of one block differ in a named index of another one.
+    """Whether a part whose elements have the axes `named` treats entries along the axis `rigid` of a block differently.
 
     Args:
-      scaled: a block.
+      scaled: the block that this part moves.
       named: names of its axes.
-      rigid_block: another block of the same leaf.
-      rigid: name of one of its axes.
+      rigid_block: another part's block on the same leaf.
+      rigid: name of an axis of `rigid_block`.
+
+    Returns:
+      True if two entries that differ only along `rigid` have different indices along the axes `named` of `scaled`.
     """
     fixed = {*rigid_block.names, "_"} - {rigid}
     for axis in range(len(rigid_block.shape)):

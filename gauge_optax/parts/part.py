@@ -1,24 +1,24 @@
 """`Part`: one small group that acts on leaves. This is all that the slice knows of a symmetry.
 
-A gauge that is bound to a tree compiles to parts, one or two per layer (or other capture of its paths). The element of
-a part has one member of the group per value of the named axes (per head, per channel), all in one array. A part has one
-of three roles, and its role is its class:
+A gauge that is bound to a tree compiles to parts, one or two per layer (or other capture of its paths). An *element* of
+a part has one member of the group for every index of the named axes (for every head or channel). To *read* a part is to
+compute its element from the weights. A part has one of three roles, and its role is its class:
 
 * a `Constant` adds something that the function does not see. It is read from the weights and removed at every step;
-* a `Size` multiplies. It is read and removed at every step too. A gauge that a user defines by its action is one, too,
-  whatever it does;
-* a `Turn` rotates. It is read once, at `init`; then every step loses the part of it that only rotates.
+* a `Size` multiplies. It is also read and removed at every step. A gauge that a user defines by its action has this
+  role, whatever it does;
+* a `Turn` rotates. It is read once, at `init`. From then on, the rotation that a step contains is removed from it.
 
 A part whose class has none of the three roles (a permutation) moves weights, but no optimizer notices it.
 
-A part says what its group is (`identity`, `inverse`, `compose`), how it acts, and how it is read; a turn also says how
-a step loses what only turns. What a consumer
-(an optimizer, a measure, `align`) needs to know of a part stands with the consumer, as a `functools.singledispatch`
-function with a default that holds for every part.
+A part defines its group (`identity`, `inverse`, `compose`), how it acts, and how it is read; a turn also defines what
+it removes from a step. What an optimizer, a measure or `align` needs to know of a part besides is written in the
+module that needs it, as a `functools.singledispatch` function with a default that holds for every part.
 
-How steps and gradients move follows from `act`. A *tangent* is a change of weights, as a step is: `push` moves it
-out of the slice with the weights. A *cotangent* is a gradient: `pull` moves it in, by the transpose of the same
-derivative. At W = 2·Ŵ a step of Ŵ is doubled on its way out, and a gradient at W on its way in.
+How steps and gradients move follows from `act`. A *tangent* is a change of weights, such as a step: `push` moves it
+from the slice to the stored weights. A *cotangent* is a gradient: `pull` moves it from the stored weights to the slice,
+by the transpose of the same derivative. For stored weights W = 2·Ŵ, `push` doubles a step of Ŵ, and `pull` doubles a
+gradient at W.
 """
 
 import abc
@@ -34,10 +34,10 @@ from gauge_optax.binding import Block, overlap
 from gauge_optax.linalg import matmul, transpose
 
 Arrays = dict[str, jax.Array]
-"""Leaf path → array in the computing dtype."""
+"""Leaf path → array in the computing dtype, see `linalg.real_dtype`."""
 
 Anchor = tuple[Block, ...]
-"""Blocks that an element is read from together. With the empty anchor, a part waits for no other part."""
+"""The blocks that an element is read from together. A part with the empty anchor is read without waiting for others."""
 
 EXCLUSIVE = ("",)
 """The value of `Part.along` for a part whose blocks no other part may move."""
@@ -52,12 +52,12 @@ class Part(abc.ABC, Generic[E]):
     """One small group on one tree. It is frozen and hashable, and holds no array.
 
     Attributes:
-      label: the name of its gauge, its captures, a checksum and the version of states, "rescale[i=0].8bc7f390.v4";
-        where a gauge has two parts, a word for this one behind it. It does not depend on the order of a list of
+      label: the name of its gauge, its captures, a checksum and the version of states, "rescale[i=0].8bc7f390.v4"; if a
+        gauge has two parts, a word that names this one follows. The label does not depend on the order of a list of
         gauges, and is the key of the part's element in a state.
       named: names of the axes that index an element.
       shape: lengths of the named axes.
-      blocks: what `act` changes.
+      blocks: the blocks that `act` changes.
     """
 
     label: str
@@ -72,16 +72,16 @@ class Part(abc.ABC, Generic[E]):
 
     @property
     def along(self) -> tuple[str, ...]:
-        """The axes of its blocks whose entries this part mixes, as a rotation mixes those of `basis`.
+        """The axes of its blocks whose entries this part mixes, as a rotation mixes the entries along `basis`.
 
-        Every other part on these blocks must multiply all entries along them by one number; a size that is read from a
-        block which this part passes is exempt. (): no condition. `EXCLUSIVE`: no other part may move these blocks.
+        Every other part on these blocks must multiply all entries along these axes by one number. A size that is read
+        from a block in `passes` is exempt. (): no condition. `EXCLUSIVE`: no other part may move these blocks.
         """
         return ()
 
     @property
     def anchors(self) -> tuple[Anchor, ...]:
-        """What an element can be read from, best first."""
+        """The anchors from which an element can be read, best first."""
         return (self.blocks,)
 
     @abc.abstractmethod
@@ -98,16 +98,17 @@ class Part(abc.ABC, Generic[E]):
 
     @abc.abstractmethod
     def act(self, e: E, x: Arrays) -> Arrays:
-        """The move of a point. Leaves that the part does not change are returned as they are."""
+        """The point `x` moved by the element `e`. Leaves that the part does not change are returned as they are."""
 
     def undo(self, e: E, x: Arrays) -> Arrays:
-        """The move back. Constants leave exact zeros where there was nothing else."""
+        """The point `x` moved by the inverse of `e`. A constant leaves exact zeros in rows that held nothing else."""
         return self.act(self.inverse(e), x)
 
     def push(self, e: E, u: Arrays, at: Arrays) -> Arrays:
         """The difference act(e, at + u) − act(e, at) of two points; `u` is a step, a tangent.
 
-        The default is the derivative, which is exact where `act` is affine. Otherwise a part has a closed form.
+        The default applies the derivative of `act` to `u`, which is exact if `act` is affine. A part whose `act` is not
+        affine has a closed form of its own.
         """
         paths = paths_of(self)
         moved = jax.jvp(lambda x: _moved(self, e, x), ({p: at[p] for p in paths},), ({p: u[p] for p in paths},))[1]
@@ -120,20 +121,23 @@ class Part(abc.ABC, Generic[E]):
         return g | transposed({p: g[p] for p in paths})[0]
 
     def quiet(self, g: Arrays) -> Arrays:
-        """A gradient without the roundoff that stands where the gradient of every invariant loss is zero."""
+        """A gradient with zeros in place of roundoff, where the gradient of every invariant loss is zero."""
         return g
 
     def beside(self, others: "Sequence[Part[Any]]") -> "Part[E]":
-        """The form that this part takes in a list with `others`, which decide from which blocks some parts are read."""
+        """This part, adapted to the `others` of its list, which decide from which blocks some parts are read."""
         return self
 
     def beside_frozen(self, frozen: frozenset[str]) -> "Part[E] | None":
-        """This part where the leaves with these paths never change; None if a step of another would change one."""
+        """This part for a run in which the leaves with these paths never change.
+
+        It is None if the part cannot be used then, because a step of other leaves would change a frozen one.
+        """
         return self
 
 
 class Additive:
-    """The law of elements that add: arrays, or trees of arrays. Parts and public elements have it alike."""
+    """Inverse and product of elements that add: arrays, or trees of arrays. Both `Part`s and `Copy`s inherit them."""
 
     @staticmethod
     def inverse(e: Any) -> Any:
@@ -147,7 +151,7 @@ class Additive:
 
 
 class Orthogonal:
-    """The law of rotations R that take rows W to W·R. Parts and public elements have it alike."""
+    """Inverse and product of rotations R that take rows W to W·R. Both `Part`s and `Copy`s inherit them."""
 
     @staticmethod
     def inverse(e: jax.Array) -> jax.Array:
@@ -156,12 +160,12 @@ class Orthogonal:
 
     @staticmethod
     def compose(a: jax.Array, b: jax.Array) -> jax.Array:
-        """W ↦ (W·b)·a."""
+        """b·a, which acts as `a` after `b`: W ↦ (W·b)·a."""
         return matmul(b, a)
 
 
 class Isometry(Part[E]):
-    """A part that moves steps and gradients as it moves points, and keeps their products."""
+    """A part whose `act` is orthogonal: steps and gradients move as points do, and inner products stay the same."""
 
     def push(self, e: E, u: Arrays, at: Arrays) -> Arrays:
         return self.act(e, u)
@@ -175,12 +179,13 @@ class Constant(Part[E]):
 
     @abc.abstractmethod
     def read(self, anchor: Anchor, x: Arrays) -> E:
-        """The element whose removal leads to the slice, where this reading is zero."""
+        """The element that `undo` must remove to bring the anchor to the slice, where this reading is zero."""
 
     def reference_gradient(self, x: Arrays, g: Arrays) -> jax.Array | None:
-        """The size of gradients with which those of all leaves are compared at a slice point; None where there is none.
+        """A size to which the gradients of all leaves are compared; None for a part that gives none.
 
-        What is smaller than it by the roundoff of the dtype is itself roundoff (`Slice.least_signal`).
+        An entry that is smaller than this size times the roundoff of the dtype is itself roundoff
+        (`Slice.least_signal`).
 
         Args:
           x: the slice point.
@@ -195,8 +200,8 @@ class Constant(Part[E]):
 class Size(Part[E]):
     """A part that acts by multiplying.
 
-    It is read and removed at every step, in the channels whose first anchor is not zero at `init`; other channels are
-    read at `init` alone.
+    In channels whose first anchor is not zero at `init`, it is read and removed at every step. In all other channels it
+    is read at `init` alone.
     """
 
     @abc.abstractmethod
@@ -206,31 +211,36 @@ class Size(Part[E]):
         Args:
           anchor: one of `anchors`.
           x: a point; all other parts that move the anchor are already undone.
-          within: which channels or heads to read, (*shape, bool); the others get the identity.
-          near: whether the point is near the slice, so that a cheaper method suffices.
+          within: which channels or heads to read, (*shape) booleans; the others get the identity.
+          near: True if the point is near the slice, so that a cheaper method suffices.
 
         Returns:
-          The element, and which channels were read, (*shape, bool): an anchor that is zero has no size.
+          The element, and which channels were read, (*shape) booleans: False where the anchor is zero.
         """
 
     def completed(self, x: Arrays, g: Arrays) -> Arrays:
-        """A gradient at a slice point whose entries of the anchor follow from all others, because the loss is
-        invariant.
+        """A gradient at a slice point, with the anchor's entries computed from those of all other blocks.
+
+        They are determined because the loss is invariant. The default returns the gradient unchanged.
         """
         return g
 
     def follows(self, bits: Mapping[str, int]) -> bool:
-        """Whether growth rests on the anchor, because another leaf is less precise; `bits` are those of mantissas."""
+        """Whether the anchor keeps its growth, because another leaf is less precise and would round the growth away.
+
+        Args:
+          bits: leaf path → bits of the mantissa of the leaf's dtype.
+        """
         return False
 
 
 class Turn(Isometry[E]):
-    """A part that acts orthogonally. It is read once; then every step loses what only turns.
+    """A part that rotates. It is read once, at `init`; later, the rotation that a step contains is removed from it.
 
     The class methods take several parts of one class at once, so that the heads of all layers are one batch.
     """
 
-    last: ClassVar[bool] = False  # whether its class comes after the others in a step, for the compiler's sake alone
+    last: ClassVar[bool] = False  # whether a step handles this class after the others, which only saves memory
 
     @classmethod
     @abc.abstractmethod
@@ -248,18 +258,18 @@ class Turn(Isometry[E]):
           turns: parts of this class.
           x: the point.
           u: the tangent.
-          into: per part a rotation R, (*shape, size, size), such that W·R is on the slice, where W are the part's rows
-            at `x`; None if W itself is on the slice.
+          into: per part the rotation R, (*shape, size, size), that takes the part's rows W at `x` to rows W·R on the
+            slice; None if W itself is on the slice.
         """
 
     @classmethod
     def project_dual(cls, turns: Sequence[Any], x: Arrays, g: Arrays) -> Arrays:
-        """The transpose of `project`; `project` itself where that is an orthogonal projection."""
+        """The transpose of `project`. The default is for a `project` that is orthogonal, and so its own transpose."""
         return cls.project(turns, x, g)
 
     @classmethod
     def hold(cls, turns: Sequence[Any], x: Arrays, u: Arrays) -> Arrays:
-        """Removes the part of a step that rotates: to first order, or exactly where that has a closed form."""
+        """Removes the part of a finite step that rotates: to first order, or exactly if that has a closed form."""
         return cls.project(turns, x, u)
 
 
@@ -279,7 +289,7 @@ def _paths(blocks: tuple[Block, ...], passes: tuple[Block, ...]) -> tuple[str, .
 
 
 def blocks_by_path(parts: Iterable[Any]) -> dict[str, list[tuple[Any, Block]]]:
-    """Leaf path → the parts that change the leaf, each with the block by which it does."""
+    """Leaf path → pairs of a part that changes the leaf and the block of the leaf that it changes."""
     pairs: dict[str, list[tuple[Any, Block]]] = {}
     for part in parts:
         for block in part.blocks:

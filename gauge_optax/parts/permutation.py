@@ -9,11 +9,11 @@ from gauge_optax.binding import Block, laid_out
 from gauge_optax.parts.part import Arrays, Isometry
 
 Indices = jax.Array | None
-"""An element: (*shape, size), integers; None for the identity, which adds nothing to a program."""
+"""An element: (*shape, size), integers; None for the identity, which adds no operation to a compiled program."""
 
 
 class Renumbering:
-    """The law of permutations. Parts and public elements have it alike."""
+    """Inverse and product of permutations. Both the part and the gauge's `Copy` inherit them."""
 
     @staticmethod
     def inverse(e: Indices) -> Indices:
@@ -22,7 +22,7 @@ class Renumbering:
 
     @staticmethod
     def compose(a: Indices, b: Indices) -> Indices:
-        """(θ∘b)∘a."""
+        """The indices of the move `a` after the move `b`: entry i of the result is b[a[i]]."""
         return b if a is None else a if b is None else jnp.take_along_axis(b, a, -1)
 
 
@@ -56,11 +56,11 @@ class Permutation(Renumbering, Isometry[Indices]):
         return out
 
     def rows(self, block: Block, x: Arrays) -> jax.Array:
-        """A block with one row per unit, (*shape, size, entries)."""
+        """The entries of a block, one row per unit: (*shape, size, entries)."""
         view, kept = block.view(x[block.path]), (*self.named, self.axis)
         free = [k for k, label in enumerate(block.labels) if label not in kept]
         return view.transpose([*(block.labels.index(name) for name in kept), *free]).reshape(*self.shape, self.size, -1)
 
     def total(self, block: Block, leaf: jax.Array) -> jax.Array:
-        """Sums over the entries of every unit, (*shape, size)."""
+        """The sum of a block's entries for every unit, (*shape, size)."""
         return block.total((*self.named, self.axis), leaf)

@@ -1,4 +1,8 @@
-"""Sizes: `Factor`, one number per channel on two sides, and `Stretch`, the symmetric part of GL(d) per head."""
+"""Sizes: `Factor`, a number per channel, and `Stretch`, a symmetric positive matrix per head.
+
+Each multiplies one side of a product and divides the other. A stretch is the factor P of an invertible matrix S = Q·P;
+its factor Q, a rotation, is a turn.
+"""
 
 import dataclasses
 import functools
@@ -22,26 +26,27 @@ from gauge_optax.linalg import (
 from gauge_optax.parts.heads import Heads
 from gauge_optax.parts.part import Anchor, Arrays, Size
 
-# A step may take λ_min/‖H‖_F of an anchor's Gram matrix H down to this; below it the way back to the slice is inexact.
+# After a step, λ_min/‖H‖_F of an anchor's Gram matrix H may be as small as this. Below it, `fix` does not reach the
+# slice exactly, because `inverse_sqrt_by_products` is inexact.
 _LEAST = 1e-4
 
 
 MULTIPLIED, DIVIDED = ("up", "left"), ("down", "right")
-"""Arguments of constructors whose blocks an element α multiplies, and those whose blocks it divides."""
+"""Names of the constructors' arguments whose blocks an element α multiplies, and of those whose blocks it divides."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Factor(Size[jax.Array]):
-    """up·α and down·α⁻ᵖ per channel. An element is α itself, not its logarithm, and may be negative.
+    """Multiplies one side by α and the other by α⁻ᵖ, per channel: up·α and down·α⁻ᵖ.
 
-    A channel reads as the norm of its first anchor divided by √(number of columns), to the power −1/p for an anchor on
-    the down side. On the slice every column of a kernel has norm 1, a norm's scale is +1 and multipliers have root mean
-    square 1, which is close to the usual initial values.
+    An element is α itself, not its logarithm, and may be negative. A channel reads as the norm of its anchor divided by
+    √(number of columns), to the power −1/p for an anchor on the down side. On the slice every column of a kernel has
+    norm 1, a norm's scale is +1 and multipliers have root mean square 1, which is close to the usual initial values.
 
     Attributes:
-      degree: p.
-      by_entry: whether the root mean square of an anchor's entries is its size: multipliers start at 1.
-      signed: whether α takes the sign of the anchor's one entry, because all readers are linear.
+      degree: p, the degree of the function between both sides: 1 for ReLU, 2 for squared ReLU.
+      by_entry: whether α is the root mean square of the anchor's entries: for multipliers, which start at 1.
+      signed: whether α takes the sign of the anchor's one entry, which keeps the function if all readers are linear.
     """
 
     degree: float = 1.0
@@ -79,7 +84,7 @@ class Factor(Size[jax.Array]):
         return out
 
     def down_factor(self, e: jax.Array) -> jax.Array:
-        """α⁻ᵖ."""
+        """α⁻ᵖ, for an element `e` = α."""
         return 1.0 / (e if self.degree == 1.0 else e**self.degree)
 
     def push(self, e: jax.Array, u: Arrays, at: Arrays) -> Arrays:
@@ -91,8 +96,8 @@ class Factor(Size[jax.Array]):
     def read(self, anchor: Anchor, x: Arrays, within: jax.Array, near: bool) -> tuple[jax.Array, jax.Array]:
         totals = [b.total(self.named, jnp.square(x[b.path])) for b in anchor]
         square = sum(totals[1:], totals[0])
-        # On the slice a channel's squared norm is `natural`, its entries over its inputs, which are its free axes but
-        # the last, or the only one: 1 for a column of an (inputs, channels) kernel.
+        # On the slice a channel's squared norm is `natural`, its number of entries divided by its number of inputs: 1
+        # for a column of an (inputs, channels) kernel. All free axes but the last are inputs; a single one is, too.
         free = [[n for n, label in zip(b.view_shape, b.labels, strict=True) if label not in self.named] for b in anchor]
         inputs = max(math.prod(lengths[:-1] or lengths) for lengths in free)
         natural = sum(map(math.prod, free)) / (1 if self.by_entry else max(1, inputs))
@@ -104,10 +109,10 @@ class Factor(Size[jax.Array]):
         return size, read
 
     def completed(self, x: Arrays, g: Arrays) -> Arrays:
-        """A gradient whose entries of the anchor follow from all others: ⟨g, (up, −p·down)⟩ is zero by invariance.
+        """A gradient whose entries at the anchor, a norm's scale, are computed from those of all other blocks.
 
-        A turn that passes a norm's scale is a symmetry only where that scale is 1. Away from there the turn is
-        conjugated by the scale, so that the turned gradient lacks a term at the scale itself. This is that term.
+        By invariance ⟨g_up, up⟩ = p·⟨g_down, down⟩ per channel, which determines them. A turn that passes a norm's
+        scale depends on the scale, and `Stream.pull` leaves out the term that this adds to the scale's gradient.
         """
         anchor, zero = self.up[0], jnp.zeros(self.shape, real_dtype())
 
@@ -120,7 +125,7 @@ class Factor(Size[jax.Array]):
         return g | {anchor.path: anchor.write(g[anchor.path], found)}
 
     def follows(self, bits: Mapping[str, int]) -> bool:
-        """Whether growth rests on the anchor, because another leaf is less precise and would round it away.
+        """Whether the anchor keeps its growth, because another leaf is less precise and would round the growth away.
 
         Args:
           bits: leaf path → bits of the mantissa of its dtype.
@@ -133,14 +138,15 @@ class Factor(Size[jax.Array]):
 
 @dataclasses.dataclass(frozen=True)
 class Stretch(Size[jax.Array]):
-    """left·S and right·S⁻ᵀ per head. Elements are pairs (S, S⁻¹), (*shape, 2, d, d), so that no step inverts a matrix.
+    """Multiplies the two factors of a product by S and S⁻ᵀ per head: left·S and right·S⁻ᵀ.
 
-    A head reads as the symmetric S of left = Q·S, where Q has orthonormal columns. Far from the slice it is read by QR
-    and the SVD of the triangular factor (a Gram matrix would square the condition number), near it by products.
+    Elements are pairs (S, S⁻¹), (*shape, 2, d, d), so that no step inverts a matrix. A head reads as the symmetric S of
+    left = Q·S, where Q has orthonormal columns. Far from the slice it is read by QR and the SVD of the triangular
+    factor (a Gram matrix would square the condition number), near it by matrix products with the Gram matrix.
 
     Attributes:
-      left: the rows that are multiplied by S.
-      right: the rows that are multiplied by S⁻ᵀ.
+      left: the rows that S multiplies.
+      right: the rows that S⁻ᵀ multiplies.
     """
 
     left: Any = None
@@ -152,7 +158,7 @@ class Stretch(Size[jax.Array]):
 
     @property
     def size(self) -> int:
-        """d."""
+        """d, the length of the basis axis."""
         return int(self.left.size)
 
     @property
@@ -194,7 +200,7 @@ class Stretch(Size[jax.Array]):
             read = within & full_rank(root)
             _, sizes, vectors = svd(jnp.where(read[..., None, None], root, eye))
             pair = _conjugated(vectors, sizes), _conjugated(vectors, 1.0 / sizes)
-        # From the right side, which moves as S⁻ᵀ = S⁻¹, the same formula gives the inverse.
+        # The right side is multiplied by S⁻ᵀ = S⁻¹, so that the same formula gives S⁻¹ when it is read from that side.
         return jnp.stack(pair if from_left else pair[::-1], -3), read
 
 

@@ -1,13 +1,14 @@
 """The rotation of the residual stream: x ↦ x·R for everything that writes to it, undone by everything that reads it.
 
-A norm's scale γ stands between the stream and its readers, and does not commute with R. With γ = 1 the rotation is
-plain; as a move of stored leaves it is W_read ↦ γ⁻¹·Rᵀ·γ·W, and β ↦ γ·((β/γ)·R) for the norm's bias. The slice has
-γ = 1, because the sizes of norms are undone before turns are.
+A norm's scale γ stands between the stream and its readers, and does not commute with R. With γ = 1 a reader W moves to
+Rᵀ·W. In general it moves to γ⁻¹·Rᵀ·γ·W, and the norm's bias β to γ·((β/γ)·R). On the slice γ = 1, because the sizes of
+norms are undone before turns.
 
-* Reading: the polar factor of CᵀE, with C fixed noise. E are the blocks that no other turn moves, above all the
-  embedding; under LayerNorm E is first projected off the ones vector.
-* The vertical part of a tangent U is W·A on every writer and Aᵀ·W on every reader, with the antisymmetric A that solves
-  M·A + A·M = EᵀU − UᵀE, M = EᵀE: the rotation that E shows, so that rotations of heads can be removed afterwards.
+* Reading: let E be the rows of all blocks that no other turn moves, above all the embedding, and C a fixed random
+  matrix. R is the polar factor of CᵀE. Under LayerNorm, the vector of ones is first projected out of E.
+* The vertical part of a tangent U is W·A on every writer W, and Aᵀ·W on every reader W. The antisymmetric A solves
+  M·A + A·M = EᵀU − UᵀE with M = EᵀE. It depends on E alone, so that rotations of heads, which do not move E, can be
+  removed afterwards.
 """
 
 import dataclasses
@@ -29,15 +30,15 @@ _STEPS = 200
 
 @dataclasses.dataclass(frozen=True)
 class Stream(Orthogonal, Turn[jax.Array]):
-    """The one part: an orthogonal matrix, (d, d), for all layers.
+    """The rotation of one residual stream. An element is an orthogonal matrix, (d, d), which serves all layers.
 
     Attributes:
-      size: d.
-      scales: pairs of a norm's scale and the blocks behind it: its readers, which γ multiplies, and its bias, which γ
-        divides.
+      size: d, the number of channels of the stream.
+      scales: pairs of a norm's scale γ and the blocks behind it: the norm's readers, which are multiplied by γ before
+        they turn, and its bias, which is divided.
       keeps_ones: whether the rotation keeps the vector of ones, as LayerNorm needs.
-      held: whether optimizers keep the rotation from drifting.
-      seen: the blocks that it is read from, because no other turn moves them.
+      held: whether optimizers remove the rotation from every step.
+      seen: the blocks that the rotation is read from: those that no other turn moves.
     """
 
     size: int = 0
@@ -70,7 +71,7 @@ class Stream(Orthogonal, Turn[jax.Array]):
         return x | self.divided(inside | self.rows.turned(inside, e), x, back=True)
 
     def push(self, e: jax.Array, u: Arrays, at: Arrays) -> Arrays:
-        # Slice coordinates: the scales of norms are 1, and no step changes them.
+        # Here `at` and `u` are in slice coordinates, where the scales of norms are 1 and no step changes them.
         return u | self.rows.turned(u, e)
 
     def pull(self, e: jax.Array, g: Arrays, at: Arrays) -> Arrays:
@@ -78,21 +79,21 @@ class Stream(Orthogonal, Turn[jax.Array]):
 
     @functools.cached_property
     def rows(self) -> Heads:
-        """All rows that it turns."""
+        """The rows of all blocks that the rotation moves."""
         return Heads((), (), self.blocks, self.size)
 
     @functools.cached_property
     def rows_seen(self) -> Heads:
-        """The rows that it is read from."""
+        """The rows of the blocks that the rotation is read from."""
         return Heads((), (), self.seen or self.blocks, self.size)
 
     def divided(self, x: Arrays, at: Arrays, back: bool = False) -> Arrays:
-        """Readers multiplied, and norms' biases divided, by the scales that their norms have at a point.
+        """Multiplies readers by their norm's scale, and divides norms' biases by it.
 
         Args:
-          x: leaves.
-          at: the point.
-          back: whether to do the inverse.
+          x: bound leaves.
+          at: the point that has the scales.
+          back: True for the inverse.
         """
         out = dict(x)
         for scale, behind in self.scales:
@@ -103,13 +104,16 @@ class Stream(Orthogonal, Turn[jax.Array]):
         return {path: out[path] for path in changed(self)}
 
     def restricted(self, matrix: jax.Array) -> jax.Array:
-        """HᵀMH for a (d, d) matrix, H an orthonormal basis of what is orthogonal to the ones; M if not `keeps_ones`."""
+        """HᵀMH for a (d, d) matrix M, where the columns of H are an orthonormal basis of the vectors of sum zero.
+
+        It is M itself without `keeps_ones`.
+        """
         if not self.keeps_ones:
             return matrix
         return reflected(reflected(matrix, -1), -2)[1:, 1:]
 
     def embedded(self, matrix: jax.Array) -> jax.Array:
-        """H·M·Hᵀ + 1·1ᵀ/d for an orthogonal (d − 1, d − 1) matrix: the inverse of `restricted`."""
+        """The inverse of `restricted`: H·M·Hᵀ + 1·1ᵀ/d for an orthogonal (d − 1, d − 1) matrix M."""
         if not self.keeps_ones:
             return matrix
         embedded = jnp.zeros((self.size, self.size), matrix.dtype).at[1:, 1:].set(matrix).at[0, 0].set(1.0)
@@ -135,12 +139,15 @@ class Stream(Orthogonal, Turn[jax.Array]):
 
     @classmethod
     def _without_rotation(cls, turns: Sequence[Any], x: Arrays, vector: Arrays, dual: bool) -> Arrays:
-        """Removes the rotation that `seen` shows from all blocks of a tangent; the transpose of that if `dual`."""
+        """Removes the rotation that a tangent shows on the blocks `seen` from all blocks.
+
+        If `dual`, it applies the transpose of this projection to a cotangent.
+        """
         out = dict(vector)
         for turn in turns:
             seen = turn.rows_seen
             measured, moved = (turn.rows, seen) if dual else (seen, turn.rows)
-            # A cotangent is multiplied where a tangent is divided.
+            # A cotangent moves by the inverse transpose: it is multiplied by a scale that divides a tangent.
             inside, values = turn.divided(out, x, back=dual), turn.divided(x, x)
             pairs = (seen, values), (measured, inside)
             gram, cross_gram = (turn.restricted(side.gram(values, y)) for side, y in pairs)
@@ -156,7 +163,7 @@ class Stream(Orthogonal, Turn[jax.Array]):
 
 
 def reflected(matrix: jax.Array, axis: int) -> jax.Array:
-    """The matrix times the reflection that swaps the first unit vector and the ones of length one, along an axis."""
+    """The matrix times, along an axis, the reflection that swaps the vectors (1, 0, …, 0) and (1, …, 1)/√d."""
     size = matrix.shape[axis]
     normal = jnp.full(size, -1.0 / size**0.5, matrix.dtype).at[0].add(1.0)
     unit = normal / jnp.sqrt(jnp.sum(jnp.square(normal)))

@@ -479,8 +479,9 @@ def lyapunov_by_products(m: jax.Array, k: jax.Array, steps: int = 24) -> jax.Arr
         fresh = inner(residual, scaled)
         return (solution + rate * direction, residual, scaled + safe_divide(fresh, energy) * direction, fresh), None
 
-    # The upper triangle is mirrored to make the residual exactly antisymmetric. Otherwise roundoff, above all on a
-    # mesh, can leave a symmetric part, which the iteration cannot reduce, and would amplify.
+    # k − kᵀ is antisymmetric to the last bit only if the compiler takes k and kᵀ from one array. If it computes k
+    # twice, as it may on a mesh, a symmetric part of the size of roundoff is left, which the iteration cannot reduce
+    # and would amplify. So the upper triangle is mirrored.
     above = jnp.triu(k - transpose(k), 1)
     residual = above - transpose(above)
     scaled = weight * residual

@@ -116,7 +116,11 @@ def test_what_adapters_and_a_step_cost_is_what_was_measured() -> None:
     assert f"{a} ± {b}, {c} ± {d} and {e} ± {f} %" in " ".join(TRAINING.split())
     rows = result("benchmarks/results/compare_cpu.json")["sections"]["gpt2"]["blocks"]["adam"]
     step = rows["quotient(optax.adamw)"]["step_ratio"][1] / rows["optax.adamw"]["step_ratio"][1]
-    assert f"takes {step:.2f} times as long with `quotient(optax.adamw)`" in " ".join(README.split())
+    assert f"a step of GPT-2 takes [{step:.2f} × AdamW's time]" in README
+    memory = rows["quotient(optax.adamw)"]["peak_mb"] / rows["optax.adamw"]["peak_mb"]
+    assert f"an update {memory:.2f} × its memory" in README
+    muon = result("benchmarks/results/accelerator_cpu.json")["cells"]["update | gpt2 | muon"]
+    assert f"an update takes {muon['max_norm_muon']['ratio'][1]:.2f} × the time of Optax's Muon" in README
     guide = " ".join((ROOT / "docs" / "guides" / "lora.md").read_text().split())
     committed = result("examples/results/lora.json")
 

@@ -190,7 +190,8 @@ def solve_lengths(
                     f"length {length} in shape {site.shape}", f"at least {window[1]}, axes \"{site.axes}\"",
                     "correct the range")
         for part in site.plan.items:
-            # A range gives the length of its name by itself. Free axes are left out, because blocks do not share them.
+            # A named axis with ranges has their length, whatever the leaf's shape: 8 for `neuron=0:8`. Free axes may
+            # have other lengths in other blocks.
             if part.ranges and part.name != "_":
                 length = sum(stop - start for start, stop in part.ranges)
                 if lengths.setdefault(part.name, length) != length:

@@ -246,10 +246,9 @@ class _StoredBlock(NamedTuple):
     others: tuple[tuple[tuple[str, ...], Block, jax.Array], ...]
 
     def weighted(self, *powers: int, by: jax.Array | None = None) -> jax.Array:
-        """The leaf times the factors of other scales once per entry of `powers`, raised to that power, and times `by`.
+        """The leaf times fᵏ for each factor f of the other scales and each k in `powers`, and times `by` if given.
 
-        `weighted(1, 1)` multiplies twice by the factors instead of once by their squares, because XLA:CPU would store
-        the squares as an array.
+        `weighted(1, 1)` is `weighted(2)`, but multiplies by f twice, which XLA:CPU does without another array.
         """
         pairs = [(named, b, x if k == 1 else computed_twice(x * x)) for named, b, x in self.others for k in powers]
         spread = [b.spread(named, x, elsewhere=1.0) for named, b, x in pairs]

@@ -178,7 +178,7 @@ def _derivatives(s: Slice, point: Arrays, gradient: Arrays) -> Moments:
 
 
 def _times(s: Slice, turning: Arrays, factors: Arrays) -> Arrays:
-    """Multiplies every head of these leaves by its factor; keys of `factors` are those of `Moments.turning`."""
+    """Multiplies every head in the leaves `turning` by its factor; keys of `factors` number the turns of `s.heads`."""
     out = dict(turning)
     for k, turn in enumerate(s.heads):
         for block in turn.blocks:

@@ -112,12 +112,13 @@ class Flow:
       kind: what it is, in words.
       make: (point, generator of the random vector) to the motions, one per column in a fixed order.
       columns: how many columns.
-      belongs: (numbers of the columns that take part) to a bool: False if such a combination is left to another flow.
+      belongs: numbers of the columns that take part → whether this flow handles the combination, and no other flow.
       write: (coefficients of the columns that take part, columns that no output depends on) to the gauge. Columns
         without effect may have to move too: a norm's bias that moves into the query bias also moves into the key bias.
         None if the library has no such gauge.
-      products: inner products of gradients with the motions, (gradients, columns) in each chunk of gradients.
-      squares: expected sums of the squares of `products`, per column.
+      products: per chunk of gradients an array (gradients, columns), the inner products of gradients with motions.
+      squares: per column, the sum of squares that `products` would have on average for a motion of random direction.
+        `solve` divides by its root, so that columns of different size can be compared.
 
     >>> from gauge_optax.discovery.trace import walked
     >>> tree = {"a": np.ones(2), "up": np.ones((2, 3)), "b": np.ones(3)}

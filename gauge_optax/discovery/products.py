@@ -199,9 +199,11 @@ class Walk:
         ]
 
     def _terms(self, name: str, ins: Sequence[Value]) -> frozenset[tuple[int, int]]:
-        """The `terms` of a result: those of all operands of a sum, which reads pairs of them together.
+        """The `Value.terms` of a result.
 
-        Another operation keeps those of its operand, if only one depends on data and parameters.
+        A sum has the terms of all its operands; each pair of terms, one of either operand, that belongs to one product
+        is noted as read together. Another operation keeps the terms of its operand, if only one operand depends on both
+        data and parameters, and has none otherwise.
         """
         for (own, one), (other, two) in itertools.product(ins[0].terms, ins[-1].terms) if name in _SUMS else ():
             if own == other and one != two:

@@ -262,8 +262,8 @@ def _readings(trace: Trace, axis: Axis, length: int, searched: set[Space]) -> li
     if length <= _MOST_PICKED and not spaces.picked.isdisjoint(whole):
         return [[Window(0, length, (Atom(whole, length, q),)) for q in range(length)], [one]]
     ways = [[one]] if whole in searched else []
-    # The axis of a fused kernel is cut into segments, such as query, key and value: each has consecutive cells of one
-    # grid, or ids that are no cells.
+    # The axis of a fused kernel is cut into segments, such as query, key and value. A grid (`spaces`) numbers the
+    # entries of an axis that was split; a segment has consecutive entries of one grid, or entries of none.
     grids = [spaces.grids.get(x) for x in whole]
     cuts = [
         k for k, (a, b) in enumerate(itertools.pairwise(grids), start=1)

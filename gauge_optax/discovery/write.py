@@ -1,7 +1,8 @@
-"""Writes symmetries as calls of the library's gauge constructors, with their roles and axes strings.
+"""Writes symmetries as calls of the library's gauge constructors, with their mappings of paths to axes strings.
 
-Words: a symmetry (`groups.Symmetry`) has *terms*, each a piece of a leaf that moves and its exponent. A piece (`views`)
-has an axis along the *space* on which the group acts, and axes along *companions*, which index copies of the group.
+Words: a symmetry (`groups.Symmetry`) has *terms*. A term is a piece of a leaf, and the exponent with which the element
+acts on it. A piece (`views`) has an axis along the *space* on which the group acts, and axes along *companions*, which
+index copies of the group.
 """
 
 from __future__ import annotations

@@ -298,8 +298,9 @@ def _by_projection(
 
 
 _DRAWS = 4
-# A leaf whose gradient has less than this share of the root mean square of all gradients counts as having this share,
-# because its own gradient may be roundoff.
+# `_asymmetry` compares the gradient with random ones that have its root mean square in each leaf. Where that is less
+# than this share of the root mean square over all leaves, this share takes its place: so small a gradient may be
+# roundoff.
 _LEAST_SHARE = 0.01
 _Leaves = tuple[tuple[str, tuple[int, ...], Any], ...]
 
@@ -338,8 +339,7 @@ def _sliced(
 
 
 def _require_unpacked(gauges: Sequence[Any], params: Any) -> None:
-    """Raises ValueError if a gauge binds a leaf of `orbit.pack`, because it cannot move the rows that packing left out.
-    """
+    """Raises ValueError if a gauge binds a leaf that `orbit.pack` made, which lacks rows that the gauge would move."""
     nodes = jax.tree.leaves(params, is_leaf=lambda node: hasattr(node, "packed_path"))
     paths = dict.fromkeys(node.packed_path for node in nodes if hasattr(node, "packed_path"))
     for gauge, path in itertools.product(gauges, paths):

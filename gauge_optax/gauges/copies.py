@@ -119,7 +119,7 @@ class Copy(Additive, abc.ABC):
         return self.join([part.identity() for part in self.parts])
 
     def coordinate(self, elements: Sequence[Any]) -> Any:
-        """The coordinate, whose change is drift, of a point that the parts read as `elements`; None if it has none."""
+        """The coordinate, whose change is drift, of a point from its parts' `elements`; None if the copy has none."""
         return self.join(elements)
 
     def algebra(self) -> Any:

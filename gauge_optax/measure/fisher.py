@@ -431,7 +431,8 @@ class GGN(Operator):
 class Fisher(Operator):
     """The Fisher information on given inputs: the mean of s·sᵀ over labels that the model draws, with the score s.
 
-    A product costs the same for any number of labels, because only their counts per row of outputs are used.
+    A product with a vector costs the same for any number of labels. Per row of outputs it uses a summary of them: the
+    share of each class for "softmax", the mean of ε·εᵀ over the drawn residuals ε for "gaussian".
 
     Args:
       fn: (params, batch) → outputs (…, classes), or (…, outputs).

@@ -59,10 +59,10 @@ def canonicalize(
 
     The sign of an eigenvector is chosen so that the entry of largest magnitude in its column is positive; for a rotary
     plane, the largest entry of the first coordinate. Eigenvalues that differ by at most √ε of the largest (1.5e-8 in
-    float64, 3e-4 in float32) count as equal. Their eigenspace then has the basis that is nearest to the image of a
-    constant matrix. None of this depends on the order of heads and units. Under LayerNorm the stream's rotation fixes
-    the vector of ones. The Gram matrix is then diagonal in a constant basis of the directions that are orthogonal to
-    that vector, and not in the basis of the channels.
+    float64, 3e-4 in float32) count as equal. Their eigenspace then has the basis that is nearest to the projection
+    of a constant matrix onto it. None of this depends on the order of heads and units. Under LayerNorm the stream's
+    rotation fixes the vector of ones. The Gram matrix is then not diagonal in the basis of the channels, but in a
+    constant basis of the directions that are orthogonal to that vector.
 
     Args:
       params: parameters of any layout.

@@ -231,7 +231,7 @@ def _free_axis(blocks: Sequence[Block]) -> int | None:
 
 
 def _shortened(part: Any, axis: int, length: int) -> Any:
-    """The part on a leaf with fewer entries along a free axis."""
+    """The part on a chunk of its leaf, `length` entries along a free axis: `rotate` converts one chunk at a time."""
 
     def short(block: Block) -> Block:
         at = block.groups[axis][0]

@@ -1,8 +1,9 @@
 """Rules of `rotate` for each kind of part: draw a random rotation, check an element, restrict a part to one leaf.
 
 Heads and the residual stream have random and Hadamard rotations. Rotary planes have random angles only. All other parts
-raise an error. A part is restricted to one leaf, so that `rotate` has only one leaf in float64 at a time. Each question
-is one `singledispatch` function: a default that holds for every part, and the answers of some classes.
+raise an error. A part restricted to one leaf has only the blocks of that leaf, so that `rotate` has only one leaf in
+float64 at a time. Each of the three tasks is one `singledispatch` function, with a default for all parts and versions
+for some classes.
 References: QuaRot (Ashkboos et al. 2024), §4; SpinQuant (Liu et al. 2024), §3.
 """
 

@@ -139,7 +139,8 @@ class Trade(Translation):
 
     @property
     def anchors(self) -> tuple[Anchor, ...]:
-        # If `hidden`, the reading does not depend on the means that other parts remove: the empty anchor.
+        # If `hidden`, `read` takes both sides and needs no anchor. Its result does not change when `Mean` parts remove
+        # the means of their leaves, so that it need not wait for them: its one anchor is empty.
         return ((),) if self.hidden else (self._side("down"), self._side("up"))
 
     def _side(self, argument: str) -> Anchor:

@@ -514,12 +514,12 @@ def _disturbed(params: Any) -> Any:
 
 
 def _require_sizes(state: Any, fresh: Any, most: float) -> None:
-    """Raises ValueError if sizes in a frame have a mean relative difference above `most` from those of the weights.
+    """Raises ValueError if the sizes of a part differ between a frame and the weights, in the mean over its channels.
 
     Args:
       state: the state, with frames of any age.
       fresh: `tx.init(params)`, whose frames are those of the weights.
-      most: the largest mean relative difference, per label.
+      most: the largest mean relative difference that a part may have.
     """
     is_frame = lambda node: isinstance(node, Frame)  # noqa: E731
     both = ([n for n in jax.tree.leaves(x, is_leaf=is_frame) if is_frame(n)] for x in (state, fresh))

@@ -1,7 +1,8 @@
 """Finds which axes of each parameter are inputs, which are outputs, and which count matrices, as Muon has to know.
 
-Shapes do not show this, but the function's jaxpr does. `products.Walk` notes which axes are contracted with data, of
-which tables rows are taken by index, and which kernel makes the logits. `_Reader` makes axes strings of these notes.
+Shapes do not show this, but the function's jaxpr does. `products.Walk` notes which axes are contracted with data, which
+tables have rows that are taken by index, and which kernel makes the logits. `_Reader` makes axes strings of these
+notes. An axis *counts* matrices, such as those of layers or experts, if there is one matrix per index.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from gauge_optax.discovery.products import Product, Value, Walk
 from gauge_optax.discovery.trace import Trace
 from gauge_optax.parts.matrices import Fused, Matrices, Reading, neuron_matrices, optax_axes
 
-_POINTS = 64  # random places of an array at which `_require_grid` tests whether its entries are a grid
-_NAMES = ("head", "group", "unit", "other")  # names of a kernel's output axes, without the last one
+_POINTS = 64  # random places of an operand at which `_require_grid` tests it
+_NAMES = ("head", "group", "unit", "other")  # names of a kernel's output axes but the last: this is neuron or token
 _PART = re.compile(r"\bpart=[0-9]+\b")
 
 
@@ -73,7 +74,7 @@ class LeafAxes:
         return "\n".join([*rows, *(f"# undecided, {path!r}: {why}" for path, why in self.undecided.items())])
 
     def json(self) -> str:
-        """The mappings as JSON, with the matrices of every kernel."""
+        """All mappings as JSON; each kernel's matrices are a text such as "4 × (8, 3)"."""
         matrices = {path: reading.text for path, reading in self.readings.items()}
         return json.dumps({"neurons": self.neurons, "embeddings": self.embeddings, "matrices": matrices,
                            "undecided": self.undecided}, indent=1)
@@ -130,7 +131,7 @@ def read_axes(
 
 
 class _Reader:
-    """Makes the mappings from what a `Walk` noted."""
+    """Makes a `LeafAxes` of the notes of a `Walk`."""
 
     def __init__(self, walk: Walk, trace: Trace, asked: bool) -> None:
         self.walk, self.trace, self.asked, self.chosen = walk, trace, asked, trace.chosen_spaces()
@@ -138,7 +139,7 @@ class _Reader:
         for product in walk.products:
             if self._sides(product):
                 self.uses.setdefault(product.path, []).append(product)
-        # A kernel is a last one if no other kernel contracts what it made.
+        # A kernel is a last one if no other kernel is applied to values that depend on it.
         self.last = self.uses.keys() - {path for product in walk.products for path in product.before - {product.path}}
 
     def _key(self, path: str, axis: int) -> Any:
@@ -156,7 +157,7 @@ class _Reader:
             varying(product.ids, k, self.walk.shapes[product.path]) for k in outputs)
 
     def read(self) -> LeafAxes:
-        """The mappings of all parameters with at least two axes that are longer than 1 and do not count layers."""
+        """The axes of every parameter that has two or more axes, without those of length 1 and those that count."""
         self._resolve_pairs()
         neurons, tables, undecided = dict[str, Axes](), dict[str, Axes](), dict[str, str]()
         for path, shape in self.walk.shapes.items():
@@ -171,7 +172,7 @@ class _Reader:
                     self._neither(path, shape)
             except _Undecided as sentence:
                 undecided[path] = str(sentence)
-            except (IndexError, KeyError, ValueError):  # a layout that nothing here foresaw
+            except (IndexError, KeyError, ValueError):  # a layout that this class does not handle
                 undecided[path] = "its layout is not understood: list it by hand"
         readings = {path: _reading(path, axes, self.walk.shapes[path]) for path, axes in neurons.items()}
         return LeafAxes(
@@ -189,7 +190,7 @@ class _Reader:
         for one, other in (order for pair in self.walk.pairs for order in (pair, pair[::-1])):
             first, second = ({product.path for product in side} for side in (one, other))
             found = list[Product]()
-            if first & contracted and not second & contracted:  # x·(A·B): x is contracted with A's other axis
+            if first & contracted and not second & contracted:  # x·(A·B) contracts x with A's outputs in A·B
                 found = [*(dataclasses.replace(x, inputs=x.outputs, batch=()) for x in one), *other]
             elif first & data and not second & data:
                 self.walk.added |= first
@@ -221,7 +222,13 @@ class _Reader:
         return self._text(path, shape, tokens)
 
     def _vectors(self, path: str, free: list[int], tokens: set[int]) -> bool:
-        """Whether the axes of a table's rows are exactly the input axes of some kernel."""
+        """Whether some kernel contracts the rows of a table.
+
+        Args:
+          path: the table.
+          free: its axes, without those of length 1 and those that count.
+          tokens: those of `free` along which rows are taken by index or added to data. The rest are the rows' axes.
+        """
         rows = {self._key(path, a) for a in free if a not in tokens}
         return any(
             rows == {self._key(product.path, a) for k in product.inputs if k not in product.window
@@ -233,7 +240,7 @@ class _Reader:
         return " ".join("token" if a in tokens else "layer" if a in layers else "_" for a in range(len(shape)))
 
     def _by_row(self, product: Product, tokens: set[int]) -> bool:
-        """Whether a contraction uses one index of a table at a time, which is then a matrix, such as an expert."""
+        """Whether a contraction uses a single index of the axes `tokens`: this index is a matrix then, and no row."""
         shape = self.walk.shapes[product.path]
         moving = {a for k in range(len(product.ids.shape)) for a in varying(product.ids, k, shape)}
         return not tokens & moving and not product.one_hot
@@ -241,7 +248,8 @@ class _Reader:
     def _neither(self, path: str, shape: tuple[int, ...]) -> None:
         """Raises `_Undecided` if a parameter that was recognized neither as kernel nor as table may still be a kernel.
 
-        A filter, or a parameter that is only added to data or multiplied with it entry by entry, is no kernel.
+        A filter is no kernel, and neither is a parameter that is only added to data, or multiplied with it entry by
+        entry without a sum.
         """
         sides = [[[product.path for product in side] for side in pair] for pair in self.walk.pairs]
         partners = [pair[1 - k][0] for pair in sides for k in (0, 1) if path in pair[k]]
@@ -276,11 +284,11 @@ class _Reader:
         texts = list(found)
         layers = list(dict.fromkeys(_PART.sub("layer", text) for text in texts))
         if len(texts) > 1 and len(layers) == 1 and any(path in product.before for product in uses):
-            texts = layers  # the kernel contracts its own results: its parts are layers
+            texts = layers  # some of the parts are applied to results of others, as layers are
         return texts[0] if len(texts) == 1 else tuple(texts)
 
     def _singled(self, product: Product, shape: tuple[int, ...]) -> list[Product]:
-        """Splits a contraction into one per matrix where a reshape divided one parameter axis into (matrix, entry)."""
+        """Splits a contraction into one per matrix if a reshape divided an axis of the parameter into (matrix, entry)."""
         for k in product.batch:
             others = {a for j in range(len(product.ids.shape)) if j != k for a in varying(product.ids, j, shape)}
             if others & set(varying(product.ids, k, shape)):
@@ -311,7 +319,7 @@ class _Reader:
         if self.asked and product.last and path in self.last and not token:
             raise _Undecided("it makes the outputs, and is an unembedding if a softmax of them follows: pass "
                              "outputs='logits' to discover, or else outputs='predictions'")
-        chosen = set() if token else self.chosen  # there softmax chooses classes, not experts
+        chosen = set() if token else self.chosen  # softmax of logits chooses classes, not experts
         for a, axis in enumerate(self.trace.leaves[path]):
             atoms = [] if axis is None else self.trace.atom_keys(axis)
             if len(atoms) > 1 and chosen & set(atoms):
@@ -325,12 +333,12 @@ class _Reader:
         return [self._matrix(product, shape, names, moves, piece, token, layers) for piece in self._pieces(product)]
 
     def _pieces(self, product: Product) -> list[list[np.ndarray]]:
-        """For each piece, a set of outputs that later operations read together: its indices along each output axis."""
+        """The outputs in *pieces*, sets that later operations read together: for each its indices along each axis."""
         outputs = product.outputs
         sizes = [product.ids.shape[k] for k in outputs]
         batch = len(product.batch)
         masks = [piece.reshape(sizes) for piece in product.pieces]
-        if batch:  # outputs that are read together in one matrix of a stack count as such in all of them
+        if batch:  # outputs that are read together in one matrix of a stack count as read together in every one
             masks = [np.broadcast_to(mask.any(tuple(range(batch)), keepdims=True), sizes) for mask in masks]
             whole = Product(product.path, product.ids, product.inputs, product.batch, product.before)
             for mask in masks:
@@ -375,7 +383,7 @@ class _Reader:
         return _Matrix(" ".join(words), np.ravel_multi_index(np.ix_(*covered), shape).ravel())
 
     def _merged(self, mapping: Mapping[str, Axes]) -> dict[str, Axes]:
-        """Replaces the paths of layers by one pattern, if this matches exactly the leaves that have these axes."""
+        """Replaces the paths of layers with the same axes by one pattern, unless it matches other leaves too."""
         groups: dict[tuple[str, Axes], list[str]] = {}
         for path, axes in mapping.items():
             groups.setdefault((template(path), axes), []).append(path)
@@ -389,7 +397,12 @@ class _Reader:
 
 
 def _require_grid(ids: Places, shape: tuple[int, ...]) -> None:
-    """Raises unless an operand's entries are a grid of the parameter: all combinations of some indices per axis."""
+    """Raises unless an operand holds all combinations of some indices per axis of the parameter, a *grid*.
+
+    Args:
+      ids: which entry of the parameter stands at each place of the operand.
+      shape: the parameter's shape.
+    """
     if ids.base < 0 or any((step < FREE // 2).any() for step in ids.steps):
         raise _Undecided("it is used beside entries of others in one matrix: list it by hand")
     rng = np.random.default_rng(0)
@@ -451,7 +464,7 @@ class Mappings:
 
         Returns:
           A tree like `params` with an `optax.contrib.MuonDimensionNumbers` for every kernel, and None for all other
-          leaves: tables, the unembedding, norms, biases. A fused kernel is one matrix to Optax.
+          leaves: tables, the unembedding, norms, biases. Optax cannot split a fused kernel, and takes it as one matrix.
         """
         axes, leaves = optax_axes(self.axes.readings), leaves_by_path(params)
         numbers = {path: optax.contrib.MuonDimensionNumbers(*sides) for path, sides in axes.items() if path in leaves}

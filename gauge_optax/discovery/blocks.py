@@ -3,18 +3,18 @@
 The null space of a Jacobian with a million columns is too large to compute. Its dimension cannot be estimated either:
 trained and random decoders have thousands of *flat* directions, along which outputs hardly change, and no random sketch
 tells these from dead ones. What can be counted exactly are the dead directions *inside a block*, a set of a few
-thousand entries, while all other entries stay constant. A symmetry shows there if the block has all entries that it
-moves. Two kinds of block suffice for most symmetries:
+thousand entries, while all other entries stay constant. A block shows a symmetry if it has all entries that the
+symmetry moves. A *space* is a set of indices that axes of several leaves share, such as hidden units, entries of heads
+or channels of the stream (`discovery.trace` finds them). Two kinds of block suffice for most symmetries:
 
-* some indices of one space (hidden units, entries of heads, channels of the stream), in every leaf that has the space;
+* some indices of one space, in every leaf that has the space;
 * all small leaves (biases, scales) of a layer.
 
-`discovery.trace` tells which axes of leaves share one space. Of layers that are alike, one is drawn at random and
-counted. A dead direction of a block is explained if it is in the span of the orbits. No basis of this span is formed:
-`_Span` projects on it.
+Only one of several layers that are alike is counted, drawn at random. A dead direction of a block is explained if it is
+in the span of the orbits. `_Span` projects onto this span without a basis of it, which would be too large.
 
-An upper bound for the number of all dead directions needs no block. Draw a random z of length 1. Lanczos steps on JᵀJ
-from z, however many, give a Gauss–Radau quadrature rule. Its weight at zero is at least the squared length of z's
+An upper bound for the number of all dead directions needs no block. Draw a random z of length 1. Any number of Lanczos
+steps on JᵀJ from z gives a Gauss–Radau quadrature rule. Its weight at zero is at least the squared length of z's
 projection onto the null space of J (Golub and Meurant 2010, §6.2). The mean of this weight over z, times the number of
 parameters, is the bound.
 """
@@ -48,14 +48,14 @@ _ERRORS = 100.0  # error of a computed dead direction, in units of roundoff over
 _INSIDE = 1e-6  # relative distance from the span of the orbits up to which a direction lies in it
 _ROUNDS, _SOLVED = 60, 1e-11  # projection onto the span: iterations of GMRES at most, and its relative residual
 _EXHAUSTED = 1e-9  # Lanczos ends at an off-diagonal entry below this share of the largest diagonal one
-_ROUNDOFF, _GAP = 1e-16, 1e3  # relative size of a singular value that is zero; least ratio of neighbours at a gap
+_ROUNDOFF, _GAP = 1e-16, 1e3  # a zero singular value, relative to the largest; least ratio of two next values at a gap
 _MOST = 8  # unexplained directions of a block are counted up to this number: 8 stands for 8 or more
-_SPARE = 64  # more rows than a block has entries, so that random combinations keep the rank
+_SPARE = 64  # rows beyond the number of a block's entries, so that random combinations keep the rank
 _FOR_NORMS = 24  # random rows from which the sizes of the Jacobian's columns are estimated
 
 
 class EntrySet(NamedTuple):
-    """A set of entries. Dead directions that change these entries alone are counted.
+    """A block: a set of entries, inside which dead directions are counted, those that change no other entry.
 
     Attributes:
       name: a text that says which entries these are, for the table.
@@ -82,8 +82,9 @@ class BlockCount(NamedTuple):
       size: the number of its entries.
       dead: directions inside the block along which no output changes.
       unreached: entries of the block that no output depends on; they count as dead.
-      unexplained: dead directions of the other entries, outside the span of the orbits; 8 stands for 8 or more.
-      gap: the largest singular value that was counted as zero, and the smallest that was not, relative to the largest.
+      unexplained: dead directions of the reached entries, outside the span of the orbits; 8 stands for 8 or more.
+      gap: the largest singular value that was counted as zero, and the smallest that was not. Both are divided by the
+        largest of all.
     """
 
     name: str
@@ -98,7 +99,7 @@ class BlockCount(NamedTuple):
 
 
 def blocks_of(trace: Trace, leaves: Leaves, most: int, rng: np.random.Generator) -> list[EntrySet]:
-    """Blocks of at most `most` entries: three indices of every space, or fewer, and the small leaves of every layer.
+    """Returns one block per space, with up to three of its indices, and one per layer, with its small leaves.
 
     Args:
       trace: the result of `walked` on the function.
@@ -107,7 +108,8 @@ def blocks_of(trace: Trace, leaves: Leaves, most: int, rng: np.random.Generator)
       rng: draws the indices, and one of several layers that are alike.
 
     Returns:
-      The blocks. Of those that differ in the layer alone, one is returned.
+      The blocks, and only one of several that differ in the layer alone. If three indices of a space have more than
+      `most` entries, a block has fewer indices, and there are also blocks of the space within single layers.
 
     >>> from gauge_optax.discovery.trace import walked
     >>> leaves = {"up": np.ones((2, 3)), "down": np.ones((3, 4))}
@@ -125,7 +127,7 @@ def blocks_of(trace: Trace, leaves: Leaves, most: int, rng: np.random.Generator)
                 if 0 < sum(map(len, entries.values())) <= most:
                     break
             else:
-                continue  # one index has too many entries: blocks of single layers follow
+                continue  # even one index has too many entries here; in single layers, which come next, it has fewer
             kind = tuple(sorted({(template(path), axis) for path, of_leaf in places.items() for axis, _ in of_leaf}))
             names = sorted({template(path) for path in places})
             label = f"{min(count, len(ids))} of {len(ids)} along an axis of {', '.join(names)}"
@@ -145,7 +147,8 @@ def blocks_of(trace: Trace, leaves: Leaves, most: int, rng: np.random.Generator)
 
 
 Axes = dict[str, list[tuple[int, np.ndarray]]]
-"""Leaf path → (axis, ids) for each of its axes of one space. `ids` has a number per index; equal ones are one index."""
+"""Leaf path → (axis, ids) for each of its axes of one space. `ids` has one number per index of the axis: its index in
+the space. Indices with equal numbers are one."""
 
 
 def _spaces(trace: Trace, leaves: Leaves) -> list[Axes]:
@@ -226,7 +229,7 @@ def dead_in_blocks(
 
 
 def too_few(outputs: int, than: str) -> ValueError:
-    """The error of a function with fewer outputs than are needed.
+    """The error for a function with `outputs` output numbers, which has to have more than `than` says.
 
     >>> print(str(too_few(5, "7 parameters")).splitlines()[0])
     census: 5 output numbers
@@ -279,10 +282,11 @@ def _null_space(rows: np.ndarray, cutoff: float) -> tuple[np.ndarray, np.ndarray
 
     Args:
       rows: random combinations of the Jacobian's rows, (combinations, entries).
-      cutoff: as in `rank_of`. An entry is not reached if its column is below this share of the largest.
+      cutoff: as in `rank_of`. An entry is not reached if its column's norm is below this share of the largest norm.
 
     Returns:
-      An orthonormal basis (directions, reached entries), the numbers of the reached entries, and the gap.
+      An orthonormal basis (directions, reached entries), the indices of the reached entries in the block, and the gap
+      as in `BlockCount`.
 
     >>> dead, reached, gap = _null_space(np.array([[1.0, -1.0, 0.0], [2.0, -2.0, 0.0], [3.0, -3.0, 0.0]]), 1e-10)
     >>> dead.round(3), reached
@@ -305,8 +309,8 @@ def rank_of(sizes: np.ndarray, cutoff: float) -> int:
 
     Args:
       sizes: singular values, descending.
-      cutoff: values above this share of the largest are not zero. If there is a gap at the cutoff, all below it are
-        zero. If there is none, only the values below the widest gap are zero.
+      cutoff: values above this share of the largest are not zero. If the values on its two sides differ by the factor
+        `_GAP` or more, all values below it are zero; otherwise only those below the widest gap under it are.
 
     >>> rank_of(np.array([1.0, 1e-9, 1e-11, 1e-16]), 1e-10), rank_of(np.array([1.0, 1e-3, 1e-15, 1e-16]), 1e-10)
     (3, 2)
@@ -320,7 +324,8 @@ def rank_of(sizes: np.ndarray, cutoff: float) -> int:
 def inaccuracy(least: float) -> float:
     """How far a computed dead direction may lie from the space of true ones.
 
-    Roundoff adds to it a part of each flat direction, of size roundoff/(its singular value) (Wedin, 1972).
+    Roundoff adds a multiple of each flat direction to a computed dead one. The factor is roundoff divided by the flat
+    direction's singular value (Wedin, 1972).
 
     Args:
       least: the smallest singular value that does not count as zero, relative to the largest.
@@ -366,9 +371,9 @@ class _Span:
     """The span of all directions along the orbits of gauges at a point. No basis of it is formed.
 
     For a list that can be bound, `horizontal` is a projection that removes exactly the directions along the orbits.
-    Some lists cannot be bound, because their gauges share leaves in a circle. Such a list is divided, and T is the
-    product of the projections of its pieces. The part of x in the span is then a v in the span with
-    (I − T)·v = (I − T)·x. It is found by iterations that start from (I − T)·x and stay in the span.
+    Some lists cannot be bound, because their gauges share leaves in a circle. Such a list is divided into lists that
+    can, and T is the product of their projections. The part of x in the span is the v in the span for which T keeps
+    x − v, so that (I − T)·v = (I − T)·x. Iterations that start from (I − T)·x and stay in the span find it.
 
     Args:
       gauges: a list, also one that cannot be bound as a whole.
@@ -413,7 +418,7 @@ class _Span:
         return direction - kept
 
     def outside(self, direction: np.ndarray) -> np.ndarray:
-        """A direction less its part in the span: linear, and zero if and only if the direction is in the span."""
+        """A direction less its part in the span. This map is linear, and zero for directions in the span alone."""
         size = len(direction)
         moved = LinearOperator((size, size), matvec=self._moved, dtype=np.float64)
         most = _SOLVED * float(np.linalg.norm(direction))
@@ -426,7 +431,7 @@ def _unexplained_in(
     block: EntrySet, dead: np.ndarray, reached: np.ndarray, least: float, span: _Span, leaves: Leaves,
     rng: np.random.Generator,
 ) -> np.ndarray:
-    """An orthonormal basis of the parts of a block's dead directions outside the span: (at most `_MOST`, parameters).
+    """What remains of a block's dead directions without their parts in the span of the orbits.
 
     Args:
       block: the block.
@@ -436,6 +441,9 @@ def _unexplained_in(
       span: the span of the orbits.
       leaves: float64 leaves by path.
       rng: draws combinations of the dead directions.
+
+    Returns:
+      An orthonormal basis of the remains, (at most `_MOST`, parameters).
 
     >>> leaves, block = {"a": np.ones(2)}, EntrySet("", {"a": np.arange(2)})
     >>> dead = np.array([[0.0, 1.0]])
@@ -513,10 +521,12 @@ def upper_bound(
 
 
 def _weight_of_zero(diagonal: np.ndarray, beside: np.ndarray) -> float:
-    """The Gauss–Radau weight at zero, 1/Σ qⱼ(0)², with the orthonormal polynomials qⱼ that Lanczos' matrix defines.
+    """The weight of a Gauss–Radau rule at zero: 1/Σ qⱼ(0)², for the polynomials qⱼ of Lanczos' tridiagonal matrix.
+
+    Its rows are the recurrence that defines these orthonormal polynomials.
 
     Args:
-      diagonal: of the tridiagonal matrix, (steps,).
+      diagonal: the diagonal of the matrix, (steps,).
       beside: its off-diagonal, (steps − 1,).
     """
     values = [1.0]

@@ -73,7 +73,7 @@ def with_captures(paths: Sequence[str], capture: Callable[[tuple[str, ...]], str
 
 
 def joined(before: Axes | None, axes: Axes) -> Axes:
-    """The axes strings of a path, if it has any, followed by more of them.
+    """Appends axes strings to those that a path already has, `before`; None if it has none.
 
     >>> joined("_ head=0", ("_ head=1", "_ head=2")), joined(None, "_ head")
     (('_ head=0', '_ head=1', '_ head=2'), '_ head')
@@ -95,7 +95,7 @@ class Call:
       roles: name of an argument that takes blocks, such as `up` → path or pattern → axes.
       options: other keyword arguments.
       sizes: name → length of those axes whose length does not follow from shapes, as in `(head basis)`.
-      norms: the calls of the norms that a rotation of the residual stream passes.
+      norms: the calls of the norms' gauges, which a rotation of the residual stream takes as its argument `norms`.
 
     >>> call = Call("head_linear", {"left": {"q": "_ basis"}, "right": {"k": "_ basis"}})
     >>> call.turning().gauge()
@@ -125,7 +125,7 @@ class Call:
         return CONSTRUCTORS[self.kind](**self.roles, **self.options, **norms, sizes=self.sizes or None)
 
     def turning(self) -> Call:
-        """For invertible matrices of heads, the call for the rotations among them; any other call as it is."""
+        """If the elements are invertible matrices of heads, the call for the rotations among them; else this call."""
         if self.kind not in _TURNING:
             return self
         blocks: dict[str, Axes] = {}
@@ -141,7 +141,7 @@ class Call:
           sizes: axis name → length there, of axes in `Call.sizes`. An axis that is not given keeps its length.
 
         Raises:
-          ValueError: the call has a range of an axis, or a length does not fit the tree.
+          ValueError: an axes string has a range, such as `head=0:4`, or a length does not fit the tree.
         """
         ranges = [axes for blocks in self.roles.values() for axes in blocks.values() if ":" in str(axes)]
         if ranges:
@@ -170,13 +170,13 @@ class Call:
         return dataclasses.replace(self, sizes=sizes, norms=norms)
 
     def lengths(self, params: Any, sizes: Mapping[str, int]) -> dict[str, int]:
-        """Adds to the given lengths those that they and a tree's shapes determine, for axes in `Call.sizes`.
+        """Completes lengths: adds those of axes in `Call.sizes` that follow from the given ones and a tree's shapes.
 
-        With `head` given, the axis `(head basis)` of a leaf determines `basis`.
+        If the length of `head` is given, that of `basis` follows from a leaf with the axis `(head basis)`.
 
         Args:
           params: a tree; shapes are enough.
-          sizes: axis name → length. It may have axes in parentheses that are not in `Call.sizes`.
+          sizes: axis name → length, also of named axes that are not in `Call.sizes`.
         """
         out = dict(sizes)
         for _, _, _, parts, length in self._groups(params):
@@ -188,7 +188,10 @@ class Call:
         return out
 
     def _groups(self, params: Any) -> Iterator[tuple[str, str, tuple[int, ...], tuple[AxisItem, ...], int]]:
-        """For every axis such as `(a b)`: path or pattern, axes and shape of the leaf; parts and length of the axis."""
+        """Yields, for each axis of a leaf that is written as parts, such as `(a b)`, a tuple of five items.
+
+        They are the path or pattern, the axes string, the leaf's shape, the parts, and the axis' length.
+        """
         leaves = leaves_by_path(params)
         for role in self.roles.values():
             for pattern, axes in role.items():
@@ -200,14 +203,14 @@ class Call:
                         yield from ((pattern, text, shape, parts, n) for parts, n in pairs if len(parts) > 1)
 
     def _picked(self, name: str) -> bool:
-        """Whether the call takes single indices of an axis, as in "qkv=0": models of all sizes have the same length."""
+        """Whether the call takes indices of an axis, as in "qkv=0". Its length is the same in models of all sizes."""
         return any(f"{name}=" in str(axes) for role in self.roles.values() for axes in role.values())
 
     def scaled(self, full: Callable[[int], int]) -> Call:
         """The call for an instance of another size: changes the lengths in `sizes` and the numbers in ranges.
 
         Args:
-          full: function of a length or index in this instance; returns that of the other instance.
+          full: maps a length, or an end of a range, of this instance to that of the other instance.
         """
 
         def ends(match: re.Match[str]) -> str:
@@ -221,10 +224,10 @@ class Call:
         return dataclasses.replace(self, roles=roles, norms=norms)._resized(lambda _, n: full(n))
 
     def alternatives(self) -> Iterator[Call]:
-        """Calls of the same gauge with other anchors, because an element is read from the first block if possible.
+        """Calls of the same gauge with other anchors. They list blocks in other orders, and the first is the anchor.
 
-        Each block of the first argument is listed first once. If two arguments can be exchanged, each block of the
-        second one is listed first too.
+        Each block of the first argument comes first in one call. If two arguments can be exchanged, so does each block
+        of the second one.
         """
         sides = [self]
         if self.kind in ("rescale", "norm_scale") and not self.options:
@@ -311,7 +314,7 @@ def _ordered(blocks: Mapping[str, Axes]) -> dict[str, Axes]:
 def _captured(group: Sequence[Call]) -> Call | None:
     """One call for calls that differ in numbers alone; None where captures cannot express it."""
     tables = [[path for blocks in call.roles.values() for path in _ordered(blocks)] for call in group]
-    captures: dict[tuple[str, ...], str] = {}  # the number in each call of the group → the capture
+    captures: dict[tuple[str, ...], str] = {}  # the numbers at one place, one per call → their capture
     patterns, varying, names = dict[str, str](), list[set[tuple[str, ...]]](), iter(CAPTURES)
 
     def capture(numbers: tuple[str, ...]) -> str:

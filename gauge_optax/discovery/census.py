@@ -31,7 +31,7 @@ _CHUNK = 128  # rows of the Jacobian that are computed at once
 _MOST = 12_000  # models of at most so many parameters are counted at once, larger ones in blocks
 _SHOWN = 12  # leaves in a figure, at most
 _STEPS = 64  # Lanczos steps for the upper bound
-_SPAN = 1e-9  # singular values of a set of rows below this share of the largest add no direction to their span
+_SPAN = 1e-9  # a direction in which rows have a singular value below this share of the largest is not in their span
 
 
 class GaugeCount(NamedTuple):
@@ -41,8 +41,9 @@ class GaugeCount(NamedTuple):
       name: the gauge's name, with the paths that it binds.
       dim: dimensions of its orbit at this point.
       alone: how many of these the other gauges of the list do not span; all of them in a census with `blocks`.
-      seen: change of the outputs along directions of its orbit, the largest of those that were tried, divided by the
-        change along a random direction. Both are per unit of length. Roundoff if the gauge is a symmetry.
+      seen: how much the outputs change along a direction of its orbit, the largest change of all directions that were
+        tried. It is divided by the change along a random direction of the same length, and is roundoff if the gauge is
+        a symmetry.
     """
 
     name: str
@@ -60,12 +61,13 @@ class Census(NamedTuple):
       dead: parameters − rank; with `blocks`, a lower bound of the number of dead directions.
       explained: dead directions in the span of all orbits; with `blocks`, the sum of the orbits' dimensions.
       overlap: the sum of the orbits' dimensions, less the dimension of their span; with `blocks`, 0.
-      unreached: dead directions, not explained, along entries that the batches do not reach; with `blocks`, 0.
+      unreached: dead directions that are not explained, but only change entries on which no output depends for these
+        batches; with `blocks`, 0.
       unexplained: all other dead directions; with `blocks`, those that were found in a block.
       by_leaf: leaf path → its share of the unexplained directions; the shares add up to `unexplained`.
       gauges: one `GaugeCount` per gauge.
-      gap: the largest singular value that was counted as zero, and the smallest that was not, relative to the largest;
-        with `blocks`, those of the block in which they are closest.
+      gap: the largest singular value that was counted as zero, and the smallest that was not, both divided by the
+        largest of all; with `blocks`, those of the block in which the two are closest.
       blocks: the blocks in which directions were counted; () if all parameters were counted at once.
       bound: an upper bound for the number of all dead directions, and its standard error; None if it was not asked for.
       skipped: names of the blocks for which the time did not suffice: their dead directions are not in these numbers.
@@ -173,21 +175,22 @@ def census(
     """Counts the dead directions of a function at a point, and those that gauges explain.
 
     In a model of at most `whole` parameters, all dead directions are counted. In a larger model they are counted in
-    *blocks* of entries, while all other entries stay constant. A block consists of some indices of one hidden space, in
-    all leaves that have it, or of the small leaves of a layer. A symmetry is found if all entries that it moves fit in
-    one block. A symmetry that moves all entries, such as a rotation of a wide residual stream, is missed.
+    *blocks* of entries, while all other entries stay constant. A block consists of a few hidden units, channels of the
+    residual stream or entries of heads, in all leaves that have these, or of the small leaves of a layer. A symmetry is
+    found if all entries that it moves fit in one block. A symmetry that moves all entries, such as a rotation of a wide
+    residual stream, is missed.
 
     Args:
       fn: pure function (params, batch) to outputs, an array or a tree of them; called in float64.
       params: the point, a tree of arrays. Take trained or random weights: zeros and equal numbers have further dead
         directions.
       batches: values that `fn` accepts. Together they need at least as many output numbers as the model has parameters.
-        With blocks they need as many as a block has entries, and more rows of inputs (tokens) than the kernels have.
+        With blocks they need as many as a block has entries, and more tokens than any kernel has rows.
       gauges: the gauges that should explain the dead directions.
       outputs: as in `discover`: with "logits", a number that is added to all entries along the last axis is no change.
         By default "logits" if the gauges have a `logit_shift`, else what the function shows.
-      cutoff: singular values below this share of the largest count as zero. There may be no gap at the cutoff, because
-        the outputs hardly change along some (flat) directions. Then the values below the widest gap under it do.
+      cutoff: singular values below this share of the largest count as zero. If there is no gap at the cutoff, because
+        the outputs hardly change along some (*flat*) directions, only those below the widest gap under it do.
       whole: the most parameters that are counted at once. Time grows with the cube of their number, from a minute for
         6,000 to ten minutes and 7 GiB for 12,000.
       block: the most entries of a block, in models of more than `whole` parameters. Time grows with its cube.
@@ -277,7 +280,7 @@ def _in_blocks(
     fn: Callable[..., Any], stored: Mapping[str, np.ndarray], point: Any, batches: Sequence[Any],
     gauges: Sequence[Gauge], cutoff: float, block: int, rng: np.random.Generator, progress: bool, deadline: float,
 ) -> Census:
-    """The census of a large model: tests a random direction of each orbit, and counts dead directions in blocks."""
+    """The census of a large model: counts dead directions in blocks, and tests one random direction of each orbit."""
     total = sum(x.size for x in stored.values())
     counts, rest, skipped = dead_in_blocks(
         fn, stored, point, batches, gauges, cutoff, block, rng, progress, deadline)
@@ -297,9 +300,9 @@ def _seen(
     fn: Callable[..., Any], stored: Mapping[str, np.ndarray], point: Any, batches: Sequence[Any],
     gauges: Sequence[Gauge], rng: np.random.Generator,
 ) -> list[float]:
-    """The change of the outputs along a random direction of each orbit, divided by that along a random direction.
+    """Per gauge, how much the outputs change along a random direction of its orbit.
 
-    Both changes are per unit of length of the direction.
+    It is divided by the change along a random direction of all weights, of the same length.
     """
 
     @jax.jit
@@ -320,7 +323,7 @@ def _seen(
 
 
 def _by_leaf(basis: np.ndarray, stored: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Path → the leaf's share of the rows of an orthonormal basis: the sum of squares of their entries there."""
+    """Path → the leaf's share of an orthonormal basis (rows): the sum of squares of the entries in the leaf."""
     return {path: float(x.sum()) for path, x in parted(np.square(basis).sum(0), stored).items()}
 
 
@@ -369,7 +372,11 @@ def _orbit(gauge: Gauge, params: Any, stored: Mapping[str, np.ndarray], rng: np.
 
 
 def _basis(parts: Sequence[np.ndarray], total: int, absolute: float = 0.0) -> np.ndarray:
-    """An orthonormal basis, as rows, of the span of the rows of `parts`, without singular values up to `absolute`."""
+    """An orthonormal basis, as rows, of the span of the rows of `parts`.
+
+    It lacks the directions along which the rows have singular values up to `absolute`, or up to `_SPAN` relative to the
+    largest.
+    """
     rows = np.concatenate([*parts, np.zeros((0, total))])
     if not len(rows) or not np.abs(rows).max(initial=0.0):
         return np.zeros((0, total))
@@ -381,7 +388,14 @@ def _basis(parts: Sequence[np.ndarray], total: int, absolute: float = 0.0) -> np
 def _counts(
     gauges: Sequence[Gauge], orbits: Sequence[np.ndarray], jacobian: np.ndarray, scale: float
 ) -> list[GaugeCount]:
-    """One row of the table per gauge, for a model that is counted at once."""
+    """One row of the table per gauge, for a model that is counted at once.
+
+    Args:
+      gauges: the gauges.
+      orbits: an orthonormal basis of each gauge's orbit directions, as rows.
+      jacobian: the Jacobian of the outputs, or random combinations of its rows, (rows, parameters).
+      scale: the RMS change of the outputs along all directions of length 1, by which changes along orbits are divided.
+    """
     total = jacobian.shape[1]
     whole = len(_basis(orbits, total))
     counts = []

@@ -21,10 +21,10 @@ from gauge_optax.xla import quick_options
 
 _WHOLE = 6_000  # models of at most so many parameters are counted at once, in a minute; larger ones in blocks
 _SECONDS = 600.0  # time after which no further block is counted
-_POINTS = 6  # points, at most: at a single one a ReLU may be on or off for every input, and more directions are dead
+_POINTS = 6  # points, at most: a ReLU may be on (or off) for every input at one point, so that more directions are dead
 _PATIENCE = 60.0  # seconds after which no further point is tried
-_NEAR = 0.3  # share of the way to a generic point that vectors go
-_LEAST = 8  # new batches, at least: where a token occurs only once, a norm may hide a part of its effect
+_NEAR = 0.3  # vectors go this share of the way from their given values to a generic point
+_LEAST = 8  # drawn batches, at least: a norm may hide a part of the effect of a token that occurs only once
 _MARGIN = 2  # output numbers per parameter: more than one, because those of one sequence depend on each other
 
 
@@ -32,12 +32,13 @@ def certified(
     fn: Function, params: Any, leaves: Leaves, batches: Sequence[Any], gauges: Sequence[Gauge], seed: int,
     progress: bool = False,
 ) -> Census:
-    """The census of gauges at a generic point, or that with the fewest unexplained directions of several points.
+    """Counts dead directions at a generic point, and those that the gauges explain.
 
-    A further point is tried only if directions are unexplained, and with twice as many inputs.
+    If some remain unexplained, it counts again at further points, each with twice as many inputs as the one before, and
+    returns the census with the fewest.
 
     Args:
-      fn: (leaves, batch) to a list of outputs, in float64; every change of them counts.
+      fn: (leaves, batch) to a list of outputs, in float64. A direction is dead only if it changes none of them.
       params: the tree that the gauges bind to.
       leaves: its float64 leaves by path.
       batches: at least two.
@@ -76,7 +77,8 @@ def certified(
 def _near_vectors(leaves: Leaves, point: Leaves) -> Leaves:
     """Moves some leaves of a generic point back towards the given leaves: vectors, and leaves that are given as zeros.
 
-    They may be biases (stacked ones are no vectors). Large biases would turn many a ReLU on, or off, for every input.
+    They may be biases: stacked biases are no vectors, but often zeros. Large biases would turn many a ReLU on, or off,
+    for every input.
     """
     near = {path for path, leaf in leaves.items() if leaf.ndim < 2 or not leaf.any()}
     return {path: leaves[path] + _NEAR * (x - leaves[path]) if path in near else x for path, x in point.items()}

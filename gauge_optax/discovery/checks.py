@@ -44,7 +44,7 @@ def check_function(fn: Any, params: Any, batches: Sequence[Any]) -> None:
     except (TypeError, IndexError):
         pass
     except ValueError:
-        return  # a function of C, whose arguments are not known
+        return  # a function written in C, whose arguments `inspect` does not know
     kind = type(fn).__name__
     if apart:
         problem, remedy = f"fn is a module, {kind}", "write go.discover(model.apply, model.init(key, x), batches)"
@@ -130,11 +130,11 @@ def double_leaves(params: Any, seed: int) -> Leaves:
 
 
 def shown_outputs(fn: Callable[..., Any], leaves: Leaves, batch: Any) -> Outputs | None:
-    """Which kind of outputs a function shows that it returns; None if it does not show whether a softmax follows.
+    """Infers from a function which kind of outputs it returns; None if a softmax may follow or not.
 
     A scalar is a loss, and a single column is a prediction. If the tokens of a batch look up rows in a table of V rows,
     and every token has V outputs, these are the next token's logits. Outputs that sum to one come out of a softmax, and
-    so do those whose exponentials sum to one.
+    outputs whose exponentials sum to one out of a log-softmax: both are "logprobs".
 
     Args:
       fn: (leaves, batch) to a tree of outputs.
@@ -226,7 +226,7 @@ def check_finite(out: Sequence[np.ndarray], fn: Callable[..., Any], *args: Any) 
 
 
 def check_gradients(count: int, needed: int) -> None:
-    """Raises if `count` gradients are finite and more are needed.
+    """Raises if fewer gradients are finite, `count`, than are `needed`.
 
     >>> check_gradients(24, 24)
     """

@@ -1,7 +1,7 @@
 """Cuts layers out of a traced function: removes the equations of all layers but the first two and the last.
 
-A function that counts its layers cannot be called on a tree with fewer. But its equations can be assigned to layers:
-each belongs to the last layer whose leaves its inputs depend on. Which leaves make layers is decided in `layers`.
+A function that fixes the number of its layers cannot be called on a tree with fewer. But its equations can be assigned
+to layers: each belongs to the last layer whose leaves its inputs depend on. `layers` decides which leaves make layers.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Value(NamedTuple):
 
     Attributes:
       layer: the number of the last layer that it depends on; −1 if it depends on none.
-      name: of a leaf, its path with a capture in place of the layer's number; of a result, its equation's number in
-        the layer, and its own among the equation's results.
+      name: a leaf's path with a capture in place of the layer's number; for a result, a pair of numbers, that of its
+        equation in the layer and that of the result among the equation's.
 
     >>> Value(0, "layers/{i}/w") == Value(1, "layers/{i}/w")
     False
@@ -143,11 +143,14 @@ def _seen(layer: int, value: Value) -> _Seen:
 
 
 def _check_alike(steps: Sequence[Sequence[_Step]]) -> None:
-    """Raises unless all layers between the first and the last take the same steps.
+    """Raises `Unlike` unless all layers between the first and the last take the same steps.
 
-    The layer before the second one is the first, whose values may have other names. There, names need not be equal, but
-    one must determine the other: if the third layer reads one value of the second at several places, the second layer
-    must read one value of the first at these places.
+    The first layer may compute other things than its successors, so that its values have other names. The names that
+    the second layer reads from the first may therefore differ from those that the third reads from the second. But if
+    the third layer reads one value at several places, the second layer must read one value at these places too.
+
+    Args:
+      steps: the equations of every layer.
     """
     second, third, *others = steps[1:-1]
     if any(other != third for other in others) or len(second) != len(third):

@@ -1,8 +1,10 @@
 """How groups act on pieces of leaves, and which groups contain which. All arrays are NumPy's, in float64.
 
-Groups come in families, such as all invertible matrices. Their elements here are those of the Lie algebra: logarithms
-of scales and matrices. At a fixed point, the tangent of a move is linear in the element. With this map and its
-transpose, least squares finds whether the motions of one group are among those of others.
+A *piece* is a leaf, or a range of it, seen along one axis (*space*) on which a group could act. Its *companions* are
+axes, such as heads, for each index of which the group has an element of its own. Groups come in families, such as all
+invertible matrices. An element here is the logarithm of a scale or matrix, that is, a member of the Lie algebra. At a
+fixed point, the tangent of a move, its *motion*, is linear in the element. With this map and its transpose, least
+squares finds whether the motions of one group are among those of others.
 """
 
 from __future__ import annotations
@@ -23,13 +25,13 @@ from gauge_optax.discovery.views import Piece
 
 ZERO = 1e-13  # a residual below this is roundoff (`Symmetry.residual`); a norm's eps leaves 1e-12 to 1e-3
 STILL = 1e-12  # relative change of the outputs under a finite move that is roundoff
-_WITHIN = 1e-6  # largest relative distance of a random motion from the motions of groups that contain it
+_WITHIN = 1e-6  # a motion that is at most this far (relatively) from motions of other groups is one of them
 _STEPS = 500  # of conjugate gradients, at most
-_PATIENCE = 30  # so many steps have to bring the distance down
+_PATIENCE = 30  # conjugate gradients end if the squared distance falls by less than 1 % in this number of steps
 WHOLE: Space = (0,)  # stands for the space of a group that multiplies whole leaves by one number
-# Family of groups → the modes in which an element can act on a piece, which is a leaf seen along one space: a matrix
-# multiplies a "vector", and its inverse a "covector"; a number multiplies ("scale") or is added ("offset"). Larger
-# groups come first, because a group that is part of a reported one is not reported.
+# Family of groups → the modes in which an element can act on a piece. A matrix multiplies a "vector", and its inverse a
+# "covector"; a number multiplies ("scale") or is added ("offset"). Larger groups come first, because a group that a
+# reported one contains is not reported.
 FAMILIES: Mapping[str, tuple[str, ...]] = {
     "linear": ("vector", "covector"),
     "orthogonal": ("vector",),
@@ -42,7 +44,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
 
 
 class Term(NamedTuple):
-    """A piece that moves, the mode in which it moves, and the exponent, a factor of the element.
+    """A piece that moves, the mode in which it moves, and the exponent, a number by which its element is multiplied.
 
     >>> from gauge_optax.discovery.views import Atom, View, Window
     >>> up = View("up", (2, 3), (Window(0, 2, (Atom(None, 2),)), Window(0, 3, (Atom((5, 6, 7), 3),))))
@@ -62,10 +64,11 @@ class Symmetry:
     Attributes:
       family: the key of its family in `FAMILIES`.
       space: the space that it acts on.
-      beside: its companions, spaces such as heads: for each combination of their indices it has an element of its own.
+      beside: its companions' spaces, such as heads. It has an element for each combination of their indices.
       terms: the pieces that move.
       residual: the product of the gradients with its motion, relative to the sizes of both; roundoff for a symmetry.
-      along: pieces that must move too and have no effect on the outputs, such as a key bias, which softmax hides.
+      along: pieces without effect on the outputs that move along with pieces of their module, such as a key bias, which
+        softmax hides, with its kernel.
 
     >>> from gauge_optax.discovery.views import Atom, View, Window
     >>> up = View("up", (2, 3), (Window(0, 2, (Atom(None, 2),)), Window(0, 3, (Atom((5, 6, 7), 3),))))
@@ -93,14 +96,14 @@ class Symmetry:
 
     @property
     def dim(self) -> int:
-        """Dimensions of the group, over all indices of its companions."""
+        """The dimension of the group, which is summed over all indices of its companions."""
         n, planes = len(self.space), len(set(self.space))
         skew, centred = n * (n - 1) // 2, (n - 1) * (n - 2) // 2
         dims = {"linear": n * n, "orthogonal": skew, "centred": centred, "complex": 2 * planes, "diagonal": n}
         return math.prod(map(len, self.beside)) * dims.get(self.family, planes)
 
     def tangent(self, point: Leaves, element: np.ndarray) -> Leaves:
-        """The tangent along an element of the algebra: path → flat array. The largest exponent counts as 1."""
+        """The tangent along an element of the algebra: path → flat array. Exponents are divided by the largest."""
         largest, out = max(abs(term.exponent) for term in self.terms), {p: np.zeros(point[p].size) for p in self.paths}
         for piece, mode, exponent in self.terms:
             values = point[piece.path].reshape(-1)[piece.entries]
@@ -121,7 +124,7 @@ class Symmetry:
                 values = scipy.linalg.expm(matrix * element).swapaxes(-1, -2) @ values
             elif matrix := modes.get("covector", 0.0):
                 values = scipy.linalg.expm(-matrix * element) @ values
-            elif scale:  # with an offset, the distance from a centre is multiplied
+            elif scale:  # scale and offset together multiply the distance from a fixed point, `centre`
                 centre = -modes.get("offset", 0.0) / scale
                 values = centre + (values - centre) * np.exp(scale * element[:, :, None])
             else:
@@ -131,7 +134,7 @@ class Symmetry:
         return out
 
     def adjoint(self, point: Leaves, tangent: Mapping[str, np.ndarray]) -> np.ndarray:
-        """The transpose of the map from elements to `tangent`: a motion (path → flat array) to an element."""
+        """The transpose of `tangent`, a linear map of elements: takes a motion (path → flat array) to an element."""
         largest, total = max(abs(term.exponent) for term in self.terms), np.zeros(())
         for piece, mode, exponent in self.terms:
             values, moved = point[piece.path].reshape(-1)[piece.entries], tangent[piece.path][piece.entries]
@@ -146,9 +149,9 @@ class Symmetry:
 
 
 def draw(rng: np.random.Generator, family: str, space: Space, beside: Sequence[Space]) -> np.ndarray:
-    """A random element of a family's algebra for each of `many` combinations of companions' indices.
+    """A random element of a family's algebra for each combination of its companions' indices.
 
-    Its shape is (many, n) for scales and (many, n, n) for matrices, with the length n of the space.
+    The shape is (combinations, n) for scales and (combinations, n, n) for matrices, where n is the length of `space`.
 
     >>> element = draw(np.random.default_rng(0), "orthogonal", (0, 1, 2), ())
     >>> np.allclose(element, -element.swapaxes(1, 2))
@@ -160,7 +163,12 @@ def draw(rng: np.random.Generator, family: str, space: Space, beside: Sequence[S
 
 
 def direction(mode: str, values: np.ndarray, element: np.ndarray) -> np.ndarray:
-    """The tangent of a piece's `values` along an element of the algebra; both are (companions, space, rest).
+    """The tangent of a piece's `values` along an element of the algebra.
+
+    Args:
+      mode: how the element acts, as in `FAMILIES`.
+      values: the entries of the piece, (companions, space, rest), as the result.
+      element: as from `draw`.
 
     >>> direction("scale", np.full((1, 2, 3), 2.0), np.array([[1.0, -1.0]]))[0]
     array([[ 2.,  2.,  2.],
@@ -220,7 +228,7 @@ def independent(
     kept, families = list(before), list(FAMILIES)
     order = sorted(symmetries, key=lambda s: (-s.dim, families.index(s.family), -len(s.beside), len(s.terms)))
     for symmetry in order:
-        # Only symmetries on its spaces, linked to it by shared leaves directly or through others, can contain it.
+        # A group can be contained only in groups on its spaces that share a leaf with it, or with such a group.
         paths, linked = set(symmetry.paths), list[Symmetry]()
         near = [other for other in kept if WHOLE in (symmetry.space, other.space) or symmetry.ids & other.ids]
         while more := [other for other in near if other not in linked and other.paths & paths]:

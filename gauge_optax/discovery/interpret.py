@@ -25,8 +25,8 @@ def interpret(
       jaxpr: the jaxpr, whose equations are run in their order.
       consts: its constants.
       args: the values of its inputs.
-      constant: a constant, or a literal, to its value.
-      equation: (equation, values of its inputs) to the values of its outputs.
+      constant: function of a constant or literal; returns its value.
+      equation: function of an equation and the values of its inputs; returns the values of its outputs.
 
     >>> def depth(eqn, ins):
     ...     return [1 + max(ins)] * len(eqn.outvars)

@@ -1,8 +1,8 @@
 """Fewer layers: of a list of layers that are alike, three are searched, and what is found is extended to all of them.
 
 Equal shapes do not show that a function treats its layers alike. Its operations do: every further layer has to add the
-same ones. A function that counts its layers cannot be called on a tree with fewer. From such a function, the operations
-of the other layers are cut out (`cut`).
+same ones. A function that fixes the number of its layers cannot be called on a tree with fewer. From such a function,
+the operations of the other layers are cut out (`cut`).
 """
 
 from __future__ import annotations
@@ -30,14 +30,19 @@ _Operations = collections.Counter[tuple[str, ...]]
 
 
 class _Layers(NamedTuple):
-    """One list of layers: the text in their paths before their number, and behind it up to the next slash."""
+    """One list of layers, whose paths differ in a number alone.
+
+    Attributes:
+      before: the text of the paths in front of the number.
+      behind: the text behind it, up to the next slash.
+    """
 
     before: str
     behind: str
 
     @classmethod
     def at(cls, keys: Any, name: tuple[str, str]) -> _Layers:
-        """The list in the node with these keys; `name` is the text before and behind the number in the layers' keys."""
+        """The list of layers in the node at the tree path `keys`; `name` is its layers' text around their number."""
         path = jax.tree_util.keystr(keys, simple=True, separator="/")
         return cls(f"{path}/{name[0]}" if path else name[0], name[1])
 
@@ -83,8 +88,8 @@ class Shallow:
         roles = {}
         for role, blocks in call.roles.items():
             counts = collections.Counter((self.with_captures(path), axes) for path, axes in blocks.items())
-            # A search of all layers lists kernels before scales, each in the order of paths, and so does the result: a
-            # path that is smaller than the one before it begins a new run.
+            # A search of all layers would list kernels before scales, each sorted by path. To have this order, blocks
+            # are divided into runs of ascending paths, and each run is sorted.
             runs = [dict[str, Axes]()]
             for before, (path, axes) in zip(("", *blocks), blocks.items(), strict=False):
                 if path < before:
@@ -109,7 +114,7 @@ class Shallow:
         """Texts, each a list of paths, with `{i}` in place of layers' numbers; equal ones are returned once.
 
         Raises:
-          Unlike: a path is there for some of the kept layers and not for all.
+          Unlike: a path occurs for some of the kept layers and not for all.
         """
         counts = collections.Counter(self.with_captures(part) for text in texts for part in text.split(", "))
         if any(self.with_captures(part) != part and counts[self.with_captures(part)] % _KEPT
@@ -174,7 +179,7 @@ def _takes_fewer(fn: Callable[[Any, Any], Any], params: Any, batch: Any, lists: 
     return not any(expected.values())
 
 
-# Functions that count their layers ------------------------------------------------------------------------
+# Functions that fix the number of layers ------------------------------------------------------------------
 
 
 def _counting(short: Shallow, params: Any, batch: Any, counts: Sequence[int]) -> Shallow | None:
@@ -211,7 +216,7 @@ def _cut_function(
     Args:
       short: the function of the whole tree, and the shorter tree.
       params: the whole tree.
-      groups: lists that alternate, as indices into `short.patterns`, with their number of layers.
+      groups: pairs of the lists whose layers alternate, as indices into `short.patterns`, and their number of layers.
     """
     paths = list(leaves_by_path(params))
     places = [_places(paths, short, group) for group, _ in groups]
@@ -257,9 +262,10 @@ def _operations(fn: Callable[[Any, Any], Any], params: Any, batch: Any) -> _Oper
 
 
 def _alike(node: Any) -> dict[tuple[str, str], list[Any]]:
-    """The lists of more than three layers that are alike in a node: (text before, text behind a number) → their keys.
+    """The lists of layers in a node: more than three children of the same structure, whose keys differ in a number.
 
-    The keys are in the order of the numbers.
+    Returns:
+      (text before the number, text behind it) → the keys of the children, in the order of their numbers.
     """
     if isinstance(node, Mapping):
         matches = [(key, _NUMBERED.fullmatch(str(key)), child) for key, child in node.items()]
@@ -279,7 +285,7 @@ def _alike(node: Any) -> dict[tuple[str, str], list[Any]]:
 
 
 def _lists(params: Any) -> dict[_Layers, int]:
-    """All lists of layers that are alike, with their lengths. Lists within such a layer are left out."""
+    """All lists of layers in a tree, with their lengths. Lists inside such a layer are left out."""
     found = dict[_Layers, int]()
     nodes = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda node: bool(_alike(node)))[0]
     for keys, node in nodes:

@@ -157,7 +157,7 @@ class _Reader:
             varying(product.ids, k, self.walk.shapes[product.path]) for k in outputs)
 
     def read(self) -> LeafAxes:
-        """The axes of every parameter that has two or more axes, without those of length 1 and those that count."""
+        """The axes of every parameter with at least two axes that are longer than 1 and do not count matrices."""
         self._resolve_pairs()
         neurons, tables, undecided = dict[str, Axes](), dict[str, Axes](), dict[str, str]()
         for path, shape in self.walk.shapes.items():
@@ -222,12 +222,12 @@ class _Reader:
         return self._text(path, shape, tokens)
 
     def _vectors(self, path: str, free: list[int], tokens: set[int]) -> bool:
-        """Whether some kernel contracts the rows of a table.
+        """Whether the rows of a table have exactly the input axes of some kernel, so that it can contract them.
 
         Args:
           path: the table.
-          free: its axes, without those of length 1 and those that count.
-          tokens: those of `free` along which rows are taken by index or added to data. The rest are the rows' axes.
+          free: its axes that are longer than 1 and do not count matrices.
+          tokens: those of `free` whose indices number the rows. The others are the axes of a row.
         """
         rows = {self._key(path, a) for a in free if a not in tokens}
         return any(
@@ -240,7 +240,10 @@ class _Reader:
         return " ".join("token" if a in tokens else "layer" if a in layers else "_" for a in range(len(shape)))
 
     def _by_row(self, product: Product, tokens: set[int]) -> bool:
-        """Whether a contraction uses a single index of the axes `tokens`: this index is a matrix then, and no row."""
+        """Whether a contraction uses a table at a single index of its axes `tokens`.
+
+        The index then stands for a matrix, such as that of an expert, and not for a row.
+        """
         shape = self.walk.shapes[product.path]
         moving = {a for k in range(len(product.ids.shape)) for a in varying(product.ids, k, shape)}
         return not tokens & moving and not product.one_hot
@@ -333,7 +336,11 @@ class _Reader:
         return [self._matrix(product, shape, names, moves, piece, token, layers) for piece in self._pieces(product)]
 
     def _pieces(self, product: Product) -> list[list[np.ndarray]]:
-        """The outputs in *pieces*, sets that later operations read together: for each its indices along each axis."""
+        """The outputs of a contraction in *pieces*, each of which later operations combine in one result.
+
+        Returns:
+          For each piece, one array of indices per output axis.
+        """
         outputs = product.outputs
         sizes = [product.ids.shape[k] for k in outputs]
         batch = len(product.batch)

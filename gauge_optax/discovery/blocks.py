@@ -48,14 +48,14 @@ _ERRORS = 100.0  # error of a computed dead direction, in units of roundoff over
 _INSIDE = 1e-6  # relative distance from the span of the orbits up to which a direction lies in it
 _ROUNDS, _SOLVED = 60, 1e-11  # projection onto the span: iterations of GMRES at most, and its relative residual
 _EXHAUSTED = 1e-9  # Lanczos ends at an off-diagonal entry below this share of the largest diagonal one
-_ROUNDOFF, _GAP = 1e-16, 1e3  # a zero singular value, relative to the largest; least ratio of two next values at a gap
+_ROUNDOFF, _GAP = 1e-16, 1e3  # a zero singular value, relative to the largest; least ratio of adjacent values at a gap
 _MOST = 8  # unexplained directions of a block are counted up to this number: 8 stands for 8 or more
 _SPARE = 64  # rows beyond the number of a block's entries, so that random combinations keep the rank
 _FOR_NORMS = 24  # random rows from which the sizes of the Jacobian's columns are estimated
 
 
 class EntrySet(NamedTuple):
-    """A block: a set of entries, inside which dead directions are counted, those that change no other entry.
+    """A block: a set of entries. Dead directions that change these entries alone are counted.
 
     Attributes:
       name: a text that says which entries these are, for the table.
@@ -108,8 +108,8 @@ def blocks_of(trace: Trace, leaves: Leaves, most: int, rng: np.random.Generator)
       rng: draws the indices, and one of several layers that are alike.
 
     Returns:
-      The blocks, and only one of several that differ in the layer alone. If three indices of a space have more than
-      `most` entries, a block has fewer indices, and there are also blocks of the space within single layers.
+      The blocks. If several differ in the layer alone, one is returned. If three indices of a space have more than
+      `most` entries, its block has fewer indices, and there are also blocks of the space within single layers.
 
     >>> from gauge_optax.discovery.trace import walked
     >>> leaves = {"up": np.ones((2, 3)), "down": np.ones((3, 4))}
@@ -147,8 +147,8 @@ def blocks_of(trace: Trace, leaves: Leaves, most: int, rng: np.random.Generator)
 
 
 Axes = dict[str, list[tuple[int, np.ndarray]]]
-"""Leaf path → (axis, ids) for each of its axes of one space. `ids` has one number per index of the axis: its index in
-the space. Indices with equal numbers are one."""
+"""Leaf path → (axis, ids) for each of its axes that have one space. `ids` says, for every index of the axis, which index
+of the space it is."""
 
 
 def _spaces(trace: Trace, leaves: Leaves) -> list[Axes]:
@@ -229,7 +229,7 @@ def dead_in_blocks(
 
 
 def too_few(outputs: int, than: str) -> ValueError:
-    """The error for a function with `outputs` output numbers, which has to have more than `than` says.
+    """The error for a function with only `outputs` output numbers, which needs more than `than`, a text.
 
     >>> print(str(too_few(5, "7 parameters")).splitlines()[0])
     census: 5 output numbers
@@ -373,7 +373,7 @@ class _Span:
     For a list that can be bound, `horizontal` is a projection that removes exactly the directions along the orbits.
     Some lists cannot be bound, because their gauges share leaves in a circle. Such a list is divided into lists that
     can, and T is the product of their projections. The part of x in the span is the v in the span for which T keeps
-    x − v, so that (I − T)·v = (I − T)·x. Iterations that start from (I − T)·x and stay in the span find it.
+    x − v as it is: (I − T)·v = (I − T)·x. Iterations that start from (I − T)·x and stay in the span find it.
 
     Args:
       gauges: a list, also one that cannot be bound as a whole.
@@ -418,7 +418,7 @@ class _Span:
         return direction - kept
 
     def outside(self, direction: np.ndarray) -> np.ndarray:
-        """A direction less its part in the span. This map is linear, and zero for directions in the span alone."""
+        """A direction less its part in the span. This map is linear, and takes exactly the span to zero."""
         size = len(direction)
         moved = LinearOperator((size, size), matvec=self._moved, dtype=np.float64)
         most = _SOLVED * float(np.linalg.norm(direction))
@@ -431,7 +431,7 @@ def _unexplained_in(
     block: EntrySet, dead: np.ndarray, reached: np.ndarray, least: float, span: _Span, leaves: Leaves,
     rng: np.random.Generator,
 ) -> np.ndarray:
-    """What remains of a block's dead directions without their parts in the span of the orbits.
+    """Removes from the dead directions of a block their parts in the span of the orbits.
 
     Args:
       block: the block.
@@ -443,7 +443,7 @@ def _unexplained_in(
       rng: draws combinations of the dead directions.
 
     Returns:
-      An orthonormal basis of the remains, (at most `_MOST`, parameters).
+      An orthonormal basis of what remains, (at most `_MOST`, parameters).
 
     >>> leaves, block = {"a": np.ones(2)}, EntrySet("", {"a": np.arange(2)})
     >>> dead = np.array([[0.0, 1.0]])

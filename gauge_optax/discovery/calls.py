@@ -73,7 +73,7 @@ def with_captures(paths: Sequence[str], capture: Callable[[tuple[str, ...]], str
 
 
 def joined(before: Axes | None, axes: Axes) -> Axes:
-    """Appends axes strings to those that a path already has, `before`; None if it has none.
+    """Appends axes strings to those that a path already has: `before`, which is None if it has none.
 
     >>> joined("_ head=0", ("_ head=1", "_ head=2")), joined(None, "_ head")
     (('_ head=0', '_ head=1', '_ head=2'), '_ head')
@@ -224,7 +224,7 @@ class Call:
         return dataclasses.replace(self, roles=roles, norms=norms)._resized(lambda _, n: full(n))
 
     def alternatives(self) -> Iterator[Call]:
-        """Calls of the same gauge with other anchors. They list blocks in other orders, and the first is the anchor.
+        """Calls of the same gauge with another block first: an element is read from the first block if possible.
 
         Each block of the first argument comes first in one call. If two arguments can be exchanged, so does each block
         of the second one.

@@ -61,8 +61,8 @@ class Census(NamedTuple):
       dead: parameters − rank; with `blocks`, a lower bound of the number of dead directions.
       explained: dead directions in the span of all orbits; with `blocks`, the sum of the orbits' dimensions.
       overlap: the sum of the orbits' dimensions, less the dimension of their span; with `blocks`, 0.
-      unreached: dead directions that are not explained, but only change entries on which no output depends for these
-        batches; with `blocks`, 0.
+      unreached: dead directions that are not explained, along entries on which no output depends for these batches;
+        with `blocks`, 0.
       unexplained: all other dead directions; with `blocks`, those that were found in a block.
       by_leaf: leaf path → its share of the unexplained directions; the shares add up to `unexplained`.
       gauges: one `GaugeCount` per gauge.

@@ -130,7 +130,7 @@ def double_leaves(params: Any, seed: int) -> Leaves:
 
 
 def shown_outputs(fn: Callable[..., Any], leaves: Leaves, batch: Any) -> Outputs | None:
-    """Infers from a function which kind of outputs it returns; None if a softmax may follow or not.
+    """Infers from a function which kind of outputs it returns; None if it cannot tell whether a softmax follows.
 
     A scalar is a loss, and a single column is a prediction. If the tokens of a batch look up rows in a table of V rows,
     and every token has V outputs, these are the next token's logits. Outputs that sum to one come out of a softmax, and
@@ -226,7 +226,7 @@ def check_finite(out: Sequence[np.ndarray], fn: Callable[..., Any], *args: Any) 
 
 
 def check_gradients(count: int, needed: int) -> None:
-    """Raises if fewer gradients are finite, `count`, than are `needed`.
+    """Raises if `count`, the number of finite gradients, is below `needed`.
 
     >>> check_gradients(24, 24)
     """

@@ -64,7 +64,7 @@ class Symmetry:
     Attributes:
       family: the key of its family in `FAMILIES`.
       space: the space that it acts on.
-      beside: its companions' spaces, such as heads. It has an element for each combination of their indices.
+      beside: its companions' spaces, such as heads. The group has one element per combination of their indices.
       terms: the pieces that move.
       residual: the product of the gradients with its motion, relative to the sizes of both; roundoff for a symmetry.
       along: pieces without effect on the outputs that move along with pieces of their module, such as a key bias, which
@@ -96,7 +96,7 @@ class Symmetry:
 
     @property
     def dim(self) -> int:
-        """The dimension of the group, which is summed over all indices of its companions."""
+        """The dimension of the group, with all elements that it has for its companions' indices."""
         n, planes = len(self.space), len(set(self.space))
         skew, centred = n * (n - 1) // 2, (n - 1) * (n - 2) // 2
         dims = {"linear": n * n, "orthogonal": skew, "centred": centred, "complex": 2 * planes, "diagonal": n}
@@ -167,8 +167,8 @@ def direction(mode: str, values: np.ndarray, element: np.ndarray) -> np.ndarray:
 
     Args:
       mode: how the element acts, as in `FAMILIES`.
-      values: the entries of the piece, (companions, space, rest), as the result.
-      element: as from `draw`.
+      values: the entries of the piece, (companions, space, rest). The result has this shape too.
+      element: an array like those of `draw`.
 
     >>> direction("scale", np.full((1, 2, 3), 2.0), np.array([[1.0, -1.0]]))[0]
     array([[ 2.,  2.,  2.],

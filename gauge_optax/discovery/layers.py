@@ -42,7 +42,7 @@ class _Layers(NamedTuple):
 
     @classmethod
     def at(cls, keys: Any, name: tuple[str, str]) -> _Layers:
-        """The list of layers in the node at the tree path `keys`; `name` is its layers' text around their number."""
+        """The list in the node at the tree path `keys`; `name` is the text before and behind the number in its keys."""
         path = jax.tree_util.keystr(keys, simple=True, separator="/")
         return cls(f"{path}/{name[0]}" if path else name[0], name[1])
 

@@ -147,7 +147,7 @@ def blocks_of(trace: Trace, leaves: Leaves, most: int, rng: np.random.Generator)
 
 
 Axes = dict[str, list[tuple[int, np.ndarray]]]
-"""Leaf path → (axis, ids) for each of its axes that have one space. `ids` says, for every index of the axis, which index
+"""Leaf path → (axis, ids) for each of its axes that have one space. `ids` says for every index of the axis which index
 of the space it is."""
 
 

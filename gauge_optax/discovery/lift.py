@@ -55,7 +55,7 @@ def in_double(fn: Function, leaves: Leaves, dtypes: Mapping[str, Any], batch: An
     """
 
     def given(leaves: Mapping[str, Any], batch: Any) -> Any:
-        with warnings.catch_warnings():  # statistics that fn captures may be float32; no output depends on their update
+        with warnings.catch_warnings():  # JAX warns of float64 updates of float32 statistics, which no output depends on
             warnings.simplefilter("ignore", FutureWarning)
             return fn(leaves, batch)
 
@@ -153,20 +153,20 @@ def _mark(jaxpr: core.Jaxpr, marks: Sequence[int], marked: list[tuple[Any, int, 
 
     Args:
       jaxpr: the jaxpr.
-      marks: the marks of its inputs.
+      marks: the marks of its inputs: which of `_LEAVES`, `_BATCH` and `_DRAWN` each depends on.
       marked: the list to which equations are added.
       within: the source line of the call of this jaxpr.
     """
 
     def equation(eqn: Any, ins: list[int]) -> list[int]:
         name, mark = eqn.primitive.name, functools.reduce(operator.or_, ins, 0)
-        where = source(eqn) or within  # inside a function of JAX: the line of its call
+        where = source(eqn) or within  # an equation inside a function of JAX gets the line of its call
         marked.append((eqn, mark, where))
         if call := called(eqn, ins):
             return _mark(call[0], call[2], marked, where)
         if name == "scan":
             body, consts, carry, rows = loop_parts(eqn, ins)
-            for _ in range(2):  # the second turn sees what the first brings into the carry
+            for _ in range(2):  # the second turn sees the marks that the first adds to the carry
                 outs = _mark(body.jaxpr, [*consts, *carry, *rows], marked, where)
                 carry = [a | b for a, b in zip(carry, outs, strict=False)]
             return outs

@@ -55,7 +55,7 @@ def in_double(fn: Function, leaves: Leaves, dtypes: Mapping[str, Any], batch: An
     """
 
     def given(leaves: Mapping[str, Any], batch: Any) -> Any:
-        with warnings.catch_warnings():  # JAX warns of float64 updates of float32 statistics, which no output depends on
+        with warnings.catch_warnings():  # statistics that fn captures may be float32; no output depends on their update
             warnings.simplefilter("ignore", FutureWarning)
             return fn(leaves, batch)
 

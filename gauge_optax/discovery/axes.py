@@ -131,7 +131,7 @@ def read_axes(
 
 
 class _Reader:
-    """Makes a `LeafAxes` of the notes of a `Walk`."""
+    """Makes a `LeafAxes` from the notes of a `Walk`."""
 
     def __init__(self, walk: Walk, trace: Trace, asked: bool) -> None:
         self.walk, self.trace, self.asked, self.chosen = walk, trace, asked, trace.chosen_spaces()

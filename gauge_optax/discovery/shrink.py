@@ -35,7 +35,8 @@ class Small:
       fn: the function of these leaves.
       leaves: float64 leaves by path.
       batches: batches whose indices are within the shorter axes.
-      lengths: for each set of axes that were shortened: its prime in the small instance → its length in the large one.
+      lengths: for each set of axes that were shortened: the prime that divides its lengths in the small instance → the
+        number that stands in place of the prime in the large one.
 
     >>> Small(lambda p, x: x, {}, [], {11: 768}).full(22)
     1536
@@ -132,8 +133,8 @@ def smaller(fn: Function, trace: Trace, leaves: Leaves, batches: Sequence[Any]) 
                 chosen[:] = _chosen(groups, own, of_batches)
                 split = [(one.group, *_split(walked, one)) for one in chosen]
                 gone = {x for _, _, rest in split for x in rest}
-                # A group stays whole if another drops an index that it keeps: its axis is part of a longer one, where
-                # its entries do not come first.
+                # A group stays whole if another group drops an index that this one keeps. Its axis is then part of a
+                # longer axis, and not the first part.
                 clashing = [group for group, first, _ in split if not first.isdisjoint(gone)]
                 if not clashing:
                     return gone
@@ -156,9 +157,9 @@ def smaller(fn: Function, trace: Trace, leaves: Leaves, batches: Sequence[Any]) 
 def _chosen(groups: Sequence[_Group], atoms: Atoms, of_batches: set[int]) -> list[_Short]:
     """The groups that can be shorter, each with a prime that no other length has.
 
-    Of two axes, the longer one stays longer. A vocabulary shorter than the stream would hide directions of the stream,
-    and a head's basis longer than the stream would have directions that no output depends on. Rotary planes come first
-    and get small primes, because there must be fewer planes than tokens: scores tell no more planes apart.
+    The longer of two axes stays longer. A vocabulary shorter than the stream would hide directions of the stream, and a
+    head's basis longer than the stream would have directions that no output depends on. Rotary planes come first and
+    get small primes: there must be fewer planes than tokens, because scores of n tokens tell fewer than n planes apart.
     """
 
     def shortened(group: _Group, chosen: Sequence[_Short], stay: set[int]) -> list[_Short]:
@@ -243,7 +244,7 @@ def _cut(leaves: Leaves, atoms: Atoms, chosen: Sequence[_Short]) -> Leaves:
 
 
 def _within(x: Any, rows: int | None) -> Any:
-    """An array of a batch; integers beyond the first `rows` are replaced by their remainder, as indices of tables."""
+    """An array of a batch. Integers are reduced modulo `rows`, because they may be indices of shortened tables."""
     if rows is None or not np.issubdtype(getattr(x, "dtype", object), np.integer):
         return x
     return np.where(np.asarray(x) >= rows, np.asarray(x) % rows, x)

@@ -30,8 +30,8 @@ class Held(NamedTuple):
       gauge: the gauge.
       call: its constructor with arguments.
       exponents: leaf path → exponent with which it moves; for linear groups the sign tells vectors from covectors.
-      residual: size of the gradients' products with its motion, relative to what leaves that move on their own would
-        give; roundoff for a symmetry.
+      residual: by how much, according to the gradients, its motion changes the outputs, relative to the change if its
+        leaves moved each on its own; roundoff for a symmetry.
       change: largest relative change of the outputs under a random finite move, over points and batches.
       parts: a `Held` for every layer, if the gauge merges layers; else ().
 

@@ -37,8 +37,8 @@ class _Short(NamedTuple):
     Attributes:
       value: what the walk knows of it: the ids of its axes before entries were dropped; an axis without ids is whole.
       array: its entries that are kept.
-      summed: if it is a sum, how many terms it has at full length, and how many after entries were dropped; else (1, 1).
-        A mean divides a sum by this number.
+      summed: if it is a sum, the number of its terms at full length, and their number after entries were dropped; else
+        (1, 1). A mean divides a sum by this number.
     """
 
     value: Value

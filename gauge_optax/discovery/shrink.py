@@ -159,7 +159,7 @@ def _chosen(groups: Sequence[_Group], atoms: Atoms, of_batches: set[int]) -> lis
 
     The longer of two axes stays longer. A vocabulary shorter than the stream would hide directions of the stream, and a
     head's basis longer than the stream would have directions that no output depends on. Rotary planes come first and
-    get small primes: there must be fewer planes than tokens, because scores of n tokens tell fewer than n planes apart.
+    get small primes, so that there are fewer planes than tokens: otherwise scores could not tell all planes apart.
     """
 
     def shortened(group: _Group, chosen: Sequence[_Short], stay: set[int]) -> list[_Short]:

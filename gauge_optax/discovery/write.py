@@ -157,8 +157,7 @@ def write_shift_calls(places: Sequence[tuple[View, int]]) -> list[Call]:
 
 
 def _constants(places: Sequence[tuple[View, int]], name: str) -> tuple[dict[str, Axes], dict[str, int]]:
-    """Path → axes string of leaves that gain a constant along a space called `name`; and the lengths these must state.
-    """
+    """Path → axes string of leaves that gain a constant along a space called `name`; and the lengths to state."""
     terms, taken = list[Term](), dict[str, np.ndarray]()
     for view, at in places:  # a leaf's views may overlap, but each entry gains the constant once
         term = Term(Piece(view, at, ()), "offset", 1.0)
@@ -233,8 +232,8 @@ class _Names:
 
         def order(term: Term) -> tuple[bool, bool, bool, str]:
             path = term.piece.path
-            # The first leaf becomes the anchor. A scale that is stored less one starts at one, while a kernel that makes
-            # the scale from data may start at zero.
+            # The first leaf is the anchor. A scale that is stored less one starts at one, while a kernel that computes
+            # a part of this scale from data may start at zero.
             stored = path in plus and term.mode == "offset"
             return not stored, term.piece.vector, path not in plus and path not in self._positive, path
 
@@ -308,7 +307,7 @@ def _axis_text(
         elif name == "+" or (name == "_" and parts and parts[-1][0] == "_"):
             parts[-1] = (parts[-1][0], parts[-1][1] * atom.size)
         elif pairing is not None and name == target:
-            if atom.span is not None:  # the planes are in a part of every head; one of equal parts is named by its number
+            if atom.span is not None:  # planes in a part of every head; one of equal parts is named by its number
                 ((start, _), *more), count = atom.span[0], atom.full // atom.size
                 if more or atom.full % atom.size or start % atom.size:
                     raise Unwritable("factors for rotary planes in a part of an axis, which no axes string can say")

@@ -118,9 +118,9 @@ class Flow:
       columns: how many columns.
       belongs: function of the numbers of the columns in a combination; returns whether this flow reports the
         combination. If several flows contain it, only one of them does.
-      write: (coefficients of the columns that take part, columns that no output depends on) to the gauge. Columns
-        without effect may have to move too: a norm's bias that moves into the query bias also moves into the key bias.
-        None if the library has no such gauge.
+      write: function of the coefficients of the columns in a combination, and of the columns that no output depends on;
+        returns the gauge. Columns without effect may have to move too: a norm's bias that moves into the query bias
+        also moves into the key bias. None if the library has no such gauge.
       products: per chunk of gradients an array (gradients, columns), the inner products of gradients with motions.
       squares: per column, the sum of squares that `products` would have on average for a motion of random direction.
         `solve` divides by its root, so that columns of different size can be compared.
@@ -464,7 +464,7 @@ def _common_row(spaces: Sequence[Space], tables: Sequence[View], layers: set[Spa
         return _call("embedding_shift", {"token": [token], "position": [position]}, _names(spaces, layers))
 
     def belongs(taken: list[int]) -> bool:
-        """False if the tables share further axes, as another flow's do, or are vectors, which `search` handles."""
+        """False for tables that share further axes, which another flow handles, and for vectors: `search` finds those."""
         if len(taken) < 2 or (lone and all(len(tables[k].labels) == len(spaces) for k in taken)):
             return False
         return frozenset.intersection(*(frozenset(tables[k].labels) for k in taken)) == set(spaces)
@@ -601,7 +601,7 @@ def _call(
       kind: the constructor.
       blocks: views by role.
       names: spaces with a name; all others are free.
-      plus: leaves that store the value less one.
+      plus: paths of norms' scales that are stored less one.
     """
     roles, sizes = dict[str, dict[str, Axes]](), dict[str, int]()
     for role, views in blocks.items():

@@ -86,8 +86,7 @@ def _shapes(atoms: Sequence[Any]) -> list[tuple[int, ...]]:
 def _default(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     """Unites the operands' axes that stand in one position. If shapes differ, it guesses (`_opaque`).
 
-    The shape of a scalar, and one that only has axes of length one where the result's axes are longer, do not count as
-    different, because they are broadcast.
+    Scalars and axes of length one count as equal to the results' shape, because they are broadcast.
     """
     results, operands = _shapes(eqn.outvars), _shapes(eqn.invars)
     fits = (not s or (len(s) == len(results[0]) and all(n in (1, m) for n, m in zip(s, results[0], strict=True)))

@@ -62,7 +62,8 @@ class _Group:
     Attributes:
       places: leaf, axis and number of every component.
       length: length of the longest of them.
-      unit: the common divisor of their lengths: a basis of rotary planes has two entries for each plane.
+      unit: greatest common divisor of their lengths, which differ if one is a basis with two entries per rotary plane
+        and another has one entry per plane.
       table: whether rows are taken from it by index, as from an embedding.
     """
 

@@ -464,7 +464,7 @@ def _common_row(spaces: Sequence[Space], tables: Sequence[View], layers: set[Spa
         return _call("embedding_shift", {"token": [token], "position": [position]}, _names(spaces, layers))
 
     def belongs(taken: list[int]) -> bool:
-        """False for tables that share further axes, which another flow handles, and for vectors: `search` finds those."""
+        """False for tables that share further axes (another flow handles these) and for vectors (`search` does)."""
         if len(taken) < 2 or (lone and all(len(tables[k].labels) == len(spaces) for k in taken)):
             return False
         return frozenset.intersection(*(frozenset(tables[k].labels) for k in taken)) == set(spaces)

@@ -124,8 +124,7 @@ def _taken(leaf: Any, axes: Axes, kept: _Kept) -> np.ndarray:
 
 
 def _times(summed: tuple[int, int], shape: Sequence[int], left: Sequence[int], axes: Sequence[int]) -> tuple[int, int]:
-    """The numbers `summed` after a further sum over `axes`; `shape` is the full shape, `left` that of the kept entries.
-    """
+    """The numbers `summed` after a further sum over `axes`: `shape` is the full shape, `left` the shape after cuts."""
     return summed[0] * math.prod(shape[k] for k in axes), summed[1] * math.prod(left[k] for k in axes)
 
 

@@ -113,8 +113,7 @@ class Trace:
         return [] if ids is None else [self.spaces.canon(atom) for atom in self.spaces.atoms(ids)]
 
     def families(self, paths: Iterable[str]) -> list[list[Place]]:
-        """The atoms of all axes of some leaves, in groups. Atoms that share ids, directly or by a chain, are together.
-        """
+        """The atoms of all axes of some leaves, in groups. Atoms that share ids, directly or by a chain, are together."""
         family_of: dict[int, int] = {}
         families: dict[int, list[Place]] = {}
         for path, axis in ((leaf, axis) for leaf in paths for axis in range(len(self.leaves[leaf]))):

@@ -82,7 +82,7 @@ class Product:
       one_hot: whether the other operand is one-hot.
       pieces: masks over the flattened outputs, without overlaps: the outputs of one mask are read together.
       maxed: whether a maximum is taken over its outputs, as in a softmax.
-      last: whether its outputs are the function's, up to a softmax and sums.
+      last: whether the function returns its outputs, perhaps after a softmax and sums.
       terms: masks over the flattened outputs, one for each contraction of outputs with data (`Value.terms`).
 
     >>> product = Product("up", Places.of((2, 3)), (0,), (), frozenset())

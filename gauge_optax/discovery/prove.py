@@ -18,7 +18,7 @@ from gauge_optax.gauges.gauge import Gauge, product
 from gauge_optax.xla import quick_options
 
 _NOTICED = 1e-5  # a move proves something only if noise of its size changes the outputs by more than this, relatively
-_SHORT = 1e-5  # the part of a move that is taken as a small step in its direction
+_SHORT = 1e-5  # `along_orbits` makes this fraction of a move, as a small step in its direction
 _MANY = 60  # the moves of more copies of gauges would compile for longer than they run
 _ALONG = 1e-3  # a step is along an orbit if it moves the slice point by less than this, relative to its own length
 

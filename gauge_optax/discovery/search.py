@@ -1,10 +1,11 @@
 """Tries groups on the leaves, and finds those of their motions that no gradient sees.
 
 A *candidate* is a family of groups (`groups`), a space on which it could act (`spaces`), and a set of *companions*:
-spaces that index copies of the group, such as heads. At each point it draws one random element of the group's algebra.
-The element moves a piece of a leaf (`views`) in one of four *modes*: as a vector X·A, as a covector −X·Aᵀ, as a scale,
-or as an offset. The inner products of the gradients with this motion of one piece are a *column*. A null vector of the
-matrix of columns holds exponents: if every piece moves with its own, no gradient sees the motion of all together.
+spaces that index copies of the group, such as heads. At each set of weights where gradients are taken, it draws one
+random element A of the group's algebra. A moves a piece X of a leaf (`views`) in one of four *modes*: as a vector, X·A,
+as a covector, −X·Aᵀ, as a scale, or as an offset. The inner products of all gradients with this motion of one piece are
+a *column*. A null vector of the matrix of columns contains one exponent per piece: if each motion is multiplied by its
+exponent, no gradient sees the sum of the motions.
 """
 
 from __future__ import annotations

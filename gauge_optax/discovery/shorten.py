@@ -47,7 +47,7 @@ class _Short(NamedTuple):
 
 
 def shorter(fn: Function, leaves: Leaves, batch: Any, dropped: Callable[[Trace], set[int]]) -> tuple[Function, Leaves]:
-    """A function that is evaluated without some indices of its axes, and its shorter leaves.
+    """Makes a function that evaluates the operations of fn without some indices of their axes, on shorter leaves.
 
     Args:
       fn: (leaves, batch) to a list of outputs.

@@ -121,7 +121,7 @@ def smaller(fn: Function, trace: Trace, leaves: Leaves, batches: Sequence[Any]) 
         return Small(on_few, small, short, {one.unit: one.group.unit for one in chosen})
 
     def evaluated() -> Small:
-        """The operations that the function is traced to, without some indices of their axes."""
+        """The instance whose function evaluates the traced operations of fn without some indices of their axes."""
         chosen: list[_Short] = []
 
         def dropped(walked: Trace) -> set[int]:

@@ -143,9 +143,9 @@ class Gradients:
         return sum(x.size for x in jax.tree.leaves(jax.eval_shape(self._fn, leaves, self._batches[0])))
 
     def at(self, leaves: Leaves, count: int, rng: np.random.Generator) -> Iterator[Leaves]:
-        """At least `count` gradients at a point, shared out over the batches, in chunks that fit in memory.
+        """Takes at least `count` gradients at a point, equally many per batch, in chunks that fit in memory.
 
-        Those that are not finite are left out.
+        Gradients that are not finite are left out, and not replaced.
 
         Args:
           leaves: the point.

@@ -113,7 +113,7 @@ class Trace:
         return [] if ids is None else [self.spaces.canon(atom) for atom in self.spaces.atoms(ids)]
 
     def families(self, paths: Iterable[str]) -> list[list[Place]]:
-        """The atoms of all axes of some leaves, in groups. Atoms that share ids, directly or by a chain, are together."""
+        """The atoms of all axes of some leaves, grouped: atoms that share ids, directly or by a chain, are together."""
         family_of: dict[int, int] = {}
         families: dict[int, list[Place]] = {}
         for path, axis in ((leaf, axis) for leaf in paths for axis in range(len(self.leaves[leaf]))):
@@ -217,7 +217,7 @@ def walk(closed: core.ClosedJaxpr, paths: Sequence[str]) -> Trace:
 
 
 def walked(fn: Callable[..., Any], leaves: Mapping[str, Any], batch: Any) -> Trace:
-    """The walk over the jaxpr of a function (leaves, batch); the batch is constant.
+    """Walks over the jaxpr of a function of (leaves, batch), with the batch as a constant.
 
     >>> trace = walked(lambda p, x: [p["table"][x]], {"table": np.ones((7, 3))}, np.array([2, 5]))
     >>> [len(axis) for axis in trace.tables]

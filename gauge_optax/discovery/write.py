@@ -263,7 +263,7 @@ def _only(axis: int) -> str:
 
 
 def axes_text(view: View, names: Mapping[Space, str], only: bool = False) -> tuple[str, dict[str, int]]:
-    """The axes string of a view, and the lengths that it needs.
+    """The axes string of a view, and the lengths that its gauge has to state, by name.
 
     Args:
       view: the view.
@@ -292,7 +292,7 @@ def _axis_text(
       length: the axis's length.
       window: the part that moves, with its atoms.
       names: the name of each atom: "_" for a free one, "+" to share the name of the atom before it.
-      sizes: name → length; gets the lengths that the string needs.
+      sizes: name → length; the lengths that the gauge has to state are added.
       pairing: layout of rotary planes in the atom called `target`; None if it has none.
       target: the name of the space.
     """

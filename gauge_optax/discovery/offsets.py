@@ -4,9 +4,9 @@ A vector u may be added to the bias of a norm or of values, if Wᵀu is subtract
 reads it. It may be added to every row of one table, and subtracted from every row of another. Row k of a kernel behind
 a LayerNorm with the scale γ may gain u/γ_k: the norm's outputs, each divided by its γ_k, have the same sum for all
 inputs, so that the kernel's output changes by a constant at most. A *centred* norm, which subtracts the mean, hides a
-constant along the axis that it reads. A *flow* is one such kind of addition. It consists of *columns*: motions of single
-leaves that are made from the same random u. Each is linear in u, so that a finite move adds its tangent to the leaf,
-however large u is.
+constant along the axis that it reads. A *flow* is one such kind of addition. It consists of *columns*: motions of
+single leaves that are made from the same random u. Each is linear in u, so that a finite move adds its tangent to the
+leaf, however large u is.
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
 A vector u may be added to the bias of a norm or of values, if Wᵀu is subtracted from the bias behind each kernel W that
 reads it. It may be added to every row of one table, and subtracted from every row of another. Row k of a kernel behind
-a LayerNorm with the scale γ may gain u/γ_k: then the output changes by a constant at most. A *centred* norm, which
-subtracts the mean, hides a constant along the axis that it reads. A *flow* is one such kind of addition. It consists of
-*columns*: motions of single leaves that are made from the same random u. Each is linear in u, so that a finite move is
-its tangent.
+a LayerNorm with the scale γ may gain u/γ_k: the norm's outputs, each divided by its γ_k, have the same sum for all
+inputs, so that the kernel's output changes by a constant at most. A *centred* norm, which subtracts the mean, hides a
+constant along the axis that it reads. A *flow* is one such kind of addition. It consists of *columns*: motions of
+single leaves that are made from the same random u. Each is linear in u, so that a finite move adds its tangent to the
+leaf, however large u is.
 """
 
 from __future__ import annotations
@@ -72,11 +73,14 @@ class Shifts:
             self._sums[k] += np.square(rows.sum(1 + at)).sum(), np.square(rows).sum(), np.square(total).sum()
 
     def solve(self, softmax: bool) -> list[tuple[list[tuple[View, int]], float]]:
-        """For each space along which gradients sum to zero: its views, the atom of each, and the largest residual.
+        """Lists the spaces along which gradients sum to zero, each as its views, the atom of each view, and a residual.
+
+        The residual of a view is the norm of these sums, divided by the norm of the gradients. The largest is returned.
 
         Args:
-          softmax: True for the axes of the outputs and those along which the function has a softmax, whose constants
-            are logit shifts. False for all other axes, along which a centred norm hides a constant.
+          softmax: True to list the axes of the outputs and those along which the function has a softmax: a constant
+            along these is a logit shift. False to list all other axes: a constant along these is hidden by a centred
+            norm.
         """
         out: dict[Space, tuple[list[tuple[View, int]], float]] = {}
         for (view, at), (along, whole, _) in zip(self._places, self._sums, strict=True):
@@ -88,10 +92,11 @@ class Shifts:
         return list(out.values())
 
     def constants(self) -> list[tuple[str, str]]:
-        """Leaves whose entries may all gain one number, though not along a single axis; each with its axes string.
+        """Leaves to all of whose entries one number may be added, but not a number of its own to each row or column.
 
-        An example is a tied table whose stream centred norms read: they hide the number that its rows gain, and the
-        softmax hides what all logits gain. The axes string is empty if `norm_write_shift` cannot express the move.
+        Each comes with its axes string, which is empty if `norm_write_shift` cannot express the move. An example is a
+        tied table whose stream centred norms read: they hide the number that its rows gain, and the softmax hides what
+        all logits gain.
         """
         single, found = set[str](), dict[str, str]()
         for (view, _), (along, whole, total) in zip(self._places, self._sums, strict=True):
@@ -106,16 +111,17 @@ class Shifts:
 
 @dataclasses.dataclass
 class Flow:
-    """A kind of addition: columns that one random vector makes. Some combination may leave the outputs unchanged.
+    """A kind of addition: columns made from one random vector. `solve` finds the combinations that change no output.
 
     Attributes:
       kind: what it is, in words.
-      make: (point, generator of the random vector) to the motions, one per column in a fixed order.
+      make: function of a point, and of the generator that draws the random vector; returns one motion per column.
       columns: how many columns.
-      belongs: numbers of the columns that take part → whether this flow handles the combination, and no other flow.
-      write: (coefficients of the columns that take part, columns that no output depends on) to the gauge. Columns
-        without effect may have to move too: a norm's bias that moves into the query bias also moves into the key bias.
-        None if the library has no such gauge.
+      belongs: function of the numbers of the columns in a combination; returns whether this flow reports the
+        combination. If several flows contain it, only one of them does.
+      write: function of the coefficients of the columns in a combination, and of the columns that no output depends on;
+        returns the gauge. Columns without effect may have to move too: a norm's bias that moves into the query bias
+        also moves into the key bias. None if the library has no such gauge.
       products: per chunk of gradients an array (gradients, columns), the inner products of gradients with motions.
       squares: per column, the sum of squares that `products` would have on average for a motion of random direction.
         `solve` divides by its root, so that columns of different size can be compared.
@@ -137,7 +143,7 @@ class Flow:
     squares: np.ndarray | float = 0.0
 
     def observe(self, point: Leaves, gradients: Leaves, rng: np.random.Generator) -> None:
-        """Stores the products of some gradients at a point with its motions, and the products' expected squares."""
+        """Draws motions at a point, and extends `products` and `squares` by gradients (rows, *shape) taken there."""
         pairs = [(gradients[path].reshape(-1, motion.size), motion.ravel()) for path, motion in self.make(point, rng)]
         self.products.append(np.stack([rows @ motion for rows, motion in pairs], 1))
         squares = [np.square(rows).mean() * np.square(motion).sum() * len(rows) for rows, motion in pairs]
@@ -207,12 +213,12 @@ class _Norm(NamedTuple):
 
 
 class _Column(NamedTuple):
-    """A motion of a leaf that is linear in an array: the array times all `factors`, an einsum over labels.
+    """How a leaf moves, given an array: by the product of the array and all `factors`, an einsum over labels.
 
     Attributes:
-      view: the view that moves. Labels that it lacks are summed, and along labels that only it has, the motion is
-        constant.
-      factors: views of other leaves, and norms, each of which stands for its inverse scale.
+      view: the entries that move. The product is summed over labels that the view lacks, and constant along labels that
+        only the view has.
+      factors: views of other leaves, whose values are the factors; or norms, whose factor is 1/γ.
     """
 
     view: View
@@ -245,7 +251,7 @@ def _linear(
 
 
 def flows(trace: Trace, leaves: Leaves) -> list[Flow]:
-    """All flows that are tried.
+    """All kinds of addition to try on a function.
 
     >>> from gauge_optax.discovery.trace import walked
     >>> tree = {"a": np.ones(2), "up": np.ones((2, 3)), "b": np.ones(3)}
@@ -296,8 +302,8 @@ def flows(trace: Trace, leaves: Leaves) -> list[Flow]:
 def _mapped_to_zero(vector: View, kernel: View, layers: set[Space]) -> list[Flow]:
     """Shifts of a bias that the kernel behind it maps to zero, or to a constant that centred norms hide.
 
-    The first exist only if the bias is longer than an output of the kernel, the second also if it is as long. If query
-    heads share a value head, they read one bias, and the sum of their kernels counts.
+    A kernel maps some vector to zero if it has more inputs than outputs, and to a constant also if it has as many. If
+    query heads share a value head, they read one bias, and the sum of their kernels counts.
     """
     stacked = [label for label in vector.labels if label in layers]
     inputs = [label for label in vector.labels if label not in layers]
@@ -313,7 +319,7 @@ def _mapped_to_zero(vector: View, kernel: View, layers: set[Space]) -> list[Flow
         rows = _tensor(kernel, point).transpose(order).sum(tuple(range(len(summed))))
         sizes = math.prod(rows.shape[: len(stacked)]), math.prod(rows.shape[len(stacked) : -1])
         flat = rows.reshape(*sizes, rows.shape[-1])
-        # Of m centred columns m - 1 span all of them.
+        # The m centred columns sum to zero, so that m - 1 of them have the same span.
         return (flat - flat.mean(-1, keepdims=True))[..., :-1] if centred else flat
 
     def make(output: Space | None, centred: bool, point: Leaves, rng: np.random.Generator) -> list[Motion]:
@@ -459,7 +465,7 @@ def _common_row(spaces: Sequence[Space], tables: Sequence[View], layers: set[Spa
         return _call("embedding_shift", {"token": [token], "position": [position]}, _names(spaces, layers))
 
     def belongs(taken: list[int]) -> bool:
-        """False if the tables share further axes, which another flow has, or are vectors: `search` finds those."""
+        """False for tables that share further axes (another flow handles these) and for vectors (`search` does)."""
         if len(taken) < 2 or (lone and all(len(tables[k].labels) == len(spaces) for k in taken)):
             return False
         return frozenset.intersection(*(frozenset(tables[k].labels) for k in taken)) == set(spaces)
@@ -562,10 +568,11 @@ def merged_reads(calls: Sequence[Call]) -> list[Call]:
 
 
 def _with_numbered_parts(view: View, trace: Trace) -> View:
-    """The view with index 0 picked on axes of length 1, which have no space, and with one space for axes of parts.
+    """Changes a view so that its axes match those of other views.
 
-    A function takes the parts of a fused kernel one by one, and those of its fused bias too. No operation therefore
-    unites the two axes that count the parts. Here such axes are one space if they are equally long.
+    An axis of length 1 without a space is read at its index 0. An axis that counts the parts of a fused leaf gets the
+    same space as all such axes of its length: because a function takes parts one by one, no operation unites the axis
+    that counts a fused kernel's parts with that of its fused bias.
     """
 
     def changed(atom: Atom) -> Atom:
@@ -595,7 +602,7 @@ def _call(
       kind: the constructor.
       blocks: views by role.
       names: spaces with a name; all others are free.
-      plus: leaves that store the value less one.
+      plus: paths of norms' scales that are stored less one.
     """
     roles, sizes = dict[str, dict[str, Axes]](), dict[str, int]()
     for role, views in blocks.items():

@@ -1,4 +1,4 @@
-"""Maps each place of a rearranged array to the entry of the parameter that stands there."""
+"""Tracks which entry of a parameter stands at each place of an array that slices, reshapes or broadcasts made of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from gauge_optax.discovery.spaces import equal_runs
 
-FREE = -(2**58)  # the step to an index at which no entry stands: it makes the number at that place negative
+FREE = -(2**58)  # the step to an index where no entry stands, such as padding: it makes the number there negative
 
 
 class Places(NamedTuple):
@@ -53,27 +53,31 @@ class Places(NamedTuple):
         return tuple(map(len, self.steps))
 
     def numbers(self, axes: Iterable[int] | None = None) -> np.ndarray:
-        """The numbers as an array, -1 where no entry stands; its axes that are not in `axes` have length 1."""
+        """The numbers as an array, -1 where no entry stands.
+
+        Args:
+          axes: the axes to vary (None: all). Along the others, the array has length 1 and the step is zero.
+        """
         total = np.full((1,) * len(self.steps), self.base)
         for k in range(len(self.steps)) if axes is None else axes:
             total = total + self.steps[k].reshape([-1 if j == k else 1 for j in range(len(self.steps))])
         return np.maximum(total, -1)
 
     def entries(self) -> np.ndarray:
-        """The numbers of all entries that stand somewhere; axes that repeat them are left out."""
+        """The numbers of all entries in the array, flat; entries that repeat along an axis are listed once."""
         numbers = self.numbers([k for k, step in enumerate(self.steps) if (step != 0).any()]).ravel()
         return numbers[numbers >= 0]
 
     def line(self, axis: int) -> np.ndarray:
-        """The numbers along an axis where entries stand, if all other steps are zero."""
+        """The numbers along an axis, with a step of zero along all others; indices without an entry are left out."""
         return self.base + self.steps[axis][self.steps[axis] > FREE // 2]
 
     def held(self) -> Places:
-        """The places without the indices of an axis at which no entry stands."""
+        """The places after all indices at which no entry stands are dropped from every axis."""
         return Places(self.base, tuple(step[step > FREE // 2] for step in self.steps))
 
     def within(self, others: Sequence[np.ndarray]) -> Places:
-        """The inverse of `held`: the places on longer axes, with free indices where the steps `others` have them."""
+        """Undoes `held`: `others` are the steps of the longer axes; where they have no entry, the result has none."""
         steps = [np.full(len(other), FREE) for other in others]
         for step, other, own in zip(steps, others, self.steps, strict=True):
             step[other > FREE // 2] = own

@@ -1,9 +1,9 @@
 """Finds each parameter's axes of inputs and outputs, by a walk over a jaxpr that follows every entry.
 
-The walk knows of every value which entries of which parameters stand at which place. If such a value is contracted with
-data, this is a *product*: the contracted axes are the parameter's inputs, and its other axes are outputs. The walk then
-follows the outputs to the operations that *read* them, which combine several of them in one result. Outputs that are
-never read together, such as the queries and keys of a fused kernel, belong to different matrices.
+For every value, the walk knows which entries of which parameters stand at which place. If such a value is contracted
+with data, this is a *product*: the contracted axes are the parameter's inputs, and its other axes are outputs. The walk
+then follows the outputs to operations that combine several of them in one result, and so *read* them together. Outputs
+that are never read together, such as the queries and keys of a fused kernel, belong to different matrices.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class Value(NamedTuple):
 
     Attributes:
       shape: its shape.
-      tags: the parameters that it consists of, or the products whose outputs stand in it.
+      tags: the parameters, or the products, of which entries or outputs stand in it; and at which places.
       params: whether it depends on parameters.
       data: whether it depends on the batch.
-      constant: its numbers, if they are few, are integers or booleans, and depend on neither.
+      constant: its numbers, if they are few, integers or booleans, and known from the program alone; else None.
       before: paths of the kernels that it depends on.
       one_hot: whether it is a one-hot code, which compares data with a range of numbers.
       row: whether its parameters are rows that were taken by index.
-      terms: (product, number of a mask in `Product.terms`): the outputs that were contracted with data to make it. A
-        sum of two terms reads the outputs of both together.
+      terms: (product, number of a mask in `Product.terms`), one for each set of outputs that were contracted with data
+        to make it. A sum of values reads the outputs of the terms of both together.
 
     >>> Value((2, 3), {"up": Places.of((2, 3))}, params=True).leaves()["up"].shape
     (2, 3)
@@ -60,11 +60,11 @@ class Value(NamedTuple):
     terms: frozenset[tuple[int, int]] = frozenset()
 
     def leaves(self) -> dict[str, Places]:
-        """The parameters that it consists of, path → places."""
+        """The parameters whose entries stand in it, path → places."""
         return {name: x for name, x in self.tags.items() if isinstance(name, str) and x is not None}
 
     def moved(self, move: Callable[[Places], Places | None]) -> Tags:
-        """The tags of a value that is this one with its entries rearranged, as `move` says."""
+        """The tags after the value's entries are rearranged; `move` maps places before to places after, or to None."""
         return {own: None if x is None else move(x) for own, x in self.tags.items()}
 
 
@@ -81,9 +81,9 @@ class Product:
       before: paths of the kernels that the other operand depends on.
       one_hot: whether the other operand is one-hot.
       pieces: masks over the flattened outputs, without overlaps: the outputs of one mask are read together.
-      maxed: whether a maximum is taken over its outputs, as a softmax does.
-      last: whether its outputs are the function's, up to a softmax and sums.
-      terms: masks of the outputs that one contraction with data takes.
+      maxed: whether a maximum is taken over its outputs, as in a softmax.
+      last: whether the function returns its outputs, perhaps after a softmax and sums.
+      terms: masks over the flattened outputs, one for each contraction of outputs with data (`Value.terms`).
 
     >>> product = Product("up", Places.of((2, 3)), (0,), (), frozenset())
     >>> product.read_together(np.array([True, True, False]))
@@ -143,10 +143,11 @@ class Walk:
       tables: (path, axis): axes of which rows are taken by index.
       added: parameters that are added to data.
       multiplied: parameters that multiply data entry by entry.
-      summed: parameters that multiply data entry by entry, if a sum then goes along one of their axes.
+      summed: parameters that multiply data entry by entry, if the result is summed along one of their axes.
       filters: kernels of depthwise convolutions.
       unknown: parameter → a sentence that says why the walk does not understand its use.
-      pairs: for each contraction of two values made of parameters, the products of the left and of the right one.
+      pairs: one for each contraction of two values made of parameters: the products of the left operand's parameters,
+        and those of the right operand's.
 
     >>> walk = Walk({"up": (2, 3)})
     >>> closed = jax.make_jaxpr(lambda a, x: x @ a)(np.ones((2, 3)), np.ones(2))
@@ -201,9 +202,9 @@ class Walk:
     def _terms(self, name: str, ins: Sequence[Value]) -> frozenset[tuple[int, int]]:
         """The `Value.terms` of a result.
 
-        A sum has the terms of all its operands; each pair of terms, one of either operand, that belongs to one product
-        is noted as read together. Another operation keeps the terms of its operand, if only one operand depends on both
-        data and parameters, and has none otherwise.
+        A sum has the terms of all its operands. If the two operands have different terms of one product, the outputs of
+        both terms are noted as read together. The result of any other operation has the terms of the operand that
+        depends on both data and parameters, or none if there are several such operands.
         """
         for (own, one), (other, two) in itertools.product(ins[0].terms, ins[-1].terms) if name in _SUMS else ():
             if own == other and one != two:
@@ -213,7 +214,10 @@ class Walk:
         return frozenset().union(*(x.terms for x in moving)) if name in _SUMS or len(moving) == 1 else frozenset()
 
     def _lost(self, ins: Sequence[Value], outs: Sequence[Value]) -> None:
-        """Notes owners whose places a result no longer knows: a product's outputs are read, a parameter is unknown."""
+        """Notes owners whose places in a result are unknown.
+
+        The outputs of a product then count as read together, and a parameter is added to `unknown`.
+        """
         for own, places in ((own, x) for value in ins for own, x in value.tags.items() if x is not None):
             if any(own in out.tags and out.tags[own] is None for out in outs):
                 if isinstance(own, int):
@@ -226,8 +230,8 @@ class Walk:
 
         Args:
           *values: the operands. The outputs of a product inside one operand are joined.
-          linear: whether the operation adds its operands. Then outputs are joined across operands, and only those of a
-            product that at least two operands contain.
+          linear: whether the operation adds its operands. Then the outputs of a product are joined only if at least two
+            operands contain some, and across all operands.
         """
         groups = [values] if linear else [(value,) for value in values]
         for group in groups:
@@ -315,7 +319,11 @@ def _joined(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags]:
 
 
 def _indexed(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags | Value]:
-    """A gather or a dynamic slice. With constant indices the places are exact; else the first row stands for all."""
+    """A gather or a dynamic slice.
+
+    With constant indices the places are exact. Otherwise the result gets the places of the table's first row, which
+    stands for any row.
+    """
     name, source, index = eqn.primitive.name, ins[0], ins[1:]
     gather = name == "gather"
     single = not gather or math.prod(index[0].shape[:-1]) == 1
@@ -348,7 +356,10 @@ def _indexed(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags | Value]:
 
 
 def _unknown(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags]:
-    """An operation of which nothing is known. It reads all outputs in each operand, and its parameters are unknown."""
+    """An operation of which nothing is known.
+
+    It counts as reading all outputs in each operand together, and its parameters are added to `unknown`.
+    """
     walk.sight(*ins)
     for path in {path for x in ins if not x.data for path in x.leaves()}:
         walk.unknown[path] = f"`{eqn.primitive.name}` is an operation whose axes are not known"
@@ -356,9 +367,10 @@ def _unknown(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags]:
 
 
 def _elementwise(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags]:
-    """An operation entry by entry. A sum, or an operation on one value of data and parameters, keeps the tags.
+    """An operation entry by entry.
 
-    A product of several values that depend on data and parameters reads their outputs, and its result has no tags.
+    The result keeps the operands' tags after a sum, and if only one operand depends on both data and parameters. A
+    product of several such operands reads the outputs in each of them, and its result has no tags.
     """
     shape, name = tuple(getattr(eqn.outvars[0].aval, "shape", ())), eqn.primitive.name
     ranks = all(len(x.shape) in (0, len(shape)) for x in ins)
@@ -381,8 +393,8 @@ def _elementwise(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags]:
             moving = [*moving, *(x for x in still if any(len(x.shape) > 1 for x in still))]
         if linear:
             walk.sight(*moving, linear=True)
-        # A bias or a scale leaves no tags in the result. A matrix that data multiply, as a mask does, keeps its own,
-        # but the result depends on data, so that it is no kernel.
+        # A bias or a scale leaves no tags in the result. A matrix that is multiplied by data, such as a mask, leaves
+        # its tags, but the result depends on data and is therefore not taken for a kernel.
         ins = moving
     tags: dict[Owner, Places | None] = {}
     for x in ins:
@@ -398,7 +410,7 @@ _SUMS = ("add", "sub", "add_any", "select_n", "concatenate")
 
 
 def _reduced(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags]:
-    """A sum or a maximum over axes. If a product's outputs differ along these, it reads all that the operand has."""
+    """A sum or a maximum over axes. It reads all outputs in its operand if different outputs stand along these axes."""
     gone, tags = tuple(eqn.params.get("axes", ())), dict[Owner, Places | None]()
     value, maximum = ins[0], eqn.primitive.name != "reduce_sum"
     for own, x in value.tags.items():
@@ -455,7 +467,7 @@ def _dot(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags | Value]:
 
 
 def _dot_places(eqn: Any, ins: list[Value], k: int) -> list[int]:
-    """Which axes of a `dot_general`'s result are the batch axes, and then the free axes, of its operand number k."""
+    """The axes of a `dot_general`'s result that come from operand k: first its batch axes, then its free axes."""
     sums, batches = eqn.params["dimension_numbers"]
     count = [len(x.shape) - len(sums[j]) - len(batches[j]) for j, x in enumerate(ins)]
     lead = len(batches[0])
@@ -463,7 +475,7 @@ def _dot_places(eqn: Any, ins: list[Value], k: int) -> list[int]:
 
 
 def _is_matrix(value: Value, inputs: Sequence[int]) -> bool:
-    """Whether a parameter's entries differ both along contracted axes and along others, which a vector's do not."""
+    """Whether a parameter has different entries along contracted axes and also along others, as no vector has."""
     for ids in value.leaves().values():
         differs = [bool((step != step[:1]).any()) for step in ids.steps]
         if any(differs[k] for k in inputs) and any(x for k, x in enumerate(differs) if k not in inputs):
@@ -472,7 +484,10 @@ def _is_matrix(value: Value, inputs: Sequence[int]) -> bool:
 
 
 def _outer(eqn: Any, ins: list[Value], sums: Any, batches: Any) -> Tags:
-    """The tags of a contraction of two values made of parameters: the first of contracted entries stands for all."""
+    """The tags of a contraction of two values made of parameters.
+
+    Of each operand the result gets the places of the entries at index 0 of the contracted axes, which stand for all.
+    """
     tags: dict[Owner, Places | None] = {}
     for k in (0, 1):
         for own, x in ins[k].leaves().items():
@@ -556,9 +571,9 @@ def _either(*lists: Sequence[Value]) -> list[Value]:
 
 
 def _loop(walk: Walk, eqn: Any, ins: list[Value]) -> list[Value]:
-    """Walks a scan or a while. It repeats the body until the carry's marks no longer change.
+    """Walks a scan or a while. It walks the body again until `params`, `data` and `before` of the carry stay the same.
 
-    Only the products and pairs of the last repetition are kept.
+    Only the products and pairs of the last such walk are kept.
     """
     body, consts, carry, stacks = loop_parts(eqn, ins)
     rows = []

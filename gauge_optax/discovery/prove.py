@@ -18,7 +18,7 @@ from gauge_optax.gauges.gauge import Gauge, product
 from gauge_optax.xla import quick_options
 
 _NOTICED = 1e-5  # a move proves something only if noise of its size changes the outputs by more than this, relatively
-_SHORT = 1e-5  # the part of a move that is taken as a small step in its direction
+_SHORT = 1e-5  # `along_orbits` makes this fraction of a move, as a small step in its direction
 _MANY = 60  # the moves of more copies of gauges would compile for longer than they run
 _ALONG = 1e-3  # a step is along an orbit if it moves the slice point by less than this, relative to its own length
 
@@ -30,7 +30,8 @@ class Held(NamedTuple):
       gauge: the gauge.
       call: its constructor with arguments.
       exponents: leaf path → exponent with which it moves; for linear groups the sign tells vectors from covectors.
-      residual: how much of its motion the gradients see, relative to what they see of the motion of single leaves.
+      residual: by how much, according to the gradients, its motion changes the outputs, relative to the change if its
+        leaves moved each on its own; roundoff for a symmetry.
       change: largest relative change of the outputs under a random finite move, over points and batches.
       parts: a `Held` for every layer, if the gauge merges layers; else ().
 
@@ -59,7 +60,7 @@ class Prover:
       params: the tree that gauges bind to.
       batches: at least two.
       large: True if all moves run operation by operation, because a program for many unrolled layers compiles for
-        longer than it runs; False if only those of many copies do.
+        longer than it runs; False if only moves of many copies do.
 
     >>> fn = lambda p, x: [jax.nn.relu(x @ p["up"]) @ p["down"]]
     >>> tree = {"up": np.ones((2, 3)), "down": np.ones((3, 2))}
@@ -97,13 +98,13 @@ class Prover:
             checks.check_repeatable(first, [np.asarray(x) for x in call(leaves, self._batches[0])])
 
     def place_at(self, points: Iterable[Leaves], count: int = 2) -> None:
-        """Sets `points`, at which gauges are proved, to the first of these at which the outputs are finite.
+        """Sets the attribute `points`, where gauges are proved, to the first `count` points with finite outputs.
 
-        Raises if the outputs are finite at too few of them.
+        Raises if there are fewer.
 
         Args:
-          points: other points than those at which gradients are taken.
-          count: how many are taken.
+          points: candidates, none of which is a point at which gradients are taken.
+          count: how many points to keep.
         """
         self.points = []  # large ones are freed before others are drawn
         self.points = finite_points(self._call, self._batches, points, count)
@@ -222,8 +223,8 @@ class Prover:
         if reason is None:
             return list(held), []
         dropped: tuple[list[Held], list[str]] | None = None
-        # Mostly one gauge is the reason. If it could be any of several, the last is dropped: those that training takes
-        # come first in the report.
+        # Mostly one gauge is the reason. If dropping any of several would do, the last is dropped, because the gauges
+        # that optimizers take come first.
         for k in reversed(range(len(held))):
             one, before, after = held[k], held[:k], held[k + 1 :]
             for other in _with_other_anchors(one):
@@ -234,9 +235,9 @@ class Prover:
         return dropped or self._one_by_one(held)
 
     def _one_by_one(self, held: Sequence[Held]) -> tuple[list[Held], list[str]]:
-        """The gauges that the library accepts beside those before them, and why it refuses the others.
+        """The gauges that the library accepts in one product with those kept before, and why it refuses the others.
 
-        Of a gauge that it refuses, other anchors are tried, and then its layers one by one.
+        If it refuses a gauge, the same gauge is tried with other anchors, and then as one gauge per layer.
         """
         kept: list[Held] = []
         refused = []

@@ -41,8 +41,8 @@ from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauge
 
 _POINTS = 5  # points with gradients: at one alone, units may be dead, and their moves only seem to be symmetries
-_CLOSE = 12  # symmetries that nearly hold by their gradients and are tried by a finite move, at most
-_REACH = 2  # points, at most, at which gradients of a large instance show which entries its batches reach
+_CLOSE = 12  # by their gradients many symmetries nearly hold; at most so many are tried by a finite move
+_REACH = 2  # gradients at so many points, at most, show which entries of a large instance its batches reach
 _ROWS = 1.5  # gradients per column of `search`: fewer gradients than columns leave null vectors by chance
 _STILL_AT_SIZE = 10 * STILL  # sums are longer at full size: outputs of a GPT of 124 million parameters move by 1.3e-12
 _DEAD = 1e-11  # an entry of a leaf has no effect if its gradient, relative to the median of all entries, is smaller
@@ -80,13 +80,13 @@ class Report(Mappings):
       held: the gauges that hold, with their evidence.
       nearly: gauges whose finite moves change the outputs by less than ten times `near`, relative to their size, for
         example because of a norm's eps.
-      rejected: candidates that a finite move refutes, or that the library cannot bind beside the others, with reasons.
+      rejected: candidates that a finite move refutes, or that the library cannot bind along with `held`, with reasons.
       dead: leaves whose values do not affect the outputs.
       uncovered: entries of leaves that no batch reaches; nothing is known about them.
       ungauged: symmetries that hold and have no gauge: kind, in words → the leaves of each such symmetry.
       census: computes `certificate`.
-      axes: which axes of each leaf are inputs and outputs; printed, it is `neurons` and `embeddings` as source.
-      outputs: what `fn` returns, as the caller said or as the function shows. If both say nothing, it is None, and
+      axes: which axes of each leaf are inputs and outputs. Its text is the source of `neurons` and `embeddings`.
+      outputs: what `fn` returns, as the caller said or as the function shows. It is None if neither was the case. Then
         every change of the outputs counted.
     """
 
@@ -106,9 +106,9 @@ class Report(Mappings):
 
         The first access computes it, by `go.measure.census` at a random point: in seconds for 2,000 parameters, in a
         minute for 6,000. In larger trees it counts the directions inside blocks of entries, a lower bound. After ten
-        minutes it counts no further block. For a tree that was searched on a small instance it is the count of that
-        instance. The inputs are the batches, and new ones drawn from the numbers in them. It shows a bar if `discover`
-        does. Raises what `go.measure.census` raises.
+        minutes it counts no further block. If `discover` searched a small instance of the tree, the directions of that
+        instance are counted. The inputs are the batches, and new ones drawn from the numbers in them. It shows a bar if
+        `discover` does. Raises what `go.measure.census` raises.
         """
         if self.census is None:
             raise ValueError("a report that `discover` did not make has no certificate; call go.measure.census")
@@ -121,14 +121,14 @@ class Report(Mappings):
 
     @property
     def turning(self) -> list[Gauge]:
-        """`gauges` with only the rotations of heads: their other invertible matrices change the norms of neurons."""
+        """`gauges` whose matrices of heads only rotate: other invertible matrices change the norms of neurons."""
         return [held.call.turning().gauge() for held in self.held if held.call.kind in _TRAINING]
 
     @property
     def whole(self) -> tuple[Gauge, ...]:
         """Every gauge that holds, for `census`, `canonicalize`, `rotate` and `align`.
 
-        Beside `gauges` it has the rotation of the residual stream, and the constants that norms and biases hide.
+        It contains `gauges`, the rotation of the residual stream, and the constants that norms and biases hide.
         """
         return tuple(held.gauge for held in self.held)
 
@@ -205,11 +205,12 @@ def discover(
       batches: at least two values that `fn` accepts; together they should reach what training reaches.
       outputs: what `fn` returns. With "logits", outputs count as unchanged if one number is added to all entries along
         the last axis, because a softmax follows; with "predictions" (of a regression), "logprobs" or "loss", every
-        change counts. By default the function decides. V outputs for every token of a table of V rows are logits. If
-        it returns a softmax's outputs or single numbers, every change counts. Other arrays, such as `model(x)` of
-        images, may be logits or predictions. Then every change counts, so that no gauge is false, and the report asks.
-      near: a move is tried as nearly a symmetry if gradients see less of it than this, relative to what they see of a
-        move of one leaf.
+        change counts. By default `discover` looks at the function. If each token looks up one of V rows of a table and
+        has V outputs, these are logits. If the outputs come from a softmax or are single numbers, every change counts.
+        Other arrays, such as `model(x)` of images, may be logits or predictions. Then every change counts, so that no
+        gauge is false, and the report asks you to pass `outputs`.
+      near: a move is tested as nearly a symmetry if, by the gradients, it changes the outputs by less than this,
+        relative to the change if its leaves moved each on its own.
       seed: seed of the random points, projections of outputs, and moves.
       progress: whether to show a bar.
 
@@ -252,7 +253,7 @@ def _discovered(
     fn: Callable[[Any, Any], Any], params: Any, shallow: Shallow | None, batches: Sequence[Any],
     outputs: Outputs | None, near: float, seed: int, bar: Any,
 ) -> Report:
-    """The report of `discover`, from a search on the function with fewer layers if `shallow` is given.
+    """Makes the report of `discover`, and searches the function with fewer layers if `shallow` is given.
 
     Args:
       fn: function of params and a batch.
@@ -298,7 +299,7 @@ def _discovered(
 
 
 def _of_all_layers(report: Report, shallow: Shallow, params: Any) -> Report:
-    """The report on three layers as one on all layers, which is still to be proved.
+    """Turns the report on three layers into one on all layers, whose gauges are still to be proved.
 
     Args:
       report: the report on the shallow tree.
@@ -461,8 +462,9 @@ def _additions(
       dead: by path, masks of entries without effect.
       flows: kinds of additions, which have observed the gradients.
       shifts: constants along an axis, which have observed the gradients.
-      point: any point, which tells what leaves an addition moves.
-      matrices: the leaves of each symmetry by all matrices; it contains the additions that move exactly its leaves.
+      point: any point; an addition is made there to see which leaves it moves.
+      matrices: for each symmetry under all invertible matrices, the leaves that it moves. Additions that move exactly
+        these leaves are left out, because the symmetry contains them.
     """
     additions = []
     for places, _ in shifts.solve(softmax=False):
@@ -484,7 +486,7 @@ def _additions(
     traded = [one.call.paths for one in additions if one.call is not None and one.call.kind == "embedding_shift"]
     for path, axes in shifts.constants():
         if any(path in paths and hidden & set(paths) for paths in traded):
-            continue  # two gauges make this move: the table gives the constant to a second leaf, where a norm hides it
+            continue  # two gauges make this move: one moves the constant to a second leaf, and there a norm hides it
         kind = "one constant on all entries of a table, which a centred norm and a softmax hide"
         call = Call("norm_write_shift", {"tied": {path: axes}}) if axes else None
         additions.append(_Addition(kind, path, call, functools.partial(_raised, path)))
@@ -522,9 +524,9 @@ def _carried(
     report: Report, full: Callable[[int], int], fn: Function, params: Any, batches: Sequence[Any], near: float,
     seed: int, bar: Any,
 ) -> Report:
-    """The report on a small instance as one on the large instance: every gauge is proved again there.
+    """Turns the report on a small instance into one on the large instance, where every gauge is proved again.
 
-    The entries that no batch reaches are determined anew: one index of the small instance stands for several.
+    The entries that no batch reaches are found anew, because one index of the small instance stands for several.
 
     Args:
       report: the report on the small instance, with paths and captures that fit all layers.
@@ -610,7 +612,7 @@ def _unreached(
 
 
 def _without_gradient(squares: Leaves) -> dict[str, np.ndarray]:
-    """Masks, by path, of the entries whose gradients are roundoff beside the median of all."""
+    """Masks, by path, of the entries whose gradients are roundoff compared with the median over all entries."""
     step = 1 + sum(x.size for x in squares.values()) // 4_000_000  # a sample of the entries gives the median
     sample = np.sqrt(np.concatenate([x.ravel()[::step] for x in squares.values()]))
     typical = np.median(sample[sample > 0]) if (sample > 0).any() else 0.0

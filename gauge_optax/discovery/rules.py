@@ -29,7 +29,7 @@ class Value(NamedTuple):
       constant: its numbers, if they are few and do not depend on parameters.
       depends: whether it depends on parameters.
       leaf: path of the parameter that it is, perhaps with its entries moved; "" if it is none.
-      writers: paths of the kernels whose products it contains, in a linear way.
+      writers: paths of the kernels on whose products it depends linearly.
       vectors: paths of parameters that were added to it or multiplied with it since the last kernel or nonlinearity.
 
     >>> Value([None, np.arange(3)], leaf="kernel").depends
@@ -84,9 +84,9 @@ def _shapes(atoms: Sequence[Any]) -> list[tuple[int, ...]]:
 
 
 def _default(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
-    """Unites the operands' axes that stand in one position. It guesses (`_opaque`) unless all shapes are equal.
+    """Unites the operands' axes that stand in one position. If shapes differ, it guesses (`_opaque`).
 
-    Scalars and axes of length one, which are broadcast, count as equal to the results' shape.
+    Scalars and axes of length one count as equal to the results' shape, because they are broadcast.
     """
     results, operands = _shapes(eqn.outvars), _shapes(eqn.invars)
     fits = (not s or (len(s) == len(results[0]) and all(n in (1, m) for n, m in zip(s, results[0], strict=True)))
@@ -102,7 +102,7 @@ def _default(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
 
 @_rule("mul")
 def _product(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
-    """A product. Entries that a constant multiplies by zero, as sines of planes that do not turn, get new ids."""
+    """A product. Entries that a constant sets to zero, such as the sine of a plane that does not turn, get new ids."""
     (axes,) = _default(trace, eqn, ins)
     constant = next((np.asarray(value.constant) for value in ins if value.constant is not None), None)
     if constant is None or constant.ndim != len(axes):
@@ -277,9 +277,10 @@ def _window(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
 
 @_rule("eq")
 def _compare(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
-    """A comparison. A range that a value of parameters is compared with, as in a one-hot code, gets ids.
+    """A comparison. If a value that depends on parameters is compared with a range of numbers, the range gets ids.
 
-    The axis of the range then counts as one along which the function chooses.
+    This happens in one-hot codes. The range's axis then counts as one along which the function chooses, as a router
+    chooses among experts.
     """
     (axes,) = _default(trace, eqn, ins)
     constant = next((value.constant for value in ins if value.constant is not None), None)
@@ -319,9 +320,17 @@ def _gather(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
 
 
 def _constant_rows(trace: Trace, out: Axes, spread: list[int], axis: Any, length: int, rows: np.ndarray) -> None:
-    """Sets the ids in `out` of table rows that are taken at the constant indices `rows`.
+    """Sets the ids in `out` for the axis of a gather's result along which a table's rows are taken.
 
-    If these repeat all rows equally often, the axis is a grid of rows and repeats.
+    If the indices repeat all rows equally often, this axis is a grid of rows and repeats.
+
+    Args:
+      trace: the walk.
+      out: ids of the result's axes.
+      spread: which of these axes index `rows`.
+      axis: ids of the table's rows.
+      length: number of rows.
+      rows: the constant indices.
     """
     long = [k for k, n in enumerate(rows.shape) if n > 1]
     flat = np.where(rows < 0, rows + length, rows).reshape(-1)

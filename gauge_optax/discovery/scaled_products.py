@@ -1,4 +1,4 @@
-"""Finds a symmetry of queries and keys behind LayerNorms: both turn, and the norms' scales change with them.
+"""Finds a symmetry of queries and keys that LayerNorms normalize: both turn, and the norms' scales change with them.
 
 A centred norm, which subtracts the mean, makes vectors q̂ and k̂ whose d entries sum to zero. Attention computes
 q̂ᵀ·D·k̂, where the diagonal matrix D is the product of the two norms' scales. On vectors that sum to zero, D acts as a
@@ -27,7 +27,7 @@ _NEWTON = 20  # Newton steps that lead back onto the curve
 def turned_products(
     shifts: Shifts, kernels: Sequence[tuple[View, int]]
 ) -> Iterator[tuple[str, Callable[[Leaves], Leaves]]]:
-    """Leaves that may turn together, as text, each time with a finite move of a point that turns them.
+    """Yields sets of leaves that may turn together: their paths as one text, and a finite move (point to point).
 
     The caller must test whether the move leaves the outputs unchanged.
 
@@ -58,8 +58,8 @@ def _turned(scales: Sequence[Piece], kernels: Sequence[Piece], stored_less: floa
     product = factors[0] * factors[-1]
     steps = [along_the_curve(row) for row in product]
     turns, after = np.stack([turn for _, turn in steps]), np.stack([row for row, _ in steps])
-    # If queries and keys share a norm, its scale is the square root of the product. Of two norms only the first
-    # changes.
+    # If queries and keys share a norm, its scale is the square root of the product. If there are two norms, only the
+    # scale of the first changes.
     new = after / factors[1] if len(factors) > 1 else np.sign(factors[0]) * np.sqrt(np.abs(after))
     moved[scales[0].path][scales[0].entries] = new[..., None] - stored_less
     for piece in kernels:
@@ -68,7 +68,7 @@ def _turned(scales: Sequence[Piece], kernels: Sequence[Piece], stored_less: floa
 
 
 def along_the_curve(product: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Another product D′ of scales with D's eigenvalues on vectors that sum to zero, and the rotation between the two.
+    """Finds another diagonal D′ with D's eigenvalues on vectors that sum to zero, and the rotation from D to D′.
 
     Args:
       product: the diagonal of D, (d,).
@@ -91,7 +91,7 @@ def along_the_curve(product: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return values, centred @ vectors
 
     values, vectors = spectrum(product)
-    along = singular_vectors(np.square(vectors.T))[1][-1]  # ∂λ_a/∂D_i = v_a(i)²
+    along = singular_vectors(np.square(vectors.T))[1][-1]  # ∂λ_a/∂D_i = v_a(i)²: `along` changes no λ
     after = product + _STEP * np.linalg.norm(product) * along
     for _ in range(_NEWTON):
         now, turned = spectrum(after)

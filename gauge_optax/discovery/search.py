@@ -1,10 +1,11 @@
 """Tries groups on the leaves, and finds those of their motions that no gradient sees.
 
 A *candidate* is a family of groups (`groups`), a space on which it could act (`spaces`), and a set of *companions*:
-spaces that index copies of the group, such as heads. At each point it draws one random element of the group's algebra.
-The element moves a piece of a leaf (`views`) in one of four *modes*: as a vector X·A, as a covector −X·Aᵀ, as a scale,
-or as an offset. The inner products of the gradients with this motion of one piece are a *column*. A null vector of the
-matrix of columns holds exponents: if every piece moves with its own, no gradient sees the motion of all together.
+spaces that index copies of the group, such as heads. At each set of weights where gradients are taken, it draws one
+random element A of the group's algebra. A moves a piece X of a leaf (`views`) in one of four *modes*: as a vector, X·A,
+as a covector, −X·Aᵀ, as a scale, or as an offset. The inner products of all gradients with this motion of one piece are
+a *column*. A null vector of the matrix of columns contains one exponent per piece: if each motion is multiplied by its
+exponent, no gradient sees the sum of the motions.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from gauge_optax.discovery.trace import Trace
 from gauge_optax.discovery.views import Piece, View, part, runs, views_of
 from gauge_optax.linalg import singular_vectors
 
-_MOST_NEAR = 16  # nearly null vectors that a candidate keeps, at most
+_MOST_NEAR = 16  # a candidate keeps at most so many nearly null vectors
 _PASSES = 8  # repetitions that make a basis sparse, at most; one or two nearly always suffice
-BLUR = 1e-5  # smaller entries of a null vector of length one are roundoff, which nearly null vectors enlarge
+BLUR = 1e-5  # in a null vector of length one, smaller entries count as roundoff, which nearly null vectors enlarge
 _DENOMINATOR = 6  # the largest denominator of an exponent
 _MATRIX = 128  # the largest basis on which a linear group is tried
 _MOTIONS = 2**26  # bytes of motions of a leaf that are held at a time
@@ -36,7 +37,7 @@ Column = tuple[Piece, str]  # a piece and its mode
 
 @dataclasses.dataclass
 class _Candidate:
-    """Pieces that share a space and companions, with the products of gradients and a family's motions on them.
+    """Pieces that share a space and companions, and the inner products of gradients with their motions.
 
     Attributes:
       family: kind of group.
@@ -58,8 +59,8 @@ class _Candidate:
         """The symmetries whose residual is below `near`, on pieces that affect the outputs.
 
         Args:
-          squares: squared gradients per entry, summed over all gradients.
-          dead: masks of the entries without any gradient.
+          squares: by path, squared gradients per entry, summed over all gradients.
+          dead: by path, masks of the entries without any gradient.
           near: largest residual of interest.
 
         Returns:
@@ -76,8 +77,8 @@ class _Candidate:
         energy = np.array([piece.read(squares[piece.path][None]).mean() for piece, _ in columns])
         sizes = np.sqrt(energy * lengths[kept] * len(products))
         values, right = singular_vectors(products / sizes)
-        # A leaf without any gradient, such as the statistics of a BatchNorm in training, is not read at all. It need
-        # not move along with other leaves.
+        # A leaf without any gradient, such as the statistics of a BatchNorm in training, is not read at all, and stays
+        # where it is. Dead pieces of other leaves may have to move along with the symmetry.
         read = {piece.path for piece, _ in self.columns if squares[piece.path].any()}
         asleep = [c for c, alive in zip(self.columns, live, strict=True) if not alive and c[0].path in read]
         # Singular values descend. Nearly null vectors are only hints, of which the best few are enough.
@@ -96,7 +97,7 @@ class _Candidate:
             if self.space == WHOLE and all(term.mode == "offset" for term in terms):
                 continue  # constants on whole leaves are no scale; `offsets` looks for them
             moved = [term.piece for term in terms if term.mode in ("vector", "covector")]
-            # If a piece moves both as vector and as covector, only the motions of a smaller family hold, which is a
+            # If a piece moves both as vector and as covector, only a smaller family is a symmetry. That family is a
             # candidate of its own.
             if len(set(moved)) == len(moved):
                 along = _moved_along(terms, asleep)
@@ -108,17 +109,17 @@ def sketched(
     tried: Sequence[_Candidate], gradients: Gradients, at_once: int, needed: int, points: Callable[[int], Leaves],
     squares: Leaves, rng: Callable[..., np.random.Generator], purposes: tuple[int, int],
 ) -> Iterator[tuple[int, Leaves, Leaves]]:
-    """Takes gradients at one point after the other until there are enough, and adds the candidates' products with them.
+    """Takes gradients, point after point, until there are enough; computes their products with the candidates' motions.
 
     Args:
-      tried: candidates, whose products and lengths are extended.
+      tried: candidates, whose `products` and `lengths` are extended.
       gradients: computes gradients of the function.
       at_once: number of gradients per point.
       needed: number of gradients in all.
       points: number → point.
       squares: arrays of the leaves' shapes by path, to which squared gradients are added.
-      rng: (purpose, …) to a random generator.
-      purposes: the purpose of the gradients' random numbers, and that of the candidates' elements.
+      rng: makes a random generator from numbers, of which the first, the purpose, says what it is for.
+      purposes: the purpose of the gradients' random projections, and that of the candidates' elements.
 
     Yields:
       The number of a point, the point, and some of the gradients there.
@@ -141,13 +142,13 @@ def sketched(
 def _observe(
     candidates: Sequence[_Candidate], point: Leaves, elements: Sequence[np.ndarray], gradients: Leaves, first: bool
 ) -> None:
-    """Adds the products of some gradients at a point with every candidate's motions.
+    """Adds the inner products of some gradients at a point with every candidate's motions.
 
-    It goes leaf by leaf, because one matrix product of a leaf's gradients then serves all candidates: a model of 30
-    unrolled layers has thousands.
+    It goes leaf by leaf, so that one matrix product of a leaf's gradients serves all candidates: a model of 30 unrolled
+    layers has thousands of them.
 
     Args:
-      candidates: their products are extended, and their lengths too.
+      candidates: their `products` and `lengths` are extended.
       point: where the gradients were taken.
       elements: for each candidate, one element of its algebra.
       gradients: (rows, *shape) by path.
@@ -219,7 +220,7 @@ def candidates(trace: Trace, leaves: Leaves, stream: bool = False) -> list[_Cand
     searched = set(spaces)
     views = [view for path, leaf in leaves.items() for view in views_of(trace, path, leaf.shape, searched)]
     labels = {label for view in views for label in view.labels if label is not None}
-    for space in labels - set(spaces):  # rotary planes, of which the halves alone are contracted
+    for space in labels - set(spaces):  # rotary planes, where only the halves of the space are contracted
         if space in searched or _is_planes(space):
             spaces[space] = set()
     for space in spaces:
@@ -232,7 +233,8 @@ def candidates(trace: Trace, leaves: Leaves, stream: bool = False) -> list[_Cand
     for space, companions in sorted(spaces.items(), key=lambda item: (-len(item[0]), item[0])):
         near = companions | _beside_companions(space, companions, views)
         present = sorted(c for c in near if any({space, c} <= set(v.labels) for v in views))
-        # Large sets of companions come first. If there are more than three, the sets are all, each alone, and none.
+        # Large sets of companions come first. More than three companions have too many subsets: then the sets are all
+        # companions, each alone, and none.
         sizes: Iterable[int] = range(len(present), -1, -1) if len(present) <= 3 else (len(present), 1, 0)
         every = itertools.chain.from_iterable(itertools.combinations(present, size) for size in sizes)
         for beside in ([()] if space in read else []) if stream else every:
@@ -248,7 +250,7 @@ def candidates(trace: Trace, leaves: Leaves, stream: bool = False) -> list[_Cand
 
 
 def _beside_companions(space: Space, companions: set[Space], views: Sequence[View]) -> set[Space]:
-    """Spaces that are components of one axis together with a companion, as query heads are with their key head."""
+    """Spaces that share one axis of a leaf with a companion, as the query heads of a group do with its key head."""
     windows = [window for view in views if space in view.labels for window in view.windows]
     grids = [{a.space for a in window.atoms if a.space is not None and a.pick is None} for window in windows]
     return {other for grid in grids if grid & companions for other in grid - companions - {space}}
@@ -283,17 +285,18 @@ def _is_planes(space: Space) -> bool:
 
 
 def echelon(null: np.ndarray, sizes: np.ndarray, zero: float) -> tuple[np.ndarray, list[int]]:
-    """The reduced echelon form of rows of exponents. It is the same for all rows that span one space.
+    """Brings rows of exponents to reduced echelon form, which depends on the space that they span alone.
 
-    If a group acts, its entries are fractions with small denominators. Roundoff and nearly null vectors blur them.
+    If a group acts, the entries of this form are fractions with small denominators. Roundoff and nearly null vectors
+    blur the entries, so that they are replaced by such fractions.
 
     Args:
       null: orthonormal rows that span the space: exponents times `sizes`.
-      sizes: sizes of the columns.
+      sizes: per column, what its inner products were divided by before the null space was computed.
       zero: smaller entries of a row of length one are set to zero.
 
     Returns:
-      Its rows of exponents, each with a pivot of one, and the numbers of the pivots' columns.
+      Rows of exponents, each with a pivot of one, and the numbers of the pivots' columns.
 
     >>> row = np.array([[1.0, -1.0]]) / np.sqrt(2)
     >>> echelon(row, np.ones(2), 1e-5)
@@ -343,7 +346,7 @@ def _with_fractions(rows: np.ndarray, close: float) -> np.ndarray:
 
 
 def _of_two_exponents(rows: np.ndarray) -> np.ndarray:
-    """A basis of the same space in which more rows have one exponent, or two of opposite signs, as gauges have."""
+    """A basis of the same space in which more rows have one exponent, or two of opposite signs, as in a gauge."""
 
     def simple(row: np.ndarray) -> bool:
         values = np.unique(row[row != 0].round(5))
@@ -386,7 +389,7 @@ def _moved_along(terms: Sequence[Term], asleep: Sequence[Column]) -> tuple[Term,
     for piece, mode in asleep:
         place = parent(piece)
         if not piece.places:
-            continue  # one factor of a whole kernel mostly undoes that of a norm before it, which biases do not follow
+            continue  # one factor of a whole kernel mostly undoes one of a norm before it; biases behind it stay as is
         if mode != "offset" and (place, mode) in exponents and (piece.path, place) not in taken:
             out.setdefault(piece, Term(piece, mode, exponents[place, mode]))
     return tuple(out.values())

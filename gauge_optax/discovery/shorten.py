@@ -37,7 +37,8 @@ class _Short(NamedTuple):
     Attributes:
       value: what the walk knows of it: the ids of its axes before entries were dropped; an axis without ids is whole.
       array: its entries that are kept.
-      summed: if it is a sum, the number of its terms: of all, and of those that are kept. A mean divides by it.
+      summed: if it is a sum, the number of its terms at full length, and their number after entries were dropped; else
+        (1, 1). A mean divides a sum by this number.
     """
 
     value: Value
@@ -46,7 +47,7 @@ class _Short(NamedTuple):
 
 
 def shorter(fn: Function, leaves: Leaves, batch: Any, dropped: Callable[[Trace], set[int]]) -> tuple[Function, Leaves]:
-    """A function that is evaluated without some indices of its axes, and its shorter leaves.
+    """Makes a function that evaluates the operations of fn without some indices of their axes, on shorter leaves.
 
     Args:
       fn: (leaves, batch) to a list of outputs.
@@ -123,7 +124,7 @@ def _taken(leaf: Any, axes: Axes, kept: _Kept) -> np.ndarray:
 
 
 def _times(summed: tuple[int, int], shape: Sequence[int], left: Sequence[int], axes: Sequence[int]) -> tuple[int, int]:
-    """The numbers `summed` after a further sum over `axes`, whose lengths are in `shape` and, when cut, in `left`."""
+    """The numbers `summed` after a further sum over `axes`: `shape` is the full shape, `left` the shape after cuts."""
     return summed[0] * math.prod(shape[k] for k in axes), summed[1] * math.prod(left[k] for k in axes)
 
 
@@ -131,7 +132,7 @@ def _times(summed: tuple[int, int], shape: Sequence[int], left: Sequence[int], a
 
 
 class _Evaluation:
-    """Evaluates a jaxpr on shorter arrays, beside a walk that says what they are."""
+    """Evaluates a jaxpr on shorter arrays, and walks over it at the same time to know the ids of their axes."""
 
     def __init__(self, spaces: Spaces, kept: _Kept) -> None:
         self.trace, self.kept = Trace(spaces, {}), kept
@@ -159,7 +160,7 @@ class _Evaluation:
     def _results(
         self, eqn: Any, values: Sequence[Value], arrays: Sequence[Any], summed: tuple[int, int] = (1, 1)
     ) -> list[_Short]:
-        """The results of an equation; refuses arrays whose shapes are not those that the kept entries have."""
+        """The results of an equation; raises `Refused` if an array does not have the shape of its kept entries."""
         for value, x, variable in zip(values, arrays, eqn.outvars, strict=True):
             shape = getattr(variable.aval, "shape", None)
             if shape is not None and jnp.shape(x) != self.left(value.axes, shape):
@@ -198,11 +199,11 @@ class _Evaluation:
         return applied(eqn, arrays, **params)
 
     def _summed(self, eqn: Any, ins: list[_Short]) -> tuple[int, int]:
-        """`_Short.summed` of the result: over how many entries it is a sum, of all and of those that are kept."""
+        """`_Short.summed` of the result: how many entries it sums, at full length and after entries were dropped."""
         name, shapes = eqn.primitive.name, [getattr(v.aval, "shape", ()) for v in eqn.invars]
         if name == "reduce_sum":
             return _times(ins[0].summed, shapes[0], jnp.shape(ins[0].array), eqn.params["axes"])
-        if name == "dot_general":  # a product by ones is a sum as well
+        if name == "dot_general":  # a contraction with ones is a sum too
             for one, other, shape, axes in zip(ins, ins[::-1], shapes, eqn.params["dimension_numbers"][0], strict=True):
                 if other.value.constant is not None and np.all(other.value.constant == 1):
                     return _times(one.summed, shape, jnp.shape(one.array), axes)
@@ -366,7 +367,13 @@ def _stack(run: _Evaluation, eqn: Any, ins: list[_Short], outs: list[Axes]) -> O
 
 
 def _part(kept: _Kept, x: _Short, full: Sequence[int], ranges: Sequence[range]) -> Any:
-    """The entries that are kept of a slice of x: `ranges` has its entries of every axis, `full` the axes' full lengths.
+    """The kept entries of a slice that takes `ranges` from an array, one range per axis.
+
+    Args:
+      kept: which entries of an axis are kept.
+      x: the array without dropped entries.
+      full: its shape before entries were dropped.
+      ranges: the slice's positions along each axis, counted before entries were dropped.
     """
     array = x.array
     for k, (axis, taken) in enumerate(zip(x.value.axes, ranges, strict=True)):

@@ -35,7 +35,8 @@ class Small:
       fn: the function of these leaves.
       leaves: float64 leaves by path.
       batches: batches whose indices are within the shorter axes.
-      lengths: for each set of axes that were shortened: its prime in the small instance → its length in the large one.
+      lengths: for each set of axes that were shortened: the prime that divides its lengths in the small instance → the
+        number that stands in place of the prime in the large one.
 
     >>> Small(lambda p, x: x, {}, [], {11: 768}).full(22)
     1536
@@ -61,7 +62,8 @@ class _Group:
     Attributes:
       places: leaf, axis and number of every component.
       length: length of the longest of them.
-      unit: the common divisor of their lengths: a basis of rotary planes has two entries for each plane.
+      unit: greatest common divisor of their lengths, which differ if one is a basis with two entries per rotary plane
+        and another has one entry per plane.
       table: whether rows are taken from it by index, as from an embedding.
     """
 
@@ -119,7 +121,7 @@ def smaller(fn: Function, trace: Trace, leaves: Leaves, batches: Sequence[Any]) 
         return Small(on_few, small, short, {one.unit: one.group.unit for one in chosen})
 
     def evaluated() -> Small:
-        """The operations that the function is traced to, without some indices of their axes."""
+        """The instance whose function evaluates the traced operations of fn without some indices of their axes."""
         chosen: list[_Short] = []
 
         def dropped(walked: Trace) -> set[int]:
@@ -132,8 +134,8 @@ def smaller(fn: Function, trace: Trace, leaves: Leaves, batches: Sequence[Any]) 
                 chosen[:] = _chosen(groups, own, of_batches)
                 split = [(one.group, *_split(walked, one)) for one in chosen]
                 gone = {x for _, _, rest in split for x in rest}
-                # A group stays whole if another drops an index that it keeps: its axis is part of a longer one, where
-                # its entries do not come first.
+                # A group stays whole if another group drops an index that this one keeps. Its axis is then part of a
+                # longer axis, and not the first part.
                 clashing = [group for group, first, _ in split if not first.isdisjoint(gone)]
                 if not clashing:
                     return gone
@@ -156,9 +158,9 @@ def smaller(fn: Function, trace: Trace, leaves: Leaves, batches: Sequence[Any]) 
 def _chosen(groups: Sequence[_Group], atoms: Atoms, of_batches: set[int]) -> list[_Short]:
     """The groups that can be shorter, each with a prime that no other length has.
 
-    Of two axes, the longer one stays longer. A vocabulary shorter than the stream would hide directions of the stream,
-    and a head's basis longer than the stream would have directions that no output depends on. Rotary planes come first
-    and get small primes, because there must be fewer planes than tokens: scores tell no more planes apart.
+    The longer of two axes stays longer. A vocabulary shorter than the stream would hide directions of the stream, and a
+    head's basis longer than the stream would have directions that no output depends on. Rotary planes come first and
+    get small primes, so that there are fewer planes than tokens: otherwise scores could not tell all planes apart.
     """
 
     def shortened(group: _Group, chosen: Sequence[_Short], stay: set[int]) -> list[_Short]:
@@ -243,7 +245,7 @@ def _cut(leaves: Leaves, atoms: Atoms, chosen: Sequence[_Short]) -> Leaves:
 
 
 def _within(x: Any, rows: int | None) -> Any:
-    """An array of a batch; integers beyond the first `rows` are replaced by their remainder, as indices of tables."""
+    """An array of a batch. Integers are reduced modulo `rows`, because they may be indices of shortened tables."""
     if rows is None or not np.issubdtype(getattr(x, "dtype", object), np.integer):
         return x
     return np.where(np.asarray(x) >= rows, np.asarray(x) % rows, x)

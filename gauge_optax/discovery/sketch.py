@@ -1,4 +1,4 @@
-"""Generic points, and gradients of random projections of the outputs there.
+"""Draws generic points in weight space, and takes gradients of random projections of the outputs there.
 
 A direction leaves a function unchanged to first order if and only if it is orthogonal to every such gradient. The
 points are generic because zeros, ones and equal leaves of an initialization make symmetries that training breaks.
@@ -17,7 +17,7 @@ from gauge_optax.xla import quick_options
 
 Leaves = dict[str, np.ndarray]
 Function = Callable[[Mapping[str, Any], Any], Any]
-DRAWS = 5  # most draws until a point has finite outputs; and most gradients that are taken, per one that is needed
+DRAWS = 5  # where outputs or gradients are not finite, up to so many times as many points are drawn as are needed
 _SPREAD = 0.5  # noise around the given point, relative to a leaf's RMS
 _CHUNK = 2**29  # bytes of gradients that are held at a time
 
@@ -30,9 +30,9 @@ def generic_point(leaves: Mapping[str, np.ndarray], rng: np.random.Generator) ->
       rng: source of the noise.
 
     Returns:
-      Leaves plus normal noise of half their RMS. If a leaf is small, the noise is so large that a kernel keeps the size
-      of its input, because outputs hardly depend on layers whose initial values are 0.02. Leaves with only positive
-      entries (norms' scales, variances) are multiplied by the noise's exponential instead, and so stay positive.
+      Leaves plus normal noise of half their RMS. The noise of a small leaf is so large that a kernel's outputs are as
+      large as its inputs: the function would hardly depend on a layer that keeps initial values of 0.02. Leaves with
+      only positive entries (norms' scales, variances) are multiplied by the noise's exponential, and stay positive.
 
     >>> point = generic_point({"scale": np.ones(3), "bias": np.zeros(3)}, np.random.default_rng(0))
     >>> bool((point["scale"] > 0).all()), bool(point["bias"].any())
@@ -73,10 +73,10 @@ def finite_points(
 def squared_gradients(
     fn: Function, batches: Sequence[Any], point: Mapping[str, Any], rng: np.random.Generator, paths: Sequence[str]
 ) -> Leaves:
-    """Squared gradients for a large tree: of one random projection of the outputs per batch, summed over the batches.
+    """Sums over batches the squared gradient of one random projection of the outputs, for a large tree.
 
     A gradient of all leaves at once would be another copy of the tree in float64. So leaves are differentiated a few at
-    a time, and their squares are returned in float32. Operations run one by one, so that all layers share what is
+    a time, and the squares are returned in float32. Operations run one by one, so that all layers share what is
     compiled: a program of many unrolled layers would compile for longer than it runs.
 
     Args:
@@ -139,13 +139,13 @@ class Gradients:
         self._pull = jax.jit(pull, compiler_options=quick_options())
 
     def outputs(self, leaves: Leaves) -> int:
-        """Number of output entries of a batch: at one point no more gradients per batch are independent."""
+        """Number of output entries of a batch, and so of the gradients per batch that can be independent at a point."""
         return sum(x.size for x in jax.tree.leaves(jax.eval_shape(self._fn, leaves, self._batches[0])))
 
     def at(self, leaves: Leaves, count: int, rng: np.random.Generator) -> Iterator[Leaves]:
-        """At least `count` gradients at a point, shared out over the batches, in chunks that fit in memory.
+        """Takes at least `count` gradients at a point, equally many per batch, in chunks that fit in memory.
 
-        Those that are not finite are left out.
+        Gradients that are not finite are left out, and not replaced.
 
         Args:
           leaves: the point.
@@ -157,7 +157,7 @@ class Gradients:
         """
         most = max(1, _CHUNK // (8 * max(1, sum(leaf.size for leaf in leaves.values()))))
         each = -(-count // len(self._batches))
-        if each * len(self._batches) <= most:  # in one chunk, because the caller works on every chunk
+        if each * len(self._batches) <= most:  # one chunk, because each chunk costs the caller time
             chunks = [chunk for batch in self._batches for chunk in self._chunks(leaves, [batch], each, most, rng)]
             if chunks:
                 yield {path: np.concatenate([chunk[path] for chunk in chunks]) for path in leaves}

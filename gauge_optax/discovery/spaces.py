@@ -1,4 +1,4 @@
-"""Finds which entries of which axes are one index: a union-find over the entries of every axis of every leaf.
+"""Finds which entries of which axes are one index, such as one unit: a union-find over all entries of leaves' axes.
 
 An axis of a parameter, or of anything computed from parameters, is a vector of ids, one per entry. It is None if no
 parameter varies along it. If an operation combines two entries, as a sum or a contraction does, it unites their ids,
@@ -66,7 +66,10 @@ class Spaces:
         return np.arange(start, self._count)
 
     def nothing(self, equation: int, axis: int, count: int) -> np.ndarray:
-        """New ids for an axis of an equation's result, such as of entries that it sets to zero; equal in every walk."""
+        """Ids for entries along an axis of an equation's result that no operand determines, such as zeros.
+
+        Every walk over the equation gets the same ids.
+        """
         if (equation, axis) not in self._nothing:
             self._nothing[equation, axis] = self.fresh(count)
         return self._nothing[equation, axis]
@@ -147,15 +150,18 @@ class Spaces:
         return [axis] if parts is None else [atom for part in parts for atom in self.atoms(part)]
 
     def split(self, axis: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
-        """Splits an axis that is one atom into a grid of these sizes, and returns the grid's axes."""
+        """Splits an axis that is one atom into a grid of these sizes, and returns the grid's axes.
+
+        If the axis cannot be marked as this grid, it stays one atom, and the axes that are returned are new.
+        """
         if len(sizes) <= 1:
             return [axis]
         parts = self.factors(axis)
         if parts is not None and [len(part) for part in parts] == list(sizes):
             return parts
         parts, ids = [self.fresh(size) for size in sizes], self.canon(axis).tolist()
-        # Each id has one grid. The axis therefore stays one atom if an id occurs twice in it, as those of a rotary
-        # plane do, or is a cell of another grid.
+        # An id can be a cell of one grid only. The axis therefore stays one atom if an id occurs twice in it, as in
+        # rotary planes, or is a cell of another grid.
         if len(set(ids)) == len(ids) and self.grids.keys().isdisjoint(ids):
             self.changes += 1
             for place, at in enumerate(np.ndindex(*sizes)):
@@ -200,7 +206,7 @@ class Spaces:
                 number[components, sizes] += 1
 
     def reshape(self, axes: Sequence[Axis], shape: Sequence[int], new: Sequence[int]) -> list[Axis]:
-        """The axes of an array after a reshape from `shape`, where it has `axes`, to the shape `new`."""
+        """Reshapes an array with the shape `shape` and the axes `axes` to the shape `new`; returns its new axes."""
         out: list[Axis] = [None] * len(new)
         for before, after in equal_runs(shape, new):
             source = [(axes[k], shape[k]) for k in before if shape[k] > 1]

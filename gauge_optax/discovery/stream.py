@@ -27,7 +27,7 @@ def stream_rotations(
     trace: Trace, leaves: Leaves, gradients: Gradients, at_once: int, rows: float, norms: Sequence[Call], params: Any,
     before: Sequence[Symmetry], dead: Mapping[str, np.ndarray], rng: Callable[..., np.random.Generator],
 ) -> list[Symmetry]:
-    """The rotations of the residual stream: of axes that kernels read and that all heads share.
+    """Finds the rotations of the residual stream, an axis that kernels read and that all heads share.
 
     Args:
       trace: the walk.
@@ -35,11 +35,11 @@ def stream_rotations(
       gradients: computes gradients of the function.
       at_once: number of gradients per point.
       rows: number of gradients per column of a candidate (`search`), at least.
-      norms: the gauges of norms' scales that hold.
+      norms: the proved gauges of norms' scales.
       params: the tree that they bind to.
       before: symmetries that are known; a rotation that they contain is left out.
       dead: by path, masks of the entries without effect on the outputs.
-      rng: (purpose, …) to a random generator.
+      rng: makes a random generator from numbers, of which the first says what it is for.
 
     Returns:
       The rotations that the gradients do not see.
@@ -56,7 +56,7 @@ def stream_rotations(
 
     needed = max(_POINTS * at_once, int(rows * columns) + 8)
     for _ in sketched(tried, gradients, at_once, needed, point, squares, rng, (15, 14)):
-        pass  # nothing else observes these gradients
+        pass  # the loop makes `sketched` extend the candidates; nothing else needs these gradients
     symmetries = [symmetry for one in tried for symmetry in one.solve(squares, dead, 10 * ZERO)]
     return independent([s for s in symmetries if s.residual < ZERO], point(0), rng(16), before, dead)
 
@@ -67,7 +67,7 @@ def rotation_call(symmetry: Symmetry, trace: Trace, norms: Sequence[Call], param
     Args:
       symmetry: the rotation.
       trace: the walk; it tells which leaves read the stream.
-      norms: the gauges of norms' scales that hold.
+      norms: the proved gauges of norms' scales.
       params: the tree that they bind to.
 
     Raises:

@@ -45,7 +45,7 @@ class Trace:
       spaces: ids, shared by all walks.
       leaves: the ids of every leaf's axes, by path.
       contracted: axes on which symmetries are searched, each with the axes that may count copies of it, such as heads.
-      layers: leading axes of the arrays that the enclosing scans loop over.
+      layers: during the walk, leading axes of the arrays that the enclosing scans loop over.
       stacked: all axes that are scanned over.
       tables: axes of which rows are taken by index.
       returned: axes of the outputs.
@@ -80,13 +80,13 @@ class Trace:
         self.summed: list[np.ndarray] = []
 
     def note(self, axis: Axis, beside: Sequence[Axis] = ()) -> None:
-        """Records an axis for the search."""
+        """Records an axis for the search; `beside` and the axes of enclosing scans may count copies of it."""
         if axis is not None and len(axis) > 1:
             others = [other for other in (*self.layers, *beside) if other is not None and len(other) > 1]
             self.contracted.append((axis, others))
 
     def pick(self, axis: Axis, index: np.ndarray, length: int) -> Axis:
-        """The ids at some entries of an axis; None for one entry alone, which marks the axis as `picked`.
+        """The ids at some entries of an axis. For one entry alone it returns None, and marks the axis as `picked`.
 
         Args:
           axis: the ids.
@@ -113,8 +113,7 @@ class Trace:
         return [] if ids is None else [self.spaces.canon(atom) for atom in self.spaces.atoms(ids)]
 
     def families(self, paths: Iterable[str]) -> list[list[Place]]:
-        """The atoms of all axes of some leaves, grouped: atoms that share an id, or are linked by others, are together.
-        """
+        """The atoms of all axes of some leaves, grouped: atoms that share ids, directly or by a chain, are together."""
         family_of: dict[int, int] = {}
         families: dict[int, list[Place]] = {}
         for path, axis in ((leaf, axis) for leaf in paths for axis in range(len(self.leaves[leaf]))):
@@ -135,7 +134,7 @@ class Trace:
         return [self.spaces.key(atom) for atom in self.spaces.atoms(axis)]
 
     def inputs(self, shaped: Sequence[Any]) -> list[Value]:
-        """The walk's values of a jaxpr's inputs: the leaves come first, and all others are data, which have no ids."""
+        """The walk's values of a jaxpr's inputs: first those of the leaves; all others are data and have no ids."""
         leaves = [Value(list(axes), None, True, path) for path, axes in self.leaves.items()]
         return [*leaves, *(Value([None] * len(x.aval.shape)) for x in shaped[len(leaves) :])]
 
@@ -154,7 +153,7 @@ class Trace:
         integer = all(jnp.issubdtype(a.dtype, jnp.integer) or jnp.issubdtype(a.dtype, jnp.bool_) for a in avals)
         constant = all(value.constant is not None for value in ins)
         if (integer or name in _TABLES) and constant and sum(math.prod(a.shape) for a in avals) <= _MOST_CONSTANT:
-            with jax.ensure_compile_time_eval():  # `shorten` walks while it traces
+            with jax.ensure_compile_time_eval():  # `shorten` calls this while JAX traces a function
                 return [literal(np.asarray(x)) for x in applied(eqn, [value.constant for value in ins])]
         if call := called(eqn, ins):
             return self.run(*call)
@@ -165,7 +164,7 @@ class Trace:
         return [Value(axes, None, depends, leaf, writers, vectors) for axes in outs]
 
     def _parameters_in(self, name: str, ins: Sequence[Value]) -> tuple[frozenset[str], frozenset[str]]:
-        """The `writers` and `vectors` of a result; records which vector a kernel reads, and which is added behind it.
+        """The `writers` and `vectors` of a result. Notes which vectors a kernel reads, and which are added behind it.
         """
         writers = frozenset[str]().union(*(value.writers for value in ins))
         vectors = frozenset[str]().union(*(value.vectors for value in ins))
@@ -174,7 +173,7 @@ class Trace:
             self.vector_reads |= {(vector, kernel) for kernel in leaves for vector in vectors}
             return (leaves, frozenset()) if leaves else (writers, vectors)
         if leaves and name in _SUMS and len(leaves) == sum(value.depends for value in ins):
-            return writers, vectors | leaves  # nothing but leaves and constants is added, as in one plus a norm's scale
+            return writers, vectors | leaves  # a sum of leaves and constants alone, such as one plus a norm's scale
         if leaves and len(leaves) < sum(value.depends for value in ins):
             self.added_behind |= {(kernel, leaf) for kernel in writers for leaf in leaves if name in _SUMS}
             self.added |= leaves if name in _SUMS else frozenset()
@@ -188,7 +187,7 @@ class Trace:
 
 
 def walk(closed: core.ClosedJaxpr, paths: Sequence[str]) -> Trace:
-    """Walks the jaxpr of a function of leaves again and again, until a walk changes no id.
+    """Walks the jaxpr of a function of leaves again and again, until a walk unites no more ids.
 
     Args:
       closed: the function's jaxpr; one input per leaf, and perhaps others that are data.
@@ -218,7 +217,7 @@ def walk(closed: core.ClosedJaxpr, paths: Sequence[str]) -> Trace:
 
 
 def walked(fn: Callable[..., Any], leaves: Mapping[str, Any], batch: Any) -> Trace:
-    """The walk over the jaxpr of a function (leaves, batch); the batch is constant.
+    """Walks over the jaxpr of a function of (leaves, batch), with the batch as a constant.
 
     >>> trace = walked(lambda p, x: [p["table"][x]], {"table": np.ones((7, 3))}, np.array([2, 5]))
     >>> [len(axis) for axis in trace.tables]

@@ -1,9 +1,9 @@
-"""Leaves as tensors whose axes are spaces (`spaces`): where a group could act on a leaf.
+"""Reads leaves as tensors, each of whose axes is one *space* (`spaces`), an axis on which a group could act.
 
-A `View` cuts every axis of a leaf to a window, and splits the window into atoms, each along one space. It reads all
-indices of an atom, or *picks* one, such as the index of the queries in a fused kernel. A `Piece` is a view with one
-atom on which a group acts, and with *companions*: atoms that index copies of the group, such as heads. It reads a leaf
-as a tensor (companions, space, rest).
+A `View` cuts every axis of a leaf to a window, and splits the window into *atoms*, such as heads and entries of heads.
+Each atom is along one space. A view reads all indices of an atom, or *picks* one, such as the index of the queries in a
+fused kernel. A `Piece` is a view with one atom on which a group acts, and with *companions*: atoms that index copies of
+the group, such as heads. It reads a leaf as a tensor (companions, space, rest).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Ranges = tuple[tuple[int, int], ...]  # start and stop of each range of indices
 
 
 class Atom(NamedTuple):
-    """A component of an axis.
+    """A component of an axis that reshapes split, or all of an axis.
 
     Attributes:
-      space: its ids as a value; None where it has none.
-      size: how many of its indices are read.
-      pick: the one index that is read instead of them.
+      space: its ids (`spaces.Space`); None if it has no ids.
+      size: its number of indices, which are all read if `pick` is None.
+      pick: the only index that is read.
       span: None; or, if the atom is a part of a longer component, its ranges there and that component's length.
 
     >>> Atom(None, 3).selection, Atom(None, 3, pick=2).selection
@@ -133,12 +133,13 @@ class View:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A view along one space.
+    """A view with the choice of an atom on which a group acts, and of companions.
 
     Attributes:
       view: the view.
-      at: which of its atoms the group acts on; None for one scale of the whole leaf.
-      beside: which atoms index the group's copies.
+      at: number of the atom that the group acts on, among the atoms that are not picked; None for one scale of the
+        whole leaf.
+      beside: numbers of the companions.
 
     >>> view = View("up", (2, 3), (Window(0, 2, (Atom(None, 2),)), Window(0, 3, (Atom((5, 6, 7), 3),))))
     >>> Piece(view, 1, ()).entries.shape
@@ -166,7 +167,7 @@ class Piece:
 
     @property
     def lone(self) -> bool:
-        """Whether all atoms beside the space and its companions have length 1, as in a bias or a part of one."""
+        """Whether all atoms but the space and its companions have length 1, as in a bias or a part of one."""
         longer = [atom for atom in self.view.atoms.values() if atom.size > 1 or atom.space is not None]
         return len(longer) == 1 + len(self.beside)
 
@@ -187,7 +188,7 @@ class Piece:
 
 
 def views_of(trace: Trace, path: str, shape: tuple[int, ...], searched: set[Space]) -> Iterator[View]:
-    """All views of a leaf: the main ones, and those that read one axis in another way.
+    """All views of a leaf: the main ones, which together read all entries, and those that read one axis in another way.
 
     Args:
       trace: the walk.
@@ -226,8 +227,8 @@ def runs(space: Space) -> list[Ranges]:
     """Cuts a space into runs whose ids occur equally often, such as the rotary part of a basis and the rest.
 
     The result is empty if all ids occur equally often. A run is returned if it is longer than one and its ids occur
-    nowhere else. Runs whose ids occur equally often are also returned together: a rotary embedding that turns only some
-    planes leaves a run of entries unchanged in each of the two halves.
+    nowhere else. All runs whose ids occur once are also returned together, as the ranges of one space, and so are those
+    whose ids occur twice: a rotary embedding that turns only some planes leaves a run unchanged in each of the halves.
 
     >>> runs((7, 8, 7, 8, 5, 6))
     [((0, 4),), ((4, 6),)]
@@ -295,7 +296,7 @@ def _inner_windows(whole: Space, searched: set[Space]) -> list[Window]:
 
 
 def _divided(key: Space, searched: set[Space]) -> list[Atom]:
-    """Atoms for the searched spaces that lie in several ranges of an axis (`runs`)."""
+    """Atoms for the searched spaces that consist of several ranges of an axis (`runs`)."""
     several = [(part(key, ranges), ranges) for ranges in runs(key) if len(ranges) > 1]
     return [Atom(inner, len(inner), None, (ranges, len(key))) for inner, ranges in several if inner in searched]
 

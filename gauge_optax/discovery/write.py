@@ -85,7 +85,7 @@ def _scale_call(symmetry: Symmetry, names: _Names) -> Call:
         exponents.setdefault(term.piece, {})[term.mode] = term.exponent
     if len(exponents) == 2 and not any(modes.get("scale") for modes in exponents.values()):
         return _trade_call(symmetry.terms, names)
-    terms, plus = [], set()  # `plus`: leaves that store the value less one, a scale and an equal offset
+    terms, plus = [], set()  # `plus`: leaves that store a value less one; they move by a scale and an equal offset
     for piece, modes in exponents.items():
         scale, offset = modes.get("scale", 0.0), modes.get("offset", 0.0)
         if not scale:
@@ -157,9 +157,9 @@ def write_shift_calls(places: Sequence[tuple[View, int]]) -> list[Call]:
 
 
 def _constants(places: Sequence[tuple[View, int]], name: str) -> tuple[dict[str, Axes], dict[str, int]]:
-    """Path → axes string of leaves that gain a constant along a space called `name`; and the lengths that they need."""
+    """Path → axes string of leaves that gain a constant along a space called `name`; and the lengths to state."""
     terms, taken = list[Term](), dict[str, np.ndarray]()
-    for view, at in places:  # a leaf has several views, which may overlap
+    for view, at in places:  # a leaf's views may overlap, but each entry gains the constant once
         term = Term(Piece(view, at, ()), "offset", 1.0)
         counts = taken.setdefault(view.path, np.zeros(math.prod(view.shape), bool))
         if not counts[term.piece.entries].any():
@@ -204,7 +204,7 @@ class _Names:
     def __init__(self, symmetry: Symmetry, layers: set[Space], positive: Collection[str]) -> None:
         self.sizes: dict[str, int] = {}
         self._positive = positive
-        places = [term.piece.places for term in symmetry.terms]  # of the space, then of each companion
+        places = [term.piece.places for term in symmetry.terms]  # per term, that of the space, then of each companion
         runs = [[k] for k in range(len(places[0]))]
 
         def neighbours(a: list[int], b: list[int]) -> bool:
@@ -226,12 +226,14 @@ class _Names:
     ) -> dict[str, Axes]:
         """Path → axes string of some terms, with the name `target` for the space.
 
-        Leaves that store a value less one (`plus`) come first, then kernels, then vectors.
+        Leaves that store a value less one (`plus`) come first, then kernels, then vectors. `pairing` is the layout of
+        rotary planes along the space; None if there are none.
         """
 
         def order(term: Term) -> tuple[bool, bool, bool, str]:
             path = term.piece.path
-            # The first is the anchor. A scale stored less one starts at one; a kernel that modulates it may start at 0.
+            # The first leaf is the anchor. A scale that is stored less one starts at one, while a kernel that computes
+            # a part of this scale from data may start at zero.
             stored = path in plus and term.mode == "offset"
             return not stored, term.piece.vector, path not in plus and path not in self._positive, path
 
@@ -261,7 +263,7 @@ def _only(axis: int) -> str:
 
 
 def axes_text(view: View, names: Mapping[Space, str], only: bool = False) -> tuple[str, dict[str, int]]:
-    """The axes string of a view, and the lengths that it needs.
+    """The axes string of a view, and the lengths that its gauge has to state, by name.
 
     Args:
       view: the view.
@@ -284,7 +286,16 @@ def _axis_text(
     length: int, window: Window, names: Sequence[str], sizes: dict[str, int], pairing: str | None = None,
     target: str = "",
 ) -> str:
-    """The item of an axes string for one axis, of which a window moves; adds the lengths that it needs to `sizes`."""
+    """The item of an axes string for one axis, of which the entries in a window move.
+
+    Args:
+      length: the axis's length.
+      window: the part that moves, with its atoms.
+      names: the name of each atom: "_" for a free one, "+" to share the name of the atom before it.
+      sizes: name → length; the lengths that the gauge has to state are added.
+      pairing: layout of rotary planes in the atom called `target`; None if it has none.
+      target: the name of the space.
+    """
     parts: list[tuple[str, int]] = []
     for atom, name in zip(window.atoms, names, strict=True):
         if atom.pick is not None:
@@ -296,20 +307,20 @@ def _axis_text(
         elif name == "+" or (name == "_" and parts and parts[-1][0] == "_"):
             parts[-1] = (parts[-1][0], parts[-1][1] * atom.size)
         elif pairing is not None and name == target:
-            if atom.span is not None:  # planes of a part of every head: one of equal parts is written by its number
+            if atom.span is not None:  # planes in a part of every head; one of equal parts is named by its number
                 ((start, _), *more), count = atom.span[0], atom.full // atom.size
                 if more or atom.full % atom.size or start % atom.size:
                     raise Unwritable("factors for rotary planes in a part of an axis, which no axes string can say")
                 parts.append((f"part{count}={start // atom.size}", count))
             pair = [("_", 2), (target, atom.size // 2)]
             if pairing == "half" and parts and parts[-1][0] == "_":
-                pair[0] = ("_", 2 * parts.pop()[1])  # free neighbours become one axis: neither length is determined
+                pair[0] = ("_", 2 * parts.pop()[1])  # neighbours that are free become one axis
             parts += pair if pairing == "half" else pair[::-1]
         else:
             parts.append((name, atom.size))
     size = window.stop - window.start
     span = "" if size == length else f"={window.start}:{window.stop}"
-    if span and length % size == 0 and window.start % size == 0:  # one of equal parts is written by its number
+    if span and length % size == 0 and window.start % size == 0:  # one of equal parts is named by its number
         span, parts = "", [(f"part{length // size}={window.start // size}", length // size), *parts]
     if len(parts) == 1:
         return parts[0][0] + span
@@ -317,7 +328,7 @@ def _axis_text(
         raise Unwritable("factors for an axis of which two parts are free, which no axes string can say")
     named = [name != "_" and ":" not in name for name, _ in parts]
     for k, (name, count) in enumerate(parts):
-        # The length of the last axis follows by division where all others are named.
+        # Where all parts are named, the length of the last follows by division from those of the others.
         if named[k] and (not all(named) or k < len(parts) - 1):
             if sizes.setdefault(name.split("=")[0], count) != count:
                 raise Unwritable(f"an axis '{name.split('=')[0]}' of two lengths")
@@ -348,7 +359,7 @@ def whole_leaves(terms: Sequence[Term]) -> list[Term]:
 
 
 def _tiled(group: list[Term], axis: int) -> list[Term]:
-    """One term on the whole axis where the windows and picks of the terms fill it exactly; else the terms."""
+    """One term on the whole axis if the entries that the terms read there fill it without overlap; else the terms."""
     piece, places = group[0].piece, group[0].piece.places
     if len(group) == 1:
         return group

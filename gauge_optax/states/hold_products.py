@@ -129,7 +129,7 @@ def hold_products(
 
     Raises:
       ValueError: an `inner` that is no transformation, an unknown `kind` or `on_unknown`, "cap" without `cap` or "decay"
-        without `decay`, a gauge without two sides of degree 1, `alone` with several gauges or another kind than "cap";
+        without `decay`, a gauge without two sides of degree 1, `alone` with several gauges or another `kind`;
         at `init`, two gauges on one leaf, gauges that do not fit the parameters, `alone` with other channels than the
         gauge or with entries of the gauge; `update` without params, or with `alone` and without `max_logits`.
 

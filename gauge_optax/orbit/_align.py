@@ -9,10 +9,10 @@ change.
   Procrustes for rotations, an assignment for permutations, least squares for constants, one variable per channel for
   scales. The parts take turns until the distance no longer falls. No round makes it larger, so that rounds end.
 * This ends in a local minimum, which depends on the start. `align` therefore tries two starts, and returns the result
-  that is nearer to a. One start is b itself. The other is the slice point of b, which is first brought near to that of
-  a: if a and b are twins, their slice points differ by rotations and permutations alone. `align` rotates the
-  residual stream (judged by the leaves that no other gauge rotates or renumbers), then matches units and heads (each
-  pair of heads after the rotation that brings the two nearest), then rotates heads. For twins each step is exact.
+  that is nearer to a. One start is b itself. The other is the slice point of b, first moved near to that of a. The
+  slice points of twins differ by rotations and permutations alone. For this move `align` rotates the residual stream
+  (judged by the leaves that no other gauge rotates or renumbers), then matches units and heads (each pair of heads
+  after the rotation that brings the two nearest), then rotates heads. For twins each of these steps is exact.
 
 All of it is deterministic. References: Ainsworth, Hayase and Srinivasa, Git Re-Basin, §3; Schönemann 1966 (Procrustes).
 """
@@ -194,8 +194,8 @@ def _order(s: Slice) -> list[Any]:
     """The order in which parts take turns: a part comes before those whose best element depends on it.
 
     The rotation of the residual stream comes first, then permutations of units and heads, then rotations of heads, then
-    sizes, then constants. Of two permutations that share blocks, the one with the smaller fraction of shared blocks
-    comes first.
+    sizes, then constants. If two permutations share blocks, the one with the smaller fraction of shared blocks comes
+    first.
     """
     waiting = [part for part in s.acting if stage(part) is Stage.UNITS]
     order: list[Any] = []
@@ -373,4 +373,4 @@ def check_fn(name: str, batches: Sequence[Any] | None, fn: Fn | None) -> None:
 _MOST_ROUNDS = 100
 _LEAST_FALL = 1e-3  # the share by which a round has to lower the squared distance
 _PATIENCE = 4  # rounds without progress after which the search for constants ends
-_DIRECTIONS = 8
+_DIRECTIONS = 8  # random combinations of outputs per batch

@@ -3,7 +3,7 @@
 The point is on the slice (`gauge_optax.slice`): kernels have taken over the scales of norms and the multipliers, later
 biases have taken over the biases of norms and of values, and kernels that read or write the stream of LayerNorms have
 means of zero. Heads and the residual stream are turned to the eigenbasis of a Gram matrix. This basis depends on the
-function alone, but it may jump as weights change, as every rule must that chooses a rotation at all points. Optimizers
+function alone, but it may jump as weights change: no continuous rule chooses one rotation at every point. Optimizers
 must not jump. They therefore read rotations once, by comparison with a constant matrix.
 """
 

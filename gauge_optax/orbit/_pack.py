@@ -399,7 +399,7 @@ def packed_rows(packed: Any) -> dict[str, dict[str, dict[str, Any]]]:
     >>> jax.eval_shape(lambda p: go.orbit.pack(p, gauge, rows=rows), params)["a"]
     PackedLeaf((1, 2) of (3, 2))
 
-    Reference: the permutation of van Nierop's identity block.
+    Reference: van Nierop, Transformer models are gauge invariant, chooses such rows by a permutation.
     """
     nodes = [node for node in jax.tree.leaves(packed, is_leaf=_is_packed) if _is_packed(node)]
     by_leaf: dict[str, dict[str, dict[str, Any]]] = {}

@@ -42,7 +42,7 @@ def randomized_hadamard(key: jax.Array, heads: tuple[int, ...], size: int) -> ja
     Args:
       key: a PRNG key.
       heads: the leading shape: there is one matrix per head.
-      size: an even number. If no construction has this order m·2ᵏ, the factor of size m is a random orthogonal matrix.
+      size: an even number m·2ᵏ, m odd. If no construction has this order, a factor of size m is random orthogonal.
     """
     of_signs, of_factor = jax.random.split(key)
     signs = jax.random.rademacher(of_signs, (*heads, size), real_dtype())

@@ -321,7 +321,7 @@ def least_point(loss: Callable[[jax.Array], jax.Array], starts: Sequence[jax.Arr
     return jnp.where(loss(least) < loss(jnp.zeros_like(least)), least, 0.0)
 
 
-_GRID, _HALVINGS = 129, 60
+_GRID, _HALVINGS = 129, 60  # evenly spaced points, and bisections between the neighbours of the best one
 
 
 # Invertible matrices: Gauss–Newton steps ---------------------------------------------------------------
@@ -374,5 +374,5 @@ def _nearest_matrix(
     return jnp.stack(jax.lax.fori_loop(0, _STEPS, step, pair), -3)
 
 
-_LENGTHS = (1.0, 0.5, 0.2, 0.05, 0.01)
-_STEPS = 20
+_LENGTHS = (1.0, 0.5, 0.2, 0.05, 0.01)  # the lengths that the line search of a step compares
+_STEPS = 20  # Gauss–Newton steps

@@ -120,7 +120,7 @@ def hold_products(
         share the rotary key, so that only the rotary queries of a head can shrink. It needs one gauge, kind="cap" and
         `max_logits`.
       transport: whether the moments of `inner` move along, as they would if the function stayed; see `gauge_fix`.
-        Of a `quotient` inside, only the frame moves, and blocks of `alone` are not part of it. With `alone`, put this
+        A `quotient` inside moves its frame alone, which does not contain the blocks of `alone`. With `alone`, put this
         function inside the `quotient`.
       on_unknown: what to do with moments that cannot move along; see `transport`.
 
@@ -128,8 +128,8 @@ def hold_products(
       The optimizer; `update` needs `params`, and its updates are differences of parameters.
 
     Raises:
-      ValueError: an `inner` that is no transformation, an unknown `kind` or `on_unknown`, "cap" without `cap` or "decay"
-        without `decay`, a gauge without two sides of degree 1, `alone` with several gauges or another `kind`;
+      ValueError: an `inner` that is no transformation; an unknown `kind` or `on_unknown`; "cap" without `cap`, "decay"
+        without `decay`; a gauge without two sides of degree 1; `alone` with several gauges or a kind other than "cap";
         at `init`, two gauges on one leaf, gauges that do not fit the parameters, `alone` with other channels than the
         gauge or with entries of the gauge; `update` without params, or with `alone` and without `max_logits`.
 

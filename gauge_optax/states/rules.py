@@ -19,8 +19,8 @@ from gauge_optax.slice import Elements, Frame
 from gauge_optax.states.moves import Move
 
 Outgoing = frozenset[str]
-"""Paths of the leaves whose input is an update already, because a link earlier in the chain preconditioned it. For all
-other leaves, the input is a gradient."""
+"""Paths of the leaves for which a transformation gets an update, because an earlier link of the chain has made one of
+the gradient. For all other leaves it gets a gradient."""
 
 Rule = Callable[[Move, Any, Outgoing], tuple[Any, Outgoing]]
 """(move, state, outgoing at the state's input) → (the state at g·θ, outgoing at its output)."""

@@ -87,7 +87,7 @@ def _with_the_statistic(part: Permutation, path: str) -> bool:
 
 
 def require_no_statistics_behind(name: str, s: Slice, params: Any) -> None:
-    """Raises ValueError if the tree has running statistics of outputs that a move changes without changing them too.
+    """Raises ValueError if a move changes outputs whose running statistics are in the tree and stay as they are.
 
     Args:
       name: the name of the public function, for messages.

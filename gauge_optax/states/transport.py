@@ -32,7 +32,7 @@ def transport(opt_state: Any, params: Any, gauge: Gauges, element: Element, on_u
       gauge: a gauge or a sequence of them. States of this library do not hold their gauges: pass the list that the
         optimizer was given.
       element: g. A dict for one gauge; for a product or a sequence, the tuple of its gauges' elements, with the
-        identity for gauges that do not move. Under `jit`, an identity is not recognized, and may raise as others do.
+        identity for gauges that do not move. Under `jit` an identity is not recognized: it may raise as others do.
       on_unknown: what to do with second moments of entries that a change of basis mixes, and with arrays shaped like a
         moved leaf in states without a rule. "error" raises, "keep" leaves them, "reset" sets all moments of that leaf
         to zero, but not Adam's count. If the count is high, no bias correction makes up for moments that start at zero:

@@ -32,7 +32,7 @@ Shape = tuple[int, ...]
 def lora(
     params: Any, *, axes: Mapping[str, Axes] | None = None, sizes: Mapping[str, int] | None = None
 ) -> list[Gauge]:
-    """Returns the gauges of all LoRA factors in a tree: one `head_linear` per kind of pair, with layers as captures.
+    """Returns the gauges of all LoRA factors in a tree: one `head_linear` for pairs that differ in layer numbers alone.
 
     A pair is two leaves whose paths differ in one name: `...lora_a` and `...lora_b` (Qwix's `w_lora_a`, Flax's
     `lora_a`, PEFT's `lora_A/default/weight`), `lora_embedding_A`, `lora_down` and `lora_up`, LoHa's `hada_w1_a` and
@@ -176,7 +176,7 @@ def _layouts(path: str, a: Shape, b: Shape) -> list[Axes]:
     if a[0] == b[1] and (torch or a[0] < least or (a[0] == least and (either or embedding))):
         ways = [] if embedding and a[0] == least else ways
         ways.append((a[0], _joined(0, ["basis", *["_"] * (len(a) - 1)], ["_", "basis", *["_"] * (len(b) - 2)])))
-    for lead in range(1, min(len(a), len(b)) - 1) if torch else ():  # `lead` axes of experts, then the factor
+    for lead in range(1, min(len(a), len(b)) - 1) if torch else ():  # experts; a convolution's B ends in (1, 1)
         if a[:lead] == b[:lead] and a[lead] == b[lead + 1]:
             left, right = ["_"] * (len(a) - lead - 1), ["_"] * (len(b) - lead - 2)
             ways.append((a[lead], _joined(lead, ["basis", *left], ["_", "basis", *right])))

@@ -215,7 +215,7 @@ def plan(
             decay = {} if still is None else _decay_of(still(), leaves)
     for text in dict.fromkeys(str(warning.message) for warning in told):
         warnings.warn(text, stacklevel=2)
-    # The state does not tell which matrices an orthogonalizing optimizer makes of a leaf: the cell stays empty.
+    # Only the optimizer itself, and not its state, can tell which matrices of a leaf it orthogonalizes.
     texts |= {path: "" for path, rule in rules.items() if rule == "polar"}
     for path, said in ({} if tx is None else said_by(tx, params)).items():
         # If the state's fields contradict what the optimizer says, a partition has given the leaf to another optimizer.
@@ -265,7 +265,7 @@ def gauges_of(tx: Any) -> list[Any]:
 
 
 def said_by(tx: Any, params: Any) -> Mapping[str, LeafRule]:
-    """Leaf path → the rule that the outermost transformation with rules tells; {} if several stand side by side.
+    """Leaf path → the rule told by the outermost transformation that has rules; {} if none or several have them.
 
     >>> said_by(optax.sgd(1e-3), {"head": jnp.ones((2, 3))})
     {}

@@ -8,11 +8,11 @@ change.
 * For one part, given all others, the nearest element has a closed form or is a small problem (`orbit.nearest`):
   Procrustes for rotations, an assignment for permutations, least squares for constants, one variable per channel for
   scales. The parts take turns until the distance no longer falls. No round makes it larger, so that rounds end.
-* This ends in a local minimum, and the start decides in which. One start is b itself. The other first moves both sets
-  of weights to their slice points, where both have equal sizes and constants and differ by rotations and permutations.
-  There `align` first rotates the residual stream: it compares the leaves that no other gauge rotates or renumbers. Then
-  it matches units and heads, each pair of heads after the rotation that brings the two nearest. Then it rotates heads.
-  If both sets of weights compute one function, every one of these steps is exact. The nearer of both ends is returned.
+* This ends in a local minimum, which depends on the start. `align` therefore tries two starts, and returns the result
+  that is nearer to a. One start is b itself. The other is the slice point of b, first moved near to that of a. The
+  slice points of twins differ by rotations and permutations alone. For this move `align` rotates the residual stream
+  (judged by the leaves that no other gauge rotates or renumbers), then matches units and heads (each pair of heads
+  after the rotation that brings the two nearest), then rotates heads. For twins each of these steps is exact.
 
 All of it is deterministic. References: Ainsworth, Hayase and Srinivasa, Git Re-Basin, §3; Schönemann 1966 (Procrustes).
 """
@@ -58,11 +58,11 @@ def align(a: Any, b: Any, gauges: Gauges, batches: Sequence[Any] | None = None, 
         a function that does not take parameters and one batch.
 
     Without `batches`, the sum of squares falls in every round, and the result is a local minimum; for two sets of
-    weights of one function it is zero. With `batches`, the order of units and heads is found first and kept. A unit is
-    described by derivatives: of 8 fixed random combinations of fn's outputs per batch, by the logs of the sizes of the
-    unit's blocks. The order is the assignment with the largest sum of correlations between the matched units. No other
-    gauge changes these derivatives, so that no rotation or scale has to be known. The other gauges are then aligned by
-    weights.
+    weights of one function it is zero. With `batches`, the order of units and heads is found first and kept; the other
+    gauges are then aligned by weights. For the order, 8 fixed random combinations of fn's outputs are taken per batch.
+    A unit is described by their derivatives by the log of the unit's size in each of its blocks. Rotations and scales
+    do not change these derivatives, so that they need not be known yet. The order is the assignment with the largest
+    sum of correlations between matched units.
 
     >>> gauges = [
     ...     go.rescale({"up": "_ channel"}, {"down": "channel _"}),
@@ -96,7 +96,7 @@ class _Path:
     """The way from b along its orbit: the point that was reached, and the moves that led there.
 
     Attributes:
-      parts: all parts, in the order in which an element of a product acts.
+      parts: all parts, in the order in which they act: turns, sizes, constants, permutations.
       start: bound leaves of b, path → array.
       target: bound leaves of a.
       point: bound leaves at the point that was reached.
@@ -118,7 +118,8 @@ class _Path:
         self.point = part.act(e, self.point)
         if part.label not in self.moves:
             return
-        # The new move acts last. To bring it to its place in the product, conjugate it: h·g = (h·g·h⁻¹)·h.
+        # The new element h acts last, but its place is before each element g of a later part. Since
+        # h·g = (h·g·h⁻¹)·h, it may act first if h·g·h⁻¹ takes the place of g.
         for other in reversed(self.parts[self.parts.index(part) + 1 :]):
             if other.label in self.moves:
                 value = carried(part, e, other, self.moves[other.label])
@@ -135,13 +136,13 @@ class _Path:
         self.point, self.moves = kept[0], dict(kept[1])
 
     def elements(self) -> Elements:
-        """The elements, by label, that together take b to the point.
+        """Returns the elements, by label, that together take b to the point.
 
-        A constant is read from the leaves just before and just after its place in the product. The leaves before it
-        depend on earlier constants, and those after it on later ones. Constants are therefore computed in rounds. Each
-        of them depends on few others, so that few rounds are enough. If two gauges share a direction (one number per
-        row of the position embeddings can be added by two gauges), reading does not determine their elements. Rounds
-        that fit each constant to all its leaves by least squares then follow.
+        A constant is the difference of two readings of its anchor, just after and just before its place in the product.
+        The reading before depends on earlier constants, the one after on later ones. Constants are therefore computed
+        in rounds; few are enough, because each constant depends on few others. Readings do not determine the elements
+        of two gauges that share a direction (both can add one number per row to the position embeddings). For these,
+        further rounds fit each constant to all its leaves by least squares.
         """
         constants = {part.label: part.identity() for part in self._anchors}
         elements = self.moves | constants
@@ -192,8 +193,9 @@ def _roundoff(point: Arrays) -> float:
 def _order(s: Slice) -> list[Any]:
     """The order in which parts take turns: a part comes before those whose best element depends on it.
 
-    The residual stream comes first, then permutations of units and heads, then rotations of heads, then sizes, then
-    constants. If two permutations share blocks, the one that shares the smaller part of its own comes first.
+    The rotation of the residual stream comes first, then permutations of units and heads, then rotations of heads, then
+    sizes, then constants. If two permutations share blocks, the one with the smaller fraction of shared blocks comes
+    first.
     """
     waiting = [part for part in s.acting if stage(part) is Stage.UNITS]
     order: list[Any] = []
@@ -211,7 +213,7 @@ def _order(s: Slice) -> list[Any]:
 
 
 def _from_itself(s: Slice, a: Any, b: Any, known: Mapping[Any, Any]) -> _Path:
-    """The path that starts at b as it is stored."""
+    """The path from b as it is stored towards a. `known` (part → element) acts first; its parts take no turns."""
     path = _Path(s, s.values(b), s.values(a))
     for part, e in known.items():
         path.move(part, e)
@@ -220,7 +222,10 @@ def _from_itself(s: Slice, a: Any, b: Any, known: Mapping[Any, Any]) -> _Path:
 
 
 def _from_slice(s: Slice, a: Any, b: Any, known: Mapping[Any, Any]) -> _Path:
-    """The path from b to its slice point, from there towards the slice point of a, and then towards a itself."""
+    """The path from b to its slice point, on towards the slice point of a, and then towards a.
+
+    The elements of `known` (part → element) act at the slice point of b; their parts take no turns.
+    """
     there, here = (s.unturned_slice_point(x)[1] for x in (a, b))
     path = _Path(s, s.values(b), dict(there.point))
     for part, e, _, _ in here.parts:
@@ -240,10 +245,10 @@ def _from_slice(s: Slice, a: Any, b: Any, known: Mapping[Any, Any]) -> _Path:
 
 
 def _take_turns(path: _Path, parts: Sequence[Any]) -> None:
-    """Rounds of `_move_each` until the distance no longer falls.
+    """Repeats rounds of `_move_each` until the distance no longer falls.
 
-    A round compares each pair of heads after the rotation that brings the two nearest. This can make the distance
-    larger, because heads have other leaves too. Then a round that compares heads as they stand is tried.
+    A round compares each pair of heads after the rotation that brings the two nearest. If such a round does not lower
+    the distance, it is undone, and a round that compares heads in their current basis is tried.
     """
     for _ in range(_MOST_ROUNDS):
         before, kept = path.distance, path.kept()
@@ -264,8 +269,8 @@ def _move_each(path: _Path, parts: Sequence[Any], unknown: str) -> None:
     Args:
       path: the path, which becomes longer.
       parts: the parts, in the order in which they take turns.
-      unknown: which rotations and permutations later in that order count as unknown when a part's element is computed:
-        "all", "renumbered" (those whose elements this part renumbers) or "none".
+      unknown: which later rotations and permutations are passed to `nearest` as `others`, so that a part's element does
+        not depend on theirs: "all", "renumbered" (those whose elements this part renumbers) or "none".
     """
     for at, part in enumerate(parts):
         later = [other for other in parts[at + 1 :] if is_compact(other)]
@@ -289,7 +294,7 @@ def squared_distance(point: Arrays, target: Arrays) -> float:
 
 
 def _by_responses(s: Slice, a: Any, b: Any, batches: Sequence[Any], fn: Fn) -> dict[Any, Any]:
-    """Part → the element that matches its units by their derivatives, which `responses` computes."""
+    """Permutation → the element that matches the units of b to those of a, by the derivatives of `responses`."""
     (of_a, grads_a), (of_b, grads_b) = ((s.values(x), _gradients(s, x, batches, fn)) for x in (a, b))
     known: dict[Any, Any] = {}
     for part in _order(s):
@@ -368,4 +373,4 @@ def check_fn(name: str, batches: Sequence[Any] | None, fn: Fn | None) -> None:
 _MOST_ROUNDS = 100
 _LEAST_FALL = 1e-3  # the share by which a round has to lower the squared distance
 _PATIENCE = 4  # rounds without progress after which the search for constants ends
-_DIRECTIONS = 8
+_DIRECTIONS = 8  # random combinations of outputs per batch

@@ -1,10 +1,10 @@
 """Canonicalizes weights: moves them to the one point of their orbit that all weight sets of one function share.
 
-The point is on the slice (`gauge_optax.slice`): norm scales are 1 and their factors are in the kernels that read them,
-multipliers are in their kernels, norm and value biases in later biases, writers and readers of LayerNorms are centred.
-No continuous rule chooses one rotation for all points, so that optimizers read rotations once, from an arbitrary
-constant matrix. Here heads and the residual stream are turned to the eigenbasis of a Gram matrix instead. It may jump
-as weights change, but it depends on the function alone.
+The point is on the slice (`gauge_optax.slice`): kernels have taken over the scales of norms and the multipliers, later
+biases have taken over the biases of norms and of values, and kernels that read or write the stream of LayerNorms have
+means of zero. Heads and the residual stream are turned to the eigenbasis of a Gram matrix. This basis depends on the
+function alone, but it may jump as weights change: no continuous rule chooses one rotation at every point. Optimizers
+must not jump. They therefore read rotations once, by comparison with a constant matrix.
 """
 
 import dataclasses
@@ -49,20 +49,25 @@ def canonicalize(
     * `norm_scale`: the norm's scale is 1; the kernels behind it take over its size and its sign.
     * `rescale`, `multiplier_balance`: a column of the first leaf of `up` has the norm 1, a multiplier is 1 or −1.
     * `scale_invariant`, `residual_scale`: the first leaf has the root mean square of a kernel with columns of norm 1.
-    * `bias_absorption`, `key_bias`: the bias is zero; its effect has moved into the biases behind its readers.
-    * `logit_shift`, `norm_write_shift`: the mean over classes, over the stream's channels, or over both is zero.
-    * `norm_read_shift`, `embedding_shift`: the mean over rows (of a reader; of the position table) is zero.
+    * `bias_absorption`, `key_bias`: the bias is zero. Later biases have taken over its effect; a key bias has none.
+    * `logit_shift`: the mean over classes is zero.
+    * `norm_write_shift`: the mean over the stream's channels is zero; for a `tied` table, the mean over all entries.
+    * `norm_read_shift`: the mean over the rows of a kernel behind the norm is zero.
+    * `embedding_shift`: the mean over the rows of the position table is zero.
     * `head_rotation`: the Gram matrix of a head's rows is diagonal, entries descending.
-    * `head_linear`: A·Bᵀ = U·Σ·Vᵀ: the left factor has the columns U, the right one V·Σ.
-    * `rope_torus`, `rope_linear`: the rows of a rotary plane are longest along its first coordinate.
-    * `residual_rotation`: the Gram matrix of the writers to the stream that no head rotates is diagonal.
+    * `head_linear`: if A·Bᵀ = U·Σ·Vᵀ is the singular value decomposition of the product of a head's factors, the left
+      factor is U and the right one V·Σ.
+    * `rope_torus`, `rope_linear`: a rotary plane is turned so that the sum of squares of its first coordinate, over all
+      rows, is as large as possible.
+    * `residual_rotation`: the Gram matrix of the rows that it rotates, in all leaves that no head rotates too, is
+      diagonal.
 
-    The sign of an eigenvector is chosen so that the entry of largest magnitude in its column is positive; for a rotary
-    plane, the largest entry of the first coordinate. Eigenvalues that differ by at most √ε of the largest (1.5e-8 in
-    float64, 3e-4 in float32) count as equal. Their eigenspace then has the basis that is nearest to the projection
-    of a constant matrix onto it. None of this depends on the order of heads and units. Under LayerNorm the stream's
-    rotation fixes the vector of ones. The Gram matrix is then not diagonal in the basis of the channels, but in a
-    constant basis of the directions that are orthogonal to that vector.
+    The sign of an eigenvector is chosen so that the entry of largest magnitude in its column is positive, and that of a
+    rotary plane by its first coordinate. Eigenvalues that differ by at most √ε of the largest (1.5e-8 in float64, 3e-4
+    in float32) count as equal. Their eigenspace then has the basis that is nearest to the projection of a constant
+    matrix onto it. None of this depends on the order of heads and units. Under LayerNorm the stream's rotation fixes
+    the vector of ones. The Gram matrix is then diagonal in a constant basis of the directions orthogonal to that
+    vector, and not in the basis of the channels.
 
     Args:
       params: parameters of any layout.
@@ -77,8 +82,8 @@ def canonicalize(
       Parameters like `params`, every leaf in its dtype. Computation is in float32, and in float64 under x64.
 
     Raises:
-      ValueError: gauges of another tree, an unknown choice of a basis, a rotation of the stream that passes a norm with
-        a scale of zero, or a `scale_invariant` beside running statistics that it does not bind.
+      ValueError: gauges that do not fit `params`; an unknown basis; a zero in a norm's scale that a gauge divides by;
+        running statistics of BatchNorm in `params` that would not fit the moved weights.
 
     >>> gauge = go.norm_scale({"scale": "channel"}, {"kernel": "channel _"})
     >>> params = {"scale": jnp.array([2.0, -3.0]), "kernel": jnp.ones((2, 3))}
@@ -151,7 +156,7 @@ def _positive(part: Factor) -> Factor:
 
 @functools.singledispatch
 def refined(part: Part[Any], e: Any) -> Any:
-    """Corrects the roundoff of a size's element, where it would change the function. By default returns e itself."""
+    """Corrects an element of a size whose roundoff would change the function. The default returns e itself."""
     return e
 
 
@@ -166,7 +171,7 @@ def _with_exact_inverse(part: Stretch, e: jax.Array) -> jax.Array:
 def sorting(part: Part[Any], point: Arrays) -> Any:
     """The element whose inverse sorts units by a number that no other gauge changes; the identity by default.
 
-    The caller applies the inverse to `point`, which is canonical but for the order of units.
+    The caller applies the inverse to `point`, where all other gauges have been made canonical already.
     """
     return part.identity()
 
@@ -175,8 +180,8 @@ def sorting(part: Part[Any], point: Arrays) -> Any:
 def _sorted_units(part: Permutation, point: Arrays) -> Any:
     """Sorts units by the sum of the cubes of their entries' magnitudes, descending.
 
-    At a canonical point no other move is left that would change this sum. Sums of squares would not do, because the
-    slice makes them equal.
+    No other gauge changes this sum, because `point` is the same for all twins up to the order of units. Sums of squares
+    could not sort units, because the slice makes them equal.
     """
     cubes = (part.total(block, jnp.abs(point[block.path]) ** 3) for block in part.blocks)
     return part.inverse(jnp.argsort(-jnp.asarray(sum(cubes, 0.0)), -1).astype(jnp.int32))

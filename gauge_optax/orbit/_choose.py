@@ -1,4 +1,4 @@
-"""Chooses a point of an orbit by any objective: learned rotations, smoothing scales, balance of activations.
+"""Chooses the point of an orbit that minimizes an objective, such as the error of quantized weights.
 
 The search is over elements g, not over weights: for every g, `act(g, params)` computes the same function as `params`.
 Elements near the current one, g, have coordinates x: they are exp(x)·g. The gradient of the objective by x at x = 0 is
@@ -79,7 +79,7 @@ def choose(
       params: the parameters. They are not changed.
       gauges: a gauge or a sequence of them. A gauge that a user defines needs `algebra` and `exponential`.
       optimizer: any Optax optimizer, `optax.adam(0.02)` if None. Its parameters are coordinates: radians for rotations,
-        logarithms for scales. Optimizers with a line search, such as `optax.lbfgs`, get what they need.
+        logarithms for scales. Optimizers with a line search, such as `optax.lbfgs`, get `value`, `grad` and `value_fn`.
       steps: the number of steps in all. Steps that `state` has already taken count.
       batches: a sequence of batches, which is repeated when it ends; or an iterator.
       key: a PRNG key. Every step gets its own, which depends on the step's number alone.
@@ -97,8 +97,9 @@ def choose(
       `gauges` is one gauge, write `gauge.act(element, params)`. With `return_state`, the pair (element, state).
 
     Raises:
-      ValueError: an objective that does not take these arguments, or returns no scalar or no finite number; a norm with
-        a scale of zero that a rotation of the stream passes; gauges of another tree, or without coordinates.
+      ValueError: an objective that does not take these arguments, or returns no scalar or no finite number; gauges that
+        do not fit `params`, or have no `algebra`; a zero in a norm's scale that a gauge divides by; running statistics
+        of BatchNorm in `params` that would not fit the moved weights.
 
     >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
     >>> params = {"up": jnp.full((1, 2), 4.0), "down": jnp.ones((2, 1))}

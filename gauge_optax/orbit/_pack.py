@@ -44,8 +44,10 @@ _BASIS, _FREE = "basis", "_"
 class PackedBlock:
     """A block of a leaf, and which of its rows are left out. It is hashable and holds no array.
 
+    The block's *view* is the block with one axis per word of its axes string (`Block.view`).
+
     Attributes:
-      block: the block; one of its axes is free, the *row* axis.
+      block: the block; one of its axes is free (`_`), the *row* axis.
       named: the axes that count heads, in the order of the gauge; the leaf may have another order.
       rows: the numbers of the rows that are left out, one tuple per head, or one tuple for all heads.
       pattern: the constant rows divided by `size`, (rows left out, basis): the identity for `head_linear`.
@@ -67,12 +69,12 @@ class PackedBlock:
 
     @functools.cached_property
     def axis(self) -> int:
-        """The row axis of the block's view."""
+        """The index of the row axis in the block's view."""
         return self.block.labels.index(_FREE)
 
     @functools.cached_property
     def leaf_axis(self) -> int:
-        """The axis of the leaf that holds the row axis."""
+        """The index of the leaf's axis that contains the row axis."""
         at = [k for k, label in enumerate(self.block.split_labels) if label == _FREE]
         return next(axis for axis, group in enumerate(self.block.groups) if at[0] in group)
 
@@ -107,7 +109,7 @@ class PackedBlock:
 
     @functools.cached_property
     def _order(self) -> tuple[int, ...]:
-        """The axes of the block's view, heads first, then rows, then the basis."""
+        """The order of the view's axes that puts heads first, then rows, then the basis."""
         return tuple(self.block.labels.index(name) for name in (*self.named, _FREE, _BASIS))
 
     @functools.cached_property
@@ -180,7 +182,7 @@ class Layout:
 
     @functools.cached_property
     def joint(self) -> int | None:
-        """The only axis along which blocks do not fill the leaf; None if there is no such axis, or several."""
+        """The only axis along which some block does not span the leaf; None if there is no such axis, or several."""
         divided = {k for masks in self._masks for k, mask in enumerate(masks) if not mask.all()}
         return divided.pop() if len(divided) == 1 else None
 
@@ -191,7 +193,7 @@ class Layout:
 
     @functools.cached_property
     def rest(self) -> np.ndarray | None:
-        """Entries in no block: indices along `joint`, or of the flat leaf; None if there are none."""
+        """Indices of the entries in no block, along `joint` or in the flattened leaf; None if blocks fill the leaf."""
         if self.joint is not None:
             outside = ~np.any([masks[self.joint] for masks in self._masks], 0)
         else:
@@ -241,7 +243,7 @@ class PackedLeaf:
         self.arrays, self.layout = tuple(arrays), layout
 
     def __repr__(self) -> str:
-        """Shows the shapes of the arrays (or the children themselves, where they have none) and of the whole leaf."""
+        """Shows the shape of every child (the child itself if it has none) and the shape of the whole leaf."""
         shapes = ", ".join(str(getattr(x, "shape", x)) for x in self.arrays)
         return f"PackedLeaf({shapes} of {self.layout.shape})"
 
@@ -251,7 +253,7 @@ class PackedLeaf:
         return self.layout.blocks[0].block.path
 
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], Layout]:
-        """Names the arrays. A single one is called `value`, a key that paths leave out (`binding.leaves`)."""
+        """Names the arrays. A single array is called `value`, which paths omit, so that it has the leaf's old path."""
         count = len(self.layout.blocks)
         names = ["value"] if len(self.arrays) == 1 else [f"part{k}" for k in range(count)] + ["rest"]
         keys = [jax.tree_util.GetAttrKey(name) for name in names]
@@ -301,9 +303,9 @@ def pack(
       `unpack(packed)`. Gauges that bind packed leaves raise an error on the packed tree.
 
     Raises:
-      ValueError: no gauge of the list can be packed; a head has less than full rank, or all heads together have no
-        common rows; traced parameters without `rows`; `rows` of other gauges or leaves; a size that is not positive;
-        bindings that do not fit.
+      ValueError: no gauge of the list can be packed; a head has less than full rank, or, with `shared`, no choice of
+        rows has full rank in all heads; traced parameters without `rows`; `rows` of other gauges or leaves; a size that
+        is not positive; gauges that do not fit `params`.
 
     >>> keys = jax.random.split(jax.random.key(0))
     >>> params = {
@@ -340,7 +342,7 @@ def pack(
                 "call pack outside of jit; or pass rows=go.orbit.packed_rows(packed) of an earlier packed tree",
             )
     traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves.values())
-    # In float64, float32 weights lose less: logits of GPT-2 then change by 4e-6 in place of 1.1e-5 (shared rows).
+    # Float64 keeps more of float32 weights: logits of GPT-2 change by 4e-6 in place of 1.1e-5 (shared rows).
     with contextlib.nullcontext() if traced else jax.enable_x64(True):
         values, packed = s.values(params), dict[str, list[PackedBlock]]()
         for copy in copies:
@@ -397,7 +399,7 @@ def packed_rows(packed: Any) -> dict[str, dict[str, dict[str, Any]]]:
     >>> jax.eval_shape(lambda p: go.orbit.pack(p, gauge, rows=rows), params)["a"]
     PackedLeaf((1, 2) of (3, 2))
 
-    Reference: the permutation of van Nierop's identity block.
+    Reference: van Nierop, Transformer models are gauge invariant, chooses such rows by a permutation.
     """
     nodes = [node for node in jax.tree.leaves(packed, is_leaf=_is_packed) if _is_packed(node)]
     by_leaf: dict[str, dict[str, dict[str, Any]]] = {}
@@ -419,7 +421,7 @@ def packed_dot(x: jax.Array, kernel: Any, axis: int = 0) -> jax.Array:
       `jnp.tensordot(x, kernel, ([-1], [axis]))`: (…, the other axes of the kernel).
 
     Raises:
-      ValueError: a kernel that is packed along another axis, or that has rows and heads on one axis.
+      ValueError: the rows that the kernel leaves out are not along `axis`, or `axis` holds rows and heads together.
 
     >>> gauge = go.head_linear({"a": "_ basis"}, {"b": "basis _"})
     >>> factor = jnp.array([[1.0, 1.0], [0.0, 2.0], [3.0, 0.0]])
@@ -487,14 +489,14 @@ def _chosen(
 
 
 def _is_constant(b: PackedBlock, leaves: Mapping[str, Any]) -> jax.Array:
-    """Whether the rows that a block leaves out already are constant in these leaves: then nothing has to move."""
+    """Whether the rows to leave out have their constant values in these leaves already, so that nothing has to move."""
     heads = b.by_head(b.block.view(leaves[b.block.path]))
     rows = jnp.take_along_axis(heads, jnp.asarray(b.rows)[..., None], -2)
     return jnp.all(rows == jnp.asarray(b.size * np.asarray(b.pattern), rows.dtype))
 
 
 def _held(heads: np.ndarray, pattern: np.ndarray, shared: bool) -> tuple[np.ndarray, float] | None:
-    """Finds rows that already are one multiple of the pattern: their numbers, (heads or 1, rows), and the multiple.
+    """Finds rows of an unpacked block that already are a common positive multiple of the pattern.
 
     Args:
       heads: the block, (heads, rows, basis).
@@ -502,12 +504,12 @@ def _held(heads: np.ndarray, pattern: np.ndarray, shared: bool) -> tuple[np.ndar
       shared: whether the rows must have the same numbers in all heads.
 
     Returns:
-      The numbers and the multiple, or None if a row of the pattern is missing in some head.
+      The row numbers, (heads or 1, constant rows), and the multiple; None if a head lacks a row of the pattern.
     """
     nearest = np.argmax(heads.astype(np.float32) @ pattern.astype(np.float32).T, -1)
     sizes = np.max(heads, -1)
     fits = np.all(heads == sizes[..., None] * pattern[nearest], -1) & (sizes > 0)
-    if shared:  # a row counts if it is the same in all heads
+    if shared:  # a row number counts if its row is the same in all heads
         same = (nearest == nearest[:1]) & (sizes == sizes[:1]) & fits
         fits, nearest, sizes = np.all(same, 0, keepdims=True), nearest[:1], sizes[:1]
     if not fits.any():

@@ -1,10 +1,10 @@
 """Rotates weights along their orbit: random or Hadamard rotations of the residual stream and of heads.
 
-Quantization rounds all entries of a row or column to one grid. A channel that is far larger than the others makes that
-grid coarse for all of them. A rotation of the basis spreads the large channel over all channels. If the rotation is a
-symmetry, the network computes the same function as before. QuaRot and SpinQuant multiply such rotations into the
-weights: their R1 turns the residual stream, and their R2 turns the values of each head. Here R1 is an element of
-`residual_rotation` and R2 one of `head_rotation`.
+Quantization rounds all entries of a row or column to evenly spaced values. A channel that is far larger than the others
+makes the spacing coarse for all of them. A rotation of the basis spreads the large channel over all channels. If the
+rotation is a symmetry, the network computes the same function as before. QuaRot and SpinQuant multiply such rotations
+into the weights: their R1 turns the residual stream, and their R2 turns the values of each head. Here R1 is an element
+of `residual_rotation` and R2 one of `head_rotation`.
 References: QuaRot (Ashkboos et al. 2024), §4; SpinQuant (Liu et al. 2024), §3.
 """
 
@@ -53,14 +53,14 @@ def rotate(
 
     Args:
       params: parameters of any layout.
-      gauges: rotations: `residual_rotation` (R1); `head_rotation` or `head_linear` of values with outputs (R2), or of
-        queries with keys if there are no rotary embeddings. With by="random" also `rope_torus` and `rope_linear`, whose
-        planes turn and keep their sizes.
+      gauges: rotations: `residual_rotation` (R1); `head_rotation` or `head_linear` between values and outputs (R2), or
+        between queries and keys if there are no rotary embeddings. With by="random" also `rope_torus` and `rope_linear`
+        (of the latter, only the angles).
       by: "hadamard", "random", or an element such as `choose` and `align` return. "random" draws from the Haar measure.
-        "hadamard" takes random signs times a Hadamard matrix, for sizes 2ᵏ and Paley's orders times 2ᵏ (12, 20, 24, 28,
-        36, 40, …). For all other even sizes m·2ᵏ the matrix is a Kronecker product with a random orthogonal m × m
-        matrix. Under LayerNorm a rotation of the stream has to keep the vector of ones. It then takes sizes m·4ᵏ, and a
-        regular Hadamard matrix with permuted rows and columns.
+        "hadamard" is a Hadamard matrix times random signs. It exists for sizes 2ᵏ and for Paley's orders times 2ᵏ (12,
+        20, 24, 28, 36, 40, …). For any other even size m·2ᵏ, the Hadamard matrix of size 2ᵏ and a random orthogonal
+        m × m matrix are combined by a Kronecker product. Under LayerNorm a rotation of the stream has to keep the
+        vector of ones: its size must be a multiple of 4, and permutations take the place of random signs.
       key: a PRNG key for the random choices; `jax.random.key(0)` if None.
       donate: whether the arrays of `params` are deleted, each as soon as its rotated leaf is there.
       fn: the model: fn(params, batch) returns an array or a tree of arrays. If given, `rotate` raises an error if the
@@ -73,8 +73,8 @@ def rotate(
 
     Raises:
       ValueError: a gauge that is no rotation, or for whose size there is no Hadamard matrix; an element of other
-        gauges, or matrices that are not orthogonal; a norm with a scale of zero; gauges of another tree; outputs of
-        `fn` that the rotation changes.
+        gauges, or matrices that are not orthogonal; a norm with a zero in its scale; gauges that do not fit `params`;
+        outputs of `fn` that the rotation changes.
 
     >>> gauge = go.head_rotation({"value": "_ head basis", "out": "head basis _"})
     >>> value = jnp.zeros((4, 1, 4)).at[:, 0, 0].set(1.0)  # one channel has everything
@@ -113,7 +113,7 @@ def rotate(
 
 
 def _require_same_function(before: Any, after: Any, params: Any) -> None:
-    """Raises ValueError if outputs differ by more than √ε of the largest output; ε is that of the coarsest dtype."""
+    """Raises ValueError if outputs differ by more than √ε of the largest one; ε is the eps of the coarsest dtype."""
     pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
     floats = [(a.astype(np.float64), b.astype(np.float64)) for a, b in pairs if jnp.issubdtype(a.dtype, jnp.floating)]
     change = max((np.max(np.abs(b - a), initial=0.0) / max(np.max(np.abs(a), initial=0.0), 1e-30) for a, b in floats))
@@ -128,7 +128,7 @@ def _require_same_function(before: Any, after: Any, params: Any) -> None:
 
 
 def _drawn(on_tree: Bound, by: str, key: jax.Array) -> Elements:
-    """A random element of every rotation."""
+    """Returns turn label → a random rotation, for every copy of every gauge."""
     if by not in ("hadamard", "random"):
         raise binding_error(
             _NAME, f"no such rotation, by={by!r}", f"{by!r}", "'hadamard', 'random' or an element of the gauges",
@@ -141,7 +141,7 @@ def _drawn(on_tree: Bound, by: str, key: jax.Array) -> Elements:
 
 
 def _turns(on_tree: Bound, copy: Copy) -> Sequence[Any]:
-    """The rotations of one copy of a gauge, or all of its parts if none of them rotates."""
+    """The rotations of one copy of a gauge. If it has none, all of its parts, which `random_rotation` then refuses."""
     turns = {turn.label: turn for _, same in on_tree.whole.turns for turn in same}
     return [turns[part.label] for part in copy.parts if part.label in turns] or copy.parts
 
@@ -190,7 +190,7 @@ def _moved_leaf(
     return _act(tuple(parts), tuple(of_leaf), leaf, context, added[path])
 
 
-@functools.partial(jax.jit, static_argnums=0)  # blocks have no paths here: layers of one shape share a program
+@functools.partial(jax.jit, static_argnums=0)  # `on_leaf` removed paths from parts: equal layers share a program
 def _act(
     parts: tuple[Any, ...], elements: tuple[Any, ...], leaf: jax.Array, context: dict[str, jax.Array], added: Any
 ) -> jax.Array:
@@ -231,7 +231,7 @@ def _free_axis(blocks: Sequence[Block]) -> int | None:
 
 
 def _shortened(part: Any, axis: int, length: int) -> Any:
-    """The part on a chunk of its leaf, `length` entries along a free axis: `rotate` converts one chunk at a time."""
+    """The part as it acts on a chunk of its leaf: `length` entries along `axis`, which is free."""
 
     def short(block: Block) -> Block:
         at = block.groups[axis][0]

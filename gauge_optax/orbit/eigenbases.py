@@ -22,10 +22,10 @@ from gauge_optax.parts.stream import Stream, reflected
 
 @functools.singledispatch
 def eigenbases(first: Turn[Any], turns: Sequence[Any], point: Arrays) -> list[Any]:
-    """Reads the elements of turns whose inverses bring their rows to the eigenbasis of the rows' Gram matrix.
+    """Reads one element per turn: its inverse brings the turn's rows to the eigenbasis of their Gram matrix.
 
-    Eigenvalues descend, and the entry of largest magnitude of every column is then positive. See `linalg.eigenbasis`
-    for equal eigenvalues. The default, for turns without such a basis, is `Turn.read_all`.
+    In this basis, eigenvalues descend, and the entry of largest magnitude in every column of the rows is positive. See
+    `linalg.eigenbasis` for equal eigenvalues. The default, for turns without such a basis, is `Turn.read_all`.
 
     Args:
       first: the first of `turns`; its class is the class of all of them.
@@ -71,13 +71,13 @@ def _eigenbases_of_stream(first: Stream, turns: Sequence[Stream], point: Arrays)
 def _eigenbasis_of_stream(turn: Stream, point: Arrays) -> jax.Array:
     """The rotation from the eigenbasis of EᵀE, where E are the rows that the stream's rotation is read from.
 
-    If the rotation keeps the vector of ones (LayerNorm), the eigenbasis is that of the directions orthogonal to it.
+    If the rotation keeps the vector of ones (LayerNorm), only the directions orthogonal to that vector get new axes.
     """
     values, seen = turn.divided(point, point), turn.rows_seen
     gram, mixed = seen.gram(values, values), seen.mixed_rows(values)
     basis = eigenbasis(turn.restricted(gram), turn.restricted(mixed))
-    # Each column gets the sign that makes its entry of largest magnitude positive, in the rows written in this basis.
-    # The column along the ones vector is skipped, because its sign is not free.
+    # Write the rows in this basis. Each basis vector gets the sign that makes the largest entry of its column positive.
+    # The ones vector is skipped, because its sign is not free.
     whole = turn.embedded(basis)
     columns = seen.turned(values, reflected(whole, -1) if turn.keeps_ones else whole)
     largest = _largest_entries(seen, columns)[turn.size - basis.shape[-1] :]
@@ -85,7 +85,7 @@ def _eigenbasis_of_stream(turn: Stream, point: Arrays) -> jax.Array:
 
 
 def _largest_entries(rows: Heads, point: Mapping[str, jax.Array]) -> jax.Array:
-    """The entry of largest magnitude in every column of the rows of all blocks, with its sign: (*shape, size)."""
+    """The entry of largest magnitude in every column, over the rows of all blocks, with its sign: (*shape, size)."""
     kept = (*rows.named, BASIS)
 
     def largest(block: Block) -> jax.Array:

@@ -28,7 +28,7 @@ def known_hadamard(size: int) -> np.ndarray | None:
     (True, None)
     """
     power = size & -size
-    for doublings in range(power.bit_length()):  # the smallest Paley factor comes last, Sylvester's 1 first
+    for doublings in range(power.bit_length()):  # the smallest factor first: 1 for a power of two
         rest = size // power * 2**doublings
         factor = np.ones((1, 1)) if rest == 1 else _paley(rest)
         if factor is not None:
@@ -42,7 +42,7 @@ def randomized_hadamard(key: jax.Array, heads: tuple[int, ...], size: int) -> ja
     Args:
       key: a PRNG key.
       heads: the leading shape: there is one matrix per head.
-      size: an even number. If no construction has this order m·2ᵏ, the factor of size m is a random orthogonal matrix.
+      size: an even number m·2ᵏ, m odd. If no construction has this order, a factor of size m is random orthogonal.
     """
     of_signs, of_factor = jax.random.split(key)
     signs = jax.random.rademacher(of_signs, (*heads, size), real_dtype())
@@ -65,7 +65,7 @@ def hadamard_with_ones(key: jax.Array, size: int) -> jax.Array:
     """
     of_factor, of_rows, of_columns = jax.random.split(key, 3)
     rest = size
-    while rest % 4 == 0 and rest != 8:  # 8 = 2·4 stays whole: a factor of size 2 that keeps the ones does not spread
+    while rest % 4 == 0 and rest != 8:  # 8 is not split into 2·4: the 2 × 2 matrices that keep the ones spread nothing
         rest //= 4
     regular: np.ndarray = np.ones((1, 1))
     while len(regular) * rest < size:

@@ -56,5 +56,5 @@ def is_constant(part: Part[Any]) -> bool:
 
 
 def is_compact(part: Part[Any]) -> bool:
-    """Whether a part rotates or permutes. The slice fixes sizes and constants, and leaves these parts undetermined."""
+    """Whether a part rotates or permutes, so that the slice points of twins still differ by its moves."""
     return stage(part) <= Stage.HEADS

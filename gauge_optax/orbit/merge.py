@@ -16,7 +16,7 @@ Params = TypeVar("Params")
 
 
 def distance(a: Any, b: Any, gauges: Gauges) -> float:
-    """Returns how far two functions are apart: the distance of their aligned slice points, relative to the first.
+    """Returns how far two functions are apart: the relative distance of their slice points after alignment.
 
     Args:
       a: parameters.
@@ -46,7 +46,7 @@ def distance(a: Any, b: Any, gauges: Gauges) -> float:
 
 
 def average(trees: Sequence[Params], gauges: Gauges) -> Params:
-    """Returns the mean of several sets of weights, each of them aligned to the first set before.
+    """Returns the mean of several sets of weights, after all of them have been aligned to the first.
 
     Args:
       trees: parameters, all of one structure and of the same shapes.
@@ -87,7 +87,7 @@ def average(trees: Sequence[Params], gauges: Gauges) -> Params:
 
 
 def interpolate(a: Params, b: Params, t: float | jax.Array) -> Params:
-    """Returns the point (1 − t)·a + t·b of the line between two sets of weights. Align b to a before.
+    """Returns the point (1 − t)·a + t·b of the line between two sets of weights. Align b to a first.
 
     Args:
       a: parameters.

@@ -103,7 +103,7 @@ def _nearest_stretch(part: Stretch, target: Arrays, point: Arrays, others: Seque
     """The nearest invertible matrix, by Gauss–Newton steps with a line search from the best of three starts.
 
     The starts are the identity, the least-squares solution of the left side alone, and that of the right side alone.
-    No start has to rotate, because the turn of the same heads has been aligned before.
+    Starts at other rotations are not needed, because `align` has rotated the same heads before.
     """
     grams = [side.gram(point, x) for side in (part.left, part.right) for x in (point, target)]
     return _nearest_matrix(*grams)
@@ -111,14 +111,14 @@ def _nearest_stretch(part: Stretch, target: Arrays, point: Arrays, others: Seque
 
 @nearest.register
 def _nearest_rotation(part: Rotation, target: Arrays, point: Arrays, others: Sequence[Part[Any]] = ()) -> jax.Array:
-    """Orthogonal Procrustes: the polar factor of WᵀT, with W and T the rows of point and target."""
+    """Solves orthogonal Procrustes by the polar factor of WᵀT, where W and T are the rows of point and target."""
     seen = dataclasses.replace(part, blocks=apart_from(part.blocks, others))
     return orthogonal_factor(seen.gram(point, target))
 
 
 @nearest.register
 def _nearest_angles(part: Planes, target: Arrays, point: Arrays, others: Sequence[Part[Any]] = ()) -> jax.Array:
-    """Procrustes in two dimensions: per plane, the angle of the rotation nearest to WᵀT (rows of point and target)."""
+    """Solves Procrustes per plane: the angle of the 2 × 2 rotation nearest to WᵀT. W, T: rows of point and target."""
     seen = dataclasses.replace(part, blocks=apart_from(part.blocks, others))
     gram = seen.gram(point, target)
     return jnp.arctan2(gram[..., 0, 1] - gram[..., 1, 0], gram[..., 0, 0] + gram[..., 1, 1])
@@ -128,9 +128,10 @@ def _nearest_angles(part: Planes, target: Arrays, point: Arrays, others: Sequenc
 def _nearest_stream_rotation(
     part: Stream, target: Arrays, point: Arrays, others: Sequence[Part[Any]] = ()
 ) -> jax.Array:
-    """Procrustes over readers and writers of the stream, after each point's own norm scales have been divided out.
+    """Solves Procrustes over the rows of kernels that read or write the stream.
 
-    If norm scales are not 1, the element is nearest for the divided weights, and not for the stored ones.
+    Before, the scales of norms move into the kernels behind them, in the point and in the target. If scales are not 1,
+    the distance that is least is therefore that of these products, and not that of the stored weights.
     """
     seen = Heads((), (), apart_from(part.blocks, others), part.size)
     inside = (part.divided(x, x) for x in (point, target))
@@ -141,7 +142,10 @@ def _nearest_stream_rotation(
 def _nearest_permutation(
     part: Permutation, target: Arrays, point: Arrays, others: Sequence[Part[Any]] = ()
 ) -> jax.Array:
-    """The best assignment of units. If `others` has rotations of heads, a pair is compared after its best rotation."""
+    """The assignment of units with the largest sum of inner products between the point's and the target's units.
+
+    If `others` has rotations of heads, a pair of heads is compared after its best rotation.
+    """
     inside = [other for other in others if renumbers(part, other)]
     outside = [other for other in others if other not in inside]
     blocks = apart_from(part.blocks, outside)
@@ -159,8 +163,8 @@ def _nearest_permutation(
 def _nearest_by_action(part: OfUser, target: Arrays, point: Arrays, others: Sequence[Part[Any]] = ()) -> Any:
     """Gauss–Newton steps in the coordinates of the group, each halved until it leads nearer to the target.
 
-    The start is the element that gives the point the target's reading. If both compute one function, it is the nearest
-    element. It is also the answer for a group without coordinates.
+    The start is the element after which the point reads as the target does. It is the nearest element if point and
+    target compute one function. For a group without coordinates no steps follow.
     """
     reading, its_own = (part.gauge.read(part.tree(x)) for x in (target, point))
     element, paths = part.compose(reading, part.inverse(its_own)), changed(part)
@@ -290,11 +294,11 @@ def _nearest_factors(
 
 
 def least_point(loss: Callable[[jax.Array], jax.Array], starts: Sequence[jax.Array]) -> jax.Array:
-    """Minimizes functions of one variable, one per channel: on a grid that spans some points, then by bisection.
+    """Minimizes functions of one variable, one per channel: on evenly spaced points, then by bisection of the slope.
 
     Args:
       loss: maps an array with the shape of each of `starts` to the values of the functions, entry by entry.
-      starts: points near which the least value is expected; 0 among them.
+      starts: points near which the least value is expected, 0 among them. The search spans them, and 1 on each side.
 
     Returns:
       The minimizers, with the shape of each of `starts`; 0 where no point with a lower loss than that at 0 was found.
@@ -317,7 +321,7 @@ def least_point(loss: Callable[[jax.Array], jax.Array], starts: Sequence[jax.Arr
     return jnp.where(loss(least) < loss(jnp.zeros_like(least)), least, 0.0)
 
 
-_GRID, _HALVINGS = 129, 60
+_GRID, _HALVINGS = 129, 60  # evenly spaced points, and bisections between the neighbours of the best one
 
 
 # Invertible matrices: Gauss–Newton steps ---------------------------------------------------------------
@@ -352,7 +356,8 @@ def _nearest_matrix(
 
     def step(_: int, pair: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         s, back = pair
-        # With A′ = A·S and B′ = B·S⁻ᵀ, the next S is S·(1 + Z). To first order Z solves A′ᵀA′·Z + Z·B′ᵀB′ = K.
+        # The next S is S·(1 + Z). To first order, with A′ = A·S and B′ = B·S⁻ᵀ, the best Z solves
+        # A′ᵀA′·Z + Z·B′ᵀB′ = K, where K (`k`) comes from the distances that are left.
         gram_a, gram_b = matmul(transpose(s), matmul(left, s)), matmul(matmul(back, right), transpose(back))
         k = matmul(transpose(s), left_target) - gram_a - transpose(matmul(back, right_target) - gram_b)
         (a, u), (b, v) = symmetric_eigen(gram_a), symmetric_eigen(gram_b)
@@ -369,5 +374,5 @@ def _nearest_matrix(
     return jnp.stack(jax.lax.fori_loop(0, _STEPS, step, pair), -3)
 
 
-_LENGTHS = (1.0, 0.5, 0.2, 0.05, 0.01)
-_STEPS = 20
+_LENGTHS = (1.0, 0.5, 0.2, 0.05, 0.01)  # the lengths that the line search of a step compares
+_STEPS = 20  # Gauss–Newton steps

@@ -2,7 +2,7 @@
 
 A block can be packed if the gauge has enough freedom to bring some of its rows to fixed numbers. Under GL(d_h), d_h
 rows per head become the identity; under complex numbers, one row per rotary plane becomes 1 + 0i. All other gauges have
-no such block. Each question is one `singledispatch` function with a default and with answers for `Linear` (GL) and
+no such block. Each rule is a `singledispatch` function with a default and with versions for `Linear` (GL) and
 `ComplexScale`. It takes a copy and not a part, because a complex number needs both parts of a copy: moduli and angles.
 Reference: van Nierop, Transformer models are gauge invariant, §3 and §6.
 """
@@ -45,7 +45,7 @@ def _packable_planes(copy: ComplexScale) -> tuple[Block, ...]:
 
 
 def _with_rows(blocks: Sequence[Block], rows: int) -> tuple[Block, ...]:
-    """The blocks with one free axis of at least `rows` rows, and without a 1 to be added to the stored numbers."""
+    """The blocks with one free axis of at least `rows` rows that store their values themselves, not less one (`1+`)."""
     single = [block for block in blocks if block.labels.count("_") == 1 and not block.one_plus]
     return tuple(block for block in single if block.view_shape[block.labels.index("_")] >= rows)
 
@@ -125,7 +125,8 @@ def _to_identity_rows(
 ) -> tuple[tuple[Any, ...], jax.Array]:
     heads = _rows_of_heads(copy, block, point)
     back, to, condition = _to_identity(jnp.take_along_axis(heads, rows[..., None], -2), size)
-    # A right block is multiplied by S⁻ᵀ. Then `to` is S⁻ᵀ and `back` is Sᵀ.
+    # The element is the pair (S, S⁻¹). A left block is multiplied by S, which is `to`. A right block is multiplied by
+    # S⁻ᵀ, so that there `to` is S⁻ᵀ and `back` is Sᵀ.
     pair = (to, back) if block.argument == "left" else (transpose(back), transpose(to))
     _, turn = copy.parts
     return (jnp.stack(pair, -3).reshape(*copy.shape, 2, copy.size, copy.size), turn.identity()), condition

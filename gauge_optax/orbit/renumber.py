@@ -1,8 +1,8 @@
-"""Rules of `align` for parts that do not commute, and for matching units by their effect on the outputs.
+"""Rules of `align`: how a move of one part changes elements of other parts, and how units are matched by derivatives.
 
 A permutation renumbers units, and with them the entries that elements of other parts have per unit. A rotation of heads
-conjugates the stretch (the `Stretch` part, a matrix per head) of the same heads. `align` needs to know whose elements
-change, and how. Each question is one `singledispatch` function with a default that holds for every other part.
+conjugates the stretch (the `Stretch` part, a matrix per head) of the same heads. Each rule is a `singledispatch`
+function, whose default is for parts without such an effect.
 Reference: Ainsworth, Hayase and Srinivasa, Git Re-Basin, Eq. (1) and (2).
 """
 
@@ -59,13 +59,20 @@ def _carried_by_rotation(part: Rotation, e: jax.Array, other: Part[Any], value: 
 
 @functools.singledispatch
 def rotated(part: Part[Any], value: Any, rotation: Rotation, e: jax.Array) -> Any:
-    """The rule of `carried` for a rotation of heads. The default returns `value`: most elements do not change."""
+    """Returns what `carried` returns if its `part` is a rotation of heads. The default is `value`, unchanged.
+
+    Args:
+      part: the part of `value`.
+      value: the element that the rotation may change.
+      rotation: the rotation of heads.
+      e: its element.
+    """
     return value
 
 
 @rotated.register
 def _rotated_stretch(part: Stretch, value: jax.Array, rotation: Rotation, e: jax.Array) -> jax.Array:
-    """R⁻¹·S·R, where both act on the same heads."""
+    """Returns R⁻¹·S·R if rotation and stretch act on the same heads, else S."""
     if set(part.blocks) != set(rotation.blocks):
         return value
     r = e[..., None, :, :]
@@ -96,7 +103,7 @@ def _carried_by_permutation(part: Permutation, e: Indices, other: Part[Any], val
 
 @functools.singledispatch
 def responses(part: Part[Any], point: Arrays, gradient: Arrays) -> jax.Array | None:
-    """Derivatives of a function by the log of each unit's size in each block, (*shape, units, blocks).
+    """Derivatives of a function by the logs of factors, one per unit and block, that multiply the unit's entries there.
 
     Args:
       part: the part.
@@ -104,8 +111,8 @@ def responses(part: Part[Any], point: Arrays, gradient: Arrays) -> jax.Array | N
       gradient: the function's gradient at that point.
 
     Returns:
-      The derivatives, which depend on the function and on the order of units alone: no other gauge changes them. None
-      (the default) for parts that do not permute units.
+      The derivatives, (*shape, units, blocks). They depend on the function and on the order of units alone: no other
+      gauge changes them. None (the default) for parts that do not permute units.
     """
     return None
 
@@ -118,7 +125,7 @@ def _responses_of_units(part: Permutation, point: Arrays, gradient: Arrays) -> j
 
 @functools.singledispatch
 def matched(part: Part[Any], target: jax.Array, point: jax.Array) -> Any:
-    """The element that brings the responses of a point's units nearest to the target's. Both are (*shape, units, …)."""
+    """The permutation of a point's units that best matches their responses to the target's: (*shape, units, …) each."""
     raise NotImplementedError
 
 

@@ -71,7 +71,7 @@ def _random_stream(part: Stream, key: jax.Array, by: str) -> jax.Array:
 
 @functools.singledispatch
 def misfit(part: Part[Any], e: Any) -> jax.Array | float:
-    """How far an element is from the group, such as max |RRᵀ − 1|. The default is 0: any array is an element."""
+    """How far an array is from being an element, such as max |RRᵀ − 1|. The default is 0: any array is an element."""
     return 0.0
 
 

@@ -1,8 +1,8 @@
 """`untie` gives a separate head to a model that computes its logits with its table of embeddings (a tied table).
 
-A tied table writes tokens to the residual stream, and it reads logits from the stream behind the final norm's scale. A
-rotation of the stream rotates the table, and the logits stay the same only if that scale is 1. With a separate head,
-whose rows contain the final norm's scale, every rotation of the stream is a symmetry.
+A tied table embeds tokens in the residual stream. It also computes logits from the stream, after the final norm's scale
+has multiplied it. A rotation of the stream rotates the table, and the logits then stay the same only if that scale is
+1. With a separate head, whose rows have taken over the scale, every rotation of the stream is a symmetry.
 """
 
 from collections.abc import Mapping

@@ -73,7 +73,7 @@ def restart(
 ) -> Any:
     """Restarts the inner optimizer of a `quotient` at the current slice point. The frame stays the same.
 
-    `tx.init(params)` would also read a new frame. Moments that you keep belong to the old frame, and would not fit.
+    `tx.init(params)` would also read a new frame, which would not fit the moments that `choose` keeps.
 
     Args:
       tx: the optimizer, with one `quotient` (or an alias of it) somewhere inside.
@@ -115,7 +115,7 @@ def restart(
         raise binding_error(
             "restart", "another structure of the inner state", str(jax.tree.structure(made.inner_state))[:200],
             str(jax.tree.structure(inside.inner_state))[:200], "give restart the optimizer that made the state")
-    if choose is None and inside.offset:  # a fresh state starts on the slice
+    if choose is None and inside.offset:  # a fresh inner optimizer starts at the slice point, without an offset
         made = made._replace(offset=no_offset(_slice(inside, params)))
     return jax.tree.map(lambda node: made if _is_quotient(node) else node, state, is_leaf=_is_quotient)
 

@@ -67,30 +67,30 @@ def gauge_fix(
 
     where u(θ) is the step of `inner` and b(θ′) the element that balances θ′. The function stays the same. Both sides of
     a scale get equal norms, both factors of a head equal Gram matrices, shifts get mean zero, and blocks that a norm
-    follows get RMS 1; rotations have no balance. Channels and heads without a balanced point stay where they are: one
-    side is zero, as LoRA's B at the start, or has less than full rank. A copy of a gauge also stays if `inner` never
-    changes one of its leaves (`frozen` in `quotient` says which leaves those are).
+    follows get RMS 1; rotations have no balance. A channel or a head has no balanced point, and stays where it is, if
+    one of its sides is zero (LoRA's B at the start) or has less than full rank. A copy of a gauge also stays if `inner`
+    never changes one of its leaves (see the argument `frozen` of `quotient`).
 
     Args:
-      inner: a whole optimizer, with its learning rate. With None the result only moves parameters, as the last element
-        of a chain. The states of the chain's other elements then do not move along, so that they must hold no moments.
+      inner: a whole optimizer, with its learning rate. With None the result only moves parameters, as the last link of
+        a chain. The states of the chain's other links then do not move along, so that they must hold no moments.
       gauges: a gauge or a sequence of them; the list that `inner` was given, if it takes one.
       every: the number of steps from one move to the next; an int.
       strength: how far to move, in (0, 1]: 1 moves all the way; s moves by the element whose logarithm is s times that
         of b.
-      transport: whether the optimizer's state moves along, as in `transport`. If False, it belongs to other weights
-        from then on: its moments average gradients at those weights, and a retraction (`ddc_adamw`) takes the next step
-        back to where the move started. Only an optimizer without a state is unaffected.
+      transport: whether the optimizer's state moves along, as in `transport`. If False, it still belongs to the weights
+        before the move: its moments average gradients there, and an optimizer whose state has a frame (`ddc_adamw`)
+        undoes the move in its next step. Only an optimizer without a state is unaffected.
       on_unknown: what to do with moments that cannot move along; see `transport`.
 
     Returns:
       The optimizer; `update` needs `params`, and its updates are differences of parameters.
 
     Raises:
-      ValueError: `every` that is no positive int, `strength` outside (0, 1], another `on_unknown`; bindings that do not
-        fit, or a `scale_invariant` beside running statistics that it does not bind; at the first update, a state that
-        cannot move along, as Adam's under `head_linear` (use `go.quotient_adamw`, or choose another `on_unknown`);
-        `update` without params.
+      ValueError: `every` that is no positive int, `strength` outside (0, 1], an unknown `on_unknown`; at `init`, gauges
+        that do not fit the parameters, or running statistics of BatchNorm among them that would not fit the moved
+        weights; at the first update, a state that cannot move along, as Adam's under `head_linear` (use
+        `go.quotient_adamw`, or choose another `on_unknown`); `update` without params.
 
     >>> gauge = go.head_linear({"a": "_ basis"}, {"b": "basis _"})
     >>> params = {"a": jnp.array([[8.0], [0.0]]), "b": jnp.array([[0.5, 0.0]])}
@@ -141,7 +141,7 @@ def gauge_fix(
         if not (isinstance(strength, float | int) and strength == 1):
             element = moving.power(element, strength)
         if transport:
-            # States of this library belong to the whole list, so that the move needs (identity) elements of rotations.
+            # Frames in states of this library are of the whole list, so that rotations need (identity) elements too.
             elements = iter(element)
             parts = tuple(
                 MovingPart(part, part.identity(params) if part.balancing == "still" else next(elements), part.balancing)

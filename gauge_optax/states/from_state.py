@@ -26,9 +26,9 @@ def from_state(
 ) -> QuotientState:
     """Converts a plain optimizer state, so that training continues under `quotient(inner, gauges)`.
 
-    Scales and shifts are read from the parameters, and the state's moments move to slice coordinates: first moments as
-    cotangents, second moments by the squares of their factors. Rotations are not read: their frame is the identity, so
-    that heads stay in the basis to which their moments belong.
+    Scales and shifts are read from the parameters, and the state's moments move to slice coordinates: first moments
+    move as cotangents, and second moments are multiplied by the squares of the same factors. Rotations are not read:
+    their frame is the identity, so that heads stay in the basis to which their moments belong.
 
     Args:
       state: state of `inner`, after any number of steps.

@@ -59,7 +59,7 @@ class HoldProductsState(NamedTuple):
     Attributes:
       inner_state: the state of the optimizer inside.
       sizes: a `HeldProducts`; () unless `kind` is "init".
-      frozen: path → (), for every leaf that the optimizer inside never changes. A channel with such a leaf stays.
+      frozen: path → (), for every leaf that the optimizer inside never changes. Copies with such a leaf stay.
     """
 
     inner_state: Any
@@ -71,11 +71,12 @@ class HoldProductsState(NamedTuple):
 class _OneFactor(Move):
     """The move of both sides by one factor, as `transport` needs it to move an optimizer's state.
 
-    The frame of a `quotient` inside is read from the first side alone. For frames, `parts` therefore are the gauges,
-    and the factor is the element of the gauge whose product is held. Moments move with both sides, by `actual`.
+    The frame of a `quotient` inside is read from the first side alone. A frame therefore moves by `parts`: the gauges
+    of `hold_products`, with the factor as the element of the gauge whose product is held. Moments belong to both sides,
+    and move by `actual`.
 
     Attributes:
-      actual: the gauges that multiply both sides, and the blocks of `alone`, with the factors.
+      actual: gauges that multiply both sides by the factor, and the blocks of `alone` by its square.
     """
 
     actual: tuple[MovingPart, ...]
@@ -106,29 +107,31 @@ def hold_products(
     also if the wrapper is inside `gauge_fix(every=n)`.
 
     Args:
-      inner: a whole optimizer, with its learning rate. Channels with a leaf that it never changes have the factor 1.
+      inner: a whole optimizer, with its learning rate. Copies with a leaf that it never changes have the factor 1.
       gauges: `rescale` of degree 1, `norm_scale` or `multiplier_balance`, one or a sequence; no two may share a leaf.
       kind: what the product of a channel becomes. "init": what it was at `init`. "cap": a number below `cap`, by a
-        smooth bound that changes nothing far below it. "decay": 1 − `decay` times the product after the step.
+        smooth bound that changes nothing far below it. "decay": (1 − `decay`) times the product after the step.
       cap: the bound, a positive number. A product above it at the start is below it after one step. If `update` is
         called with `max_logits=`, the bound is on attention logits in place of products: a smooth QK-clip. `max_logits`
         is the largest logit of each channel at `params`, shaped like the gauge's element; a tuple for several gauges.
       decay: the share that the product loses in a step, a number between 0 and 1.
-      alone: path → axes of blocks that take the square of the factor, with the gauge's named axes; for one gauge, and
-        "cap" with `max_logits`. Use it for blocks whose partner is shared by several channels and must not change: in
-        latent attention, the rotary part of a head's queries, whose key is one for all heads.
+      alone: path → axes of further blocks, with the gauge's named axes. They are multiplied by the square of the
+        factor. Use it if several channels share the other side, which must not change: in latent attention, all heads
+        share the rotary key, so that only the rotary queries of a head can shrink. It needs one gauge, kind="cap" and
+        `max_logits`.
       transport: whether the moments of `inner` move along, as they would if the function stayed; see `gauge_fix`.
-        Moments inside a `quotient` stay: put this function inside the `quotient` if you give it `alone`.
+        A `quotient` inside moves its frame alone, which does not contain the blocks of `alone`. With `alone`, put this
+        function inside the `quotient`.
       on_unknown: what to do with moments that cannot move along; see `transport`.
 
     Returns:
       The optimizer; `update` needs `params`, and its updates are differences of parameters.
 
     Raises:
-      ValueError: an `inner` that is no transformation, another `kind` or `on_unknown`, a kind without its number, a
-        gauge without two sides of one degree, `alone` with several gauges or a kind other than "cap"; at `init`, two
-        gauges on one leaf, bindings that do not fit, `alone` with other channels than the gauge or with entries of the
-        gauge; `update` without params, or with `alone` and without `max_logits`.
+      ValueError: an `inner` that is no transformation; an unknown `kind` or `on_unknown`; "cap" without `cap`, "decay"
+        without `decay`; a gauge without two sides of degree 1; `alone` with several gauges or a kind other than "cap";
+        at `init`, two gauges on one leaf, gauges that do not fit the parameters, `alone` with other channels than the
+        gauge or with entries of the gauge; `update` without params, or with `alone` and without `max_logits`.
 
     >>> gauge = go.multiplier_balance({"query": "head _"}, {"key": "head _"})
     >>> params = {"query": jnp.full((1, 3), 4.0), "key": jnp.full((1, 3), 1.0)}

@@ -72,7 +72,7 @@ class Move:
         return self.parts
 
     def with_effect(self, *effects: Effect) -> "Move":
-        """Returns the move of vectors by those gauges alone whose effect is one of these."""
+        """Returns a move by those gauges of `on_vectors` alone that have one of these effects."""
         chosen = tuple(moving for moving in self.on_vectors if moving.effect in effects)
         return Move(chosen, self.params, self.on_unknown)
 
@@ -146,7 +146,7 @@ def moving_part(gauge: Gauge, element: Element, params: Any) -> MovingPart:
 
 @functools.singledispatch
 def effect_of(copy: Copy, element: Any) -> Effect:
-    """The effect of one element of a copy, which may be less than that of other elements of its gauge."""
+    """The effect of one element of a copy. It may be simpler than the gauge's: a complex number may have angle zero."""
     return copy.effect
 
 

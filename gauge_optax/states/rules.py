@@ -19,8 +19,8 @@ from gauge_optax.slice import Elements, Frame
 from gauge_optax.states.moves import Move
 
 Outgoing = frozenset[str]
-"""Paths of the leaves whose input is an update already, because a link earlier in the chain preconditioned it. For all
-other leaves, the input is a gradient."""
+"""Paths of the leaves for which a transformation gets an update, because an earlier link of the chain has made one of
+the gradient. For all other leaves it gets a gradient."""
 
 Rule = Callable[[Move, Any, Outgoing], tuple[Any, Outgoing]]
 """(move, state, outgoing at the state's input) → (the state at g·θ, outgoing at its output)."""
@@ -29,8 +29,8 @@ Rule = Callable[[Move, Any, Outgoing], tuple[Any, Outgoing]]
 def _opposite_gram(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing]:
     """Moves a state of inverse Gram matrices X, which map cotangents to tangents.
 
-    X becomes Sᵀ·X·S for the left factor of a head, and S⁻¹·X·S⁻ᵀ for the right one. For scales it is multiplied by the
-    square of the factor.
+    X becomes Sᵀ·X·S for the left factor of a head, and S⁻¹·X·S⁻ᵀ for the right one. For the sides of a scale, X is a
+    number, and is multiplied by the square of the factor that multiplies the side.
     """
     after, inverses = outgoing | set(move.shapes), state.gauges
     if not hasattr(inverses, "linear"):  # with every=1 the state has no inverses
@@ -54,7 +54,8 @@ def _opposite_gram(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Out
 
 def _framed(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing]:
     """Moves a state in slice coordinates: the element is composed with the frame, and nothing else changes."""
-    # A retraction (no inner state) returns what it takes, updates. A wrapped optimizer turns all gradients to updates.
+    # A retraction (its state has no `inner_state`) changes updates to updates, so that `outgoing` stays. Wrappers of an
+    # optimizer return updates for all leaves.
     after = outgoing if not hasattr(state, "inner_state") else outgoing | set(move.shapes)
     if not isinstance(state.frame, Frame):  # the tree has no leaves
         return state, after
@@ -84,7 +85,7 @@ def _moved_frame(move: Move, name: str, frame: Frame) -> Elements:
 
 
 def _rested(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing]:
-    """Moves a `RestedState`: its `quotient` as usual, and its ratios of stored sizes by the change of the frame."""
+    """Moves a `RestedState`: its `quotient` as any other, and its log ratios by the change of the log of the frame."""
     inside, after = _framed(move, state.quotient, outgoing)
     if not isinstance(inside.frame, Frame):
         return state, after
@@ -126,7 +127,7 @@ def _keeps_product_of_sides(part: Factor) -> bool:
 
 
 def _held_products(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing]:
-    """Keeps the state of `hold_products`. Raises ValueError if the move may change products, unless told to "keep"."""
+    """Keeps the products of `hold_products`. Raises ValueError if the move may change them, unless told to "keep"."""
     for key, logs in state.logs.items() if isinstance(state.logs, dict) else ():
         leaves, shapes = set(key.split(" + ")), jax.tree.map(jnp.shape, logs)
         for part in move.with_effect("diagonal", "permutation", "orthogonal", "linear").parts:

@@ -26,7 +26,7 @@ _PAIRS = (
 _BESIDE = ("mean", "var")  # these are statistics only beside a scale or a bias, or in a module whose name says "norm"
 _AFFINE = {"scale", "bias", "weight", "offset", "gamma", "beta"}
 _NORM = re.compile("norm|bn|batch_?stats|batch_?stat", re.IGNORECASE)
-_OF_AVERAGES = re.compile(r"(_ema)/(average|hidden)$")  # Haiku's average has leaves of its own
+_OF_AVERAGES = re.compile(r"(_ema)/(average|hidden)$")  # Haiku keeps a statistic's average in a module of its own
 _COLLECTIONS = re.compile(r"^(params|batch_stats)/")
 _REMEDY = (
     "pass trained weights alone, nnx.state(model, nnx.Param) or variables['params'], and make the statistics anew "
@@ -87,7 +87,7 @@ def _with_the_statistic(part: Permutation, path: str) -> bool:
 
 
 def require_no_statistics_behind(name: str, s: Slice, params: Any) -> None:
-    """Raises ValueError if a move would change outputs whose running statistics in the tree it does not change.
+    """Raises ValueError if a move changes outputs whose running statistics are in the tree and stay as they are.
 
     Args:
       name: the name of the public function, for messages.
@@ -109,7 +109,7 @@ def require_no_statistics_behind(name: str, s: Slice, params: Any) -> None:
 
 
 def require_no_statistics(name: str, trees: Sequence[Any]) -> None:
-    """Raises ValueError for trees with running statistics: the mean of statistics is not that of the mean weights."""
+    """Raises ValueError for trees with running statistics, because their mean does not fit the mean of the weights."""
     for path in (path for tree in trees for path in statistics_of(tree)):
         raise binding_error(
             name, f"running statistics, '{path}'", "means and variances of the outputs of other weights",

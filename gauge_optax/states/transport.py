@@ -32,18 +32,18 @@ def transport(opt_state: Any, params: Any, gauge: Gauges, element: Element, on_u
       gauge: a gauge or a sequence of them. States of this library do not hold their gauges: pass the list that the
         optimizer was given.
       element: g. A dict for one gauge; for a product or a sequence, the tuple of its gauges' elements, with the
-        identity for gauges that do not move. A traced identity counts as any other element.
+        identity for gauges that do not move. Under `jit` an identity is not recognized: it may raise as others do.
       on_unknown: what to do with second moments of entries that a change of basis mixes, and with arrays shaped like a
         moved leaf in states without a rule. "error" raises, "keep" leaves them, "reset" sets all moments of that leaf
-        to zero. Adam's count goes on, so that its bias correction has ended. After a reset with b1=0.9, b2=0.999 the
-        leaf's steps are 3 times as long as usual at first, 6.6 times after 12 steps, and twice after 290 steps: warm
-        up, or restart the count as well.
+        to zero, but not Adam's count. If the count is high, no bias correction makes up for moments that start at zero:
+        with b1=0.9, b2=0.999 the leaf's steps are 3 times as long as usual at first, 6.6 times after 12 steps, and
+        twice after 290 steps. Warm up, or restart the count as well.
 
     Returns:
       The state, with the same structure, shapes and dtypes.
 
     Raises:
-      ValueError: another `on_unknown`; an element that is not one of this gauge's; a state of this library that was
+      ValueError: an unknown `on_unknown`; an element that is not one of this gauge's; a state of this library that was
         made with other gauges; with "error", a state without a rule. Radii of `hyperball` raise under "reset" too.
 
     First moments in Optax's states count as averages of gradients, unless a state earlier in the chain has
@@ -110,7 +110,7 @@ def _walk(move: Move, node: Any, outgoing: Outgoing, owner: str, path: str = "")
     if kind.__name__ in rules:
         return rules[kind.__name__](move, node, outgoing)
     if isinstance(node, tuple) and hasattr(node, "_fields"):
-        # The fields of a wrapper are no chain: each field gets the input of the wrapper.
+        # The fields of a wrapper do not follow each other as links of a chain do: each gets the wrapper's input.
         walked = [_walk(move, x, outgoing, kind.__name__) for x in node]
         return kind._make(x for x, _ in walked), outgoing.union(*(after for _, after in walked))
     if kind in (tuple, list):  # a chain
@@ -192,7 +192,7 @@ def _averages(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing
 
 
 def _multi_steps(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing]:
-    """Moves accumulated gradients with the input's `outgoing`: they have not passed the optimizer inside."""
+    """Moves accumulated gradients as inputs of this node (by `outgoing`): they have not passed the optimizer yet."""
     accumulated = with_leaves(state.acc_grads, move.averages(leaves_by_path(state.acc_grads), outgoing))
     inner, after = _walk(move, state.inner_opt_state, outgoing, "MultiStepsState")
     return state._replace(inner_opt_state=inner, acc_grads=accumulated), after

@@ -20,7 +20,8 @@ Shape = tuple[int, ...]
 Names = tuple[str, ...]
 Modules = dict[Names, list[tuple[str, Names]]]
 
-# Names of the leaves that an adapter changes, then of modules that hold such leaves.
+# Names of leaves that an adapter changes; of modules that hold such leaves; of DoRA's magnitudes; of leaves that belong
+# to adapters; of leaves that several adapters may share.
 _KERNELS = ("kernel", "weight", "w", "embedding", "bias")
 _BASES = ("base_layer", "base_module", "base")
 _MAGNITUDE = re.compile(r"magnitude|dora", re.IGNORECASE)
@@ -53,7 +54,7 @@ class Adapter(NamedTuple):
     sizes: Mapping[str, int] = {}
 
     def side(self, path: str, shape: Shape) -> tuple[int, Shape, Shape]:
-        """Sorts the axes of a factor's shape.
+        """Sorts the lengths of a factor's axes by what the axes hold.
 
         Returns:
           The length of the axis that holds the rank; the lengths of other axes with names (layers, experts); and those
@@ -105,7 +106,7 @@ def refuse_method(prefix: str, a: str, b: str) -> None:
 
 
 def by_module(leaves: Mapping[str, Shape]) -> Modules:
-    """Module → its leaves, also those of modules inside it: (path, names within the module).
+    """Returns module → (path, names within the module) for each of its leaves, also those of modules inside it.
 
     >>> by_module({"mlp/lora_a": (8, 2)})
     {(): [('mlp/lora_a', ('mlp', 'lora_a'))], ('mlp',): [('mlp/lora_a', ('lora_a',))]}
@@ -157,7 +158,7 @@ def refuse_between(
 
 
 def _beside(adapter: Adapter, modules: Modules) -> list[tuple[str, Names]]:
-    """The leaves of the adapter's module; those of the outer module too, if a module of its own holds the factors."""
+    """The leaves of the adapter's module. If it holds factors alone, those of the module around it too."""
     module = adapter.module
     if module and re.search("lora|adapter", module[-1], re.IGNORECASE):  # a module for the factors alone
         above = [(path, rest) for path, rest in modules[module[:-1]] if rest[0] != module[-1]]
@@ -233,7 +234,7 @@ def _remedy(adapter: Adapter, path: str, inner: Shape, lead: int, rank: int) -> 
 def refuse_flattened(adapter: Adapter, leaves: Mapping[str, Shape], modules: Modules) -> None:
     """Raises ValueError if two matrices hold, or may hold, the factors of several blocks or experts.
 
-    If the adapted kernel is in the tree, its size shows this. Otherwise the module's name has to.
+    If the adapted kernel is in the tree, its size shows this. Otherwise only the module's name can show it.
 
     >>> leaves = {"m/lora_a": (8, 2), "m/lora_b": (2, 8), "m/kernel": (8, 8)}
     >>> adapter = Adapter("m/lora_a", "m/lora_b", ("m",), "_ basis", "basis _", {})

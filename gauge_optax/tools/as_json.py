@@ -102,7 +102,7 @@ def _entry(gauge: Any) -> dict[str, Any]:
 
 @_entry.register
 def _entry_of_blocks(gauge: BlockGauge) -> dict[str, Any]:
-    """The JSON entry of a built-in gauge: the constructor's name and arguments. Norms in them are entries too."""
+    """The JSON entry of a built-in gauge: the constructor's name and arguments. Its `norms` become entries as well."""
     arguments = gauge._arguments()
     norms = {"norms": [_entry(norm) for norm in arguments["norms"]]} if "norms" in arguments else {}
     return {"kind": gauge.name, **arguments, **norms}

@@ -33,20 +33,24 @@ from gauge_optax.xla import quick_options
 # asymmetries of right and of wrong gauges.
 _ROUNDOFF = {52: 1e-8, 23: 3e-5, 10: 3e-2, 7: 5e-2}
 _ALL_ROUNDED = 0.95  # an error if the dtype rounds away the update of more than this share of a leaf's entries
-_OTHER_SIZE = 0.3  # the largest mean relative difference of sizes in a frame and in the weights, after the first step
-_OTHER_WEIGHTS = 0.05  # the largest relative difference of a state's array from `tx.init(params)`, at the first step
-_NOISE = 1e-5  # relative change of weights by which is tested how much roundoff changes the arrays of `tx.init`
-_CANCELLED = 20.0  # a gradient that is left of cancelled large terms (a key bias) may have so many times the limit
+# A state is of other weights if it differs from `tx.init(params)` by more than these shares: during a run, in the sizes
+# of a frame (mean over channels); before the first step, in an array (by its norm).
+_OTHER_SIZE = 0.3
+_OTHER_WEIGHTS = 0.05
+_NOISE = 1e-5  # weights change by this share to see which arrays of `tx.init` a small change makes very different
+_CANCELLED = 20.0  # a gradient whose terms cancel, as of a key bias, may have so many times the limit
 _TIMES_ROUNDOFF = 16.0  # a step of at most so many times eps times the weight is roundoff
-_OF_USUAL = 1e-2  # on a leaf that a gauge binds, a step below this share of the median leaf's relative step is roundoff
+_OF_USUAL = 1e-2  # a leaf that a gauge binds: ‖step‖/‖leaf‖ below this share of the median over all leaves is roundoff
 _SIGNAL = 1e-6  # a leaf's gradient below this share of the largest one is roundoff
-_QUIET = 1e-4  # a step is roundoff below this share of its partners' step, times the leaf's share of their gradient
+# A leaf's step is roundoff if its ratio to the largest step of the copy's leaves is below this share of the ratio of
+# the leaf's gradient to the largest gradient of these leaves.
+_QUIET = 1e-4
 _FAST = 0.1  # beside Muon, a step of Adam on a matrix may have at most this share of the matrix's norm
 _NO_RULE = LeafRule("")
 _FEW = 64  # from fewer entries than this, the precision of a computation is not judged
-_MOST_ENTRIES = 4096  # entries of each leaf from which the precision is judged
-_TRAILING = 4  # more zeros at the end of the median mantissa: it was computed in less precision than it is stored in
-_HALF = 20  # at most so many bits are used by means of numbers that were computed in half precision
+_MOST_ENTRIES = 4096  # the precision is judged from at most so many entries of each leaf
+_TRAILING = 4  # more zeros at the end of the median mantissa show that it was computed in a coarser dtype than stored
+_HALF = 20  # numbers from half precision, averaged or not, use at most so many bits of the mantissa
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -106,8 +110,8 @@ def check(
     Raises:
       ValueError: training would go wrong without an error: a gauge that is no symmetry of the loss; a state
         that was made for other weights; weights above the bound of `max_norm`; a matrix that Adam steps at Muon's rate;
-        a leaf that is frozen outside the wrapper that moves its partners, or in part; an update that its leaf's dtype
-        rounds away; a gradient that is not finite; axes of a leaf that contradict the report.
+        a leaf that is frozen in part, or by a mask outside the wrapper whose gauge moves it; an update that its leaf's
+        dtype rounds away; a gradient that is not finite; axes of a leaf that contradict the report.
 
     >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
     >>> params = {"up": jnp.array([[1.0, -2.0]]), "down": jnp.array([[0.5], [1.5]])}
@@ -172,9 +176,9 @@ class _Share(NamedTuple):
       number: the asymmetry of the copy.
       leaves: paths of the leaves that the copy moves.
       zero: the leaves among them whose whole gradient is zero; () if the gradients of all of them are.
-      real: whether the gradient of some leaf has a part besides that along constants (parts that add something, such as
-        a number to all logits). If False, as for a key bias, the gradient is what is left of sums that cancel, and has
-        more roundoff.
+      real: whether the gradient of some leaf is more than its part along constants (parts that add something, such as a
+        number to all logits). If False, as for a key bias, the terms of the gradient cancel, and what is left has more
+        roundoff.
       told: whether this gradient can show that the gauge is wrong. It cannot if each leaf is zero or has the gradient
         zero, as LoRA's factors at B = 0.
     """
@@ -264,7 +268,7 @@ _Numbers = list[tuple[Mapping[str, Any], Mapping[str, Any]]]
 
 
 def _asymmetries(gauges: Sequence[Any], params: Any, grads: Any) -> _Numbers:
-    """Per gauge: copy → asymmetry, and leaf → whether its gradient has a part besides that along constants."""
+    """Per gauge: copy → asymmetry, and leaf → whether its gradient is more than its part along constants."""
 
     def of_each(params: Any, grads: Any) -> _Numbers:
         numbers: _Numbers = []
@@ -408,7 +412,7 @@ def _require_none_frozen_unseen(
     try:
         program = _one_program(update)
         recorded = program(grads, state, params) if gauges else []
-        # A step that happens to round to zero is not zero for the negative gradient. A masked step is.
+        # A masked step is zero for the negative gradient too. A step that happens to round to zero is not.
         others = program(jax.tree.map(_negative, grads), state, params) if gauges else []
     except Exception as error:  # the optimizer may need further arguments, or a loop around it
         return [f"frozen leaves were not looked for beyond what states say: the update raised {type(error).__name__}"]
@@ -425,7 +429,7 @@ def _require_none_frozen_unseen(
                 sizes = {p: _most(g[p]) for p in paths}
                 still = [p for p in paths if not sizes[p] and most[p] > _SIGNAL * max(most.values())]
                 # Later links of a chain get gradients without their part along orbits. For a norm's scale this part may
-                # be all, so that zero does not mean frozen.
+                # be the whole gradient, so that a zero does not mean that the leaf is frozen.
                 single = {b.path for part in copy.parts for b in part.blocks if b.view_shape == part.shape}
                 still = [p for p in still if number == 0 or p not in single]
                 if steps is None:
@@ -469,8 +473,8 @@ def _frozen_unseen(path: str, how: str, what: str) -> ValueError:
 def _require_state_of(tx: Any, state: Any, params: Any) -> None:
     """Raises ValueError for a state that was made for other weights.
 
-    At the first step, all arrays of the state have to be near those of `tx.init(params)`. At later steps, only the
-    sizes in its frames have to be.
+    Before the first step, all arrays of the state have to be near those of `tx.init(params)`. Later only the sizes in
+    its frames have to be.
     """
     init = _one_program(tx.init)
     fresh = init(params)
@@ -492,8 +496,8 @@ def _require_state_of(tx: Any, state: Any, params: Any) -> None:
         if not _is_real(a):
             continue
         size = float(np.linalg.norm(np.asarray(b, np.float64)))
-        # Some arrays depend on roundoff, such as the eigenbasis of a head with equal eigenvalues. They change much
-        # under the small disturbance, and may then differ from `init` too.
+        # Roundoff decides some arrays, such as the eigenbasis of a head with equal eigenvalues. An array that differs
+        # much between `params` and the disturbed weights may therefore differ from `init` too.
         off, least = (float(np.linalg.norm(np.asarray(x, np.float64) - np.asarray(b, np.float64))) for x in (a, c))
         if off > max(_OTHER_WEIGHTS * size, least / _NOISE * 1e-2) and size > 0:
             raise _other_weights(jax.tree_util.keystr(keys), off / size)
@@ -517,7 +521,7 @@ def _require_sizes(state: Any, fresh: Any, most: float) -> None:
     """Raises ValueError if the sizes of a part differ between a frame and the weights, in the mean over its channels.
 
     Args:
-      state: the state, with frames of any age.
+      state: the state, at any step.
       fresh: `tx.init(params)`, whose frames are those of the weights.
       most: the largest mean relative difference that a part may have.
     """
@@ -553,7 +557,7 @@ def _require_steps_that_count(tx: Any, state: Any, params: Any, grads: Any) -> l
         updates, _ = _one_program(tx.update)(grads, state, params)
     except TypeError:
         return ["the first update was not looked at, because the optimizer needs further arguments"]
-    # If a leaf stores γ − 1, the size of roundoff is that of γ.
+    # A leaf that stores γ − 1 is moved as γ, so that roundoff is relative to γ.
     added, moved = dict[str, Any](), False
     for gauge in gauges_of(tx):
         added |= bound((gauge,), params).whole.added

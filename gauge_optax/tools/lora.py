@@ -32,7 +32,7 @@ Shape = tuple[int, ...]
 def lora(
     params: Any, *, axes: Mapping[str, Axes] | None = None, sizes: Mapping[str, int] | None = None
 ) -> list[Gauge]:
-    """Returns the gauges of all LoRA factors in a tree: one `head_linear` per kind of pair, with layers as captures.
+    """Returns the gauges of all LoRA factors in a tree: one `head_linear` for pairs that differ in layer numbers alone.
 
     A pair is two leaves whose paths differ in one name: `...lora_a` and `...lora_b` (Qwix's `w_lora_a`, Flax's
     `lora_a`, PEFT's `lora_A/default/weight`), `lora_embedding_A`, `lora_down` and `lora_up`, LoHa's `hada_w1_a` and
@@ -52,7 +52,7 @@ def lora(
       params: a tree of arrays or shapes: the adapters alone, `nnx.state(model, nnx.LoRAParam)`, or a whole model.
       axes: for modules whose shapes are ambiguous: path pattern of the pair's module → axes of A and of B, for example
         `{"**/experts": ("_ expert basis", "basis expert _")}`.
-      sizes: lengths of axes inside `(a b)` that no other axis fixes.
+      sizes: lengths of axes inside parentheses of `axes` that the shapes do not determine, as `expert` above.
 
     Returns:
       A list for `quotient`, its aliases and `gauge_fix`.
@@ -156,7 +156,10 @@ def _is_torch(path: str) -> bool:
 
 
 def _layouts(path: str, a: Shape, b: Shape) -> list[Axes]:
-    """All pairs of axes strings that the names and shapes of two factors allow; of these, those with the least rank."""
+    """The axes strings of A and B that the factors' names and shapes allow.
+
+    If the name shows PyTorch's layout, these are all such pairs of strings, otherwise those with the least rank.
+    """
     ways: list[tuple[int, Axes]] = []
     if re.search(r"(hada|lokr)_w[12]_", path):  # LoHa and LoKr: a·b, in PyTorch too
         return [("_ basis", "basis _")] if len(a) == len(b) == 2 and a[1] == b[0] else []
@@ -166,18 +169,18 @@ def _layouts(path: str, a: Shape, b: Shape) -> list[Axes]:
             left, right = ["_"] * (len(a) - lead - 1), ["_"] * (len(b) - lead - 1)
             ways.append((a[-1], _joined(lead, [*left, "basis"], ["basis", *right])))
     least = min((rank for rank, _ in ways), default=min(math.prod(a[1:]), b[0]) + 1)
-    # If both layouts give the same rank, names decide: capital letters allow both layouts, PEFT's embeddings only
-    # PyTorch's.
+    # If both layouts give the same rank, names decide: `lora_A`, `lora_B`, `lora_down` and `lora_up` allow both
+    # layouts, PEFT's embeddings only PyTorch's.
     either = re.search(r"lora_[AB]\b|lora_(?:down|up)\b", path) is not None
     embedding = re.search(r"lora_embedding_[AB]\b", path) is not None
     if a[0] == b[1] and (torch or a[0] < least or (a[0] == least and (either or embedding))):
         ways = [] if embedding and a[0] == least else ways
         ways.append((a[0], _joined(0, ["basis", *["_"] * (len(a) - 1)], ["_", "basis", *["_"] * (len(b) - 2)])))
-    for lead in range(1, min(len(a), len(b)) - 1) if torch else ():  # experts; a convolution's B has ones behind
+    for lead in range(1, min(len(a), len(b)) - 1) if torch else ():  # experts; a convolution's B ends in (1, 1)
         if a[:lead] == b[:lead] and a[lead] == b[lead + 1]:
             left, right = ["_"] * (len(a) - lead - 1), ["_"] * (len(b) - lead - 2)
             ways.append((a[lead], _joined(lead, ["basis", *left], ["_", "basis", *right])))
-    if torch:  # the name has decided the layout, so that ways of a higher rank, with leading axes, are possible too
+    if torch:  # the name decides the layout, and not the least rank: ways with and without leading axes are possible
         return [way for _, way in ways]
     return [way for rank, way in ways if rank == min(rank for rank, _ in ways)]
 

@@ -1,4 +1,4 @@
-"""Compares the mapping of neurons and embeddings that a user wrote with the axes that the function uses."""
+"""Compares the axes that a user gave to `max_norm_muon` (neurons, embeddings) with those that the function uses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gauge_optax.discovery.report import Report
 from gauge_optax.errors import binding_error
 from gauge_optax.parts.matrices import COUNTING, TOKEN
 
-_MOST_ALIKE = 4096  # matrices of one leaf that are compared one by one
+_MOST_ALIKE = 4096  # matrices of one leaf that an axis counts are compared one by one if there are at most so many
 Kinds = tuple[Any, ...]
 
 
@@ -76,7 +76,7 @@ def _listed(state: Any) -> dict[str, Mapping[str, Any]]:
 
 
 def _matrices(path: str, shape: tuple[int, ...], by_axes: Mapping[str, Any]) -> set[Kinds]:
-    """What each axis of a leaf is for (inputs, outputs, …), according to axes strings.
+    """Says for each matrix of a leaf what its axes are for (inputs, outputs, …), according to axes strings.
 
     Two strings that divide the leaf into the same matrices give equal results. The names of axes make no difference,
     except those for tokens and those that count matrices.
@@ -87,7 +87,7 @@ def _matrices(path: str, shape: tuple[int, ...], by_axes: Mapping[str, Any]) -> 
       by_axes: axes string → an array whose shape has the lengths of the named axes, or None.
 
     Returns:
-      A set with one item per matrix.
+      A set with one item per matrix, as `_kinds` makes them.
     """
     found: set[Kinds] = set()
     for text, lengths in by_axes.items():
@@ -106,7 +106,10 @@ def _picks(word: str) -> bool:
 
 
 def _kinds(block: Block) -> set[Kinds]:
-    """One tuple per matrix of a leaf. It says for every axis of the leaf what the axis's pieces are for."""
+    """Returns one tuple per matrix of a leaf, which says for each axis of the leaf what it holds.
+
+    An axes string splits an axis of the leaf into pieces. The tuple has (use, length, selection) of each piece.
+    """
     options: list[list[Any]] = []
     for axis, group in enumerate(block.groups):
         parts: list[list[Any]] = []

@@ -1,6 +1,7 @@
 """Writes axes strings from the axis names that a tree carries: Linen's and NNX's partitioning names, haliax's axes.
 
-This must happen once, on the boxed tree, because the bare arrays that an optimizer sees have no axis names.
+This must happen once, on the model's own tree, where a box (such as Linen's `Partitioned`) holds each array and its
+names. The bare arrays that an optimizer sees have no axis names.
 """
 
 from __future__ import annotations

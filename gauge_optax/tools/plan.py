@@ -206,19 +206,20 @@ def plan(
     texts = {path: reading.text for path, reading in matrices.items()}
     labels: dict[str, dict[str, None]] = {}
     gauge_plans = tuple(_gauge_plan(gauge, params, leaves, labels) for gauge in gauges)
-    with warnings.catch_warnings(record=True) as told:  # `init` is called twice
+    with warnings.catch_warnings(record=True) as told:  # `init` runs twice: show each warning once
         warnings.simplefilter("always")
-        # XLA compiles in a thread of its own while this thread traces `tx.init`, which takes a fifth of the time.
+        # Tracing `tx.init` takes a fifth of the time. Meanwhile XLA compiles in a thread of its own.
         with ThreadPoolExecutor(1) as compiler:
             still = None if tx is None else _without_gradient(tx, params, compiler)
             rules, sizes = ({}, {}) if tx is None else _state_of(tx, params, leaves)
             decay = {} if still is None else _decay_of(still(), leaves)
     for text in dict.fromkeys(str(warning.message) for warning in told):
         warnings.warn(text, stacklevel=2)
-    # The state does not tell which matrices an orthogonalizing optimizer makes of a leaf.
+    # Only the optimizer itself, and not its state, can tell which matrices of a leaf it orthogonalizes.
     texts |= {path: "" for path, rule in rules.items() if rule == "polar"}
     for path, said in ({} if tx is None else said_by(tx, params)).items():
-        # Under a partition, another optimizer may have the leaf. The state's fields show this, and then they count.
+        # If the state's fields contradict what the optimizer says, a partition has given the leaf to another optimizer.
+        # The fields then count.
         if (said.rule == "Adam") == (rules.get(path) == "Adam"):
             rules[path], texts[path] = said
     rows = tuple(
@@ -264,7 +265,7 @@ def gauges_of(tx: Any) -> list[Any]:
 
 
 def said_by(tx: Any, params: Any) -> Mapping[str, LeafRule]:
-    """Leaf path → the rule that the outermost transformation with rules tells; {} if several stand side by side.
+    """Leaf path → the rule told by the outermost transformation that has rules; {} if none or several have them.
 
     >>> said_by(optax.sgd(1e-3), {"head": jnp.ones((2, 3))})
     {}
@@ -300,7 +301,7 @@ def _joint(copies: Sequence[Sequence[Any]], leaves: Mapping[str, Any]) -> str:
     nodes: dict[str, list[tuple[int, ...]]] = {}
     for path, leaf in leaves.items():
         nodes.setdefault(path.split("/")[0], []).append(tuple(jnp.shape(leaf)))
-    layers = {}  # top-level nodes whose leaves all begin with one length, vectors among them: scanned layers
+    layers = {}  # scanned layers: top-level nodes whose leaves, stacked vectors too, have one first length
     for node, shapes in nodes.items():
         lengths, ranks = {s[0] if s else 0 for s in shapes}, {len(s) for s in shapes}
         if len(shapes) > 2 and len(lengths) == 1 and len(ranks) > 1 and min(ranks) > 1:

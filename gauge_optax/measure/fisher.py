@@ -239,7 +239,7 @@ class Operator:
         return jnp.concatenate(parts).T
 
     def ravel(self, tree: Any) -> jax.Array:
-        """Flattens the selected leaves of a tree and joins them to one vector (d,); the tree is like the parameters."""
+        """Flattens the selected leaves of a tree, which is like the parameters, and joins them to one vector (d,)."""
         leaves = leaves_by_path(tree)
         return self._flat({path: jnp.asarray(leaves[path], x.dtype) for path, x in self._arrays.leaves.items()})
 

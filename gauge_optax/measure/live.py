@@ -152,7 +152,7 @@ def track(
     Args:
       inner: any optimizer, with gauges or without. Its updates are returned unchanged.
       gauges: a gauge or a sequence of them.
-      every: number of steps between records; the first step is recorded. A record costs up to two updates.
+      every: number of steps between records; the first step is recorded. A record takes as long as up to two updates.
       layers: names of axes that count scanned layers. Every index of such an axis has its own numbers.
 
     Returns:

@@ -150,7 +150,7 @@ def vertical_motion(params: Any, update: Any, gauges: Gauges) -> tuple[Element, 
       * Rotations: in slice coordinates, let W be a head's rows before the step and W + U those after it. The entry is
         the skew logarithm of the rotation that brings W nearest to W + U (the polar factor of Wᵀ(W + U)). To first
         order it is the A of the step's vertical part W·A. It is zero for a horizontal step of any size.
-      * Rotation of the residual stream: the same, for the rows from which the rotation is read.
+      * Rotation of the residual stream: the same logarithm, for the rows from which the rotation is read.
       * Tori: the angle of that rotation in each plane. `rope_linear`: per plane, the change of the logarithm of the
         modulus, and the angle.
       * `head_linear`, with the factors A and B: the matrix Z, d_h × d_h, of the step's vertical part (A·Z, −B·Zᵀ). This
@@ -247,7 +247,7 @@ def _of_matrices(copy: Linear, step: Step) -> Any:
 def along(part: Part[Any], start: Arrays, end: Arrays) -> tuple[Any, Arrays]:
     """Measures how far a step moves along a part, and removes this motion from the end of the step.
 
-    It is called for every part before the turns of heads are measured, which some parts would disturb.
+    It is called before the turns of heads are measured, because the motion along some parts would disturb them.
 
     Args:
       part: any part. For parts that do not disturb these turns, the default measures and removes nothing.

@@ -6,9 +6,9 @@ time η. Step and flow therefore differ by ½η²·Du·u, up to O(η³). Du·u i
 acts on the step, and (DP[u])·g, where the preconditioner changes along the step.
 
 The leakage of second order is the part of ½·Du·u along orbits, its vertical part. `SecondOrderLeakage` has the two
-terms as `hessian` and `derivative`: along orbits, a step ends at flow − η²·(hessian + derivative) + O(η³). All this
-projects the vector η·u on tangents of the orbit at θ. `drift` and `vertical_motion` measure instead how far a finite
-step moves a coordinate along the orbit, which is curved.
+terms as `hessian` and `derivative`: along orbits, a step ends at flow − η²·(hessian + derivative) + O(η³). Both orders
+of leakage are projections on the tangents of the orbit at θ. `drift` and `vertical_motion` measure instead how far a
+finite step moves a coordinate along the orbit, which is curved.
 """
 
 from collections.abc import Callable

@@ -1,13 +1,13 @@
 """The metric in which curvature and lengths are measured: it gives the same numbers for all weights of one function.
 
-The *quotient* is the set of orbits: it has one point per function. Tangents are measured at one point of every orbit:
-the slice point, or the *balanced* point, which has the least norm on the orbit. The Euclidean metric there, moved along
-the orbit by the gauges, is a metric that no gauge move changes. A tangent of the quotient is represented by the tangent
-of weights that is perpendicular to the orbit.
+The *quotient* is the set of orbits: it has one point per function. To measure a tangent, gauges move it with its point
+to one point of the orbit: the slice point, or the *balanced* point, which has the least norm on the orbit. The
+tangent's part perpendicular to the orbit is measured there, in the Euclidean metric. All weights of one function are
+moved to the same point, up to rotations, which change no length. They therefore give the same numbers.
 
-The two points behave differently when a channel dies. Take a product u·v of two numbers that goes to zero. The slice
-point has u = 1, so that v alone is small. At the balanced point both are √|u·v|, and the curvature 2·|u·v| vanishes
-with them.
+The two points behave differently when a channel dies. Take the output u·v of two weights, and let it go to zero. The
+slice point has u = 1 and v = u·v: its curvature u² + v² goes to 1. The balanced point has |u| = |v| = √|u·v|: its
+curvature 2·|u·v| goes to zero.
 """
 
 from functools import partial
@@ -23,7 +23,7 @@ from gauge_optax.slice import Elements, Slice, Undone
 
 Leaves = dict[str, jax.Array]
 
-_SOLVED = 1e-12  # relative residual of projections, in float64; 1e-6 in float32
+_SOLVED = 1e-12  # relative residual at which conjugate gradients stop in float64; in float32 it is 1e-6
 _ROUNDS = 200  # the most rounds of conjugate gradients; they need about ten
 
 
@@ -42,7 +42,8 @@ def ways(group: Product, params: Any, at: str, frame: Elements | None = None) ->
       group: the gauges.
       params: the point.
       at: "balanced" or "slice".
-      frame: the frame of another point. If given, its rotations are undone in place of those of `params`.
+      frame: the frame of another point. If given, the rotations in it are undone, and not the rotations in the frame of
+        `params`.
 
     Returns:
       The moves. Each starts at the point where the move before it ends.
@@ -60,7 +61,7 @@ def ways(group: Product, params: Any, at: str, frame: Elements | None = None) ->
 
 
 def stored(s: Slice, values: Any) -> Leaves:
-    """Converts values of bound leaves to stored numbers: a leaf bound as `1+` stores its value less one."""
+    """Converts values of bound leaves to stored numbers: a leaf whose axes string begins with `1+` stores value − 1."""
     return {path: x - s.added[path] for path, x in values.items()}
 
 
@@ -81,7 +82,7 @@ def tangent_of(group: Product, at: str, params: Any, tangent: Any) -> Leaves:
 
 
 def across(group: Product, params: Any, vector: Leaves) -> Leaves:
-    """The horizontal part of a tangent: a projection along orbits, which need not be perpendicular to them."""
+    """The horizontal part of a tangent, which need not be perpendicular to the orbit."""
     return vector | group._bound(params).slice.horizontal_at(params, vector)
 
 
@@ -93,7 +94,7 @@ def across_dual(group: Product, params: Any, vector: Leaves) -> Leaves:
 def perpendicular(group: Product, params: Any, vector: Leaves) -> Leaves:
     """The part of a vector that is perpendicular to orbits: the vector minus the nearest vertical vector R·y.
 
-    R projects on vertical vectors, and y solves RᵀR·y = Rᵀ·vector.
+    R maps a vector to its vertical part, and y solves the normal equations RᵀR·y = Rᵀ·vector.
     """
 
     def along(x: Leaves) -> Leaves:  # R

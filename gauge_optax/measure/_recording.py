@@ -12,8 +12,9 @@ from gauge_optax.xla import recomputed_after
 Metrics = TypeVar("Metrics")
 
 # With fewer parameters than this, a record reads the update that the step has computed. With more, a record computes
-# the update a second time, before the step: then XLA neither materializes updates in steps without a record nor copies
-# donated parameters. For small models the second update costs more than this saves (benchmarks/results/metrics.json).
+# the update a second time, before the step. XLA then stores no array of updates in steps without a record, and does not
+# copy donated parameters. For small models the second update costs more than this saves
+# (benchmarks/results/metrics.json).
 _LARGE = 4_000_000
 
 
@@ -52,7 +53,7 @@ def recorded(
 def either(
     taken: jax.Array, every: int | jax.Array, record: Callable[[], Metrics], last: Metrics, measured: Any
 ) -> Metrics:
-    """Returns record() at every `every`-th step, and `last` at all others; replicated over the mesh of `measured`."""
+    """Returns record() if a record is due, and `last` otherwise, replicated over the mesh of the tree `measured`."""
     sharding = layout(measured)
     if isinstance(every, int) and every == 1:
         return sharding.replicated(record())

@@ -65,8 +65,8 @@ def adam_precondition(
     """Returns Adam's preconditioner D as a function of the point, for `second_order_leakage`.
 
     D depends on the point θ through the second moment v = b2·v_old + (1 − b2)·g(θ)², with the gradient g. Along a step
-    u the derivative of v is (1 − b2)·2g·Hu, with the Hessian H. From step to step v also changes if θ does not. That
-    change is no part of this derivative; the leakage at the next point includes it.
+    u the derivative of v is (1 − b2)·2g·Hu, with the Hessian H. Even at a fixed θ, v changes from step to step, because
+    v_old does. That change is no part of this derivative. It enters the leakage of the next step, through its D.
 
     Args:
       opt_state: the state before the step, of any chain with one `scale_by_adam` in it.

@@ -1,7 +1,8 @@
 """Records the ratio and the product of the sizes of both sides of a scale, in an optimizer's state.
 
-A scale is a gauge that multiplies one side (`up`) and divides the other (`down`), such as `rescale`. `gauge_fix` makes
-the two sizes equal. Reference: GaugeFix-LRM §3.2, §4.4.
+A scale is a gauge that multiplies one side (`up`) and divides the other (`down`), such as `rescale`. The size of a side
+is its root mean square. Under `multiplier_balance`, `gauge_fix` makes the two sizes equal.
+Reference: GaugeFix-LRM §3.2, §4.4.
 """
 
 from typing import Any, NamedTuple
@@ -21,11 +22,11 @@ _NAME = "track_balance"
 
 
 class Balance(NamedTuple):
-    """Numbers that describe the weights after one step; s is the root mean square of a side.
+    """Numbers that describe the weights after one step; s_up and s_down are the root mean squares of the two sides.
 
     Attributes:
       recorded_at: the number of that step, from 0.
-      drift: the largest |log(s_up/s_down)| of all channels, layers and gauges.
+      drift: the largest |log(s_up/s_down)| over all channels, layers and gauges.
       log_ratio: "gauge/layer" → log(s_up/s_down) per channel; for `multiplier_balance` per head.
       product: "gauge/layer" → s_up·s_down per channel, or per head.
     """
@@ -51,10 +52,10 @@ class TrackBalanceState(NamedTuple):
 def track_balance(gauges: Gauges, *, every: int | jax.Array = 1) -> GaugeTransformation:
     """Records the ratio and the product of the sizes of both sides of every scale; updates pass unchanged.
 
-    Put it last in a chain, after the optimizer. Read the record by name: `optax.tree.get(state, "drift")`. If one side
-    of a channel is zero, it has no ratio: it counts as 0 in `drift` and `log_ratio`, and its product is 0. Balanced
-    weights need not have the ratio 1: all gauges but `multiplier_balance` balance sums of squares and not means, so
-    that their balanced ratio depends on how many entries each side has.
+    Put it last in a chain, after the optimizer. Read the record by name: `optax.tree.get(state, "drift")`. A channel
+    with a side of zeros has no ratio: `drift` and `log_ratio` count its logarithm as 0, and its product is 0. Balanced
+    weights need not have the ratio 1: all gauges but `multiplier_balance` balance the two sums of squares, not the
+    means of squares, so that the ratio of balanced weights depends on how many entries each side has.
 
     Args:
       gauges: a gauge or a sequence of them; those with two sides are recorded.
@@ -76,7 +77,8 @@ def track_balance(gauges: Gauges, *, every: int | jax.Array = 1) -> GaugeTransfo
     ... )
     (1.386, Array([3.24, 3.24], dtype=float32))
 
-    Reference: GaugeFix-LRM, Eq. (3). Deviation: ratios are recorded per head and layer; `drift` is the largest of them.
+    Reference: GaugeFix-LRM, Eq. (3). Deviation: ratios are recorded per head and layer; `drift` is the largest absolute
+    value of their logarithms.
     """
     require_every(_NAME, every)
     group = product(gauges)

@@ -1,4 +1,4 @@
-"""The barrier between two sets of weights: how far the loss between them rises above linear interpolation."""
+"""The barrier between two sets of weights: how far the loss on the line between them rises above a linear course."""
 
 from collections.abc import Callable
 from typing import Any

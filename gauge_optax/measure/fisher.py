@@ -47,9 +47,10 @@ class _Arrays(NamedTuple):
 
     Attributes:
       params: the point.
-      leaves: path → its selected leaves.
+      leaves: path → leaf of `params`, for the selected leaves.
       batches: inputs of the function.
-      labels: per batch, the labels or their moments, as the operator's `Curve` takes them; None if it takes none.
+      labels: per batch, the third argument of the operator's `Curve`: labels, shares of labels or moments of residuals;
+        None for `Hessian` and `GGN`, which use no labels.
     """
 
     params: Any
@@ -58,7 +59,8 @@ class _Arrays(NamedTuple):
     labels: list[Any]
 
 
-# (outputs, change of outputs, labels) → the curvature matrix of each row of outputs times the change.
+# (outputs, change of outputs, labels) → C·change for each row of outputs. The matrix C is the second derivative of the
+# loss by the outputs, or the mean over labels of s·sᵀ, where s is the loss's gradient by the outputs.
 Curve = Callable[[jax.Array, jax.Array, Any], jax.Array]
 
 
@@ -72,7 +74,10 @@ def _softmax(outputs: jax.Array, change: jax.Array, _: Any) -> jax.Array:
 
 
 def _softmax_of_labels(outputs: jax.Array, change: jax.Array, shares: jax.Array) -> jax.Array:
-    """Σ_c f_c·(p − e_c)·(p − e_c)ᵀ·change; f_c is the share of drawn labels that are class c, (…, classes)."""
+    """Σ_c f_c·(p − e_c)·(p − e_c)ᵀ·change: the mean over drawn labels.
+
+    e_c is the one-hot vector of class c, and f_c the share of drawn labels that are c; `shares` is f, (…, classes).
+    """
     p = jax.nn.softmax(outputs)
     mean = summed_apart(jnp.sum(p * change, -1, keepdims=True))
     of_labels = summed_apart(jnp.sum(shares * change, -1, keepdims=True))
@@ -118,7 +123,7 @@ def _curves(name: str, likelihood: str) -> tuple[Curve, Curve, Curve]:
 
 @dataclasses.dataclass(frozen=True)
 class _Rule:
-    """The static part of an operator, without arrays: one compiled program serves all points of a run."""
+    """What an operator consists of besides arrays. It is static under `jit`: one program serves all points of a run."""
 
     fn: Callable[[Any, Any], Any]
     curve: Curve | None  # None for the Hessian
@@ -234,12 +239,12 @@ class Operator:
         return jnp.concatenate(parts).T
 
     def ravel(self, tree: Any) -> jax.Array:
-        """Joins the selected leaves of a tree like the parameters to one vector (d,)."""
+        """Flattens the selected leaves of a tree, which is like the parameters, and joins them to one vector (d,)."""
         leaves = leaves_by_path(tree)
         return self._flat({path: jnp.asarray(leaves[path], x.dtype) for path, x in self._arrays.leaves.items()})
 
     def unravel(self, vector: jax.Array) -> Any:
-        """Makes a tree like the parameters of a vector (d,), with zeros in leaves that are not selected."""
+        """Converts a vector (d,) to a tree like the parameters; leaves that are not selected are zero."""
         zeros = jax.tree.map(jnp.zeros_like, self._arrays.params)
         return with_leaves(zeros, self._split(vector))
 
@@ -280,7 +285,8 @@ class Operator:
 
         Args:
           key: a PRNG key.
-          steps: the number of products. Each takes the memory of two or three vectors of d numbers. At most d are made.
+          steps: the number of products with the operator, at most d. Each adds two or three vectors of d numbers to the
+            memory in use.
           vectors: whether to return eigenvectors, which take as much memory again.
 
         Returns:
@@ -303,11 +309,11 @@ class Operator:
         return Eigen(values, None) if leaves is None else Eigen(values[::-1], jax.vmap(self._flat)(leaves)[::-1])
 
     def trace(self, key: jax.Array, probes: int = 16) -> Estimate:
-        """Estimates the trace by random signs (Hutchinson), with one product per probe and one probe in memory.
+        """Estimates the trace by Hutchinson's method, with one product per probe and one probe at a time in memory.
 
         Args:
           key: a PRNG key.
-          probes: the number of random vectors, at least 2.
+          probes: the number of random vectors of entries ±1, at least 2.
 
         Returns:
           The mean and its standard error.
@@ -356,9 +362,9 @@ class Hessian(Operator):
 
     Args:
       loss: (params, batch) → scalar, twice differentiable.
-      params: the point; leaves in less than float32 are converted.
+      params: the point; leaves of lower precision than float32 are converted to float32.
       batches: values that `loss` accepts.
-      only: path pattern of the selected leaves, or several, as in gauges ("blocks/{i}/mlp/up/kernel"); all floating
+      only: one or several path patterns of the selected leaves, as in gauges ("blocks/{i}/mlp/up/kernel"); all floating
         leaves by default. All other leaves stay constant.
 
     Raises:
@@ -390,12 +396,12 @@ class GGN(Operator):
     """The generalized Gauss–Newton matrix Jᵀ·H·J.
 
     J is the Jacobian of the outputs by the parameters, and H the Hessian of the negative log-likelihood by the outputs.
-    For both likelihoods this is the Fisher information with the exact mean over labels. A row of outputs, such as a
-    token's, has one label; the matrix is the mean over all rows of all batches.
+    For both likelihoods Jᵀ·H·J is the Fisher information with the exact mean over labels. Each row of outputs, such as
+    that of a token, has one label; the matrix is the mean over all rows of all batches.
 
     Args:
       fn: (params, batch) → outputs (…, classes), or (…, outputs).
-      params: the point; leaves in less than float32 are converted.
+      params: the point; leaves of lower precision than float32 are converted to float32.
       batches: values that `fn` accepts.
       likelihood: "softmax", or "gaussian" of variance 1, whose loss is ½·‖outputs − labels‖² per row.
       only: path pattern of the selected leaves, as for `Hessian`.
@@ -431,12 +437,12 @@ class GGN(Operator):
 class Fisher(Operator):
     """The Fisher information on given inputs: the mean of s·sᵀ over labels that the model draws, with the score s.
 
-    A product with a vector costs the same for any number of labels. Per row of outputs it uses a summary of them: the
-    share of each class for "softmax", the mean of ε·εᵀ over the drawn residuals ε for "gaussian".
+    A product with a vector costs the same for any number of labels, because it uses only a summary of the labels of
+    each row: the share of each class for "softmax", the mean of ε·εᵀ over the drawn residuals ε for "gaussian".
 
     Args:
       fn: (params, batch) → outputs (…, classes), or (…, outputs).
-      params: the point; leaves in less than float32 are converted.
+      params: the point; leaves of lower precision than float32 are converted to float32.
       batches: values that `fn` accepts.
       key: a PRNG key, from which labels are drawn.
       samples: the number of labels in all, at least one per row of outputs; 100 per selected parameter by default.
@@ -449,8 +455,9 @@ class Fisher(Operator):
     Raises:
       ValueError: no batch; a path that no leaf has; another likelihood.
 
-    With fewer than 100 labels per parameter there is a warning, because the smallest eigenvalues of the mean are then
-    too small: for d parameters, N labels and scores of unit covariance, the eigenvalues spread over (1 ± √(d/N))².
+    If `samples` is below 100 per selected parameter, there is a warning, because the smallest eigenvalues are then too
+    small. For d parameters, N labels and scores of unit covariance, whose exact eigenvalues are all 1, the eigenvalues
+    of the mean range from (1 − √(d/N))² to (1 + √(d/N))².
 
     >>> params, x = {"w": jnp.zeros((1, 2))}, jnp.ones((3, 1))
     >>> key = jax.random.key(0)
@@ -459,7 +466,7 @@ class Fisher(Operator):
     >>> bool(jnp.allclose(fisher.dense(), exact, atol=1e-3))
     True
 
-    Reference: Kunstner, Balles and Hennig 2019; DDC App. C, which reads all of its geometry at N ≥ 100·d.
+    Reference: Kunstner, Balles and Hennig 2019; DDC App. C, which makes all measurements with N ≥ 100·d.
     """
 
     def __init__(
@@ -505,7 +512,7 @@ class EmpiricalFisher(Operator):
 
     Args:
       fn: (params, batch) → outputs (…, classes), or (…, outputs).
-      params: the point; leaves in less than float32 are converted.
+      params: the point; leaves of lower precision than float32 are converted to float32.
       batches: values that `fn` accepts.
       labels: one array per batch: classes (…) for "softmax", targets (…, outputs) for "gaussian".
       likelihood: "softmax", or "gaussian" of variance 1.
@@ -552,11 +559,12 @@ class EmpiricalFisher(Operator):
 class Quotient(Operator):
     """The result of `quotient_fisher`: an operator at one point of an orbit, on the vectors perpendicular to the orbit.
 
-    Products, `lanczos` and `trace` use vectors (d,) with all entries, which stay in that space. `dense` and
-    `eigenvalues` use an orthonormal basis of the space, `basis()`, so that they have `dim` rows.
+    These vectors form a space of `dim` dimensions. Products, `lanczos` and `trace` write them with all d entries;
+    products lie in the space again. `dense` and `eigenvalues` use the orthonormal basis `basis()` of the space, in
+    which the matrix has `dim` rows.
 
     Attributes:
-      dim: d less the dimensions of the orbit. It is computed when first read, from a dense matrix of d rows.
+      dim: d minus the dimensions of the orbit. It is computed when first read, from a dense matrix of d rows.
     """
 
     def __init__(self, name: str, rule: _Rule, arrays: _Arrays, enter: Callable[[Any], Any]) -> None:
@@ -620,18 +628,19 @@ class Quotient(Operator):
 def quotient_fisher(operator: Operator, gauges: Gauges, at: str = "balanced") -> Quotient:
     """Restricts a Fisher operator to the vectors perpendicular to the orbit, at one point of the orbit.
 
-    The eigenvalues are those of the operator at that point, without the zeros that the gauges explain. They are the
-    same for all weights of one function, because all of them have the same such point (up to rotations).
+    Its eigenvalues are those of the given operator at that point, without the zeros that the gauges explain. They are
+    the same for all weights of one function, because all of these have the same such point (up to rotations).
 
     Args:
       operator: a `GGN`, `Fisher` or `EmpiricalFisher`. A `Fisher` keeps the labels that it has drawn.
       gauges: a gauge or a sequence of them. They must bind selected leaves alone.
-      at: "balanced", the point of least norm, or "slice", where the anchors have norm 1. As a channel dies, eigenvalues
-        at the balanced point fall; at the slice point, those of the anchor's partner stay.
+      at: "balanced", the point of least norm, or "slice", where the anchors have norm 1. If a channel dies, both of its
+        sides go to zero at the balanced point, and its eigenvalues with them. At the slice point the anchor keeps its
+        norm, so that the eigenvalues for changes of the other side do not fall.
 
     Returns:
-      An operator on vectors of all entries, which stays perpendicular to the orbit. Its `dense()` and `eigenvalues()`
-      are in an orthonormal basis of `dim` vectors, the rows of `basis()`; `enter(tangent)` moves a tangent to that
+      The operator. A product with a vector (d,) is perpendicular to the orbit. `dense()` and `eigenvalues()` use an
+      orthonormal basis of `dim` vectors, the rows of `basis()`. `enter(tangent)` moves a tangent to the operator's
       point.
 
     Raises:
@@ -648,9 +657,8 @@ def quotient_fisher(operator: Operator, gauges: Gauges, at: str = "balanced") ->
     >>> [round(float(x.eigenvalues()[0]), 3) for x in (balanced, slice_point)]
     [18.0, 82.0]
 
-    Reference: DDC §2.1, the quotient Fisher information. Deviation: `Gauge.horizontal` projects along orbits onto the
-    tangents of the slice, which are not perpendicular to the orbit. Here, as in the paper, the vectors are
-    perpendicular to it.
+    Reference: DDC §2.1, the quotient Fisher information. As in the paper, the vectors are perpendicular to the orbit.
+    This differs from `Gauge.horizontal`, whose results are tangents of the slice, which need not be perpendicular.
     """
     group, name = product(gauges), "quotient_fisher"
     check_at(name, at)
@@ -710,7 +718,7 @@ def directional_fisher(operator: Operator, direction: Any) -> jax.Array:
 
 
 def _arrays(name: str, params: Any, batches: Sequence[Any], only: str | Sequence[str] | None) -> _Arrays:
-    """Makes the arrays of an operator, without labels; `only` selects the leaves."""
+    """Collects the arrays of an operator, with an empty list of labels; `only` selects the leaves."""
     if not batches:
         raise binding_error(name, "no batches", "an empty list", "at least one batch", "pass a list of batches")
     floating = {p: x for p, x in leaves_by_path(params).items() if jnp.issubdtype(jnp.result_type(x), jnp.floating)}

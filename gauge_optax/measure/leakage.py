@@ -1,11 +1,12 @@
 """How much of a preconditioned step is along the orbits, and which property of the preconditioner causes it.
 
-The gradient g of an invariant loss has no part along an orbit. Adam's step D⊙g has one, because D differs from entry to
-entry: the step *leaks*. The leakage is linear in D. D is the sum of three terms: its mean over a channel or head, the
-difference of each tensor's mean from that mean, and the difference of each entry from its tensor's mean. The functions
-below return the leakage of each term. All these numbers use the Euclidean metric, as the lemmas of the paper on
-Dead-Direction Conditioners (DDC) do. `motion.vertical_motion` measures instead how a step changes the coordinate that a
-slice keeps constant, and `second_order` has the part that a step of finite size adds.
+The gradient g of an invariant loss has no part along an orbit. Adam's step D⊙g, with the entrywise preconditioner D,
+has one, because D differs from entry to entry: the step *leaks*. The leakage is linear in D. D is the sum of three
+terms: its mean over a channel or head, the difference of each tensor's mean from that mean, and the difference of each
+entry from its tensor's mean. The functions below return the leakage of each term. All these numbers use the Euclidean
+metric, as two lemmas of the paper on Dead-Direction Conditioners (DDC) do: Lemma 7 for scales, Lemma 10 for rotations.
+`motion.vertical_motion` measures instead how a step changes the coordinate that a slice keeps constant, and
+`second_order` has the part that a step of finite size adds.
 """
 
 import functools
@@ -27,12 +28,12 @@ from gauge_optax.transformation import require_choice
 Arrays = Mapping[str, jax.Array]
 
 RESCALE, ROTATION = "rescale_leakage", "rotation_leakage"
-"""The names of the functions that compute the two lemmas."""
+"""The names of the functions that compute Lemma 7 and Lemma 10."""
 
 
 @functools.singledispatch
 def lemma_of(part: Part[Any]) -> str | None:
-    """The name of the function that computes the lemma about leakage along a part; None if neither lemma applies."""
+    """The name of the function that computes the lemma about leakage along this kind of part; None without a lemma."""
     return None
 
 
@@ -51,10 +52,12 @@ def _of_turns(part: Part[Any]) -> str:
 class StepLeakage(NamedTuple):
     """The motion of a step along an orbit; both fields have the structure of the gauge's element.
 
+    A *generator* is a change of log α for scales, a skew matrix for rotations, or a change of an angle. Each generator
+    a gives one tangent of the orbit.
+
     Attributes:
-      measured: inner products of the step with tangents of the orbit. A tangent of the orbit is given by a generator a:
-        a change of log α, a skew matrix or a change of an angle. Its inner product with the step is Σ a·measured.
-      rate: the generator of the step's vertical part; −lr·rate is the motion along the orbit.
+      measured: Σ a·measured is the inner product of the step with the tangent that a gives.
+      rate: the generator of the step's vertical part. As θ moves by −lr·step, it moves along the orbit by −lr·rate.
     """
 
     measured: Element
@@ -67,10 +70,11 @@ class RescaleLeakage(NamedTuple):
     Attributes:
       measured: Σ_up θ·D·g − p·Σ_down θ·D·g, with the gauge's degree p. To first order −lr·measured is the change of
         ½(‖up‖² − p·‖down‖²), which gradient flow conserves.
-      of_gradient: the term of the mean of D over the channel. It is zero for the gradient of an invariant loss.
-      per_tensor: the term of the differences of the tensors' means of D from that mean.
-      residual: the term of the differences of single entries from their tensor's mean, Σ ±n·Cov(θ·g, D).
-      rate: the same motion, as the rate of log α.
+      of_gradient: the leakage of D's mean over the channel. It is zero for the gradient of an invariant loss.
+      per_tensor: the leakage of the differences between each tensor's mean of D and the channel's.
+      residual: the leakage of the differences between each entry of D and its tensor's mean. With means="entries" a
+        tensor of n entries contributes n·Cov(θ·g, D), times 1 for `up` and −p for `down`.
+      rate: the step's motion along the orbit as a rate of log α, see `StepLeakage`.
     """
 
     measured: Element
@@ -86,14 +90,15 @@ class RotationLeakage(NamedTuple):
     As for scales, measured = of_gradient + per_tensor + residual.
 
     Attributes:
-      measured: skew(S) with S = Σ θᵀ(D⊙g); for a plane S₀₁ − S₁₀.
-      of_gradient: the term of the mean of D over the head. It is zero for the gradient of an invariant loss.
-      per_tensor: the term of the differences of the tensors' means of D from that mean.
-      residual: the term of the differences of single entries from their tensor's mean.
-      covariance: a part of `residual`: n times the covariance, over rows, of θ_i·g_j and D_j. The rest of `residual` is
-        due to differences between the means of D over columns.
+      measured: skew(S), where S is the sum of θᵀ(D⊙g) over the head's tensors; for a plane S₀₁ − S₁₀.
+      of_gradient: the leakage of D's mean over the head. It is zero for the gradient of an invariant loss.
+      per_tensor: the leakage of the differences between each tensor's mean of D and the head's.
+      residual: the leakage of the differences between each entry of D and its tensor's mean.
+      covariance: the part of `residual` due to differences between each entry of D and its column's mean. With
+        means="entries", a tensor of n rows contributes skew(S), where S_ij is n times the covariance over rows of
+        θ_i·g_j and D_j, for columns i and j.
       bound: Lemma 10's bound on the Frobenius norm of `measured`, one number per head or plane.
-      rate: the same motion, as a skew generator or the rate of the angle.
+      rate: the step's motion along the orbit, as a skew matrix or as the rate of an angle; see `StepLeakage`.
     """
 
     measured: Element
@@ -109,7 +114,8 @@ class Orbit:
     """One gauge's orbit through one point, in the Euclidean metric.
 
     Everything is computed from the derivative of the gauge's action at the identity, so that no kind of gauge needs a
-    formula here. An element is an array per copy: a number per channel or plane, or a matrix per head.
+    formula here. Generators and inner products have the structure of an element, an array per copy: a number per
+    channel or plane, or a matrix per head.
 
     Args:
       caller: the name of the public function, for messages.
@@ -146,8 +152,8 @@ class Orbit:
         _, self._push = jax.linearize(act, identity)
         _, self._pull = jax.vjp(act, identity)
         self._matrices = {key for key, x in identity.items() if x.ndim > len(self.named[key])}
-        # With the generator 1 per channel (or the identity matrix per head, as W·1 = W), pulling back what was pushed
-        # gives the squares of the orbit's tangents.
+        # `push` maps a generator to its tangent of the orbit, and `pull` maps a vector to its inner products with these
+        # tangents. The generator 1 per channel gives the tangents themselves. For a head, the identity matrix gives W.
         unit = {key: x if key in self._matrices else jnp.ones_like(x) for key, x in identity.items()}
         self._gram = self._pull(self._push(unit))[0]  # ‖tangent‖² per channel or plane, WᵀW per head
 
@@ -213,9 +219,9 @@ def rescale_leakage(
       gradient: a cotangent. It may be a first moment; the vertical part of that moment then shows in `of_gradient`.
       preconditioner: D, same structure, every leaf broadcastable to the parameter's shape.
       means: how D is averaged over a tensor. "entries" is the lemma's plain mean. "gradient" weights entries by g²,
-        which gives the number d with the least ‖D⊙g − d·g‖. Use it if there are entries without gradient: under Adam
-        they have D = 1/eps, about 1e8. In a plain mean this number appears with opposite signs in `per_tensor` and
-        `residual` (*measured*: 1e6 times the leakage, on a tiny model with two dead units).
+        which gives the number d with the least ‖D⊙g − d·g‖. Use "gradient" if there are entries without gradient: under
+        Adam they have D = 1/eps, about 1e8. In a plain mean this number dominates, and it appears with opposite signs
+        in `per_tensor` and `residual` (*measured*: 1e6 times the leakage, on a tiny model with two dead units).
 
     Returns:
       The leakage and its terms, each in the structure of the gauge's element: one number per channel.
@@ -232,10 +238,11 @@ def rescale_leakage(
     >>> [float(x[""][0]) for x in leakage[:4]]  # 7 − 4 = 0 + (1.5 − 1)·4 + 2·Cov
     [3.0, 0.0, 2.0, 1.0]
 
-    Reference: DDC Lemma 7, Remark 9. Means are over a block's entries within the channel. For any degree p and number
-    of blocks b, `per_tensor` is Σ_b w_b·(d̄_b − d̄)·⟨θ_b, g_b⟩. Here w_b is 1 for `up` and −p for `down`, and d̄_b and
-    d̄ are the means of D over the block and over all blocks. With two blocks and a horizontal g this is the lemma's
-    (d̄_up − d̄_down)·⟨θ_up, g_up⟩. The lemma says "iff", but the term is also zero if the gradient has no radial part.
+    Reference: DDC Lemma 7, Remark 9. A block is here the part of a leaf that belongs to the channel. Block b has the
+    weights θ_b and the mean d̄_b of D; d̄ is the mean over all blocks; w_b is 1 for `up` and −p for `down`. Then
+    `per_tensor` is Σ_b w_b·(d̄_b − d̄)·⟨θ_b, g_b⟩, for any degree p and any number of blocks. With two blocks and a
+    horizontal g this is the lemma's (d̄_up − d̄_down)·⟨θ_up, g_up⟩. The lemma says that it is zero if and only if the
+    weights are aligned so that d̄_up = d̄_down, but it is also zero if ⟨θ_up, g_up⟩ = 0.
     """
     fields = _lemma(RESCALE, gauge, params, gradient, preconditioner, means)
     return RescaleLeakage(**fields)
@@ -268,9 +275,9 @@ def rotation_leakage(
     [2.0, 0.0, 2.0, 0.0]
 
     Reference: DDC Lemma 10; here also for grouped queries and tori. The lemma writes its residual as a covariance of
-    column pairs. That holds if deviations have mean zero in every column; but the lemma's deviations from a tensor's
-    mean have mean zero over the tensor only. The difference, `residual` − `covariance`, is skew(θᵀg·diag(c − d̄)), with
-    the means c of D over columns.
+    column pairs. That holds if deviations of D have mean zero in every column. The lemma's deviations are from a
+    tensor's mean, and have mean zero over the tensor only. The difference, `residual` − `covariance`, is the sum over
+    tensors of skew(θᵀg·diag(c − d̄)), where c has the means of D over columns, and d̄ is the mean over the tensor.
     """
     fields = _lemma(ROTATION, gauge, params, gradient, preconditioner, means)
     return RotationLeakage(**fields)
@@ -312,8 +319,9 @@ def _lemma(
         columns = {key: (*(name for name in named if name != PLANE), BASIS) for key, named in orbit.named.items()}
         by_column = average(columns)
         fields["covariance"] = orbit.pairing({p: (d[p] - by_column[p]) * g for p, g in gradients.items()})
-        # The bound is the triangle inequality over the terms, with `per_tensor` taken block by block. With two blocks
-        # and a horizontal gradient, that sum is the lemma's |d̄_Q − d̄_K|·‖skew(θ_Qᵀg_Q)‖.
+        # By the triangle inequality, ‖measured‖ is at most the sum of the norms of its terms. `per_tensor` counts block
+        # by block. With two blocks and a horizontal gradient, the norms of the blocks add up to the lemma's
+        # |d̄_Q − d̄_K|·‖skew(θ_Qᵀg_Q)‖.
         bounds = [orbit.norms(fields["of_gradient"]), orbit.norms(fields["residual"])]
         for number in range(max(map(len, orbit.blocks.values()))):
             inside = dict.fromkeys(d, jnp.zeros(()))
@@ -333,8 +341,8 @@ def leakage_along(measure: Callable[..., Any], trajectory: Iterable[Sequence[Any
 
     Args:
       measure: the measure, called as `measure(*point)`. Wrap it in `jax.jit`, because it is called at every point.
-      trajectory: points, each a tuple of the measure's arguments: for `rescale_leakage` with its gauge filled in,
-        (params, gradient, preconditioner).
+      trajectory: points, each a tuple of the measure's arguments. If `measure` is `rescale_leakage` with a given gauge,
+        they are (params, gradient, preconditioner).
 
     Returns:
       The result of `measure`, every array with a first axis over points.
@@ -375,7 +383,7 @@ def predicted_drift(rates: Element, learning_rate: float | jax.Array) -> Element
     >>> go.measure.predicted_drift({"": jnp.array([1.0, 2.0, -1.0])}, 0.5)[""].tolist()
     [-0.5, -1.5, -1.0]
 
-    Reference: DDC Remark 8, whose error is of second order in lr per step (`second_order_leakage`).
+    Reference: DDC Remark 8. Per step, the error of this sum is of second order in lr (`second_order_leakage`).
     """
 
     def accumulated(rate: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""`track` records in an optimizer's state how its steps move along gauges. Read the records by `optax.tree.get`.
+"""`track` records in an optimizer's state how its steps move along orbits. Read the records by `optax.tree.get`.
 
 Norms are taken in slice coordinates, where all weight sets of one function have the same norms. For a point θ, its
 gradient g and a step u these are θ̂ = F⁻¹·θ, ĝ = Fᵀ·g and û = F⁻¹·u. Here F is the frame of θ itself, and not the frame
@@ -101,8 +101,8 @@ class Metrics(NamedTuple):
     Attributes:
       recorded_at: the number of the recorded step, from 0.
       drift: "gauge/layer" → the largest change, since `init`, of a log-scale or shift that is read from the anchors.
-      turning: "gauge/layer" → by how much the step turns every head: radians, the root of the sum of squares over
-        planes.
+      turning: "gauge/layer" → the angle in radians by which the step turns each head, which is the root of the sum of
+        the squared angles of the head's planes.
       parameter_norm: norms of the parameters before the step.
       gradient_norm: norms of the gradient that the optimizer got.
       update_norm: norms of the update that it returned.
@@ -152,7 +152,7 @@ def track(
     Args:
       inner: any optimizer, with gauges or without. Its updates are returned unchanged.
       gauges: a gauge or a sequence of them.
-      every: number of steps between records; the first step is recorded. A record costs up to two updates.
+      every: number of steps between records; the first step is recorded. A record takes as long as up to two updates.
       layers: names of axes that count scanned layers. Every index of such an axis has its own numbers.
 
     Returns:
@@ -238,7 +238,7 @@ def slice_norms(
 def _slice_norms(
     s: Slice, layers: Collection[str], params: Any, gradient: Any, update: Any
 ) -> tuple[SliceNorms, Elements, Arrays, Arrays]:
-    """Returns the norms; the frame and the slice point of `params`; and the step û of the bound leaves."""
+    """Returns the norms; the frame (without rotations) and slice point of `params`; and û, the step of bound leaves."""
     (elements, live, _), entered = s.unturned_slice_point(params)
     slice_gradient = entered.pull(s.vectors(gradient))
     slice_update: Arrays = jax.jvp(entered.enter, (s.values(params),), (s.vectors(update),))[1]

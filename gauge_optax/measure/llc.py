@@ -14,8 +14,8 @@ along orbits has no effect, and all weights of one function get the same number.
 
 Away from a minimum, in mid-training or at a saddle, the mean excess loss does not give λ: the samples find losses below
 that of w*, and the number is too small, often negative. To detect this, descents without noise start from w* and from
-the end of every chain. If the losses that they find would raise the estimate by more than a quarter, `at_minimum` is
-False.
+the end of every chain. If the estimate would be larger by more than a quarter with the lowest loss that they find in
+place of loss*, `at_minimum` is False.
 References: Lau et al. 2023, arXiv:2308.12108, Eq. (13) and Alg. 1; Watanabe 2009. The names of the arguments are those
 of devinterp.
 """
@@ -47,10 +47,10 @@ class LLC(NamedTuple):
       initial_loss: the loss at the given parameters, as the mean over batches.
       lowest_loss: the lowest mean loss over batches that a search found: on a line along the gradient, by a descent
         from the given parameters, or by one from the end of a chain; at most `initial_loss`.
-      at_minimum: whether `mean` may be read as a learning coefficient. The searches find losses below `initial_loss`.
-        If the estimate were taken over such a lower loss, it would be larger by n_beta times the fall. True if this is
-        at most a quarter of `mean`, both for the searches from the given parameters and for the mean of the descents
-        from the ends of chains. False at a saddle, in mid-training, if chains left for a lower basin, and if a chain
+      at_minimum: whether `mean` may be read as a learning coefficient. If a search finds a loss lower than
+        `initial_loss`, an estimate relative to it would be larger by n_beta times the fall. True if this increase is at
+        most a quarter of `mean`, both for the searches from the given parameters and on average for the descents from
+        the ends of chains. False at a saddle, in mid-training, if chains left for a lower basin, and if a chain
         diverges, so that a loss is not finite. True is no proof: a descent takes at most 200 steps, and may not see
         directions of a curvature below 1/(200·lr·n_beta).
     """
@@ -88,7 +88,7 @@ def llc(
       key: a PRNG key.
       gauges: a gauge or a sequence of them, for the gauge-invariant estimate; None for the plain estimate.
       n_beta: n·β, the number of data times the inverse temperature; Watanabe's choice is n/log n.
-      lr: step size of the chain. It is stable if lr·n_beta·curvature < 4, and exact as it goes to zero.
+      lr: step size of the chain. The chain is stable if lr·n_beta·curvature < 4, and it is exact as lr goes to zero.
       localization: the strength of the pull toward the minimum, or toward its orbit.
       num_chains: the number of independent chains.
       num_draws: the number of losses that are read per chain.

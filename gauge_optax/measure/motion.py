@@ -1,8 +1,8 @@
 """How far a trajectory has moved along the orbits.
 
-Scales and shifts have a coordinate, so that `drift` needs only two points. A rotation has none: after horizontal steps
-around a closed loop, a head can be rotated (holonomy). For rotations, sum `vertical_motion` over the steps instead: it
-is the vertical part of one step, as a logarithm in the group. docs/design.md §2.
+Scales and shifts have a coordinate, so that `drift` needs only two points. A rotation has none: a series of horizontal
+steps can end at its start but with a head rotated (holonomy). For rotations, sum `vertical_motion` over the steps
+instead: it is the vertical part of one step, as a logarithm in the group. docs/design.md §2.
 """
 
 import functools
@@ -39,9 +39,9 @@ from gauge_optax.parts.sizes import Stretch
 from gauge_optax.parts.stream import Stream
 from gauge_optax.slice import Elements, Slice
 
-_SMALL = 0.1  # relative size of a step up to which `_near_logarithm` converges to float64
-_CAYLEY_STEPS = 6  # each multiplies the error by about the square of the half angle, 1e-2 at most
-_LAST_ORDER = 13  # the last order of the series of 2·artanh that is summed; its argument is at most 0.05
+_SMALL = 0.1  # relative size of a step up to which `_near_logarithm` converges to the precision of float64
+_CAYLEY_STEPS = 6  # rounds; each multiplies the error by about the square of half the angle, which is at most 1e-2
+_LAST_ORDER = 13  # the series of 2·artanh is summed up to this order; its argument is at most 0.05
 
 
 class Drift(tuple[Element, ...]):
@@ -81,7 +81,7 @@ jax.tree_util.register_pytree_with_keys(
 
 
 def _largest_drifts(element: Element, axes_by_key: dict[str, tuple[str, ...]]) -> list[tuple[str, str, str]]:
-    """Rows (layer, largest change, its place), one for each array of a difference of two elements."""
+    """Returns rows (layer, largest change, its place) for printing, one for each array in the drift of one gauge."""
     rows = []
     for keys, array in jax.tree.leaves_with_path(element):
         key = keys[0].key if keys and isinstance(keys[0], DictKey) else None
@@ -136,7 +136,7 @@ def drift(params_0: Any, params_t: Any, gauges: Gauges) -> Drift:
 
 
 def vertical_motion(params: Any, update: Any, gauges: Gauges) -> tuple[Element, ...]:
-    """Returns the group logarithm of one step's motion along the orbits. Sum it over steps.
+    """Returns how far one step moves along the orbits, as a logarithm in the group, which may be summed over steps.
 
     Args:
       params: the point before the step.
@@ -150,9 +150,11 @@ def vertical_motion(params: Any, update: Any, gauges: Gauges) -> tuple[Element, 
       * Rotations: in slice coordinates, let W be a head's rows before the step and W + U those after it. The entry is
         the skew logarithm of the rotation that brings W nearest to W + U (the polar factor of Wᵀ(W + U)). To first
         order it is the A of the step's vertical part W·A. It is zero for a horizontal step of any size.
-      * Rotation of the residual stream: the same, for the rows from which the rotation is read.
-      * Tori: the angles of that rotation. `rope_linear`: the change of the log-modulus, and the angles.
-      * `head_linear`: the Z of the vertical part (A·Z, −B·Zᵀ), d_h × d_h, correct to first order only.
+      * Rotation of the residual stream: the same logarithm, for the rows from which the rotation is read.
+      * Tori: the angle of that rotation in each plane. `rope_linear`: per plane, the change of the logarithm of the
+        modulus, and the angle.
+      * `head_linear`, with the factors A and B: the matrix Z, d_h × d_h, of the step's vertical part (A·Z, −B·Zᵀ). This
+        is correct to first order only.
 
     Raises:
       ValueError: bindings that do not fit the tree.
@@ -181,13 +183,13 @@ def vertical_motion(params: Any, update: Any, gauges: Gauges) -> tuple[Element, 
 
 
 class Step(NamedTuple):
-    """The motion of a step along parts; all fields are label → array or element.
+    """The motion of a step along parts; all fields are part label → array or element.
 
     Attributes:
       before: the elements of constants and sizes that are read before the step.
       now: the elements of constants and sizes that are read after the step.
-      found: the motions that `along` finds, in the slice coordinates of the point before; and for turns of heads, the
-        skew logarithms of their rotations.
+      found: the motions that `along` returns, in the slice coordinates of the point before the step; for turns of
+        heads, the skew logarithms of their rotations.
     """
 
     before: Elements
@@ -243,10 +245,12 @@ def _of_matrices(copy: Linear, step: Step) -> Any:
 
 @functools.singledispatch
 def along(part: Part[Any], start: Arrays, end: Arrays) -> tuple[Any, Arrays]:
-    """Measures how far a step moves along a part, and removes that motion before the turns of heads are measured.
+    """Measures how far a step moves along a part, and removes this motion from the end of the step.
+
+    It is called before the turns of heads are measured, because the motion along some parts would disturb them.
 
     Args:
-      part: any part. The default, for parts that do not disturb the measured turns, measures and removes nothing.
+      part: any part. For parts that do not disturb these turns, the default measures and removes nothing.
       start: the slice point before the step, path → leaf.
       end: the point after the step, path → leaf.
 
@@ -276,7 +280,7 @@ def _along_stream(part: Stream, start: Arrays, end: Arrays) -> tuple[Any, Arrays
 
 
 def turning(b: Bound, point: Arrays, tangent: Arrays) -> tuple[dict[str, jax.Array], ...]:
-    """By how much a step turns every head. It is accurate for steps that turn by less than 0.1.
+    """Returns the angle by which a step turns each head. It is accurate for steps that turn by less than 0.1.
 
     Args:
       b: the gauges.
@@ -284,7 +288,7 @@ def turning(b: Bound, point: Arrays, tangent: Arrays) -> tuple[dict[str, jax.Arr
       tangent: bound leaves of the step in slice coordinates.
 
     Returns:
-      Per gauge, copy → angles in radians, one per head: the root of the sum of squares over planes.
+      Per gauge, copy → one angle in radians per head: the root of the sum of the squared angles of its planes.
     """
 
     def logarithm(gram: jax.Array, step: jax.Array) -> jax.Array:
@@ -311,7 +315,12 @@ def _turns_of_heads(
 
 
 def _logarithm(gram: jax.Array, step: jax.Array) -> jax.Array:
-    """The logarithm of the polar factor of gram + step."""
+    """The logarithm of the polar factor of WᵀW + WᵀU, for rows W of heads and their change U, (…, size, size).
+
+    Args:
+      gram: WᵀW.
+      step: WᵀU.
+    """
     # A small angle is read from skew(step): in the sum with `gram` it would lose its digits in float32.
     near = _near_logarithm(gram + symmetric(step), skew(step))
     u, _, vt = svd(gram + step)

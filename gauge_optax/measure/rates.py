@@ -1,11 +1,11 @@
 """Rates at which a trajectory approaches its minimum: fits a measured value as a power of the remaining length.
 
-A minimum is *singular* if the loss is flatter than a square along some direction. It has the *order* k along a
-direction if the KL divergence at a distance ε from it is proportional to ε^(2k). The Fisher information along the
-direction is then proportional to ε^(2k−2). At a regular minimum k is 1. A trajectory that approaches along one
-direction shows the order as an exponent: the Fisher information is a power of the remaining length
-(`quotient_arc_length`). The fit tests this assumption. If the exponent changes on the way, or the values do not fall,
-the result is "unreadable", with the reason.
+A minimum is *singular* if the loss is flatter than a quadratic function along some direction. It has the *order* k
+along a direction if the KL divergence at a distance ε from it is proportional to ε^(2k). The Fisher information along
+the direction is then proportional to ε^(2k−2). At a regular minimum k is 1. If a trajectory approaches along one
+direction, the Fisher information is therefore a power of the remaining length (`quotient_arc_length`), and the exponent
+shows k. The fit tests whether it is a power. If the exponent changes on the way, or the values do not fall, the result
+is "unreadable", with the reason.
 Reference: DDC §2.1, Theorem 1 (iii), §5.1, App. C.4 and C.5.
 """
 
@@ -25,7 +25,7 @@ from gauge_optax.measure._metric import check_at, perpendicular, stored, ways
 from gauge_optax.slice import Elements
 
 _LEAST_POINTS = 8  # with fewer points, two halves cannot be compared
-_NORMAL = 3.0  # two halves may differ by so many standard errors by chance
+_NORMAL = 3.0  # the exponents of two halves may differ by this many standard errors by chance
 # Two-sided 95 % quantiles of Student's t: degrees of freedom → quantile; above, 1.96 + 2.4/degrees.
 _STUDENT = {6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228, 12: 2.179, 15: 2.131, 20: 2.086, 30: 2.042}
 
@@ -79,7 +79,7 @@ class RateTable(dict[tuple[str, str], PowerLaw]):
 
     @property
     def readable(self) -> int:
-        """The number of readable cells."""
+        """The number of readable fits."""
         return sum(fit.readable for fit in self.values())
 
     def __str__(self) -> str:
@@ -100,7 +100,8 @@ class RateTable(dict[tuple[str, str], PowerLaw]):
 def quotient_arc_length(points: Sequence[Any], gauges: Gauges, end: Any = None, at: str = "balanced") -> np.ndarray:
     """Measures how long the rest of a trajectory is from each of its points, without the motion along orbits.
 
-    Every point is moved to one chosen point of its orbit, and the part of a step that still rotates heads is removed.
+    Every point is moved to the point of its orbit that `at` names. The part of a step that is still along the orbit,
+    such as a rotation of heads, is removed.
 
     Args:
       points: parameters on the way, in order; the last one is the minimum, or near it.
@@ -172,8 +173,8 @@ def power_law(
     * there are fewer than 8 points;
     * the lengths span less than a factor of `span`;
     * the values are not positive, or do not fall toward the minimum;
-    * the exponents of the window's two halves differ by more than the share `drift` of the exponent, and also by more
-      than chance allows or by more than half of the exponent;
+    * the exponents of the window's two halves differ by more than `drift` times the fitted exponent, and this
+      difference is either more than chance allows (three standard errors) or more than half of the exponent;
     * because of noise, the 95 % interval reaches farther than half of the exponent to each side.
 
     Args:
@@ -185,8 +186,8 @@ def power_law(
 
     Returns:
       The exponent with a 95 % interval, or the reason why there is none. The interval allows for noise in the logarithm
-      of the values that is correlated from point to point. It is wider on each side by half of the difference of the
-      halves that chance does not explain.
+      of the values that is correlated from point to point. If the exponents of the halves differ by more than three
+      standard errors, half of the excess is added on each side.
 
     Raises:
       ValueError: arrays of different lengths.
@@ -285,7 +286,7 @@ def rate_table(
     drift: float = 0.1,
     span: float = 2.0,
 ) -> RateTable:
-    """Fits a power law per layer and observable. Unreadable cells show why.
+    """Fits a power law for each layer and observable. Where a fit is unreadable, the table shows the reason.
 
     Args:
       lengths: distances from the minimum, (count,).
@@ -309,7 +310,7 @@ def rate_table(
     head   1.00
     2 of 3 cells readable
 
-    Reference: DDC §5.1 and App. C.5, whose table has 65 cells.
+    Reference: DDC §5.1 and App. C.5, whose table has 65 fits.
     """
     return RateTable({
         (layer, name): power_law(lengths, values, window=window, drift=drift, span=span)

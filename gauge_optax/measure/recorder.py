@@ -1,7 +1,7 @@
-"""Records measurements of a training run at every n-th step, as lines of JSON. A run that was killed can continue them.
+"""Records measurements of a training run at every n-th step, as lines of JSON. A killed run can continue its file.
 
 This module reads parameters between steps, outside `jit`, and writes files. For metrics that are computed inside an
-optimizer's update, see `motion` and `live` (`go.measure.track`).
+optimizer's update, see `live` (`go.measure.track`).
 """
 
 import json
@@ -23,14 +23,14 @@ class Recorder:
 
     Args:
       path: the file, which is made if it does not exist. Its folder must exist.
-      readings: name → function. It gets the arguments of `record` after the step, and returns a number, an array or a
-        tree of them. Any function of `go.measure` may be used.
+      readings: name → function. It is called with the arguments that `record` gets behind `step`, and returns a number,
+        an array or a tree of them. Any function of `go.measure` may be used.
       every: the number of steps between records; step 0 and the last step are recorded too.
       steps: the number of steps of the run.
       progress: whether to show a progress bar, with the latest readings that are single numbers.
 
     Raises:
-      ValueError: a cadence that is no positive integer; a file with other readings, or with another cadence.
+      ValueError: `every` that is no positive integer; a file with other readings, or with another `every`.
 
     A run that starts again keeps the lines of the file and adds only missing ones. If a run is killed and started
     again, the file is therefore the same as without the interruption. An incomplete last line is dropped.

@@ -1,10 +1,10 @@
 """Redundancy: how many parameters a function does not need, counted from shapes alone.
 
 `redundancy` adds up the orbits' dimensions of any list of gauges. `transformer_redundancy` has a formula for decoders.
-It also returns the number of van Nierop's Eq. (17): 2·layers·heads·d_head² + (d − 1)(d − 2)/2. The two numbers differ
-for three reasons. The paper counts GL(d_head) for queries and keys also with rotary embeddings, which commute with only
-d_head dimensions of it. It counts a residual rotation also if a tied head forbids it. And it leaves out norm scales,
-rescalings, shifts and biases.
+It also returns the number of Eq. (17) in van Nierop's paper: 2·layers·heads·d_head² + (d − 1)(d − 2)/2, where d is the
+width. The two numbers differ for three reasons. The paper counts GL(d_head) for queries and keys also with rotary
+embeddings, which commute with only d_head dimensions of it. It counts a residual rotation also if a tied head forbids
+it. And it leaves out norm scales, rescalings, shifts and biases.
 """
 
 from collections.abc import Mapping
@@ -100,8 +100,8 @@ def transformer_redundancy(
       eps: whether norms have an eps, which breaks the scale of the residual stream.
 
     Returns:
-      The counts, and that of the paper. Directions that orbits share count once: `total` is the number of dead
-      directions.
+      The counts of this package and the count of the paper. Directions that two orbits share count once, so that
+      `total` is the number of dead directions.
 
     >>> gpt2 = go.measure.transformer_redundancy(
     ...     layers=12, d_model=768, heads=12, d_head=64, d_ff=3072,

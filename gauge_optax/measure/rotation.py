@@ -1,6 +1,6 @@
 """Records in an optimizer's state how weight vectors turn: norm, angle and step of every vector.
 
-`norms.equilibrium` predicts values of these numbers at equilibrium, and `rotational` keeps the angle at its value.
+`norms.equilibrium` predicts these numbers at equilibrium, and `rotational` keeps the angle at the predicted value.
 
 Reference: Kosson, Messmer and Jaggi, "Rotational Equilibrium" (ICML 2024), §2, App. G and H.
 """
@@ -21,24 +21,24 @@ from gauge_optax.norms import vectors
 from gauge_optax.norms.vectors import Leaves, Selection
 from gauge_optax.transformation import checked_inner, layout, placeholder, require_every, transformation
 
-# Two vectors are parallel up to roundoff if the square of their angle's sine is below so many machine epsilons.
+# Two vectors count as parallel if the square of the sine of their angle is at most this many machine epsilons.
 _ROUNDOFF = 8.0
 
 
 class Rotation(NamedTuple):
     """The record of one step. Each field but the first maps leaf path to an array with one number per weight vector ω.
 
-    The arrays are shaped like the named axes. Symbols are those of the paper.
+    An array has the named axes of the leaf's axes string. Symbols are those of the paper.
 
     Attributes:
       recorded_at: the number of that step, from 0.
       norm: ‖ω‖ before the step.
-      rotation: the angle between ω before and after the step, in radians; η_r.
-      rms_update: ‖Δω‖, decay included. The root of its mean square over steps is η_g.
+      rotation: the angle η_r between ω before and ω after the step, in radians.
+      rms_update: ‖Δω‖, decay included. The paper's η_g is its root mean square over steps.
       weight_gradient_angle: the angle between ω and the gradient g, in radians; π/2 if the loss does not depend on ‖ω‖.
-      gradient_momentum_angle: the angle between g and the first moment before the step, in radians; π/2 in a random
-        walk.
-      radial_decay: λ_u = ⟨ω, g⟩/‖ω‖², the part of the gradient that acts as decay.
+      gradient_momentum_angle: the angle between g and the first moment before the step, in radians. It is about π/2 if
+        gradients of different steps are independent and have mean zero (a random walk).
+      radial_decay: λ_u = ⟨ω, g⟩/‖ω‖². The part of g along ω is λ_u·ω, which acts like decay at this rate.
     """
 
     recorded_at: jax.Array
@@ -79,17 +79,18 @@ def track_rotation(
     Read a record by name: `optax.tree.get(state, "rotation")["mlp/up/kernel"]`.
 
     Args:
-      blocks: path → axes string that says what a vector is, as in `rotational`: `"_ channel"` for neurons.
+      blocks: path → axes string, as in `rotational`. A vector spans the axes `_`, and each index of the named axes has
+        a vector of its own: `"_ channel"` for neurons.
       inner: an optimizer, which runs unchanged. Its first moment is the field named mu or trace in its state.
       every: the number of steps between records; the first step is recorded.
-      sizes: lengths of axes inside `(a b)` that shapes do not fix.
+      sizes: axis name → length, for axes of one split array axis, `(a b)`, whose lengths the shape does not determine.
 
     Returns:
       The transformation. Its `update` needs `params`.
 
     Raises:
-      ValueError: when called, malformed axes or an `every` that is no positive int; at `init`, no match, a hidden leaf
-        or entries in two vectors; `update` without params.
+      ValueError: when called, malformed axes or an `every` that is no positive int; at `init`, a path that no leaf
+        matches, a leaf that `optax.MaskedNode` hides, or an entry in two vectors; `update` without params.
 
     >>> params = {"kernel": jnp.array([[3.0, 1.0], [4.0, 0.0]])}
     >>> tx = optax.chain(
@@ -178,7 +179,7 @@ def _figures(
         return jnp.sum(a * b, selection.axes)
 
     def direction(product: jax.Array, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns sine and cosine of the angle between two vectors, from their inner product and squared norms."""
+        """Returns sine and cosine of the angle between two vectors, from their inner product and squared norms a, b."""
         cosine = safe_divide(product, jnp.sqrt(a) * jnp.sqrt(b))
         rest = (1.0 - cosine) * (1.0 + cosine)
         apart = (rest > _ROUNDOFF * jnp.finfo(rest.dtype).eps) & (a > 0) & (b > 0)

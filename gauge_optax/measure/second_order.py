@@ -5,10 +5,10 @@ the Hessian and u(θ) = P(θ)·g(θ). A step leads to θ − η·u. The flow θ'
 time η. Step and flow therefore differ by ½η²·Du·u, up to O(η³). Du·u is the sum of two terms: P·H·u, where the Hessian
 acts on the step, and (DP[u])·g, where the preconditioner changes along the step.
 
-The leakage of second order is the vertical part of ½·Du·u, that is its part along orbits. `SecondOrderLeakage` has the
-two terms as `hessian` and `derivative`: along orbits, a step ends at flow − η²·(hessian + derivative) + O(η³). Here the
-step is measured as a vector, which is linear in η. `drift` and `vertical_motion` measure how far a finite step moves a
-curved coordinate.
+The leakage of second order is the part of ½·Du·u along orbits, its vertical part. `SecondOrderLeakage` has the two
+terms as `hessian` and `derivative`: along orbits, a step ends at flow − η²·(hessian + derivative) + O(η³). Both orders
+of leakage are projections on the tangents of the orbit at θ. `drift` and `vertical_motion` measure instead how far a
+finite step moves a coordinate along the orbit, which is curved.
 """
 
 from collections.abc import Callable
@@ -70,10 +70,10 @@ def second_order_leakage(
     (0.0, 1.2)
 
     Reference: DDC Lemma 20, by modified equations as in Li et al. 2019. The lemma takes the product with one unit
-    vector; here there is one rate per direction of the orbit, which gives the same η*. The lemma calls this number, up
-    to sign, the η² term of the step's increment; it is that of the flow. Remark 22 says that SGD has no second order.
-    That is true for rotations. Along a scale's orbit SGD has −½(‖g_up‖² − p·‖g_down‖²), because the generator of that
-    orbit is symmetric.
+    vector; here there is one rate per direction of the orbit, which gives the same η*. The lemma presents ½·Du·u, up to
+    sign, as the η² term of a step. It is the η² term of the flow; a step is linear in η. Remark 22 says that SGD has no
+    second order. That is true for rotations. Along a scale's orbit SGD has −½(‖g_up‖² − p·‖g_down‖²), because the
+    generator of that orbit is symmetric.
     """
     orbit = Orbit("second_order_leakage", gauge, params, (RESCALE, ROTATION))
     gradient = grad_fn(params)

@@ -23,7 +23,7 @@ LossFn = Callable[[Any], jax.Array]
 Represent = Callable[[Any], Any]
 
 _NAME = "gauge_sensitivity"
-_LOOSEST = 0.05  # the largest relative change of `represent` that may count as roundoff
+_LOOSEST = 0.05  # a larger relative change of what `represent` returns never counts as roundoff
 
 
 class Sensitivity(NamedTuple):
@@ -34,8 +34,8 @@ class Sensitivity(NamedTuple):
         steps from θ, and Δ' that by steps from g·θ.
       mean: the mean over samples.
       max: the maximum over samples.
-      per_gauge: one `Sensitivity` per gauge, for which only this gauge's part of every g acts; its own `per_gauge` is
-        empty. A single gauge has one entry, with the numbers of the whole.
+      per_gauge: one `Sensitivity` per gauge, for twins that only this gauge moves, by its element in each g. Its own
+        `per_gauge` is empty. For a single gauge there is one entry, with the numbers of the whole.
     """
 
     relative_change: jax.Array
@@ -77,8 +77,9 @@ def gauge_sensitivity(
       steps: the number of steps before Δ is read.
 
     Returns:
-      The relative changes, their mean and maximum, and the same per gauge; a product in the list counts as its gauges.
-      If the training of a twin diverges, its change is NaN. Roundoff alone gives ε·e^(2·scale)·‖represent(θ)‖/‖Δ‖.
+      The relative changes, their mean and maximum, and the same numbers for each gauge; a product in the list counts as
+      the gauges in it. If the training of a twin diverges, its change is NaN. Roundoff alone gives
+      ε·e^(2·scale)·‖represent(θ)‖/‖Δ‖, with the machine epsilon ε.
 
     Raises:
       ValueError: a `represent` that a gauge changes; steps that do not move it; no gauges, samples or steps; bindings
@@ -112,7 +113,7 @@ def gauge_sensitivity(
             raise binding_error(_NAME, f"bad {name}", repr(value), "a positive integer", f"write {name}=1 or more")
     twins = jax.jit(functools.partial(_twins, group, num_samples=num_samples, scale=scale))(params, key)
     value, motion, value_changes, motion_changes = _compare(tx, loss_fn, represent, steps, params, twins)
-    # A linear element of this size multiplies roundoff by its condition number.
+    # An element of a linear gauge multiplies roundoff by its condition number, which is at most e^(2·scale).
     most = min(_LOOSEST, tolerance("invariant", params) * math.exp(2 * scale))
     _check_invariant(group, float(value), np.asarray(value_changes, np.float64), most)
     if not float(jnp.finfo(real_dtype()).eps) * float(value) < float(motion) < math.inf:

@@ -1,4 +1,4 @@
-"""Gram matrices of two factors A and B under decoupled weight decay: shrink both factors, then add an update to each.
+"""Gram matrices of two factors A and B under decoupled weight decay, which shrinks both before updates are added.
 
 If both factors shrink by the same ρ, the imbalance D = AᵀA − BᵀB becomes ρ²·D. It fades, but relative to the Gram
 matrices it stays the same. New imbalance comes from the updates, and from different ρ for A and B, which change D even
@@ -46,9 +46,9 @@ def gram_evolution(
       H_A' = \rho_A^2 A^\top A + \rho_A (A^\top U_A + U_A^\top A) + U_A^\top U_A.
 
     Args:
-      left: A, (…, m, r): W_V of a value and output pair, W_Q of queries and keys.
-      right: B, (…, n, r): the transpose of W_O, or W_K.
-      left_update: U_A, a tangent of A's shape, multiplied by the learning rate.
+      left: A, (…, m, r), such as W_V of values and outputs, or W_Q of queries and keys.
+      right: B, (…, n, r), such as the transpose of W_O, or W_K.
+      left_update: U_A, of A's shape: the optimizer's step without decay, already multiplied by the learning rate.
       right_update: U_B, of B's shape.
       left_shrink: ρ_A = 1 − learning rate · weight decay; a number, or one per pair, (…).
       right_shrink: ρ_B.

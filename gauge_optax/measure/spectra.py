@@ -87,15 +87,15 @@ def dead_units(preactivations: jax.Array) -> jax.Array:
 
 
 def axis_alignment(directions: jax.Array) -> jax.Array:
-    """How close directions are to coordinate axes: the mean of the largest squared entry of each, at length 1.
+    """How close directions are to coordinate axes: the mean over unit vectors of the largest squared entry.
 
     Args:
-      directions: (count, dimensions), such as the right singular vectors of the dead part of a spectrum. They are
+      directions: (count, dimensions), such as the right singular vectors whose singular values are about zero. They are
         divided by their lengths.
 
     Returns:
-      1 if each direction is a coordinate axis; about 2·log(dimensions)/dimensions for random directions. The number
-      depends on the basis of the space that they span: pass the vectors that a decomposition returns.
+      1 if each direction is a coordinate axis; about 2·log(dimensions)/dimensions for random directions. Another basis
+      of the same space gives another number: pass the vectors that a decomposition returns.
 
     Raises:
       ValueError: no directions, or a zero one.

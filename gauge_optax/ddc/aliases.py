@@ -49,7 +49,7 @@ def ddc_adamw(
     max_log_step: Scalar = 0.5,
     rest: str = "anchor",
 ) -> GaugeTransformation:
-    """DDC's AdamW on the slice: one Adam per length of a scale channel, and second moments per head.
+    """DDC's AdamW on the slice: one Adam per length of a scale channel, and second moments of heads by `v_mode`.
 
     On the slice, the anchor of a scale channel has a constant size. The entries on the scale's other side form a
     vector with a *length* and a direction. `ddc/plain.py` explains the steps. The chain of `gauge_project`,
@@ -81,7 +81,7 @@ def ddc_adamw(
         (`ddc/plain.py`, and a table in docs/design.md §4).
       max_log_step: with `preset="paper"`, the largest change in a step of log s, where s is the product of norms that a
         scale gauge leaves as it is (`ddc/printed.py`).
-      rest: see `quotient`; with the preset only "anchor", and the lengths stay where the step leaves them.
+      rest: see `quotient`. The preset accepts only "anchor"; its steps do not return to the slice.
 
     Returns:
       The optimizer. Its `update` needs `params`.
@@ -253,7 +253,7 @@ def _ddc_optimizer(
     tail: tuple[optax.GradientTransformation, ...],
     rest: str,
 ) -> GaugeTransformation:
-    """`quotient` around a chain of `ddc` and `tail`, by the function that computes it with the least memory.
+    """Makes `quotient` around a chain of `ddc` and `tail`, by `fused_ddc`, which needs less memory, where possible.
 
     Args:
       name: name of the public function, for messages.

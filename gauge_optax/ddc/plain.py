@@ -3,7 +3,7 @@
 DDC is the paper *Dead-Direction Conditioners*; numbers such as B.4 name its sections. *Vertical* motion is along the
 orbit and changes no output; the other part of a motion is *horizontal*. On the slice the anchor of a scale channel has
 a constant size. The channel's entries in the other block (a unit's outgoing weights, or a row of a kernel behind a
-norm) form a vector with a *length* s and a *direction*. A step has two parts:
+norm) form a vector with a *length* s and a *direction*. A step has two parts, which are added:
 
 * radial: one Adam per channel on s, or on log s (B.4);
 * tangential: Adam entry by entry on the part of the gradient that changes no length (B.5). Heads get one of five kinds
@@ -13,8 +13,8 @@ Twins have one slice point, so their moments are the same numbers, and no gauge 
 
 Deviations from appendix B: a length moves by up to lr·√n, where n is the number of its entries, because Adam can change
 the norm of n entries by that much. If several kernels read a norm, each has lengths of its own. In a chain of layers
-all lengths but the last belong to anchors, which are constant, so that one radial part remains (B.6). There is no clamp
-(B.7). docs/design.md §4 has a table.
+all lengths but the last belong to anchors, which are constant, so that one radial part remains (B.6). Radial steps are
+not clamped (B.7). docs/design.md §4 has a table.
 """
 
 import dataclasses
@@ -267,7 +267,7 @@ def _factor_has_lengths(part: Factor) -> bool:
 
 @functools.singledispatch
 def partner(part: Part[Any], anchor: Anchor) -> tuple[Block, ...]:
-    """The blocks on the other side of a scale than its anchor, which have lengths; () for other parts and anchors."""
+    """The blocks `down` of a scale if its anchor is in `up`: their channels have lengths. () for all other parts."""
     return ()
 
 
@@ -277,8 +277,7 @@ def _partner_of_factor(part: Factor, anchor: Anchor) -> tuple[Block, ...]:
 
 
 def channels_with_length(s: Slice, matrices: Mapping[str, Reading]) -> list[Channels]:
-    """Returns the blocks opposite to anchors, each with lengths of its own; each range of a fused kernel counts as one.
-    """
+    """Returns the blocks opposite to anchors, each with lengths of its own; so has each range of a fused kernel."""
     # The norm of a whole block is constant on the slice if the block is the anchor of another gauge without named axes.
     whole = [block for part, anchor, _ in s.sizes for block in anchor if not part.named]
     channels = []

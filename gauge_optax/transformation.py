@@ -50,8 +50,8 @@ class GaugeTransformation(optax.GradientTransformationExtraArgs):
       gauges: the gauges that it was given, with products split into their factors, followed by further gauges of the
         optimizer that it wraps.
       rules: a function of params that returns leaf path → `LeafRule`; None if unknown.
-      preflight: a function of params that returns what `go.check` reports before training: errors to raise, and
-        sentences.
+      preflight: a function of params that returns what `go.check` finds before training: errors that it raises, and
+        sentences for its report.
       inner: the optimizer that it runs on the slice; None if it is not `quotient`.
     """
 
@@ -105,7 +105,7 @@ def transformation(
       update: (updates, state, params, **extra) → (updates, state). It need not mention shardings. On a mesh with
         explicit axes the compiler chooses them inside, and results get the shardings of `updates` and `state`.
       state_type: the NamedTuple that `init` returns.
-      init_empty: params → state, for a tree without leaves, with which `optax.tree.map_params` calls `init`.
+      init_empty: params → state, for a tree without leaves: `optax.tree.map_params` calls `init` with such a tree.
       gauges: see `GaugeTransformation`.
       rules: see `GaugeTransformation`.
       preflight: see `GaugeTransformation`.

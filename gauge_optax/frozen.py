@@ -74,7 +74,8 @@ def frozen_leaves(name: str, inner: Any, params: Any) -> frozenset[str]:
 def frozen_beside_others(name: str, inner: Any, params: Any) -> frozenset[str]:
     """Returns `frozen_leaves`, but no leaf if `inner` never changes any, as with a learning rate of zero.
 
-    It is for wrappers that move weights themselves: around such an optimizer, only the wrapper's own moves are wanted.
+    It is for wrappers that move weights themselves and leave frozen leaves alone. Where `inner` never changes any leaf,
+    the user wants the wrapper's own moves.
     """
     found = frozen_leaves(name, inner, params)
     return frozenset() if found >= set(leaves_by_path(params)) else found

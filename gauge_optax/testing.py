@@ -31,7 +31,7 @@ _TOLERANCES = {
     "equivariant": (1e-8, 1e-4, 5e-2),
     "loss": (1e-8, 1e-5, 5e-2),
 }
-_DTYPES = ("float64", "float32")  # the columns of `_TOLERANCES`; the third is for shorter dtypes
+_DTYPES = ("float64", "float32")  # the first two columns of `_TOLERANCES`; the third is for shorter dtypes
 
 
 def tolerance(check: str, tree: Any) -> float:

@@ -169,8 +169,8 @@ _running: list[None] = []  # one per transformation of this library whose update
 def recording() -> Iterator[list[tuple[Any, Any, Any]]]:
     """Collects triples (gradients, steps, parameters) while an update runs.
 
-    The outermost transformation of this library adds (its gradients, None, None). Every optimizer inside one adds the
-    gradients that it gets, the steps that it returns, and the parameters that it sees.
+    The outermost transformation of this library adds (its gradients, None, None). Every optimizer that such a
+    transformation wraps adds the gradients that it gets, the steps that it returns, and the parameters that it sees.
     """
     _recorders.append([])
     try:
@@ -209,7 +209,7 @@ def placeholder() -> jax.Array:
 def at_once(function: Callable[..., Tree], static: tuple[Any, ...], *arrays: Any) -> Tree:
     """Returns function(*static, *arrays), computed by one program if it is called outside `jit` on one device.
 
-    Operation by operation, `init` would compile a hundred programs. On several devices it runs operation by operation
+    Run operation by operation, `init` would compile a hundred programs. On several devices the function runs like that
     all the same, so that every result is placed on the devices of its operands.
     """
     leaves = [leaf for leaf in jax.tree.leaves(arrays) if isinstance(leaf, jax.Array)]
@@ -248,7 +248,7 @@ class Layout:
     mesh: Mesh | AbstractMesh | None
 
     def left_open(self) -> contextlib.AbstractContextManager[Any]:
-        """Returns a context in which the compiler chooses all layouts. Pass outside arrays through `drop`."""
+        """Returns a context in which the compiler chooses all layouts. Inside, first call `drop` on every operand."""
         if self.mesh is None:
             return contextlib.nullcontext()
         automatic = dict.fromkeys(self.mesh.explicit_axes, AxisType.Auto)

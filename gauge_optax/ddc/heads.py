@@ -112,7 +112,8 @@ class HeadMoments(NamedTuple):
 
     Attributes:
       bases: for the two "body_frame" modes, the eigenbasis of every head: one array (heads, d, d) per head size d.
-      outer: for "per_head_matrix", the average V of gᵀg/rows: one array (*shape, d, d) per block, part after part.
+      outer: for "per_head_matrix", the average V of gᵀg/n over steps, where g are the n rows of a head's gradient in a
+        block: one array (*shape, d, d) per block, for the turns in `Slice.heads` one after the other.
       age: steps since the bases were computed, int32.
     """
 

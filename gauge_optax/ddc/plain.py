@@ -68,7 +68,7 @@ _REGROWTH = 4.0
 
 
 class Options(NamedTuple):
-    """The arguments of `scale_by_ddc` except the gauges, and `paper`."""
+    """The arguments of `scale_by_ddc` without the gauges, and one more field, `paper`."""
 
     b1: Scalar
     b2: Scalar
@@ -98,7 +98,7 @@ def checked_options(name: str, *settings: Any) -> Options:
 
 
 class GaugeMoments(NamedTuple):
-    """The moments that DDC keeps per channel, head or orbit coordinate; small beside the parameters.
+    """The moments that DDC keeps per channel, head or orbit coordinate; they are much smaller than the parameters.
 
     Attributes:
       radial_mu: first moments of the derivatives by s (or log s): one array per block with lengths, with a number per

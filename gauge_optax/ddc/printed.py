@@ -161,8 +161,8 @@ def _joined_by_factor(part: Factor) -> tuple[tuple[Block, ...], ...]:
 
 
 def joined_tensors(s: Slice) -> list[Tensors]:
-    """Returns the joined tensors: per scale with named axes a pair, per chain of scales without named axes one item,
-    and per scale with one side a single tensor.
+    """Returns one `Tensors` for each scale with two sides and named axes (a pair), for each chain of scales without
+    named axes, and for each scale with one side (a single tensor).
     """
     joined = {i: joined_sides(i) for i in s.parts}
     pairs = {i: sides for i, sides in joined.items() if len(sides) == 2}

@@ -29,7 +29,8 @@ from gauge_optax.xla import hashed_positions
 
 _NAME = "compress_second_moments"
 _PER_OCTAVE = 8  # code 255 stands for the power of two above the leaf's largest entry, 247 for half of it, and 0 for 0
-_DIFFERENCES = ("ScaleByRStdDevState", "ScaleByRStdDevWithCountState")  # ν − μ² must not become negative by rounding
+# Optimizers with these states divide by √(ν − μ²). Rounding ν could make the difference negative.
+_DIFFERENCES = ("ScaleByRStdDevState", "ScaleByRStdDevWithCountState")
 _STORED = ("bfloat16", "uint8")
 
 

@@ -192,7 +192,7 @@ def refreshed(
     def renew(mu: Arrays, nu: Arrays) -> Any:
         fresh = tuple(_eigenbasis(gram, options.paper) for gram in grams)
         # `_eigenbasis` ends by reversing columns. Here the reversal is undone, and it is done again after the matrix
-        # product, so that only matrix products read the results of `_unstacked`, which explains why.
+        # product: only matrix products should read the results of `_unstacked`, whose docstring says why.
         ascending = _unstacked(groups, [basis[..., ::-1] for basis in fresh])
         pairs = zip(_unstacked(groups, heads.bases), ascending, strict=True)
         rotations = dict(zip(turns, (matmul(transpose(old), new)[..., ::-1] for old, new in pairs), strict=True))

@@ -219,9 +219,9 @@ def scale_by_scaled_polar(
     """Muon's steps on the slice for matrices, `scale_by_ddc` for everything else.
 
     Matrices are the leaves that rotations, tori and rescales bind, and the kernels that read a norm, except vectors and
-    the leaves of a `logit_shift`. A leaf has one matrix per head if a rotation or torus binds it. Otherwise its
-    channels are one side of one matrix, and its free axes the other side. If gauges bind ranges of a fused kernel, each
-    range is treated like a separate leaf.
+    the leaves of a `logit_shift`. A leaf has one matrix per head if a rotation or torus binds it. Otherwise it is one
+    matrix, with its channels on one side and its free axes (`_`) on the other. If gauges bind ranges of a fused kernel,
+    each range is treated like a separate leaf.
 
     Args:
       gauges: a gauge or a sequence of gauges.

@@ -113,9 +113,9 @@ def quotient_muon(
 
     Matrices are the leaves that rotations, tori, linear gauges and rescales bind, and the kernels that read a norm,
     except vectors and the leaves of a `logit_shift`. If one of these gauges acts on each head, or if an axis is called
-    `head`, the leaf has one matrix per head. Otherwise it is one matrix, with its channels (named axes) on one side and
-    its free axes `_` on the other. If gauges bind ranges of a fused kernel, each range is treated like a separate leaf.
-    Every other leaf gets Adam, even a kernel that no gauge binds, unless `labels` say "muon".
+    `head`, the leaf has one matrix per head. Otherwise it is one matrix, with its channels on one side and its free
+    axes (`_`) on the other. If gauges bind ranges of a fused kernel, each range is treated like a separate leaf. Every
+    other leaf gets Adam, even a kernel that no gauge binds, unless `labels` say "muon".
 
     Args:
       learning_rate: a number or a schedule.
@@ -220,7 +220,7 @@ def max_norm_muon(
     pin: bool = False,
     rest: str = "anchor",
 ) -> GaugeTransformation:
-    """`quotient` around `max_norm` around Muon: all weight vectors step equally far on average, with bounded norms.
+    """`quotient` around `max_norm` around Muon: weight vectors have steps of a set average length, and bounded norms.
 
     Take the peak rate 0.02·√(1,000/steps). In sweeps of five rates, in 250 to 4,000 steps of 8 × 128 bytes, at widths
     64 to 256 and depths 3 and 8, it costs at most 0.0 % of the best of the five (benchmarks/results/rates.md). At width

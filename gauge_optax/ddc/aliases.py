@@ -164,14 +164,15 @@ def ddc_muon(
       eps: see `scale_by_scaled_polar`.
       weight_decay: decoupled decay of matrices, multiplied by the learning rate as in `optax.contrib.muon`; a number, a
         schedule, or a number per role as in `add_gauge_decay`.
-      weight_decay_mask: where `weight_decay` decays, as in `optax.contrib.muon`. No mask can make twins differ.
+      weight_decay_mask: where `weight_decay` decays, as in `optax.contrib.muon`. A callable gets the slice point,
+        which twins share.
       mu_dtype: dtype of the first moment; by default that of slice coordinates, at least float32.
       nesterov: whether to use Nesterov momentum, for matrices and all other leaves.
       adam_b1: decay of Adam's first moments.
       adam_b2: decay of Adam's second moments.
       adam_eps_root: added inside the root of Adam's second moment.
-      adam_weight_decay: decoupled decay of all other leaves.
-      adam_learning_rate: learning rate of all other leaves; by default `learning_rate`.
+      adam_weight_decay: decoupled decay of the leaves that are no matrices.
+      adam_learning_rate: learning rate of the leaves that are no matrices; by default `learning_rate`.
       consistent_rms: the RMS of a matrix's step before the learning rate. It means the same as a number as `scale` and
         has Optax's name; give only one of them.
       scale: see `scale_by_scaled_polar`.

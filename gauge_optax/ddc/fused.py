@@ -134,7 +134,7 @@ def _applies(s: Slice) -> bool:
     return not any(map(moves_the_stream, s.parts)) and turned.isdisjoint(beside) and not s.following
 
 
-# One function per property of a part, with one method per kind of part ------------------------------------
+# What this module needs to know about a part: one `singledispatch` function per property -----------------
 
 
 @functools.singledispatch

@@ -45,7 +45,7 @@ def link(
       name: name of the public function, for messages.
       inner: a transformation of slice gradients into slice tangents.
       group: the gauges.
-      without_shifts: if True, gradients lose their part along shifts; False for an `inner` that moves along orbits.
+      without_shifts: if True, gradients lose their part along constants; False for an `inner` that moves along orbits.
     """
     inner = checked_inner(name, inner)
 
@@ -150,8 +150,8 @@ def scale_by_ddc(
       eps_root: added to v̂ inside the root.
       mu_dtype: dtype of the first moment; by default that of slice coordinates, at least float32.
       nesterov: whether to use Nesterov momentum, as in `optax.adam`.
-      vertical: "frozen" for no motion along orbits; "sgd" or "adam" for losses with a penalty on weights, which are
-        not constant along orbits.
+      vertical: "frozen" for no motion along orbits; "sgd" or "adam" for losses that change along orbits, because they
+        contain a penalty on weights.
       v_mode: the kind of second moments of leaves that rotations bind: "body_frame_topk", "body_frame",
         "per_head_scalar", "per_head_matrix" or "none"; `ddc/heads.py` defines them.
       radial: "linear" for Adam on the length s of a channel; "log" for Adam on log s, where a large decay shrinks s to

@@ -397,7 +397,7 @@ def tangential_step(
     into: Mapping[Any, jax.Array] | None = None,
     before_polar: Callable[[Arrays], Arrays] | None = None,
 ) -> tuple[Arrays, Arrays, Arrays, HeadMoments]:
-    """Computes the step of directions: Adam's quotient of moments, or a matrix's polar factor of the first moment.
+    """Computes the step of directions: Adam's quotient of moments; for matrices, the polar factor of the first moment.
 
     Args:
       s: the slice.
@@ -406,7 +406,7 @@ def tangential_step(
       polar: settings of the polar factors; None for Adam everywhere.
       matrices: leaf path → which matrices it holds, see `polar_matrices`.
       point: bound leaves of the slice point.
-      across: the gradient without the part that changes lengths, all leaves.
+      across: all leaves of the gradient, without the part that changes lengths.
       state: the state so far.
       into: turn → the matrices that map its rows to the slice; None if `point` has its rows on the slice already.
       before_polar: a function that changes first moments before their polar factors are computed; by default none.

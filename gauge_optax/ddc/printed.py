@@ -11,8 +11,8 @@ and (1, …, 1) for a chain of degree 1; |e| is the norm of this vector. A step 
 * tangential (B.4, B.5): Adam entry by entry on ρ·g without its radial part, where g is the gradient. The step is
   relative: −lr·ρ·U, where U is Adam's result;
 * heads (B.8, B.9): the gradient loses its part along rotations. Its first moment is divided by the root of its second
-  moment, which is of the kind `v_mode` (`ddc.heads`). If the eigenbasis rotates by R, second moments move by |R|. In
-  directions that are not live, the step is the first moment itself;
+  moment, which is of the kind `v_mode` (`ddc.heads`). If the eigenbasis rotates by R, second moments move by |R|, with
+  the absolute value of each entry. In directions that are not live, the step is the first moment itself;
 * matrices under Muon (B.10): the polar factor of the horizontal first moment M, times ‖M‖_F/√rank.
 
 The step is taken in the coordinates F⁻¹·θ, with the frame F that was read at `init` (`ddc.links.link`). If two gauges

@@ -96,7 +96,7 @@ def vertical_step(
     return out, VerticalMoments(mu, nu)
 
 
-# One function per property of a part, with one method per kind of part ------------------------------------
+# What this module needs to know about a part: one `singledispatch` function per property -----------------
 
 
 @functools.singledispatch

@@ -125,14 +125,15 @@ def quotient_muon(
       beta: decay of the first moment of matrices.
       eps: see `scale_by_scaled_polar`.
       weight_decay: decoupled decay of matrices, multiplied by the learning rate; a number or a schedule.
-      weight_decay_mask: where `weight_decay` decays, as in `optax.contrib.muon`. No mask can make twins differ.
+      weight_decay_mask: where `weight_decay` decays, as in `optax.contrib.muon`. A callable gets the slice point,
+        which twins share.
       mu_dtype: dtype of the first moment; by default that of slice coordinates, at least float32.
       nesterov: whether to use Nesterov momentum, for matrices and all other leaves.
       adam_b1: decay of Adam's first moments.
       adam_b2: decay of Adam's second moments.
       adam_eps_root: added inside the root of Adam's second moment.
-      adam_weight_decay: decoupled decay of all other leaves.
-      adam_learning_rate: learning rate of all other leaves; by default `learning_rate`.
+      adam_weight_decay: decoupled decay of the leaves that Adam steps.
+      adam_learning_rate: learning rate of the leaves that Adam steps; by default `learning_rate`.
       consistent_rms: the RMS of a matrix's step before the learning rate. This is Optax's name for a number as `scale`;
         give only one of the two.
       scale: see `scale_by_scaled_polar`.
@@ -252,14 +253,15 @@ def max_norm_muon(
       beta: decay of the first moment of matrices and tokens.
       eps: see `scale_by_scaled_polar`.
       weight_decay: decoupled decay of matrices, multiplied by the learning rate; rarely needed.
-      weight_decay_mask: where `weight_decay` decays, as in `optax.contrib.muon`. No mask can make twins differ.
+      weight_decay_mask: where `weight_decay` decays, as in `optax.contrib.muon`. A callable gets the slice point,
+        which twins share.
       mu_dtype: dtype of the first moment; by default that of slice coordinates, at least float32.
       nesterov: whether to use Nesterov momentum, for all leaves.
       adam_b1: decay of Adam's first moments.
       adam_b2: decay of Adam's second moments.
       adam_eps_root: added inside the root of Adam's second moment.
-      adam_weight_decay: decoupled decay of all other leaves.
-      adam_learning_rate: learning rate of all other leaves; by default half of `learning_rate`.
+      adam_weight_decay: decoupled decay of the leaves that Adam steps.
+      adam_learning_rate: learning rate of the leaves that Adam steps; by default half of `learning_rate`.
       bound: see `max_norm`.
       sizes: axis name → length, for axes in parentheses, `(a b)`, whose lengths do not follow from a leaf's shape.
       hold: see `quotient`.

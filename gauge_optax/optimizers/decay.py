@@ -38,7 +38,7 @@ Decay: TypeAlias = optax.ScalarOrSchedule | Mapping[str, float]
 
 _NAME = "add_gauge_decay"
 _OTHER = "other"
-# (constructor, role of a block in its part) → the name of the constructor's argument, where the two differ.
+# (constructor, `Block.argument` in the part that it makes) → the constructor's own name of that argument, if another.
 _ARGUMENTS = {
     ("norm_scale", "up"): "scale", ("norm_scale", "down"): "into", ("scale_invariant", "up"): "blocks",
     ("multiplier_balance", "up"): "query", ("multiplier_balance", "down"): "key",

@@ -65,7 +65,7 @@ class Polar:
       scale: "width", "rms" or "none", see `scale_by_scaled_polar`; or a number, the RMS of a step.
       labels: the user's pairs of a path pattern and a label, in order. A label is "muon", "adam", or one or more axes
         strings.
-      sizes: lengths of axes in labels that shapes do not fix.
+      sizes: pairs of a name and a length, for axes in labels whose lengths do not follow from a leaf's shape.
       rotations_alone: if True, a leaf without a label is a matrix only if a rotation binds it.
     """
 
@@ -180,7 +180,7 @@ class Polar:
 
 
 def rotated_or_scaled(s: Slice) -> set[str]:
-    """Returns the paths of leaves that gauges of heads or channels bind.
+    """Returns the paths of the leaves that rotate with heads or that a scale with two sides multiplies.
 
     If such a leaf is not in `matrices_of`, it is a bias or a norm's scale, whatever its shape.
     """

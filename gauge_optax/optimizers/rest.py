@@ -92,7 +92,7 @@ def share(part: Any) -> float:
 
 
 def resting(name: str, tx: GaugeTransformation, group: Product, rest: str) -> GaugeTransformation:
-    """Returns a `quotient` unchanged for `rest="anchor"`, and for "balanced" wrapped to store balanced weights.
+    """Returns a `quotient` unchanged for `rest="anchor"`; for "balanced", wrapped so that both sides share growth.
 
     Args:
       name: name of the public function, for messages.

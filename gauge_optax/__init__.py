@@ -57,8 +57,7 @@ else:
     _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 
     def __getattr__(name: str) -> Any:
-        """Imports a public name or module when it is first used. A name of `go.orbit`, say, is found as `go.name` too.
-        """
+        """Imports a public name or module when it is first used. `go.orbit.rotate`, say, is also `go.rotate`."""
         if name in _MODULES:
             return importlib.import_module(f"gauge_optax.{name}")
         if name in _MODULE_OF:

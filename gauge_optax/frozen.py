@@ -17,6 +17,7 @@ from gauge_optax.errors import binding_error
 from gauge_optax.traced import loop_counts
 
 _HYPERPARAMETERS = "hyperparams"  # the field of Optax's states whose numbers users change between steps
+# Names of primitives whose result is zero if the first operand is zero, if any operand is, or if all are.
 _ZERO_OF_FIRST = frozenset(
     "neg sign abs sqrt tanh sin asin atan sinh asinh atanh expm1 log1p square cbrt erf real imag conj floor ceil round "
     "convert_element_type bitcast_convert_type reduce_precision copy copy_p stop_gradient optimization_barrier "
@@ -33,7 +34,7 @@ def frozen_leaves(name: str, inner: Any, params: Any) -> frozenset[str]:
     """Returns the paths of leaves whose updates are zero at every step of a run.
 
     An array of the state counts as zero if it is zero after `init` and every `update` leaves it zero, as Adam's moments
-    are behind `optax.freeze`. A learning rate that is a schedule or comes from `optax.inject_hyperparams` is unknown.
+    behind `optax.freeze` do. A learning rate from a schedule or `optax.inject_hyperparams` does not count as zero.
 
     Args:
       name: name of the public function, for messages.
@@ -73,7 +74,8 @@ def frozen_leaves(name: str, inner: Any, params: Any) -> frozenset[str]:
 def frozen_beside_others(name: str, inner: Any, params: Any) -> frozenset[str]:
     """Returns `frozen_leaves`, but no leaf if `inner` never changes any, as with a learning rate of zero.
 
-    It is for wrappers that move weights themselves: around such an optimizer, only the wrapper's own moves are wanted.
+    It is for wrappers that move weights themselves and leave frozen leaves alone. Where `inner` never changes any leaf,
+    the user wants the wrapper's own moves.
     """
     found = frozen_leaves(name, inner, params)
     return frozenset() if found >= set(leaves_by_path(params)) else found

@@ -1,4 +1,4 @@
-"""Links for `optax.chain`, further to `gauge_project`, `scale_by_ddc`, `add_gauge_decay` and `gauge_retract`."""
+"""Further links for `optax.chain`. `gauge_project`, `scale_by_ddc`, `add_gauge_decay`, `gauge_retract` are in `go`."""
 
 from gauge_optax.ddc.links import scale_by_scaled_polar
 from gauge_optax.norms.links import keep_norms_below, scale_by_vector_norm

@@ -31,7 +31,7 @@ _TOLERANCES = {
     "equivariant": (1e-8, 1e-4, 5e-2),
     "loss": (1e-8, 1e-5, 5e-2),
 }
-_DTYPES = ("float64", "float32")  # the first two columns; the third is for shorter dtypes
+_DTYPES = ("float64", "float32")  # the first two columns of `_TOLERANCES`; the third is for shorter dtypes
 
 
 def tolerance(check: str, tree: Any) -> float:
@@ -175,7 +175,7 @@ def assert_equivariant_step(
       key: a PRNG key for g.
       steps: number of training steps.
       ignore: path patterns of leaves that are not compared, such as a key bias without rotary positions, whose gradient
-        is only roundoff. The loss depends on these leaves too, and is compared.
+        is only roundoff. Their effect on the loss is still compared.
       rtol: largest difference relative to each entry of a leaf, and largest relative difference of the loss; by
         default `tolerance("equivariant", params)` for leaves and `tolerance("loss", params)` for the loss.
       scale: size of g, see `Gauge.sample`.

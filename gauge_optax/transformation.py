@@ -50,8 +50,8 @@ class GaugeTransformation(optax.GradientTransformationExtraArgs):
       gauges: the gauges that it was given, with products split into their factors, followed by further gauges of the
         optimizer that it wraps.
       rules: a function of params that returns leaf path → `LeafRule`; None if unknown.
-      preflight: a function of params that returns what `go.check` reports before training: errors to raise, and
-        sentences.
+      preflight: a function of params that returns what `go.check` finds before training: errors that it raises, and
+        sentences for its report.
       inner: the optimizer that it runs on the slice; None if it is not `quotient`.
     """
 
@@ -105,7 +105,7 @@ def transformation(
       update: (updates, state, params, **extra) → (updates, state). It need not mention shardings. On a mesh with
         explicit axes the compiler chooses them inside, and results get the shardings of `updates` and `state`.
       state_type: the NamedTuple that `init` returns.
-      init_empty: params → state, for a tree without leaves, with which `optax.tree.map_params` calls `init`.
+      init_empty: params → state, for a tree without leaves: `optax.tree.map_params` calls `init` with such a tree.
       gauges: see `GaugeTransformation`.
       rules: see `GaugeTransformation`.
       preflight: see `GaugeTransformation`.
@@ -169,8 +169,8 @@ _running: list[None] = []  # one per transformation of this library whose update
 def recording() -> Iterator[list[tuple[Any, Any, Any]]]:
     """Collects triples (gradients, steps, parameters) while an update runs.
 
-    The outermost transformation of this library adds (its gradients, None, None). Every optimizer inside one adds the
-    gradients that it gets, the steps that it returns, and the parameters that it sees.
+    The outermost transformation of this library adds (its gradients, None, None). Every optimizer that such a
+    transformation wraps adds the gradients that it gets, the steps that it returns, and the parameters that it sees.
     """
     _recorders.append([])
     try:
@@ -209,7 +209,7 @@ def placeholder() -> jax.Array:
 def at_once(function: Callable[..., Tree], static: tuple[Any, ...], *arrays: Any) -> Tree:
     """Returns function(*static, *arrays), computed by one program if it is called outside `jit` on one device.
 
-    Operation by operation, `init` would compile a hundred programs. On several devices it runs operation by operation
+    Run operation by operation, `init` would compile a hundred programs. On several devices the function runs like that
     all the same, so that every result is placed on the devices of its operands.
     """
     leaves = [leaf for leaf in jax.tree.leaves(arrays) if isinstance(leaf, jax.Array)]
@@ -248,7 +248,7 @@ class Layout:
     mesh: Mesh | AbstractMesh | None
 
     def left_open(self) -> contextlib.AbstractContextManager[Any]:
-        """Returns a context in which the compiler chooses all layouts. Pass outside arrays through `drop`."""
+        """Returns a context in which the compiler chooses all layouts. Inside, first call `drop` on every operand."""
         if self.mesh is None:
             return contextlib.nullcontext()
         automatic = dict.fromkeys(self.mesh.explicit_axes, AxisType.Auto)

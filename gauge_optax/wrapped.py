@@ -10,7 +10,8 @@ _MOST_NESTED = 12  # levels of objects within objects that are searched
 
 
 def transformations_of(tx: Any) -> list[GaugeTransformation]:
-    """Returns the transformations of this library in an optimizer, but none inside another one, as they are found."""
+    """Returns the outermost transformations of this library inside an optimizer, in the order in which they are found.
+    """
     found: dict[int, GaugeTransformation] = {}
 
     def keep(thing: Any) -> bool:
@@ -32,8 +33,7 @@ def preflight_of(inner: Any) -> Preflight:
 
 
 def wrapped_by(tx: Any) -> list[Any]:
-    """Returns the optimizers that are wrapped by `quotient` inside an optimizer, in the order in which they are found.
-    """
+    """Returns what each `quotient` inside an optimizer wraps, in the order in which they are found."""
     found: dict[int, Any] = {}
 
     def keep(thing: Any) -> bool:

@@ -1,3 +1,3 @@
-"""The Adam and the Muon of *Dead-Direction Conditioners*: this library's (`plain`), the paper's (`printed`), and a
-version of the first that needs less memory (`fused`).
+"""The Adam and the Muon of *Dead-Direction Conditioners*: this library's version (`plain`), the same with less memory
+(`fused`), and the paper's version (`printed`).
 """

@@ -49,7 +49,7 @@ def ddc_adamw(
     max_log_step: Scalar = 0.5,
     rest: str = "anchor",
 ) -> GaugeTransformation:
-    """DDC's AdamW on the slice: one Adam per length of a scale channel, and second moments per head.
+    """DDC's AdamW on the slice: one Adam per length of a scale channel, and second moments of heads by `v_mode`.
 
     On the slice, the anchor of a scale channel has a constant size. The entries on the scale's other side form a
     vector with a *length* and a direction. `ddc/plain.py` explains the steps. The chain of `gauge_project`,
@@ -81,7 +81,7 @@ def ddc_adamw(
         (`ddc/plain.py`, and a table in docs/design.md §4).
       max_log_step: with `preset="paper"`, the largest change in a step of log s, where s is the product of norms that a
         scale gauge leaves as it is (`ddc/printed.py`).
-      rest: see `quotient`; with the preset only "anchor", and the lengths stay where the step leaves them.
+      rest: see `quotient`. The preset accepts only "anchor"; its steps do not return to the slice.
 
     Returns:
       The optimizer. Its `update` needs `params`.
@@ -164,14 +164,15 @@ def ddc_muon(
       eps: see `scale_by_scaled_polar`.
       weight_decay: decoupled decay of matrices, multiplied by the learning rate as in `optax.contrib.muon`; a number, a
         schedule, or a number per role as in `add_gauge_decay`.
-      weight_decay_mask: where `weight_decay` decays, as in `optax.contrib.muon`. No mask can make twins differ.
+      weight_decay_mask: where `weight_decay` decays, as in `optax.contrib.muon`. A callable gets the slice point,
+        which twins share.
       mu_dtype: dtype of the first moment; by default that of slice coordinates, at least float32.
       nesterov: whether to use Nesterov momentum, for matrices and all other leaves.
       adam_b1: decay of Adam's first moments.
       adam_b2: decay of Adam's second moments.
       adam_eps_root: added inside the root of Adam's second moment.
-      adam_weight_decay: decoupled decay of all other leaves.
-      adam_learning_rate: learning rate of all other leaves; by default `learning_rate`.
+      adam_weight_decay: decoupled decay of the leaves that are no matrices.
+      adam_learning_rate: learning rate of the leaves that are no matrices; by default `learning_rate`.
       consistent_rms: the RMS of a matrix's step before the learning rate. It means the same as a number as `scale` and
         has Optax's name; give only one of them.
       scale: see `scale_by_scaled_polar`.
@@ -253,7 +254,7 @@ def _ddc_optimizer(
     tail: tuple[optax.GradientTransformation, ...],
     rest: str,
 ) -> GaugeTransformation:
-    """`quotient` around a chain of `ddc` and `tail`, by the function that computes it with the least memory.
+    """Makes `quotient` around a chain of `ddc` and `tail`, by `fused_ddc`, which needs less memory, where possible.
 
     Args:
       name: name of the public function, for messages.

@@ -1,7 +1,7 @@
-"""DDC's whole step in one function that makes the same steps as `quotient` around `ddc` with less memory.
+"""DDC's whole step in one function: the same steps as those of `quotient` around `ddc`, with less memory.
 
-For an update of one wide layer (d = 2048, f = 8192) its peak memory is 1.27 of AdamW's; `quotient` around `ddc` has
-1.73. Two facts save memory:
+For an update of one wide layer (d = 2048, f = 8192) its peak memory is 1.27 times AdamW's; that of `quotient` around
+`ddc` is 1.73 times AdamW's. Two facts save memory:
 
 * Most operations of DDC on heads give the same result in any basis, so that heads stay in their stored basis. Only
   moments need the slice's basis. One product with F⁻¹·U, where U is an eigenbasis (`ddc.heads`), moves gradients there.
@@ -134,12 +134,13 @@ def _applies(s: Slice) -> bool:
     return not any(map(moves_the_stream, s.parts)) and turned.isdisjoint(beside) and not s.following
 
 
-# One function per property of a part, with one method per kind of part ------------------------------------
+# What this module needs to know about a part: one `singledispatch` function per property -----------------
 
 
 @functools.singledispatch
 def matrix(part: Part[Any], e: Any) -> jax.Array:
-    """The matrices of an element of a turn of heads, (*shape, size, size): it maps a head's rows W to W·matrix."""
+    """The matrices, (*shape, size, size), of an element of a turn: the element maps the rows W of a head to W·matrix.
+    """
     raise NotImplementedError(type(part).__name__)
 
 
@@ -200,7 +201,9 @@ def _they_keep(part: Part[Any]) -> bool:
 
 @functools.singledispatch
 def factors(part: Part[Any], e: Any) -> dict[str, jax.Array]:
-    """Role of a block ("up", "down") → factors per channel by which an element multiplies it; {} if part is no scale.
+    """Argument of a block ("up", "left", "down" or "right") → the factor per channel by which an element multiplies it.
+
+    The result is {} if the part is no scale. `rope_linear` has the arguments "left" and "right".
     """
     return {}
 
@@ -236,9 +239,9 @@ class _StoredBlock(NamedTuple):
     """A block that only scales and rotations map to the slice, so that sums can be taken over the stored leaf.
 
     Attributes:
-      leaf: the stored leaf's values.
-      along: the factor, per channel, of the scale along whose channels is summed; it is constant within a sum.
-      others: the other scales on the block: their named axes, their blocks, and their factors per channel.
+      leaf: the stored leaf's values. Times `along` and the factors of `others`, they are those of the slice point.
+      along: a factor per channel, from the scale whose channels are summed. It is constant within a sum.
+      others: one item for each other scale on the block: its named axes, its block, and its factor per channel.
     """
 
     leaf: jax.Array
@@ -257,7 +260,7 @@ class _StoredBlock(NamedTuple):
 
 
 _Removed = Sequence[tuple[Channels, jax.Array]]
-"""Pairs of channels and a rate per channel: rate times the point was subtracted from a vector along these channels."""
+"""Pairs of channels and a number x per channel: along these channels, x times the point is subtracted from a vector."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,8 +282,8 @@ class _Stored:
         values, vectors, heads = s.values(params), s.vectors(updates), set(s.heads)
         back = {p: by_role for p in s.parts if (by_role := factors(p, p.inverse(f[p.label])))}
         moving = [(p, b) for p in s.parts if p not in heads for b in p.blocks]
-        # `enter` multiplies the same leaves by these factors. `computed_twice` hides this from XLA, which would
-        # otherwise store the product as an array.
+        # `enter` computes leaf times factor too. `computed_twice` hides from XLA that both products are equal: it would
+        # otherwise store the product as an array and read it twice.
         roles = {(p, b.argument) for p in back for b in p.blocks}
         sides = {(p, role): computed_twice(back[p][role]) for p, role in roles}
         blocks: dict[tuple[Any, Block], _StoredBlock] = {}
@@ -290,8 +293,8 @@ class _Stored:
                 if all(p in back for p, _ in others):
                     by_others = tuple((p.named, b, sides[p, b.argument]) for p, b in others)
                     blocks[part, block] = _StoredBlock(values[block.path], sides[part, block.argument], by_others)
-        # A leaf is in `pairs` only if no parts but scales and isometries move it. Leaves with a single row per head are
-        # not, because `quiet` may set their gradient to zero as roundoff.
+        # A leaf is in `pairs` only if no parts but scales and isometries move it. A leaf with a single row per head is
+        # left out, because `quiet` may have set its slice gradient to zero as roundoff.
         plain = {b.path for p in s.parts if keeps_pairings(p) for b in p.blocks}
         mixed = {b.path for p in s.parts if not keeps_pairings(p) for b in p.blocks}
         single = {b.path for turn in s.heads for b in turn.blocks if turn.row_count(b) == 1}
@@ -330,7 +333,10 @@ class _Stored:
         return sum(totals[1:], totals[0])
 
     def _rest_of_pair(self, block: Block, removed: _Removed) -> tuple[jax.Array, jax.Array] | None:
-        """Returns a stored leaf and its stored gradient less what was removed; None if stored leaves do not suffice."""
+        """Returns a stored leaf and its stored gradient, from which `removed` is subtracted in stored coordinates.
+
+        Returns None if stored leaves do not suffice for that.
+        """
         if block.path not in self.pairs:
             return None
         leaf, gradient = self.pairs[block.path]

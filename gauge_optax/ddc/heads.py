@@ -112,7 +112,8 @@ class HeadMoments(NamedTuple):
 
     Attributes:
       bases: for the two "body_frame" modes, the eigenbasis of every head: one array (heads, d, d) per head size d.
-      outer: for "per_head_matrix", the average V of gᵀg/rows: one array (*shape, d, d) per block, part after part.
+      outer: for "per_head_matrix", the average V of gᵀg/n over steps, where g are the n rows of a head's gradient in a
+        block: one array (*shape, d, d) per block, for the turns in `Slice.heads` one after the other.
       age: steps since the bases were computed, int32.
     """
 
@@ -122,7 +123,7 @@ class HeadMoments(NamedTuple):
 
 
 class Bases(NamedTuple):
-    """The bases in which moments are kept, by turn of heads. They are not the frame F of a point.
+    """The bases in which the moments of heads are kept.
 
     Attributes:
       matrices: turn → (*shape, d, d), the matrices that map rows to these bases; {} if rows need no change.
@@ -164,7 +165,7 @@ def refreshed(
 
     Args:
       s: the slice.
-      point: bound leaves.
+      point: bound leaves of the slice point, where with `into` the heads are in their stored basis.
       into: turn → the matrices that map its rows to the slice; None if `point` has its rows on the slice already.
       heads: the state after the last step.
       mu: first moments in the old bases.
@@ -190,8 +191,8 @@ def refreshed(
 
     def renew(mu: Arrays, nu: Arrays) -> Any:
         fresh = tuple(_eigenbasis(gram, options.paper) for gram in grams)
-        # `_eigenbasis` ends by reversing columns. It is undone here and redone behind the product, so that only matrix
-        # products read the slices, see `_unstacked`.
+        # `_eigenbasis` ends by reversing columns. Here the reversal is undone, and it is done again after the matrix
+        # product: only matrix products should read the results of `_unstacked`, whose docstring says why.
         ascending = _unstacked(groups, [basis[..., ::-1] for basis in fresh])
         pairs = zip(_unstacked(groups, heads.bases), ascending, strict=True)
         rotations = dict(zip(turns, (matmul(transpose(old), new)[..., ::-1] for old, new in pairs), strict=True))

@@ -39,13 +39,13 @@ Scalar = float | jax.Array
 def link(
     name: str, inner: optax.GradientTransformation, group: Product, without_shifts: bool = True
 ) -> GaugeTransformation:
-    """A link of a chain: `inner` on the slice. Its step leads off the slice, and `gauge_retract` leads back.
+    """Makes a link of a chain that runs `inner` on the slice. Its step leads off the slice; `gauge_retract` leads back.
 
     Args:
       name: name of the public function, for messages.
       inner: a transformation of slice gradients into slice tangents.
       group: the gauges.
-      without_shifts: if True, gradients lose their part along shifts; False for an `inner` that moves along orbits.
+      without_shifts: if True, gradients lose their part along constants; False for an `inner` that moves along orbits.
     """
     inner = checked_inner(name, inner)
 
@@ -99,8 +99,8 @@ def gauge_project(gauges: Gauges, kind: str = "gradient") -> GaugeTransformation
     [[-1.0, 1.0]]
 
     Reference: DDC Eq. (1), the projectors. Deviations: one projection serves all gauges of the list; along scales and
-      shifts it removes the part that changes what is read from the anchors (docs/design.md §2), not an orthogonal
-      part, so that gradients get its adjoint.
+      shifts it removes the part that changes what is read from the anchors (docs/design.md §2). This projection of
+      tangents is not orthogonal, so that gradients get its transpose.
     """
     require_choice("gauge_project", "kind", kind, ("gradient", "update"))
     group = product(gauges)
@@ -146,15 +146,16 @@ def scale_by_ddc(
       gauges: a gauge or a sequence of gauges.
       b1: decay of first moments.
       b2: decay of second moments.
-      eps: added to √v̂.
+      eps: added to √v̂, where v̂ is the second moment with its bias corrected.
       eps_root: added to v̂ inside the root.
       mu_dtype: dtype of the first moment; by default that of slice coordinates, at least float32.
       nesterov: whether to use Nesterov momentum, as in `optax.adam`.
-      vertical: "frozen" for no motion along orbits; "sgd" or "adam" for losses with a penalty on weights, which are
-        not constant along orbits.
+      vertical: "frozen" for no motion along orbits; "sgd" or "adam" for losses that change along orbits, because they
+        contain a penalty on weights.
       v_mode: the kind of second moments of leaves that rotations bind: "body_frame_topk", "body_frame",
         "per_head_scalar", "per_head_matrix" or "none"; `ddc/heads.py` defines them.
-      radial: "linear" for Adam on the length s of a channel; "log" for Adam on log s, where decay can shrink s to zero.
+      radial: "linear" for Adam on the length s of a channel; "log" for Adam on log s, where a large decay shrinks s to
+        zero whatever the gradient is (docs/design.md §4).
       radial_scale: a factor of the steps of lengths. With 1, the length of a vector of n entries moves by up to lr·√n a
         step, as far as Adam's steps of the entries could move it.
       scale_floor: a share of a gauge's mean length at `init`; a shorter length is made to grow. With 0, channels can
@@ -218,9 +219,9 @@ def scale_by_scaled_polar(
     """Muon's steps on the slice for matrices, `scale_by_ddc` for everything else.
 
     Matrices are the leaves that rotations, tori and rescales bind, and the kernels that read a norm, except vectors and
-    the leaves of a `logit_shift`. A leaf has one matrix per head if a rotation or torus binds it. Otherwise its
-    channels are one side of one matrix, and its free axes the other side. If gauges bind ranges of a fused kernel, each
-    range is treated like a separate leaf.
+    the leaves of a `logit_shift`. A leaf has one matrix per head if a rotation or torus binds it. Otherwise it is one
+    matrix, with its channels on one side and its free axes (`_`) on the other. If gauges bind ranges of a fused kernel,
+    each range is treated like a separate leaf.
 
     Args:
       gauges: a gauge or a sequence of gauges.
@@ -228,9 +229,9 @@ def scale_by_scaled_polar(
         one tuple of coefficients, or a tuple of such tuples.
       ns_steps: how often a single polynomial is applied; 5 by default. It must not be traced.
       beta: decay of the first moment of matrices.
-      eps: a moment M of a matrix is divided by its largest entry and then by its Frobenius norm plus eps. In Adam, eps
-        is added to √v̂; for lengths, eps times the largest √v̂ is added. Steps of matrices and of lengths therefore do
-        not depend on the size of gradients.
+      eps: a moment M of a matrix is divided by its largest entry and then by its Frobenius norm plus eps. For lengths,
+        eps times the largest √v̂ is added to √v̂, the root of the second moment. Steps of matrices and of lengths
+        therefore do not depend on the size of gradients. For all other leaves, eps is added to √v̂, as in Adam.
       mu_dtype: dtype of the first moment; by default that of slice coordinates, at least float32.
       nesterov: whether to use Nesterov momentum, for matrices and all other leaves.
       scale: the factor of a polar factor. "width": √max(1, outputs/inputs), the default of `optax.contrib.muon`. "rms":
@@ -240,7 +241,7 @@ def scale_by_scaled_polar(
         patterns match, the last one decides. Axes say which matrices a leaf holds: `_` stands for rows and for columns,
         and names count matrices: "_ head _" for a gate per head, "expert _ _" for stacked experts. Give a tuple of axes
         for the ranges of a fused kernel: ("_ _=0:32", "_ _=32:40").
-      sizes: lengths of axes inside `(a b)` in `labels` that shapes do not fix.
+      sizes: axis name → length, for axes in parentheses in `labels`, `(a b)`, whose lengths do not follow from a shape.
       preset: "paper" for DDC's own rules: only leaves that rotations bind are matrices (Table 1), `scale` is "rms" and
         ns_coeffs "sharp" (B.10), and there is no Nesterov momentum. All other leaves get the preset of `scale_by_ddc`.
       adam_b1: decay of Adam's first moments.

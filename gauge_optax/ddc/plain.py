@@ -3,7 +3,7 @@
 DDC is the paper *Dead-Direction Conditioners*; numbers such as B.4 name its sections. *Vertical* motion is along the
 orbit and changes no output; the other part of a motion is *horizontal*. On the slice the anchor of a scale channel has
 a constant size. The channel's entries in the other block (a unit's outgoing weights, or a row of a kernel behind a
-norm) form a vector with a *length* s and a *direction*. A step has two parts:
+norm) form a vector with a *length* s and a *direction*. A step has two parts, which are added:
 
 * radial: one Adam per channel on s, or on log s (B.4);
 * tangential: Adam entry by entry on the part of the gradient that changes no length (B.5). Heads get one of five kinds
@@ -13,8 +13,8 @@ Twins have one slice point, so their moments are the same numbers, and no gauge 
 
 Deviations from appendix B: a length moves by up to lr·√n, where n is the number of its entries, because Adam can change
 the norm of n entries by that much. If several kernels read a norm, each has lengths of its own. In a chain of layers
-all lengths but the last belong to anchors, which are constant, so that one radial part remains (B.6). There is no clamp
-(B.7). docs/design.md §4 has a table.
+all lengths but the last belong to anchors, which are constant, so that one radial part remains (B.6). Radial steps are
+not clamped (B.7). docs/design.md §4 has a table.
 """
 
 import dataclasses
@@ -68,7 +68,7 @@ _REGROWTH = 4.0
 
 
 class Options(NamedTuple):
-    """The arguments of `scale_by_ddc` except the gauges, and `paper`."""
+    """The arguments of `scale_by_ddc` without the gauges, and one more field, `paper`."""
 
     b1: Scalar
     b2: Scalar
@@ -98,7 +98,7 @@ def checked_options(name: str, *settings: Any) -> Options:
 
 
 class GaugeMoments(NamedTuple):
-    """The moments that DDC keeps per channel, head or orbit coordinate; small beside the parameters.
+    """The moments that DDC keeps per channel, head or orbit coordinate; they are much smaller than the parameters.
 
     Attributes:
       radial_mu: first moments of the derivatives by s (or log s): one array per block with lengths, with a number per
@@ -267,7 +267,7 @@ def _factor_has_lengths(part: Factor) -> bool:
 
 @functools.singledispatch
 def partner(part: Part[Any], anchor: Anchor) -> tuple[Block, ...]:
-    """The blocks on the other side of a scale than its anchor, which have lengths; () for other parts and anchors."""
+    """The blocks `down` of a scale if its anchor is in `up`: their channels have lengths. () for all other parts."""
     return ()
 
 
@@ -277,8 +277,7 @@ def _partner_of_factor(part: Factor, anchor: Anchor) -> tuple[Block, ...]:
 
 
 def channels_with_length(s: Slice, matrices: Mapping[str, Reading]) -> list[Channels]:
-    """Returns the blocks opposite to anchors, each with lengths of its own; each range of a fused kernel counts as one.
-    """
+    """Returns the blocks opposite to anchors, each with lengths of its own; so has each range of a fused kernel."""
     # The norm of a whole block is constant on the slice if the block is the anchor of another gauge without named axes.
     whole = [block for part, anchor, _ in s.sizes for block in anchor if not part.named]
     channels = []
@@ -398,7 +397,7 @@ def tangential_step(
     into: Mapping[Any, jax.Array] | None = None,
     before_polar: Callable[[Arrays], Arrays] | None = None,
 ) -> tuple[Arrays, Arrays, Arrays, HeadMoments]:
-    """Computes the step of directions: Adam's quotient of moments, or a matrix's polar factor of the first moment.
+    """Computes the step of directions: Adam's quotient of moments; for matrices, the polar factor of the first moment.
 
     Args:
       s: the slice.
@@ -407,7 +406,7 @@ def tangential_step(
       polar: settings of the polar factors; None for Adam everywhere.
       matrices: leaf path → which matrices it holds, see `polar_matrices`.
       point: bound leaves of the slice point.
-      across: the gradient without the part that changes lengths, all leaves.
+      across: all leaves of the gradient, without the part that changes lengths.
       state: the state so far.
       into: turn → the matrices that map its rows to the slice; None if `point` has its rows on the slice already.
       before_polar: a function that changes first moments before their polar factors are computed; by default none.

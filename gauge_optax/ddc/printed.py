@@ -4,21 +4,21 @@
 the paper's text, for comparison with its figures. A scale gauge joins *tensors* with norms ρ₁, ρ₂, … per channel: the
 two sides of a rescale, a norm's scale and the kernels that read it, or all layers of a chain of rescales of whole
 tensors. The product s = Π ρᵢ^eᵢ does not change along the orbit. Its exponents are e = (p, 1) for a pair of degree p,
-and (1, …, 1) for a chain; |e| is the norm of this vector. A step has these parts:
+and (1, …, 1) for a chain of degree 1; |e| is the norm of this vector. A step has these parts:
 
 * radial (B.4, B.6, B.7): one scalar Adam on s, or on log s / |e|. The step of log s is clamped, and log ρᵢ moves by its
   share eᵢ/|e|². Decay acts here, as a factor exp(−|e|²·lr·wd) of s;
 * tangential (B.4, B.5): Adam entry by entry on ρ·g without its radial part, where g is the gradient. The step is
   relative: −lr·ρ·U, where U is Adam's result;
-* heads (B.8, B.9): the gradient loses its part along rotations. Its first moment is divided by the root of one of the
-  kinds of second moments of `ddc.heads`, with the paper's floor. If the basis rotates by R, second moments move by |R|.
-  Directions that are not live are not divided;
+* heads (B.8, B.9): the gradient loses its part along rotations. Its first moment is divided by the root of its second
+  moment, which is of the kind `v_mode` (`ddc.heads`). If the eigenbasis rotates by R, second moments move by |R|, with
+  the absolute value of each entry. In directions that are not live, the step is the first moment itself;
 * matrices under Muon (B.10): the polar factor of the horizontal first moment M, times ‖M‖_F/√rank.
 
-The step is taken in the coordinates of `ddc.links.link`, those of the frame that was read at `init`. If two gauges
+The step is taken in the coordinates F⁻¹·θ, with the frame F that was read at `init` (`ddc.links.link`). If two gauges
 share a leaf, ρ is the geometric mean of the leaf's lengths. Nothing returns to the slice: the lengths stay where the
-step leaves them. Two numbers that the text does not give are arguments: `max_log_step`, and `scale_floor`, the floor of
-s as a share of its fixed point s* = 1/(|e|²·wd).
+step leaves them. Two numbers that the text does not give are arguments: `max_log_step`, the bound of the step of log s,
+and `scale_floor`, the floor of s as a share of its fixed point s* = 1/(|e|²·wd).
 """
 
 import dataclasses
@@ -74,8 +74,8 @@ class PaperOptions(NamedTuple):
     """The settings of appendix B that `Options` does not have.
 
     Attributes:
-      learning_rate: a number or a schedule. None makes a direction in place of a step: the step's derivative by the
-        rate at 0, with its sign changed, without decay.
+      learning_rate: a number or a schedule. None makes a direction in place of a step, for a link that another link
+        multiplies by the rate: minus the derivative of the step by the rate, at the rate 0 and without decay.
       weight_decay: decoupled decay, multiplied by the rate; a number or a schedule. It shrinks s of leaves that a scale
         gauge binds, and the entries of all other leaves.
       matrix_rate: the learning rate of matrices under Muon.
@@ -161,8 +161,8 @@ def _joined_by_factor(part: Factor) -> tuple[tuple[Block, ...], ...]:
 
 
 def joined_tensors(s: Slice) -> list[Tensors]:
-    """Returns the joined tensors: per scale with named axes a pair, per chain of scales without named axes one item,
-    and per scale with one side a single tensor.
+    """Returns one `Tensors` for each scale with two sides and named axes (a pair), for each chain of scales without
+    named axes, and for each scale with one side (a single tensor).
     """
     joined = {i: joined_sides(i) for i in s.parts}
     pairs = {i: sides for i, sides in joined.items() if len(sides) == 2}
@@ -319,8 +319,7 @@ def _log_step(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the change of log s per channel, and both new moments.
 
-    If the learning rate is None, the derivative of that change by the rate at 0, with its sign changed and without
-    decay, stands in place of the change.
+    If the learning rate is None, the result has a direction in place of the change, see `PaperOptions`.
     """
     e2, rate = joined.square, paper.learning_rate
     squares = [c.dot(point, point) for c in joined.channels]

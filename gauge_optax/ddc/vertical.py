@@ -1,4 +1,4 @@
-"""Motion along orbits, for losses with a penalty on weights, which are not constant along them.
+"""Steps along orbits, for losses that are not constant along orbits because they contain a penalty on weights.
 
 Every coordinate of a point in its orbit is stepped by momentum (mode "sgd") or by Adam (mode "adam"). The coordinates
 are log α of a scale channel, the shift of a leaf, and the rotation of a head. All derivatives by the rotation of one
@@ -25,13 +25,13 @@ VERTICAL = ("frozen", "sgd", "adam")
 
 
 class Moments(NamedTuple):
-    """One moment of every orbit coordinate.
+    """The first moments of all orbit coordinates, or the second moments.
 
     Attributes:
       scales: one array per scale, with a number per channel.
       shifts: one tuple per shift, with an array per block.
-      turning: in first moments, path of a leaf that rotations move → the part of its gradient along rotations; in
-        second moments, number of the rotation in `Slice.heads`, as a string → one number per head.
+      turning: in first moments, path of a leaf that rotations move → an average of the part of its gradient along
+        rotations; in second moments, index of the rotation in `Slice.heads`, as a string → one number per head.
     """
 
     scales: Any
@@ -96,12 +96,12 @@ def vertical_step(
     return out, VerticalMoments(mu, nu)
 
 
-# One function per property of a part, with one method per kind of part ------------------------------------
+# What this module needs to know about a part: one `singledispatch` function per property -----------------
 
 
 @functools.singledispatch
 def has_orbit_coordinates(part: Part[Any]) -> bool:
-    """Whether `vertical_step` can move along all orbits of a part; also True if its orbits have no dimension."""
+    """Whether `vertical_step` can step all orbit coordinates of a part; also True for a permutation, which has none."""
     return True
 
 
@@ -118,7 +118,7 @@ def _means_have(part: Mean) -> bool:
 
 @functools.singledispatch
 def log_step(part: Part[Any]) -> float:
-    """√(1 + p²) for a scale of degree p, 0 for other parts: log α = 1 changes the logs of both sides by (1, −p)."""
+    """How far a scale of degree p moves the logs of its two sides per unit of log α: |(1, −p)|. 0 for other parts."""
     return 0.0
 
 
@@ -167,7 +167,7 @@ def _derivatives(s: Slice, point: Arrays, gradient: Arrays) -> Moments:
         moved, pull = jax.vjp(functools.partial(_scaled, part, point), logs)
         size = sum((b.total(part.named, sizes[b.path]) for b in part.blocks), start=jnp.zeros(()))
         cotangent = {p: gradient[p] if p in changed(part) else jnp.zeros_like(x) for p, x in moved.items()}
-        # The coefficient of the gradient's projection on (1, −p), by which log α = 1 changes the logs of both sides.
+        # log α = 1 changes the logs of both sides by (1, −p). The coefficient of the projection on this vector:
         scales.append(_above_noise(pull(cotangent)[0], size) / log_step(part) ** 2)
     absolute = {p: jnp.abs(x) for p, x in gradient.items()}
     shifts = [jax.tree.map(_above_noise, i.read(a, gradient), i.read(a, absolute)) for i, a in _shifts(s)]
@@ -178,7 +178,7 @@ def _derivatives(s: Slice, point: Arrays, gradient: Arrays) -> Moments:
 
 
 def _times(s: Slice, turning: Arrays, factors: Arrays) -> Arrays:
-    """Multiplies every head in the leaves `turning` by its factor; keys of `factors` number the turns of `s.heads`."""
+    """Multiplies every head in the leaves `turning` by its factor; `factors` has the indices of `s.heads` as keys."""
     out = dict(turning)
     for k, turn in enumerate(s.heads):
         for block in turn.blocks:

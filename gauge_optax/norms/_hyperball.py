@@ -3,7 +3,8 @@
 A step U is projected onto the tangents of the sphere, which also removes decoupled weight decay, because decay is
 normal to the sphere. Then W ← R·(W + U)/‖W + U‖ moves the result back to the radius R. If each factor A, B of a product
 A·Bᵀ is on a sphere, the Gram matrices AᵀA and BᵀB can still differ, and invertible matrices can still move from one
-factor to the other. A step is equivariant under rotations within a sphere, but not under rescalings or GL(r).
+factor to the other. A step is equivariant under rotations within a sphere, but not under rescalings or under the
+invertible matrices of a product, GL(r).
 
 Reference: "When Equivalent Weights Train Differently" ("the post") §5.
 """
@@ -33,8 +34,8 @@ class HyperballState(NamedTuple):
     """State of `hyperball`.
 
     Attributes:
-      radius: leaf path → axes string → the radii of these spheres, shaped like the named axes; () if the user gave
-        numbers. A state with other keys raises an error.
+      radius: leaf path → axes string → the radii of the spheres that the string counts, shaped like its named axes; ()
+        if the user gave numbers. `update` raises an error for a state with other paths or strings than the user's.
       count: the number of steps so far, int32; () unless the learning rate is a schedule.
     """
 
@@ -59,19 +60,21 @@ def hyperball(
       W_{new} = R\,\frac{W + U_T}{\lVert W + U_T\rVert}.
 
     One sphere per factor of a product A·Bᵀ fixes the traces of AᵀA and BᵀB, but does not make these matrices equal. A
-    step is equivariant under rotations that act within a sphere, but not under rescalings or GL(r).
+    step is equivariant under rotations that act within a sphere, but not under rescalings or other invertible matrices.
 
     Args:
       axes: path → axes string, as in gauges. Named axes count independent spheres, and a sphere spans the axes `_`:
         `"_ _"` is a sphere per matrix, `"_ head _"` one per head, `"_ channel"` one per channel. If a pattern matches
-        several leaves, each has its own spheres. Under `1+` the stored number plus 1 is on the sphere.
+        several leaves, each has its own spheres. If the string begins with `1+`, the stored number plus 1 is on the
+        sphere.
       radius: "initial" for the norm at `init`; a positive number; or pattern → number, with the keys of `axes`. With a
         number, the first step moves the weights onto their sphere, however small the learning rate. `init` warns if
         the weights are far from it, unless `init` is traced.
       learning_rate: None, or a number or a schedule that sets the length of the step: U_T is scaled to the length
         learning_rate·R, so that only its direction comes from the transformations before. If U_T is only roundoff, the
-        sphere's weights do not move. Weights that are not yet on their sphere turn by atan(learning_rate·R/‖W‖).
-      sizes: lengths of axes inside `(a b)` that shapes do not fix.
+        sphere's weights do not move. A step turns W by the angle atan(learning_rate·R/‖W‖), also if W is not yet on its
+        sphere.
+      sizes: axis name → length, for axes in parentheses, `(a b)`, whose lengths do not follow from a leaf's shape.
 
     Returns:
       A transformation of updates (tangents) into differences of parameters (chords) W_new − W, where W_new is on the
@@ -154,12 +157,13 @@ def _chord(sphere: Selection, leaves: Leaves, tangents: Leaves, radius: Any, rat
 
     flat = projected(tangent)
     if rate is not None:
-        # Only the direction counts: dividing by the largest entry keeps squares from overflow and underflow. The second
-        # projection removes the roundoff along W that the first one leaves and that would count towards the length.
+        # Only the direction counts: dividing by the largest entry keeps squares from overflow and underflow. The first
+        # projection leaves roundoff along W, which would count towards the length; the second removes it.
         tangent, _ = unit_and_size(tangent, sphere.axes)
         flat = projected(projected(tangent))
         length = jnp.sqrt(dot(flat, flat))
-        # Of an update along W, such as decay, only roundoff is left, in the coarser of its dtype and the computing one.
+        # If the update is along W, as decay is, only roundoff is left of it, which must not be scaled to a full step.
+        # Its size follows from the coarser of two dtypes, that of the update and that of the computation.
         dtypes = tangents[sphere.block.path].dtype, tangent.dtype
         roundoff = 2.0 * max(float(jnp.finfo(dtype).eps) for dtype in dtypes)
         moves = length > roundoff * jnp.sqrt(dot(tangent, tangent))

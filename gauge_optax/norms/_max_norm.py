@@ -1,4 +1,4 @@
-"""Steps of a set length inside a max-norm ball: no weight vector becomes longer than a bound.
+"""`max_norm`: steps of a set length on average, and no weight vector becomes longer than a bound.
 
 A neuron whose weights have variance 1/inputs, the usual start, has a norm of about 1. In units of this norm, the
 learning rate alone decides the length of a neuron's steps, whatever the neuron's own norm is. A neuron that starts too
@@ -35,7 +35,7 @@ class MaxNormState(NamedTuple):
       count: the number of steps so far.
       tracked: the number of steps whose learning rate was not zero.
       length: leaf path → axes string → ν, an average over steps (root mean square) of the inner update's length divided
-        by the learning rate, shaped like the named axes. A state with other keys raises an error.
+        by the learning rate, shaped like the named axes. `update` raises an error for other paths or strings.
       frozen: path of a leaf that the optimizer inside never changes → (). Its vectors stay, even above the bound.
     """
 
@@ -68,7 +68,7 @@ def max_norm(
     The length of a step is ηR on average over steps. `inner` decides its direction, and how its length varies from
     step to step. A vector of zeros moves like any other. A vector within the bound stays within it. A vector that
     starts above the bound never grows: its norm falls by the length of its step, ηR on average, until it is within the
-    bound. With a small rate, a step therefore changes even such weights little. A vector without an update stays.
+    bound. With a small rate, a step therefore changes even such weights little. A vector whose update is zero stays.
 
     Args:
       inner: a whole optimizer, its learning rate included; Muon gains most. Its decay counts as part of Δ, and is
@@ -79,7 +79,7 @@ def max_norm(
       bound: R, the largest norm of a vector. 1 is the norm of a neuron whose weights have variance 1/inputs. Trained
         weights whose norms shall stay need a larger bound.
       beta: decay of the average of squared lengths; with 0, every step has exactly the length ηR.
-      sizes: lengths of axes inside `(a b)` that shapes do not fix.
+      sizes: axis name → length, for axes in parentheses, `(a b)`, whose lengths do not follow from a leaf's shape.
 
     Returns:
       A whole optimizer. Beside the state of `inner`, its state has one number per vector.
@@ -111,11 +111,12 @@ def max_norm(
 
 
 class Measure(NamedTuple):
-    """The unit in which steps and bounds of the vectors of one axes string and leaf are measured.
+    """How far the vectors of one `Selection` step, and how long they may become.
 
     Attributes:
-      unit: a norm. Steps have the length η·R·unit on average, and the bound is R·unit.
-      bounded: if False, the vectors have no bound, only steps of that length.
+      unit: a norm. With the learning rate η and the argument `bound` R, steps have the length η·R·unit on average, and
+        norms are at most R·unit.
+      bounded: if False, norms have no bound.
     """
 
     unit: float = 1.0
@@ -126,7 +127,7 @@ def named_max_norm(
     name: str, inner: optax.GradientTransformation, specs: vectors.Specs, measure: Callable[[Selection], Measure],
     learning_rate: optax.ScalarOrSchedule, bound: Scalar, beta: Scalar,
 ) -> optax.GradientTransformationExtraArgs:
-    """`max_norm` with the name of the function that the user called, for errors, and a measure per leaf.
+    """`max_norm` with two more arguments: the name of the function that the user called, and a measure per selection.
 
     Args:
       name: name of the public function.

@@ -40,8 +40,8 @@ class RotationalState(NamedTuple):
       inner_state: the state of the optimizer inside.
       count: the number of steps so far.
       tracked: the number of steps whose learning rate was not zero.
-      length: leaf path → axes string → norms at `init`, shaped like the named axes. A state with other keys raises an
-        error.
+      length: leaf path → axes string → norms at `init`, shaped like the named axes. `update` raises an error for other
+        paths or strings.
       square: in the same form, the average ν of ‖Δ‖², see `rotational`.
       gain: in the same form, the trained factor of each norm; () without `gain`.
       gain_state: the state of the optimizer that trains these factors; () without `gain`.
@@ -85,25 +85,25 @@ def rotational(
 
     Args:
       inner: a whole optimizer, its learning rate included. A decoupled decay of p is along p and drops out. A decay
-        that is added to gradients before a momentum (ℓ2) is along earlier values of p, and drops out up to their angle
-        to p: with SGD one step is 7e-6 off the paper's Algorithm 1. Leaves that `blocks` do not list get `inner`'s
-        update, decay included.
+        that is added to gradients before a momentum (ℓ2) is along earlier values of p, which have a small angle to p,
+        and drops out nearly: with SGD one step differs by 7e-6 from that of the paper's Algorithm 1. Leaves that
+        `blocks` do not list get `inner`'s update, decay included.
       blocks: path → axes string, as in gauges. Named axes count vectors, and a vector spans the axes `_`: `"_ channel"`
         makes a vector per output, `"_ head _"` one per head, `"_ _"` one per layer.
       learning_rate: the learning rate of `inner`, a number or a schedule.
       weight_decay: λ in the default of `eta_r`, a number or a schedule. It does not decay any weight.
       eta_r: radians a step, a number or a schedule. None for the angle of the paper's Table 1, chosen by the class of
         `inner`'s state: √(2ηλ·(1 − β₁)/(1 + β₁)) for Adam, whether its decay is decoupled or not; √(2ηλ/(1 + α)) for
-        momentum; √(πηλγ) for Lion. For Adam on g + λω this is the paper's special variant, which has the directions of
-        that optimizer and the angle of AdamW.
+        momentum; √(πηλγ) for Lion, where `norms/equilibrium.py` defines γ. If Adam gets gradients plus λp, this is the
+        paper's special variant: directions of Adam with ℓ2, angle of AdamW.
       beta: decay of the average of squared lengths; with 0, each step turns by exactly `eta_r`.
       eps: added to the average ν of ‖Δ‖². For SGD, ν depends on the scale of the loss, so that only 0 is safe.
       center: if True, vectors and their steps have a mean of zero; the first step removes the vectors' means.
       gain: None, or an optimizer that trains a factor of each vector's norm, for weights whose size matters. The norm
         is then the norm at `init` times this factor, which starts at 1 and may not reach 0.
-      b1: the momentum β₁ or α of `inner`, used only for Table 1.
-      b2: the second momentum of Lion, used only for Table 1.
-      sizes: lengths of axes inside `(a b)` that shapes do not fix.
+      b1: the momentum of `inner`, β₁ or α; only the default of `eta_r` uses it.
+      b2: the second momentum β₂ of Lion; only the default of `eta_r` uses it.
+      sizes: axis name → length, for axes in parentheses, `(a b)`, whose lengths do not follow from a leaf's shape.
 
     Returns:
       A whole optimizer. Beside the state of `inner`, its state has two numbers per vector; with `gain`, one more and
@@ -235,7 +235,7 @@ def named_rotational(
             average = memory * selection.spread(square) + (1.0 - memory) * (across * inverse_eta**2)
             usual = jnp.sqrt(average / correction + eps)
             pace = jnp.where(across > 0, angle * inverse_eta * safe_divide(jnp.ones_like(usual), usual), 0.0)
-            # q/n is a unit vector along p plus pace·ηΔ, which is orthogonal to it. The root is the norm of this sum.
+            # q/n is p/‖p‖ + pace·ηΔ. Both terms are orthogonal, so that the norm of q/n is this root.
             reach = norm / jnp.sqrt(1.0 + pace * pace * across)
             b = reach * pace
             a = reach * safe_divide(jnp.ones_like(size), jnp.sqrt(size)) - b * along

@@ -1,13 +1,14 @@
 r"""Closed forms of the norm at which a weight vector settles under weight decay, and of its rotation per step there.
 
-One step moves a weight vector ω of C entries by η·Δ and decays it by ηλω, with the learning rate η and the decay λ. One
-gradient g acts on ω over all later steps, through momentum: it moves ω by u in total, while decay removes d. In a
-random walk u is orthogonal to ω on average. The norm settles where both cancel,
+One step moves a weight vector ω of C entries by η·Δ and decays it by ηλω, with the learning rate η and the decay λ.
+Through momentum, one gradient g acts in many steps: it moves ω by u in total. Decay removes d per step. In a random
+walk u is orthogonal to ω on average, and the norm settles where u and d cancel,
 
     (‖ω‖ − ‖d‖)² + ‖u‖² = ‖ω‖².
 
 `rms_update` is the length of one step's ηΔ, and `rms_diffusion` is the length of u. Divided by the norm, they are
-angles in radians. There are five rules (E is the mean over steps, r the rank of a matrix, S the norm of Muon's update):
+angles in radians. Each optimizer has its rule. E is the mean over steps, α and β are momenta, m is an average of past
+gradients, n what Lion and Muon step along, v Adam's second moment, and S the norm of Muon's update:
 
 | | ‖Δ‖² | ‖u‖²/η² | d |
 |---|---|---|---|
@@ -18,8 +19,8 @@ angles in radians. There are five rules (E is the mean over steps, r the rank of
 | Muon, polar factor of n | S² | S²·a²/γ | ηλω |
 
 γ = (1 − β₁)² + β₁²·(1 − β₂)/(1 + β₂) is E‖n‖²/E‖g‖²: n weights the last gradients by 1 − β₁, β₁(1 − β₂), β₁(1 − β₂)β₂,
-…, which sum to 1. The number a is the cosine between n and its sign or polar factor. Then a²/γ is ‖u‖²/η² in units of
-one update's squared length. For Lion n is a vector, a = ‖n‖₁/(√C·‖n‖₂); for Muon a matrix, a = ‖n‖_*/(√r·‖n‖_F).
+…, which sum to 1. The number a is the cosine between n and its sign or polar factor. For Lion n is a vector, and
+a = ‖n‖₁/(√C·‖n‖₂). For Muon n is a matrix of rank r, and a = ‖n‖_*/(√r·‖n‖_F), where ‖n‖_* is the nuclear norm.
 
 Reference: Kosson, Messmer and Jaggi, "Rotational Equilibrium" (ICML 2024).
 """
@@ -33,7 +34,7 @@ from gauge_optax.errors import binding_error
 from gauge_optax.transformation import require_choice
 
 Number = Any
-"""A float, or an array that broadcasts against the others, such as one number per neuron or per step."""
+"""A float, or an array that broadcasts against the other arguments, such as one number per neuron or per step."""
 
 
 class Equilibrium(NamedTuple):
@@ -41,8 +42,8 @@ class Equilibrium(NamedTuple):
 
     Attributes:
       norm: √E‖ω‖².
-      rms_update: η_g = √E‖ηΔ‖², the length of one step without its decay. It holds for other parameters with as many
-        entries too, such as biases.
+      rms_update: η_g = √E‖ηΔ‖², the length of one step without its decay. For Adam and Lion it depends only on the
+        number of entries, so that it also holds for parameters that are not scale-invariant, such as biases.
       rotation: η_r = rms_update / norm, radians a step.
       rms_diffusion: √E‖u‖², how far one gradient moves the vector over all later steps.
       rotational_diffusion: rms_diffusion / norm, radians.
@@ -83,12 +84,12 @@ def predict_equilibrium(
       b2: Lion's second momentum. Adam's does not matter here.
       dim: the number of entries C of the vector; SGDM does not need it.
       gradient_norm: √E‖g̃‖², where g̃ = ‖ω‖·g is the gradient at weights of norm 1; for SGDM and Adam + ℓ₂.
-      gradient_roots: Σᵢ √E g̃ᵢ² for Adam + ℓ₂; by default √C·gradient_norm, as if all entries had one variance.
-      sign_alignment: the cosine a between n and its sign (Lion) or its polar factor (Muon); by default √(2/π), for
-        entries with one variance, and for Muon the cosine of a Gaussian matrix of this `shape`.
+      gradient_roots: Σᵢ √E g̃ᵢ² for Adam + ℓ₂; by default √C·gradient_norm, as if all entries had the same variance.
+      sign_alignment: the cosine a between n and its sign (Lion) or its polar factor (Muon). The default is that of
+        normal entries with the same variance: √(2/π) for Lion, and for Muon that of a matrix of this `shape`.
       shape: (rows, columns) of Muon's matrix; the vector is the whole matrix.
       update_norm: Frobenius norm S of Muon's update before η; by default that of a polar factor, √min(rows, columns).
-      nesterov: whether Muon's n has Nesterov momentum.
+      nesterov: whether Muon's n has Nesterov momentum; other kinds ignore it.
       second_order: if True, keeps the term λ²η² of decay, Eq. (18); Table 1 leaves it out.
 
     Returns:
@@ -160,7 +161,9 @@ def predict_equilibrium(
 
 
 def polar_alignment(rows: int, columns: int) -> float:
-    """Returns ‖X‖_*/(√r·‖X‖_F) of a large Gaussian matrix with smaller side r, by the Marchenko–Pastur law.
+    """Returns the cosine between a large Gaussian matrix X and its polar factor, by the Marchenko–Pastur law.
+
+    It is ‖X‖_*/(√r·‖X‖_F), where r is the smaller of `rows` and `columns`.
 
     >>> from gauge_optax.norms.equilibrium import polar_alignment
     >>> round(polar_alignment(64, 64), 4)  # 8/(3π)

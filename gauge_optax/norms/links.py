@@ -47,7 +47,7 @@ def scale_by_vector_norm(
       neurons: path → axes string. Named axes count vectors, and a vector spans the axes `_`: `"_ neuron"` for a kernel
         (inputs, outputs). Unlisted leaves keep their updates.
       beta: decay of the average of squared lengths; with 0, every update has exactly the length 1.
-      sizes: lengths of axes inside `(a b)` that shapes do not fix.
+      sizes: axis name → length, for axes in parentheses, `(a b)`, whose lengths do not follow from a leaf's shape.
 
     Returns:
       A link; put it before the learning rate. Its `update` needs `params`, but uses only their shapes.
@@ -110,7 +110,7 @@ def keep_norms_below(
       neurons: path → axes string, as in `scale_by_vector_norm`. Unlisted leaves keep their updates.
       bound: R, the largest norm of a vector. A vector that starts above it never grows: its norm falls by the length of
         its step, until it is within the bound.
-      sizes: lengths of axes inside `(a b)` that shapes do not fix.
+      sizes: axis name → length, for axes in parentheses, `(a b)`, whose lengths do not follow from a leaf's shape.
 
     Returns:
       A link without state; put it last in a chain. Its `update` needs `params`.
@@ -175,8 +175,8 @@ def kept_below(selection: Selection, point: jax.Array, step: jax.Array, bound: S
 
     moved = point + step
     after, most = norm(moved), jnp.maximum(bound, norm(point) - norm(step))
-    # `excess` is 1 less the factor that scales back. It is exactly 0 within the bound, where the step then stays as it
-    # is, without roundoff.
+    # `excess` is 1 minus the factor that scales back. Within the bound it is exactly 0, so that the step gets no
+    # roundoff.
     excess = jnp.where(after > most, 1.0 - safe_divide(most, after), 0.0)
     return step - excess * moved
 

@@ -77,7 +77,7 @@ def parse(name: str, axes: Mapping[str, Axes], sizes: Mapping[str, int] | None) 
     Args:
       name: name of the transformation, for errors.
       axes: path → axes string, or a tuple of them for ranges of a leaf.
-      sizes: lengths of axes that shapes do not fix.
+      sizes: axis name → length, for axes whose lengths do not follow from a leaf's shape; None for {}.
 
     Returns:
       Per axes string: the parsed string, and the entries of `sizes` that it contains.
@@ -90,7 +90,7 @@ def parse(name: str, axes: Mapping[str, Axes], sizes: Mapping[str, int] | None) 
     specs = [
         spec
         for pattern, strings in axes.items()
-        # One string at a time: `block_specs` would ask that all strings have the same names.
+        # One string at a time, because `block_specs` requires that all strings of a call have the same names.
         for string in (strings if isinstance(strings, tuple) and strings else (strings,))
         for spec in block_specs(name, "axes", {pattern: string})
     ]
@@ -190,7 +190,7 @@ def by_axes(selections: Sequence[Selection], arrays: Sequence[Any]) -> dict[str,
 
 
 def arrays_of(selections: Sequence[Selection], kept: Mapping[str, Mapping[str, Any]]) -> list[Any]:
-    """Returns the arrays that `by_axes` got, in the order of the selections."""
+    """Returns one array per selection, from the result of `by_axes`."""
     return [kept[selection.block.path][selection.block.axes] for selection in selections]
 
 

@@ -1,4 +1,4 @@
-"""`quotient`: any Optax transformation in slice coordinates, where weights of one function are the same numbers.
+"""`quotient`: runs any Optax transformation in slice coordinates, where the weights of one function are one point.
 
 `slice.py` defines the words: the *frame* F is a group element, computed once from the weights at `init`; the *slice
 point* θ̂ = F⁻¹·θ is the same for all weights of one function; to *fix* a point near the slice is to move it onto the
@@ -37,14 +37,15 @@ class QuotientState(NamedTuple):
     """State of `quotient`.
 
     Attributes:
-      frame: the frame F that was read at `init`, a `slice.Frame`. A step changes only the elements of sizes whose
-        anchor is stored more precisely (float32) than another leaf that they multiply (bfloat16): `Slice.following`.
+      frame: the frame F that was read at `init`, a `slice.Frame`. Steps change only the elements of sizes in
+        `Slice.following`. The anchor of such a size is stored more precisely (float32) than another of its leaves
+        (bfloat16), which would round the anchor's growth away; F takes up this growth.
       inner_state: state of the inner transformation, in slice coordinates.
       offset: with `pin=False`, the element B that maps the point θ̃ which `inner` sees to the slice point, θ̂ = B·θ̃:
         label of a size → element. Empty with `pin=True`, where `inner` sees the slice point itself.
     """
 
-    frame: Frame | Any  # without leaves, a placeholder
+    frame: Frame | Any  # a placeholder if the tree has no leaves
     inner_state: optax.OptState
     offset: Elements | Any
 
@@ -58,12 +59,12 @@ def quotient(
     rest: str = "anchor",
     frozen: Any = None,
 ) -> GaugeTransformation:
-    """Runs any Optax transformation so that all weights of one function give one training run.
+    """Runs any Optax transformation so that all weights that compute one function give the same training run.
 
     Args:
       inner: a whole optimizer, with its learning rate, decay, clipping and masks, or a link of a chain. It sees bound
-        leaves in float32 (float64 with x64). If a gauge binds a leaf as `1+`, `inner` sees the stored value plus 1, so
-        that its decay pulls this sum towards zero.
+        leaves in float32 (float64 with x64). If a gauge binds a leaf as `1+` (the network multiplies by 1 + the stored
+        number), `inner` sees this sum, so that its decay pulls the sum towards zero.
       gauges: a gauge, or a sequence of gauges in any order. Steps of leaves that no gauge binds pass unchanged.
       hold: if True, every step loses the part that only rotates the basis of an attention head, and the part that
         only rotates the residual stream if the gauge of the stream has `hold=True`. If False, steps keep these parts.
@@ -71,15 +72,16 @@ def quotient(
         constant size. If False, it sees anchors grow and shrink as they would if it ran alone. From small starts Adam
         trains better with True; Muon, whose steps all have one size, trains better with False
         (examples/results/starts.json).
-      rest: which of the weights that compute one function are stored after a step. It changes no output of the network,
-        and no later step of `inner`. "anchor": the anchor of a scale keeps its size, and the other side takes all
-        growth (but the anchor takes it if another leaf of the scale is stored less precisely). "balanced": both sides
-        share the growth, see `optimizers/rest.py`.
+      rest: which of the weights that compute one function are stored after a step. The choice changes no output of the
+        network and no later step of `inner`. A scale multiplies one side of a product and divides the other; its anchor
+        is on one side. With "anchor", the anchor keeps its size: if a step would double it, the other side is doubled
+        in its place, for ReLU. (The anchor grows only if another leaf of the scale is stored less precisely.) With
+        "balanced", both sides share the growth, see `optimizers/rest.py`.
       frozen: leaves that never change: a tree or prefix of booleans, or a callable from parameters to one. Leaves that
         `inner` never changes (`set_to_zero` in a partition, `freeze`, a learning rate of zero) need no mention. Name
         every leaf that must not move although `inner` would move it, as weight decay moves a leaf behind
-        `stop_gradient`. A gauge that changes a frozen leaf is read at `init` alone, or dropped, so that no growth moves
-        from one side to the other.
+        `stop_gradient`. A gauge that acts on a frozen leaf is read only at `init`, or dropped, so that it never moves a
+        change of one leaf to another.
 
     Returns:
       The transformation. Its `update` needs `params`. Line searches take the extra arguments `grad` and `value_fn`:
@@ -202,7 +204,7 @@ def slice_gradient(s: Slice, entered: Undone, updates: Any, without_constants: b
 
 
 def no_offset(s: Slice) -> Elements:
-    """The offset of `pin=False` before the first step: the identity of every size that is fixed."""
+    """The offset before the first step with `pin=False`: label → identity, for every size that `fix` undoes."""
     return {part.label: part.identity() for part, _, _ in s.sizes if part.label not in s.not_fixed}
 
 
@@ -224,10 +226,10 @@ def _frame_of(name: str, s: Slice, state: QuotientState, pin: bool) -> Elements:
 def _with_growth(
     s: Slice, state: QuotientState, grown: Elements, point: Arrays, step: Arrays
 ) -> tuple[Arrays, Frame, Elements]:
-    """Returns the step on the slice, the frame and the offset after a step, given what `fix` has removed.
+    """Returns the step on the slice, the new frame and the new offset, given the growth that `fix` has removed.
 
-    A step of `inner` led to e·θ̂′, and `fix` removed the element e (`grown`), which left θ̂′. For a size of
-    `Slice.following`, the anchor keeps this growth instead: the stored step is F·(e·θ̂′ − θ̂), and F becomes F·e. This
+    The step of `inner` led to e·θ̂′. Then `fix` removed the element e (`grown`), which left θ̂′. For a size in
+    `Slice.following`, the stored anchor keeps this growth: the stored step is F·(e·θ̂′ − θ̂), and F becomes F·e. This
     changes neither the function nor what `inner` sees. With `pin=False`, `inner` must see its own result θ̃ + u at the
     next step. Since θ̂ + B·u = e·θ̂′, this result is B⁻¹·e·θ̂′ = (e⁻¹·B)⁻¹·θ̂′, so that the offset becomes e⁻¹·B.
     """
@@ -254,8 +256,8 @@ def frame_and_slice_point(
       frozen: paths of leaves that never change.
 
     Raises:
-      ValueError: leaves that have no values, as in a tree of shapes; a gauge whose moves depend on a norm's scale, if
-        the list lacks the `norm_scale` of that norm or the scale is zero.
+      ValueError: leaves that have no values, as in a tree of shapes; a gauge whose moves depend on a norm's scale
+        (`residual_rotation`), if the list has no `norm_scale` of that norm or if the norm's scale is zero.
     """
     require_values(name, params)
     s, sharding = bound(group.gauges, params, frozen).slice, layout(params)

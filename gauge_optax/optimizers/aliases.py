@@ -75,7 +75,8 @@ def quotient_adamw(
     >>> bool(loss(params) < 1.2)  # it starts at 2, and the least of rank one is 1
     True
 
-    Reference: docs/design.md §3, §5. In float32, condition numbers of a linear gauge's factors may be up to about 1e2.
+    Reference: docs/design.md §3, §5. In float32, the factors of a `head_linear` may have condition numbers of up to
+      about 1e2.
     """
     group = group_of("quotient_adamw", learning_rate, gauges)
     inner = optax.adamw(learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov=nesterov)
@@ -111,10 +112,10 @@ def quotient_muon(
     """`quotient` around Muon with one matrix per head, and Adam for the leaves that are not matrices.
 
     Matrices are the leaves that rotations, tori, linear gauges and rescales bind, and the kernels that read a norm,
-    except vectors and the leaves of a `logit_shift`. A leaf has one matrix per head if one of these gauges or an axis
-    called `head` names heads. Otherwise its channels are one side of one matrix, and its free axes the other side.
-    If gauges bind ranges of a fused kernel, each range is treated like a separate leaf. Every other leaf gets Adam,
-    even a kernel that no gauge binds, unless `labels` say "muon".
+    except vectors and the leaves of a `logit_shift`. If one of these gauges acts on each head, or if an axis is called
+    `head`, the leaf has one matrix per head. Otherwise it is one matrix, with its channels on one side and its free
+    axes (`_`) on the other. If gauges bind ranges of a fused kernel, each range is treated like a separate leaf. Every
+    other leaf gets Adam, even a kernel that no gauge binds, unless `labels` say "muon".
 
     Args:
       learning_rate: a number or a schedule.
@@ -124,16 +125,17 @@ def quotient_muon(
       beta: decay of the first moment of matrices.
       eps: see `scale_by_scaled_polar`.
       weight_decay: decoupled decay of matrices, multiplied by the learning rate; a number or a schedule.
-      weight_decay_mask: where `weight_decay` decays, as in `optax.contrib.muon`. No mask can make twins differ.
+      weight_decay_mask: where `weight_decay` decays, as in `optax.contrib.muon`. A callable gets the slice point,
+        which twins share.
       mu_dtype: dtype of the first moment; by default that of slice coordinates, at least float32.
       nesterov: whether to use Nesterov momentum, for matrices and all other leaves.
       adam_b1: decay of Adam's first moments.
       adam_b2: decay of Adam's second moments.
       adam_eps_root: added inside the root of Adam's second moment.
-      adam_weight_decay: decoupled decay of all other leaves.
-      adam_learning_rate: learning rate of all other leaves; by default `learning_rate`.
-      consistent_rms: the RMS of a matrix's step before the learning rate. It means the same as a number as `scale` and
-        has Optax's name; give only one of them.
+      adam_weight_decay: decoupled decay of the leaves that Adam steps.
+      adam_learning_rate: learning rate of the leaves that Adam steps; by default `learning_rate`.
+      consistent_rms: the RMS of a matrix's step before the learning rate. This is Optax's name for a number as `scale`;
+        give only one of the two.
       scale: see `scale_by_scaled_polar`.
       labels: see `scale_by_scaled_polar`.
       sizes: see `scale_by_scaled_polar`.
@@ -219,7 +221,7 @@ def max_norm_muon(
     pin: bool = False,
     rest: str = "anchor",
 ) -> GaugeTransformation:
-    """`quotient` around `max_norm` around Muon: weight vectors have steps of one mean length, and bounded norms.
+    """`quotient` around `max_norm` around Muon: weight vectors have steps of a set average length, and bounded norms.
 
     Take the peak rate 0.02·√(1,000/steps). In sweeps of five rates, in 250 to 4,000 steps of 8 × 128 bytes, at widths
     64 to 256 and depths 3 and 8, it costs at most 0.0 % of the best of the five (benchmarks/results/rates.md). At width
@@ -233,8 +235,8 @@ def max_norm_muon(
     1/inputs, and √d for a token in a table of embeddings, with d entries of size 1. The average length of a vector's
     steps is the learning rate times its unit. No vector may become longer than `bound` times its unit, which replaces
     weight decay; only the tokens of an unembedding have no bound. Kernels step along the polar factor of their
-    momentum, as whole matrices. Tokens step along their momentum, because permuting tokens is a symmetry of a table,
-    but rotating them into each other is not. All other leaves get Adam.
+    momentum, as whole matrices. Tokens step along their momentum itself: a polar factor treats rotations of tokens into
+    each other as a symmetry of their table, but only permutations are one. All other leaves get Adam.
 
     Args:
       learning_rate: a number or a schedule.
@@ -251,16 +253,17 @@ def max_norm_muon(
       beta: decay of the first moment of matrices and tokens.
       eps: see `scale_by_scaled_polar`.
       weight_decay: decoupled decay of matrices, multiplied by the learning rate; rarely needed.
-      weight_decay_mask: where `weight_decay` decays, as in `optax.contrib.muon`. No mask can make twins differ.
+      weight_decay_mask: where `weight_decay` decays, as in `optax.contrib.muon`. A callable gets the slice point,
+        which twins share.
       mu_dtype: dtype of the first moment; by default that of slice coordinates, at least float32.
       nesterov: whether to use Nesterov momentum, for all leaves.
       adam_b1: decay of Adam's first moments.
       adam_b2: decay of Adam's second moments.
       adam_eps_root: added inside the root of Adam's second moment.
-      adam_weight_decay: decoupled decay of all other leaves.
-      adam_learning_rate: learning rate of all other leaves; by default half of `learning_rate`.
+      adam_weight_decay: decoupled decay of the leaves that Adam steps.
+      adam_learning_rate: learning rate of the leaves that Adam steps; by default half of `learning_rate`.
       bound: see `max_norm`.
-      sizes: lengths of axes inside `(a b)` that shapes do not fix.
+      sizes: axis name → length, for axes in parentheses, `(a b)`, whose lengths do not follow from a leaf's shape.
       hold: see `quotient`.
       pin: see `quotient`.
       rest: see `quotient`.
@@ -283,10 +286,10 @@ def max_norm_muon(
     >>> jnp.linalg.norm(step["down"], axis=0).round(3)  # from zero, by the learning rate
     Array([0.02, 0.02], dtype=float32)
 
-    Reference: Jordan et al. 2024 (Muon); here its steps get one length per vector. Lau and Su 2026, arXiv 2605.18106,
-      for tokens: they divide a token's momentum by its present norm; here it is divided by an average of its norms,
-      so that the steps of an absent token fade. `optax.contrib.muon` for names, and for defaults except those of Adam's
-      rate and b2.
+    Reference: Jordan et al. 2024 (Muon); here every vector of its step is scaled to one average length. Lau and Su
+      2026, arXiv 2605.18106, for tokens: they divide a token's momentum by its present norm; here it is divided by an
+      average over steps of its norm, so that the steps of a token that no batch contains fade. `optax.contrib.muon` for
+      names, and for defaults except those of Adam's rate and b2.
     """
     name = "max_norm_muon"
     if isinstance(gauges, Found):
@@ -360,13 +363,13 @@ def max_norm_muon(
     adam = optax.adamw(adam_rate, adam_b1, adam_b2, eps, adam_eps_root, mu_dtype, adam_weight_decay, nesterov=nesterov)
     inner = muon(matrices, polar, nesterov, mu_dtype, tail, adam, (tokens, scale))
 
-    # Adding one vector to all tokens of an unembedding changes no loss but changes their norms: they have no bound.
+    # The tokens of an unembedding have no bound: adding one vector to all of them changes their norms but not the loss.
     def measure(selection: vectors.Selection) -> Measure:
         table = is_table(selection)
         return Measure(math.sqrt(selection.length) if table else 1.0, bounded=table or not of_tokens(selection))
 
-    # An absent token's momentum falls by the factor 0.95 a step and its average size only by √0.95, so that its steps
-    # fade.
+    # A token's step is its momentum divided by an average of the momentum's norm. While no batch contains the token,
+    # the momentum falls by the factor 0.95 a step and the average only by √0.95, so that the steps fade.
     stepped = named_max_norm(name, inner, specs, measure, learning_rate, bound, beta=0.95)
     made = quotient_for(name, stepped, group, hold=hold, pin=pin, rest=rest)
 

@@ -1,9 +1,10 @@
-"""Decoupled weight decay that respects gauges: each leaf decays once, by wd·θ without the part along shifts.
+"""Decoupled weight decay that respects gauges: each leaf decays once, by wd·θ less its part along shifts.
 
 A scale multiplies `up` by α and `down` by α⁻ᵖ, and leaves the *joint scale* s = ‖up‖ᵖ·‖down‖ as it is. The decay wd·θ
-moves with θ under scales and rotations, and leads from balanced weights to balanced weights. Every log s falls by
-(p+1)·lr·wd a step, exactly as under AdamW. A logit shift adds a mean that changes no output, and this mean does not
-decay. With one number per role, the sides of a gauge shrink independently, and a part of this motion is along orbits.
+moves with θ under scales and rotations: it is a tangent. Weights that are balanced (the smallest of their orbit) stay
+balanced. Every log s falls by (p+1)·lr·wd a step, exactly as under AdamW. A logit shift adds a mean that changes no
+output, and this mean does not decay. If the user gives `up` and `down` numbers of their own, both sides shrink
+independently, and a part of this motion is along orbits.
 References: DDC B.7 and C.14; docs/design.md §4; "When Equivalent Weights Train Differently" ("the post") §4.
 """
 
@@ -33,11 +34,11 @@ from gauge_optax.transformation import (
 )
 
 Decay: TypeAlias = optax.ScalarOrSchedule | Mapping[str, float]
-"""A decoupled decay: a number or a schedule for all leaves, or a number per role."""
+"""A decoupled decay: a number or a schedule for all leaves, or a number per role, see `add_gauge_decay`."""
 
 _NAME = "add_gauge_decay"
 _OTHER = "other"
-# (constructor, role of a block in its part) → the name of the constructor's argument, where the two differ.
+# (constructor, `Block.argument` in the part that it makes) → the constructor's own name of that argument, if another.
 _ARGUMENTS = {
     ("norm_scale", "up"): "scale", ("norm_scale", "down"): "into", ("scale_invariant", "up"): "blocks",
     ("multiplier_balance", "up"): "query", ("multiplier_balance", "down"): "key",
@@ -68,8 +69,8 @@ def add_gauge_decay(
       gauges: a gauge or a sequence of gauges.
       match: "adamw" shrinks every joint scale at AdamW's rate. "horizontal" is the rate of DDC B.7: on leaves that a
         scale gauge binds, (p²+1)/(p+1) times the decay of "adamw", where p is the gauge's degree.
-      mask: None, a tree or prefix of booleans, or a callable from parameters to one; leaves with False do not decay. It
-        may decay one side of a gauge only: twins still take the same run.
+      mask: None, a tree or prefix of booleans, or a callable from parameters to one; leaves with False do not decay.
+        Even if only one side of a gauge decays, twins stay twins.
 
     Returns:
       A transformation of updates (tangents).
@@ -94,9 +95,10 @@ def add_gauge_decay(
     >>> [round(float(x[0, 0]), 3) for x in (updates["up"], updates["down"])]
     [0.2, 0.0]
 
-    Reference: DDC B.7; the post's §4 for shrinks of both sides. Deviation: every leaf decays once. If every gauge had
-      its own decay, a shared leaf would decay twice. If `gauge_retract` follows, only the change of the joint scale
-      remains of two numbers `up` and `down`: to first order, both sides decay by (p·up + down)/(p + 1).
+    Reference: DDC B.7; the post's §4 for numbers per side. Deviation: every leaf decays once. If every gauge had its
+      own decay, a shared leaf would decay twice. If `gauge_retract` follows, it removes the part along the orbit: after
+      decays by a number `up` on one side and `down` on the other, s has changed, to first order, as if both sides had
+      decayed by (p·up + down)/(p + 1).
     """
     return decay(weight_decay, product(gauges), match, mask)
 
@@ -117,7 +119,8 @@ def decay(
       match: see `add_gauge_decay`.
       mask: see `add_gauge_decay`.
       only: a function of the slice and params that returns the paths that decay; by default all do.
-      on_slice: if True, params are slice points: where a leaf of stored weights has γ − 1, they have γ itself.
+      on_slice: if True, params are slice points: for a leaf that is bound as `1+`, they contain the stored number plus
+        1. If False, params are stored weights, and this function adds the 1.
     """
     require_choice(_NAME, "match", match, ("adamw", "horizontal"))
     by_role = weight_decay if isinstance(weight_decay, Mapping) else None
@@ -130,7 +133,7 @@ def decay(
             )
 
     def factors_of(s: Slice, params: Any) -> dict[str, float]:
-        """Returns path → the number that multiplies rate·θ there, for every leaf that decays."""
+        """Returns path → factor: the leaf's decay is factor·rate·θ. Leaves that do not decay are left out."""
         matched = _horizontal(s) if match == "horizontal" else {}
         decays = mask_by_path(True if mask is None else mask, params)
         numbers, other = ({}, 1.0) if by_role is None else _numbers(s, by_role)

@@ -1,6 +1,6 @@
-"""Muon for some leaves, momentum for some, and Adam for all others: an ordinary optimizer of slice points.
+"""Muon for some leaves, momentum for some, and Adam for all others: an ordinary optimizer, which `quotient` wraps.
 
-A rotation R of a head's basis rotates the polar factor of a moment M = U·Σ·Vᵀ of that head in the same way:
+If a rotation R turns a head's moment M = U·Σ·Vᵀ to M·R, the polar factor U·Vᵀ of M turns with it:
 (M·R)(RᵀMᵀM·R)^(−1/2) = U·Vᵀ·R. If every head's kernel is one matrix, rotations of heads therefore need no frame.
 References: Jordan et al. 2024 (Muon); DDC B.10 for heads.
 """
@@ -45,8 +45,8 @@ def muon(
     """Polar factors for matrices, momentum for the leaves that are named, Adam for all others.
 
     Args:
-      matrices: a function of params that returns, for every leaf that is stepped by polar factors, leaf path → which
-        matrices the leaf holds. It uses only shapes.
+      matrices: a function of params that returns leaf path → which matrices the leaf holds, for the leaves that are
+        stepped by polar factors. It uses only shapes.
       polar: settings of the polar factors.
       nesterov: whether matrices and momentum leaves use Nesterov momentum.
       mu_dtype: dtype of the first moments of matrices and momentum leaves.
@@ -60,7 +60,7 @@ def muon(
       A whole optimizer.
     """
 
-    # Shapes alone decide which leaves are matrices, so that the partition can be made again wherever params are traced.
+    # Shapes alone decide which leaves are matrices, so that `init` and every traced `update` make the same partition.
     def partition(params: Any) -> optax.GradientTransformationExtraArgs:
         read = {} if is_empty(params) else matrices(params)
         head_polar = scale_by_head_polar(polar, read, nesterov, mu_dtype)
@@ -71,7 +71,7 @@ def muon(
             rules["momentum"] = optax.chain(optax.trace(polar.beta, nesterov, mu_dtype), rate)
             labels |= dict.fromkeys(() if is_empty(params) else paths(params), "momentum")
         tree = with_leaves(jax.tree.map(lambda _: "adam", params), labels)
-        return optax.partition(rules, lambda _: tree)  # in a function: Optax would call a tree that is callable
+        return optax.partition(rules, lambda _: tree)  # not `tree` itself: Optax calls a tree that is callable
 
     def update_fn(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         return partition(params).update(updates, state, params, **extra)
@@ -145,7 +145,7 @@ def scale_by_polar(
       ns_coeffs: see `scale_by_scaled_polar`.
       ns_steps: see `scale_by_scaled_polar`.
       eps: see `scale_by_scaled_polar`.
-      sizes: lengths of axes inside `(a b)` that shapes do not fix.
+      sizes: axis name → length, for axes in parentheses, `(a b)`, whose lengths do not follow from a leaf's shape.
 
     Returns:
       A link without state; put it behind a momentum. Its `update` needs `params`, but uses only their shapes.

@@ -1,9 +1,9 @@
 """Multiplies each factor's increment by the inverse Gram matrix of the opposite factor.
 
-Many pairs of factors (A, B) store one product M = A·Bᵀ: A·S and B·S⁻ᵀ do for every invertible S. Raw increments U_A and
-U_B move M by U_A·Bᵀ + A·U_Bᵀ, which differs from pair to pair. A gradient U_A = G·B, with G the gradient for M, is a
-cotangent. U_A·(BᵀB)⁻¹ moves like A under every S: it is a tangent, and all pairs move M by the same amount. The two
-sides of a scale are treated in the same way, per channel.
+Many pairs of factors (A, B) store one product M = A·Bᵀ: for every invertible S, so do A·S and B·S⁻ᵀ. Raw increments U_A
+and U_B move M by U_A·Bᵀ + A·U_Bᵀ, which differs from pair to pair, because a gradient U_A = G·B, with G the gradient
+for M, is a cotangent. U_A·(BᵀB)⁻¹ moves like A under every S: it is a tangent, so that all pairs move M by the same
+amount. The two sides of a scale are treated in the same way, per channel.
 References: "When Equivalent Weights Train Differently" ("the post") §3, §7; docs/design.md §5.
 """
 
@@ -44,9 +44,10 @@ class OppositeInverses(NamedTuple):
     """What the increments of each side are multiplied by: inverses of the opposite side's Gram matrices.
 
     Attributes:
-      scales: per scale part with two sides, one array for `up` and one for `down`, with a number per channel.
-      linear: per linear part, one array for `left` and one for `right`, with a matrix per head (*shape, d, d); with
-        `diagonal`, the matrices' diagonals, (*shape, d).
+      scales: per scale with two sides, a pair of arrays: what multiplies increments of `up`, and what multiplies those
+        of `down`, a number per channel.
+      linear: per linear gauge, a pair of arrays: what multiplies increments of `left`, and what multiplies those of
+        `right`, a matrix per head (*shape, d, d); with `diagonal`, the diagonals of these matrices, (*shape, d).
     """
 
     scales: tuple[Pair, ...]
@@ -75,8 +76,8 @@ def scale_by_opposite_gram(
     r"""Multiplies each factor's increments by the inverse Gram matrix of the opposite factor.
 
     In a chain it comes after an optimizer's scaling and before decoupled decay; the learning rate may be before or
-    after it. For every `head_linear`, A are all rows of the left blocks, biases included, and B all rows of the right
-    blocks. With the Gram matrices H_A = AᵀA and H_B = BᵀB, it makes the steps
+    after it. For every `head_linear`, the matrix A has all rows of the left blocks, biases included, and B all rows of
+    the right blocks. With the Gram matrices H_A = AᵀA and H_B = BᵀB and the damping λ, it makes the steps
 
     .. math:: U_A \mapsto U_A (H_B + \lambda)^{-1}, \qquad U_B \mapsto U_B (H_A + \lambda)^{-1}.
 
@@ -89,27 +90,28 @@ def scale_by_opposite_gram(
     H_B⁻¹ ↦ Sᵀ·H_B⁻¹·S makes them tangents, exactly: without damping, the product A·Bᵀ of twins takes the same step for
     every S. Increments that do not grow with the gradient (of Adam, or a polar factor) are overcorrected. If S is a
     number s, the raw motion of A·Bᵀ is a sum of a part that grows like s and a part that grows like 1/s, and the
-    correction only exchanges the two. *Measured* at condition 100, 20 steps of AdamW: twins' motions are 1.9 apart raw,
-    3.1 corrected. `go.quotient` is exact for such increments.
+    correction only exchanges the two. *Measured* in 20 steps of AdamW, for S of condition number 100: the motions of
+    A·Bᵀ of twins are 1.9 apart without the correction, and 3.1 with it. `go.quotient` is exact for such increments.
 
     Args:
       gauges: a gauge or a sequence of gauges.
-      damping: a number from which λ follows. With λ > 0 the correction is exact only if S is a rotation, and with
-        "relative" also if S is a rotation times a number, as every S of a single channel is.
+      damping: a number from which λ follows. With λ > 0 the correction is exact only if S is a rotation; with
+        "relative", S may also be a rotation times a number, as it always is for the channels of a scale.
       damping_mode: with "relative", λ is damping·tr(H)/d, a share of the mean eigenvalue; with "absolute", λ is
         `damping`.
-      diagonal: if True, only the diagonal of each Gram matrix is inverted, which has the squared norms of the opposite
-        factor's columns. That is exact only if S is diagonal.
+      diagonal: if True, the diagonal of each Gram matrix, the squared norms of the opposite factor's columns, stands in
+        place of the matrix. This is exact only if S is diagonal.
       every: the number of updates from one computation of the inverses to the next; the state keeps them in between.
-        An old inverse still makes tangents, because the S between two twins is constant along their runs. This is our
-        reading of the post's "periodic full correction"; the literal reading leaves the increments in between raw.
-        *Measured* at condition 100: after 20 steps of SGD the motions of twins are 2e-13 apart with every=16, 8.3 with
-        the literal reading, 7.9 raw; at ten times the learning rate 2e-13, and the others diverge.
+        An old inverse still makes tangents, because the S between two twins is constant along their runs. The post
+        calls this a "periodic full correction", as we read it; read literally, it would leave the increments in between
+        raw. *Measured* after 20 steps of SGD, for S of condition number 100: the motions of twins are 2e-13 apart with
+        every=16, 8.3 by the literal reading, and 7.9 without a correction; at ten times the learning rate they are
+        2e-13 apart with every=16, and the other two diverge.
 
     Returns:
       A transformation of raw increments of factors (cotangents, such as gradients) into tangents. If a Gram matrix is
-      singular, its pseudo-inverse is used: increments of a factor whose opposite is 0 become 0. It takes 12 times as
-      long as the update of `optax.adamw` (12 kernels of d = 768, CPU), 6 times with every=16, twice with `diagonal`.
+      singular, its pseudo-inverse is used: increments of a factor whose opposite is 0 become 0. An update takes 12
+      times as long as one of `optax.adamw` (12 kernels of d = 768, CPU), 6 times with every=16, twice with `diagonal`.
 
     Raises:
       ValueError: when called, a damping that is negative, an unknown mode, or an `every` that is no positive integer;
@@ -185,7 +187,8 @@ def scale_by_opposite_gram(
 
 
 def two_sides(s: Slice) -> tuple[list[Any], list[Any]]:
-    """Returns the parts with two opposite sides: first those whose elements are numbers, then those with matrices."""
+    """Returns the parts with two opposite sides: those that multiply by numbers, and those that multiply by matrices.
+    """
     scales = [i for i in s.parts if channel_sides(i) is not None]
     return scales, [i for i in s.parts if matrix_sides(i) is not None]
 
@@ -213,7 +216,7 @@ def _inverses(
     s: Slice, point: Mapping[str, jax.Array], damping: float | jax.Array, relative: bool, diagonal: bool
 ) -> OppositeInverses:
     def added(trace: jax.Array, size: int) -> jax.Array:
-        """Returns what is added to the eigenvalues of a Gram matrix of this trace."""
+        """Returns λ, which is added to the eigenvalues of a Gram matrix of this trace and `size`."""
         return damping * (trace / size if relative else jnp.ones_like(trace))
 
     scales, linear = two_sides(s)

@@ -57,7 +57,7 @@ class Polar:
     """Settings: which leaves are stepped by their polar factor, and how.
 
     Attributes:
-      name: of the public function, for messages.
+      name: name of the public function, for messages.
       beta: decay of first moments.
       eps: a first moment M is divided by its largest entry, and then by its Frobenius norm plus eps. Steps therefore do
         not depend on the size of gradients.
@@ -65,7 +65,7 @@ class Polar:
       scale: "width", "rms" or "none", see `scale_by_scaled_polar`; or a number, the RMS of a step.
       labels: the user's pairs of a path pattern and a label, in order. A label is "muon", "adam", or one or more axes
         strings.
-      sizes: lengths of axes in labels that shapes do not fix.
+      sizes: pairs of a name and a length, for axes in labels whose lengths do not follow from a leaf's shape.
       rotations_alone: if True, a leaf without a label is a matrix only if a rotation binds it.
     """
 
@@ -107,7 +107,7 @@ class Polar:
             for path in sorted(hits) if _is_axes(label) else ():
                 own = [self._labelled(pattern, axes, path, leaves[path].shape, rotated.get(path, []))
                        for axes in (label if isinstance(label, tuple) else (label,))]
-                # Labels replace the matrices that gauges describe only in the ranges that they overlap.
+                # Where gauges describe matrices in several ranges, a label replaces those of the ranges it overlaps.
                 blocks = [piece.block for piece in own if piece.block]
                 of_gauges = read[path].pieces if path in read and len(blocks) == len(own) else ()
                 others = [x for x in of_gauges if x.block and not any(overlap(x.block, other) for other in blocks)]
@@ -141,7 +141,7 @@ class Polar:
     ) -> Matrices:
         """Returns the matrices that the user's axes describe in a leaf, or in a range of it."""
         block = bind_leaf(self.name, BlockSpec("labels", pattern, axes), path, shape, dict(self.sizes), "sizes")
-        # A rotation decides which matrices the entries that it binds form, so that a label may not overlap them.
+        # A rotation decides which matrices its entries form, so that a label may not contain any of these entries.
         rotated = turns and (not any(cuts_of(block)) or any(overlap(block, turn) for turn in turns))
         reading = None if rotated else labelled_matrices(block)
         if reading is None:
@@ -155,7 +155,7 @@ class Polar:
         return reading
 
     def steps(self, matrices: Mapping[str, Reading], mean: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """Returns leaf path → its matrices' scaled polar factors, in the leaf's shape; zero if the moment is zero.
+        """Returns leaf path → the scaled polar factors of its matrices, in the leaf's shape; zero for a zero moment.
 
         Args:
           matrices: leaf path → which matrices it holds.
@@ -180,7 +180,7 @@ class Polar:
 
 
 def rotated_or_scaled(s: Slice) -> set[str]:
-    """Returns the paths of leaves that gauges of heads or channels bind.
+    """Returns the paths of the leaves that rotate with heads or that a scale with two sides multiplies.
 
     If such a leaf is not in `matrices_of`, it is a bias or a norm's scale, whatever its shape.
     """

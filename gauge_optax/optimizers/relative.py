@@ -29,7 +29,7 @@ def scale_by_relative_rms(gauges: Gauges, min_scale: float | jax.Array = 0.1) ->
 
     Args:
       gauges: a gauge or a sequence of gauges. They determine which leaves are kernels, and which of their axes are
-        inputs (an axis of heads is on the side of the heads' basis). Vectors and unbound leaves keep their updates.
+        inputs (the axis of heads is one if the heads' basis is). Vectors and unbound leaves keep their updates.
       min_scale: the smallest factor; a kernel of zeros starts with it.
 
     Returns:

@@ -2,10 +2,11 @@
 
 A scale multiplies `up` by α and `down` by α⁻ᵖ, where p is its degree, and `up` is its anchor. Many weights compute the
 function that a step leads to. Any of them may be stored, because neither the outputs nor the steps of the inner
-optimizer depend on the choice. With `rest="anchor"` ‖up‖ keeps its size: if a step would double `up`, `down` is doubled
-in its place (p = 1). With `rest="balanced"` log ‖up‖ − p·log ‖down‖ stays constant, so that both sides grow by √2. The
-figures of *Dead-Direction Conditioners* measure drift in this coordinate. After each step the wrapper here moves the
-stored weights along the orbit and changes the frame by the same element, so that the slice point stays the same.
+optimizer depend on the choice. With `rest="anchor"`, ‖up‖ stays constant: if a step would double `up`, `down` is
+doubled in its place (p = 1). With `rest="balanced"`, log ‖up‖ − p·log ‖down‖ stays constant, so that such a step
+multiplies both sides by √2. The figures of *Dead-Direction Conditioners* measure drift in this coordinate. After each
+step the wrapper here moves the stored weights along the orbit and changes the frame by the same element, so that the
+slice point stays the same.
 """
 
 import functools
@@ -91,7 +92,7 @@ def share(part: Any) -> float:
 
 
 def resting(name: str, tx: GaugeTransformation, group: Product, rest: str) -> GaugeTransformation:
-    """Returns a `quotient` unchanged for `rest="anchor"`, and for "balanced" wrapped to store balanced weights.
+    """Returns a `quotient` unchanged for `rest="anchor"`; for "balanced", wrapped so that both sides share growth.
 
     Args:
       name: name of the public function, for messages.
@@ -126,7 +127,7 @@ def resting(name: str, tx: GaugeTransformation, group: Product, rest: str) -> Ga
             if ratio is None or label in s.not_fixed | s.following or _rounds_growth(part, params):
                 continue
             after_step = ratio + share(part) * jnp.log(jnp.abs(f[label]))
-            # The new element is computed from the held coordinate, not from the last element, so that roundoff does not
+            # The new element is computed from the held coordinate, not from the last element: roundoff must not
             # accumulate.
             known = jnp.isfinite(held[label]) & jnp.isfinite(ratio)
             size = jnp.exp((jnp.where(known, held[label], 0.0) - jnp.where(known, ratio, 0.0)) / share(part))

@@ -44,6 +44,7 @@ COPIED = {
     "benchmarks/results/unprepared.md": "results/unprepared.md",
     "benchmarks/results/first_step.md": "results/first_step.md",
     "benchmarks/results/before_parts.md": "results/before_parts.md",
+    "benchmarks/results/side_by_side.md": "results/side_by_side.md",
 }
 
 # Where a link of these pages leads on the site; other files are named, not linked.

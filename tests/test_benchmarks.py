@@ -1,7 +1,6 @@
 """That the benchmarks run and say what they measured; their figures are not tested."""
 
 import json
-import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 
 from benchmarks import (
     accelerator,
-    before_parts,
     compare,
     counts,
     exactness,
@@ -31,19 +29,6 @@ from models import lm
 from tests.test_presets import TREES
 
 SMALL = ["--layers", "1", "--width", "16", "--repeats", "2", "--step-repeats", "1", "--depths", "1", "2"]
-
-
-@pytest.mark.slow
-def test_both_packages_are_timed(tmp_path: Path) -> None:
-    if subprocess.run(["git", "cat-file", "-e", before_parts.REVISION], check=False, capture_output=True).returncode:
-        pytest.skip("the history has no old package, as in a shallow clone")
-    arguments = ["--layers", "1", "--width", "64", "--vocab", "32", "--repeats", "1", "--compiles", "1"]
-    for part in ("quotient_adamw, pin", "gauge_project"):
-        before_parts.main([*arguments, "--only", part, "--out", str(tmp_path)])
-    result = json.loads((tmp_path / "before_parts.json").read_text())
-    assert list(result["rows"]) == ["quotient_adamw, pin=False", "gauge_project"]
-    assert all(row["compile"] > 0 and row["update_s"]["this"] > 0 for row in result["rows"].values())
-    assert "| gauge_project |" in (tmp_path / "before_parts.md").read_text()
 
 
 @pytest.mark.slow

@@ -181,7 +181,7 @@ class Slice:
         first = in_order(sizes)
         at_one = {anchor_key(place.anchor): place.part.label for place in first}
         without_norm_scale = tuple((t, b.path) for t in turns for b in t.passes if anchor_key((b,)) not in at_one)
-        # A turn moves steps as if every norm's scale γ that it passes were 1. `fix` makes it 1 at every step: it moves γ
+        # A turn moves steps as if every norm's scale γ that it passes were 1. `fix` makes γ 1 at every step: it moves γ
         # into kernels. If γ may not move there (it is frozen, or more precise than they are), the turn is dropped.
         stuck = not_fixed | following
         turns = [t for t in turns if not stuck & {at_one.get(anchor_key((b,)), "") for b in t.passes}]

@@ -94,8 +94,8 @@ class Mean(Translation):
 
     @property
     def anchors(self) -> tuple[Anchor, ...]:
-        # Parts that read means along two axes of one leaf would wait for each other. As either may be read first, both can
-        # also take the empty anchor, which waits for nothing.
+        # Parts that read means along two axes of one leaf would wait for each other. Either may be read first: both can
+        # take the empty anchor, which waits for nothing.
         return self.blocks, ()
 
     def identity(self) -> tuple[jax.Array, ...]:

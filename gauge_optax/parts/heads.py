@@ -148,7 +148,7 @@ class Heads:
         Args:
           point: bound leaves, with the rows W.
           matrix: (*shape, size, size).
-          added_to: bound leaves; None to replace.
+          added_to: bound leaves to whose rows the products are added; None to replace the rows of `point`.
 
         Returns:
           The leaves of the blocks: those of `point` with W·matrix in place of W, or those of `added_to` with W·matrix
@@ -172,8 +172,8 @@ class Heads:
     def as_matrices(self, block: Block, rows: jax.Array) -> tuple[jax.Array, list[int], bool]:
         """The `rows` of a block as one matrix per head, (*shape, rows, size) or its transpose.
 
-        Moving the heads' axes to the front here copies whole rows. A matrix product over the leaf's own axes would move
-        single entries.
+        It moves the heads' axes to the front, which copies whole rows. If a matrix product had to do this with the
+        leaf's own axes, it would copy single entries.
 
         Returns:
           The matrices; the order in which they have the axes of `rows`; and whether they are transposed,
@@ -201,7 +201,7 @@ class Heads:
 
         Args:
           point: bound leaves.
-          noise_number: the number of C, its `draw`; may be traced.
+          noise_number: says which C is taken: the `draw` of `fixed_noise`. It may be traced.
         """
         total = jnp.zeros((*self.shape, self.size, self.size), next(iter(point.values())).dtype)
         # einsum names axes by numbers: first those of heads, then the basis, the combinations, and the free axes.
@@ -431,8 +431,8 @@ _MOST_READINGS = 4  # how many C are tried; a head of less than full rank tries 
 def _polar_factors(turns: tuple[Any, ...], point: Arrays) -> jax.Array:
     """The polar factors of CᵀW for heads of one size, (heads, d_h, d_h), each with the first C that loses no direction.
 
-    If W itself has less than full rank, it is the first C that keeps the most directions. The factor then has only as
-    many nonzero singular values, all 1 (a partial isometry), because directions that are roundoff have no polar factor.
+    If W itself has less than full rank, every C loses directions, and the first C that keeps the most is taken. The
+    factor is then a partial isometry: directions of which only roundoff is left have the singular value 0, not 1.
     """
 
     def with_noise(number: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -139,7 +139,7 @@ class Stream(Orthogonal, Turn[jax.Array]):
 
     @classmethod
     def _without_rotation(cls, turns: Sequence[Any], x: Arrays, vector: Arrays, dual: bool) -> Arrays:
-        """Removes the rotation that a tangent shows on the blocks `seen` from all blocks.
+        """Measures on the blocks `seen` how a tangent rotates the stream, and removes this rotation from all blocks.
 
         If `dual`, it applies the transpose of this projection to a cotangent.
         """

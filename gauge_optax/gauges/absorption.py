@@ -2,10 +2,10 @@
 
 Let a layer read x + b through a kernel W and add a bias c, so that it computes (x + b)·W + c. For any t, b ↦ b + t and
 c ↦ c − t·W change nothing. In this way a norm's bias moves into the biases of its readers, and a value bias moves
-through the output projection into the output bias, because the weights of attention sum to 1. If a residual stream
-passes x + b on to the next sublayer, as it does behind a norm that follows its sublayer, then the bias of the next
-sublayer is added to the same stream: c ↦ c − t. The group is Rⁿ under addition, and n is the number of entries of b.
-A point reads as b itself: on the slice b is zero, and c contains what it added.
+through the output projection into the output bias, because the weights of attention sum to 1. If a norm follows its
+sublayer, its output x + b also becomes the residual stream. The bias c of the next sublayer is added to this stream,
+and loses t itself: c ↦ c − t. The group is Rⁿ under addition, where n is the number of entries of b. A point reads as b
+itself: on the slice b is zero, and the biases c contain what b added.
 
 Unlike a shift, a move changes tangents: to the tangent dc it adds −t·dW, where dW is the tangent of W. Reference:
 docs/design.md §3, "What else is dead"; the symmetry is not in the papers.

@@ -81,7 +81,7 @@ class Copy(Additive, abc.ABC):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Lengths of those axes."""
+        """Lengths of the axes `named`."""
         return self.parts[0].shape
 
     @property
@@ -119,7 +119,7 @@ class Copy(Additive, abc.ABC):
         return self.join([part.identity() for part in self.parts])
 
     def coordinate(self, elements: Sequence[Any]) -> Any:
-        """The coordinate, whose change is drift, of a point from its parts' `elements`; None if the copy has none."""
+        """The coordinate of a point that its parts read as `elements`; None without one. Its change is the drift."""
         return self.join(elements)
 
     def algebra(self) -> Any:
@@ -131,7 +131,7 @@ class Copy(Additive, abc.ABC):
         return coordinates
 
     def normalized(self, element: Any) -> Any:
-        """The element of the group next to one that roundoff has moved away from it."""
+        """The element moved back into the group, if roundoff has moved it out."""
         return element
 
     # Operations on public elements that need no tree -----------------------------------------------------------

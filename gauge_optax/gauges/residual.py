@@ -68,8 +68,8 @@ def residual_rotation(
     >>> gauge.dim(params)  # 4·3/2
     6
 
-    Reference: van Nierop, Eq. (6)-(17). Not a symmetry of a tied embedding behind a norm with a scale, of norms after a
-    layer (unless every one of them is a reader's), or of anything that reads single channels.
+    Reference: van Nierop, Eq. (6)-(17). Not a symmetry of a tied embedding behind a norm with a scale, of a norm with a
+    scale whose output becomes the stream or is added to it, or of anything that reads single channels.
     """
     norms = product(norms).gauges if norms else ()
     for norm in norms:

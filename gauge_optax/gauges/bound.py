@@ -244,8 +244,8 @@ def _asymmetry(gauge: Any, params: Any, grads: Any) -> dict[str, jax.Array]:
         squares = jax.tree.map(lambda y: jnp.sum(jnp.square(y)), pairings(covector))
         return {key: sum(jax.tree.leaves(of_copy), jnp.zeros(())) for key, of_copy in squares.items()}
 
-    # A random gradient gets in every leaf the root mean square y of the gradient there, less its part along constants. It
-    # gets more where y may be roundoff: a share of the root mean square over all leaves, or all of that if y = 0.
+    # In every leaf, a random gradient gets the root mean square y of the gradient, less its part along constants. If y
+    # may be roundoff, it gets a share of the root mean square over all leaves; if y = 0, it gets all of that.
     entries = sum(y.size for y in real)
     total = jnp.sqrt(sum((jnp.sum(jnp.square(safe_divide(y, most))) for y in real), jnp.zeros(())) / entries)
     across = {path: jnp.sqrt(jnp.mean(jnp.square(y))) for path, y in s.centred(g).items()}

@@ -15,10 +15,10 @@ does; a *constant* adds; a *turn* rotates. Sizes are read from norms, constants 
 * To *hold* a step is to remove the part of it that rotates heads. This stands in place of a fix, because rotations are
   read at `init` alone. The rotation of the residual stream is held only if its gauge says `hold=True`.
 * The *orbit* of a point is the set of points that elements move it to. Every tangent (a small change of the weights) is
-  the sum of a *vertical* part, along the orbit, and a *horizontal* part, which a fix and a hold leave of a small step.
+  the sum of a *vertical* part, along the orbit, and a *horizontal* part. Fix and hold leave a step's horizontal part.
 
 Whatever the order of a list of gauges, F = constants · sizes · turns: turns act first and constants last. Within a
-role, a part is read after all parts that move its anchor (`parts.order`). An optimizer step has five stages:
+role, a part is read after the others that move its anchor were undone (`parts.order`). A step has five stages:
 
     θ̂ = F⁻¹·θ      ĝ = Fᵀ·g      u = inner(ĝ, θ̂)      θ̂′ = fix(θ̂ + u)      step = F·hold(θ̂′ − θ̂)
 
@@ -167,7 +167,7 @@ class Slice:
           frozen: paths of leaves that never change.
 
         Raises:
-          ValueError: parts that do not commute, or that wait for each other.
+          ValueError: parts that do not commute, or of which each would have to be read after another.
         """
         kept = [part for p in parts if (part := p.beside_frozen(frozen)) is not None]
         kept = [p.beside([q for q in kept if q is not p]) for p in kept]
@@ -224,7 +224,7 @@ class Slice:
 
     @functools.cached_property
     def blocks(self) -> tuple[Block, ...]:
-        """Every block that a part changes or passes."""
+        """Every block that a part changes, or uses without changing it (`Part.passes`)."""
         return tuple(b for p in (*self.parts, *self.free) for b in (*p.blocks, *p.passes))
 
     @functools.cached_property
@@ -340,7 +340,7 @@ class Slice:
         """Removes the part of a step that rotates heads, and the residual stream if its gauge says `hold=True`.
 
         The step that is left does not turn rotary planes at all, and turns heads only to second order in the step. It
-        may lead off the slice, which the next `fix` corrects. Turns that change a frozen leaf are not removed.
+        may lead off the slice, which the next `fix` corrects. Rotations that change a frozen leaf are not removed.
         """
         return self._over_turns(x, u, lambda kind: kind.hold, self.not_fixed)
 
@@ -361,8 +361,8 @@ class Slice:
         for turn_class, turns in self.turns:
             chosen = [turn for turn in turns if turn.label not in alone]
             paths = sorted({path for turn in chosen for path in changed(turn)})
-            # This changes no number. XLA computes the point again for this class, so that it need not keep a copy of
-            # it in memory while it computes the classes before.
+            # For a class that comes last, XLA computes the point again. Otherwise it would keep a copy of the point in
+            # memory while it computes the other classes. No number changes.
             again = {path: x[path] for path in paths} if turn_class.last and done else {}
             u = change(turn_class)(chosen, x | (recomputed_after(done, again) if again else {}), u) if chosen else u
             done = [u[path] for path in paths]
@@ -461,7 +461,7 @@ class Slice:
         known = {part.label: jnp.zeros(part.shape, bool) for part, _, _ in self.sizes}
         live: dict[str, jax.Array] = {}
         for part, anchor, others in self.sizes + self.later:
-            # An entry that another size moves is masked until that size's channel has been read and undone.
+            # An entry that another size moves counts as zero until that size's channel has been read and undone.
             e, new = part.read(anchor, _masked(x, others, known), ~known[part.label], near=False)
             live.setdefault(part.label, new)
             f[part.label], known[part.label] = part.compose(f[part.label], e), known[part.label] | new
@@ -507,7 +507,7 @@ class Slice:
         return self.project_turning(x, jax.jvp(lambda y: self._fixed(y, live), (x,), (u,))[1])
 
     def _fixed(self, x: Arrays, live: Mapping[str, jax.Array]) -> Arrays:
-        """The point of `fix`, differentiable everywhere. Parts in `not_fixed`, which `fix` skips, are fixed too."""
+        """Fixes a point by differentiable operations. Unlike `fix`, it does not skip the parts in `not_fixed`."""
         for part, anchor, _ in self.constants:
             x = part.act(part.inverse(part.read(anchor, x)), x)
         for part, anchor, _ in self.sizes:

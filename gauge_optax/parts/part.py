@@ -12,7 +12,7 @@ compute its element from the weights. A part has one of three roles, and its rol
 A part whose class has none of the three roles (a permutation) moves weights, but no optimizer notices it.
 
 A part defines its group (`identity`, `inverse`, `compose`), how it acts, and how it is read; a turn also defines what
-it removes from a step. What an optimizer, a measure or `align` needs to know of a part besides is written in the
+it removes from a step. Anything else that an optimizer, a measure or `align` needs to know of a part is written in the
 module that needs it, as a `functools.singledispatch` function with a default that holds for every part.
 
 How steps and gradients move follows from `act`. A *tangent* is a change of weights, such as a step: `push` moves it
@@ -222,7 +222,7 @@ class Size(Part[E]):
     def completed(self, x: Arrays, g: Arrays) -> Arrays:
         """A gradient at a slice point, with the anchor's entries computed from those of all other blocks.
 
-        They follow from those, because the gradient of an invariant loss is zero along the orbit. The default returns
+        An invariant loss has no gradient along the orbit, from which the anchor's entries follow. The default returns
         the gradient unchanged.
         """
         return g
@@ -237,7 +237,7 @@ class Size(Part[E]):
 
 
 class Turn(Isometry[E]):
-    """A part that rotates. It is read once, at `init`; later, the rotation that a step contains is removed from it.
+    """A part that rotates. It is read once, at `init`; later, rotations are removed from the steps.
 
     The class methods take several parts of one class at once, so that the heads of all layers are one batch.
     """

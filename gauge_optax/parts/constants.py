@@ -52,7 +52,7 @@ class Sum(Additive, Constant[Any]):
         return plus(x, self.added(e, x))
 
     def undo(self, e: Any, x: Arrays) -> Arrays:
-        """The point without the constant. A row, along the axes `along`, becomes exactly zero if only roundoff remains.
+        """The point without the constant. A row, along the axes `along`, becomes zero if only roundoff remains of it.
 
         Otherwise the roundoff of a dead unit, or of an output layer that is constant over classes, would be read as a
         size or a rotation.
@@ -252,7 +252,7 @@ class ReadShift(Sum):
         return tuple(jnp.zeros(_without(b, (CHANNEL,)), real_dtype()) for b in self.kernels)
 
     def _of_norm(self, x: Arrays, if_absent: float) -> tuple[jax.Array, jax.Array]:
-        """γ and β at `x`, (*named, channel) each. A norm without γ gets `if_absent`, one without β gets zeros."""
+        """γ and β at `x`, (*named, channel) each. A missing γ is replaced by `if_absent`, a missing β by zeros."""
 
         def values(blocks: Anchor, default: float) -> jax.Array:
             if not blocks:

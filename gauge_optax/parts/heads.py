@@ -52,7 +52,7 @@ class PlaneBlock(Block):
     `plane`, which counts planes.
 
     Attributes:
-      pairing: "half": coordinate j pairs with j + d/2; "interleaved": 2j with 2j + 1.
+      pairing: "half": coordinate j of a basis of length d pairs with j + d/2; "interleaved": 2j pairs with 2j + 1.
     """
 
     pairing: str
@@ -344,7 +344,7 @@ class Rotation(Orthogonal, HeadTurn):
             cross_gram = stack_heads([turn.gram(x, u) for turn in same])
             basis = None if into is None else stack_heads([into[turn] for turn in same])
             if basis is not None:
-                # The iteration stops with an error that depends on the basis, so that it is run in the slice's basis.
+                # When the iteration stops, an error is left that depends on the basis. It is run in the slice's basis.
                 gram, cross_gram = (matmul(matmul(transpose(basis), y), basis) for y in (gram, cross_gram))
             # One batch solves for the heads of all layers. Each part then multiplies its rows by its own solutions.
             for turn, generator in zip(same, unstack_heads(lyapunov_by_products(gram, -cross_gram), same), strict=True):
@@ -411,7 +411,7 @@ class Planes(Additive, HeadTurn):
         # Rotations of a plane commute, so that its angle does not depend on the basis, and `into` is not needed.
         out = dict(u)
         for turn in turns:
-            # Per block, its rows (l, r) with the coordinates exchanged, (r, l): a quarter turn of them, up to signs.
+            # Each block, with the coordinates of its rows (l, r) exchanged: (r, l) is a quarter turn, up to a sign.
             swapped = [(b, jax.lax.rev(b.rows(x[b.path]), (b.row_labels.index(BASIS),))) for b in turn.blocks]
             sizes = [b.row_sums(turn.named, jnp.square(rows)) for b, rows in swapped]
             pairs = [b.row_sums((*turn.named, BASIS), rows * b.rows(out[b.path])) for b, rows in swapped]

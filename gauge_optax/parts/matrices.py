@@ -199,7 +199,7 @@ def matrices(part: Part[Any], block: Block) -> tuple[int, Matrices | None] | Non
 @matrices.register
 def _of_factor(part: Factor, block: Block) -> tuple[int, Matrices | None] | None:
     if PLANE in part.named:
-        return None  # the turn of the same planes (`Planes`) answers
+        return None  # `Planes`, the turn of the same planes, answers
     if HEAD in part.named:  # the kernels of QK-norm have one matrix per head
         return 1, channel_matrices(block, part.named)
     return (2, channel_matrices(block, part.named)) if part.down else None
@@ -385,7 +385,7 @@ def neuron_matrices(block: Block) -> Matrices | None:
     """Returns a kernel's matrix with neurons as columns and their inputs `_` as rows; None if the block is no matrix.
 
     All axes with a name count neurons (`head neuron` counts them in two axes), except `layer` and `expert`: each layer
-    of a stack and each expert has a matrix of its own. An index, as of one part of a fused kernel, counts matrices too.
+    of a stack and each expert has a matrix of its own. So has an index such as `qkv=0` of a fused kernel.
     """
     whole = _widened(block)
     labels = whole.split_labels

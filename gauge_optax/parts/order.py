@@ -178,7 +178,7 @@ def _clash(p: Any, a: Block, q: Any, b: Block) -> ValueError | None:
 
 @functools.cache
 def varies_along(scaled: Block, named: tuple[str, ...], rigid_block: Block, rigid: str) -> bool:
-    """Whether a part can move entries differently that differ only along an axis of another part's block.
+    """Whether a part can make different moves of entries that differ only along an axis of another part's block.
 
     Args:
       scaled: a block that the first part moves.

@@ -39,14 +39,16 @@ MULTIPLIED, DIVIDED = ("up", "left"), ("down", "right")
 class Factor(Size[jax.Array]):
     """Multiplies one side by α and the other by α⁻ᵖ, per channel: up·α and down·α⁻ᵖ.
 
-    An element is α itself, not its logarithm, and may be negative. A channel that has n columns of its anchor reads as
-    their common norm divided by √n, to the power −1/p for an anchor on the down side. On the slice a kernel's columns
-    have norm 1, a norm's scale is +1 and multipliers have root mean square 1: about their usual initial values.
+    An element is α itself, not its logarithm, and may be negative. A channel to which n columns of the anchor belong
+    reads as their joint norm divided by √n; for an anchor on the down side, as this number to the power −1/p. On the
+    slice a kernel's columns have norm 1, a norm's scale is +1 and multipliers have root mean square 1: about their
+    usual initial values.
 
     Attributes:
       degree: p, the degree of the function between both sides: 1 for ReLU, 2 for squared ReLU.
-      by_entry: whether α is the root mean square of the anchor's entries: for multipliers, which start at 1.
-      signed: whether α takes the sign of the anchor's one entry, which keeps the function if all readers are linear.
+      by_entry: True for multipliers, which start at 1: a channel then reads as the root mean square of its entries.
+      signed: whether a channel reads as α < 0 if its anchor, a single entry, is negative. If all readers are linear, a
+        negative α keeps the function.
     """
 
     degree: float = 1.0

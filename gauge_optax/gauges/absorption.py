@@ -41,9 +41,9 @@ def bias_absorption(
         kernel that the bias behind it lacks.
       into: path → axes of the bias behind each of these kernels, in the same order: `{"query/bias": "_ _"}`. Its axes
         are the last free axes of its kernel. If layers are stacked, all three arguments name the axis of layers.
-      residual: path → axes of the bias that the residual stream gains next, if the stream carries b on, with the same
-        named axes: `{"down/bias": "channel"}`.
-      sizes: lengths of axes inside `(a b)` that no other block fixes.
+      residual: if x + b is in the residual stream, path → axes of the next bias that is added to this stream, with the
+        same named axes: `{"down/bias": "channel"}`.
+      sizes: axis name → length, for axes inside `(a b)` whose length no other block determines.
 
     Returns:
       A frozen, hashable gauge; it holds no array. Elements are t, shaped like the named axes.

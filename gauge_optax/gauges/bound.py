@@ -132,8 +132,9 @@ class Bound:
     def whole(self) -> Slice:
         """The slice with all parts of the gauges.
 
-        `slice` lacks two kinds of parts that optimizers cannot use: those that would change a frozen leaf whenever
-        another leaf takes a step, and rotations of the residual stream past a norm whose scale `fix` cannot keep at 1.
+        The attribute `slice` lacks two kinds of parts, which optimizers cannot use: those that would change a frozen
+        leaf whenever another leaf takes a step, and rotations of the residual stream past a norm whose scale `fix`
+        cannot keep at 1.
         """
         parts = [part for copies in self.copies for copy in copies for part in copy.parts]
         kept = {part.label for part in self.slice.acting}
@@ -150,7 +151,7 @@ class Bound:
         return out
 
     def public(self, elements: Mapping[str, Any]) -> Any:
-        """The public element that is made of the parts' elements by label; an absent part has the identity."""
+        """The public element made of elements of the parts, by label. A part without one gets the identity."""
         return self.by_gauge(lambda copy: copy.join(_of_copy(copy, elements)))
 
     def coordinates(self, elements: Mapping[str, Any]) -> Any:
@@ -286,8 +287,7 @@ def _by_generators(gauge: Any, b: Bound, params: Any, x: Arrays) -> Callable[[Ar
 def _by_projection(
     s: Slice, copies: Sequence[Copy], params: Any, grads: Any
 ) -> Callable[[Arrays], dict[str, Any]]:
-    """A function that returns the vertical part of a cotangent, per copy, by the slice: for gauges without coordinates.
-    """
+    """A function that returns the vertical part of a cotangent, per copy. It needs no coordinates, only the slice."""
     paths = {copy.key: dict.fromkeys(p for part in copy.parts for p in changed(part)) for copy in copies}
 
     def vertical(covector: Arrays) -> dict[str, Any]:
@@ -365,7 +365,7 @@ def _norm_before_kernels(part: ReadShift) -> tuple[Block, ...]:
 
 
 def require_nonzero_norms(name: str, s: Slice, leaves: Mapping[str, Any]) -> None:
-    """Raises ValueError if a part divides by a norm's scale that has a zero, as a rotation of the stream does.
+    """Raises ValueError if a norm's scale has a zero and a part, such as a rotation of the stream, divides by it.
 
     Args:
       name: the name of the public function, for messages.

@@ -305,8 +305,7 @@ class Gauge(abc.ABC):
         return self.name
 
     def _checksum(self, blocks: Iterable[Block]) -> str:
-        """A checksum of a user's gauge and its blocks. The label of its part has it, to tell gauges of one class apart.
-        """
+        """A checksum of a user's gauge and its blocks. By it, labels of parts differ for two gauges of one class."""
         text = repr(self) if dataclasses.is_dataclass(self) else type(self).__qualname__
         return f"{zlib.crc32(f'{text} {[(b.path, b.shape) for b in blocks]}'.encode()):08x}"
 
@@ -336,7 +335,7 @@ class Gauge(abc.ABC):
         return element
 
     def _moved_leaf(self, path: str, leaf: jax.Array, element: Element) -> jax.Array:
-        """The leaf after the linear part of a move. Along an axis that is not moved, it may have any length, say 1."""
+        """The leaf after the linear part of a move. Along an axis that does not move, the leaf may have any length."""
         return leaf
 
 
@@ -518,7 +517,7 @@ def block_gauge(
       name: the name of the constructor.
       kind: the class of the gauge's copies, a subclass of `Copy`.
       roles: argument of the constructor → its blocks, as the user wrote them.
-      sizes: lengths of axes inside `(a b)`.
+      sizes: axis name → length, for axes inside `(a b)` whose length no other block determines.
       **options: further arguments of `kind.of`.
 
     Returns:

@@ -55,7 +55,7 @@ def residual_rotation(
       centred: True if the norms subtract the mean, as LayerNorm does. R then keeps the vector of ones.
       hold: whether optimizers remove the part of each step that rotates the stream. It costs a d × d equation per step.
         With False, the stream rotates as it does under the wrapped optimizer.
-      sizes: lengths of axes inside `(a b)` that no other block fixes.
+      sizes: axis name → length, for axes inside `(a b)` whose length no other block determines.
 
     Returns:
       A frozen, hashable gauge; it holds no array. Elements are {"": R} with R (d, d), which moves writers by W ↦ W·R.

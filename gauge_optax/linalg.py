@@ -31,8 +31,8 @@ HIGHEST = jax.lax.Precision.HIGHEST
 # preset is one tuple, which serves every step, or a tuple per step.
 _DION: Schedule = ((4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037))
 _DION += ((2.8769, -3.1427, 1.2046), (2.8366, -3.0525, 1.2012))
-# Amsel et al., Polar Express (2025), Alg. 1: each step is minimax on the interval to which the steps before it take
-# [1e-3, 1]. All steps but the last act on σ/1.01.
+# Amsel et al., Polar Express (2025), Alg. 1: each step approximates 1 best on the interval to which the steps before it
+# take [1e-3, 1] (minimax). All steps but the last act on σ/1.01.
 _AMSEL: Schedule = ((8.205160, -22.901935, 16.460725), (4.066395, -2.861154, 0.518400))
 _AMSEL += ((3.909595, -2.823352, 0.525037), (3.285564, -2.415302, 0.485294), (2.300652, -1.668904, 0.418807))
 # Computed for this package in the same way, from [1e-2, 1.02]. The last step has degree 7, which leaves an error of
@@ -60,7 +60,8 @@ def roundoff(dtype: jnp.dtype) -> float:
 
 
 def direction_tolerance(dtype: jnp.dtype) -> float:
-    """Returns 1,000 machine epsilons: a vector whose norm is below this times that of others has only roundoff left."""
+    """Returns 1,000 machine epsilons. If a vector's norm, relative to others, is below this, its direction is roundoff.
+    """
     return 1e3 * float(jnp.finfo(dtype).eps)
 
 
@@ -141,7 +142,7 @@ def root_mean_square(weight: Any, old: jax.Array, new: jax.Array) -> jax.Array:
     Args:
       weight: w, the weight of the old square.
       old: a root mean square so far, not negative.
-      new: what joins the mean, not negative.
+      new: the value that joins the mean, not negative.
 
     >>> round(1e30 * float(root_mean_square(0.5, jnp.float32(1e-30), jnp.float32(7e-30))), 3)
     5.0
@@ -160,8 +161,8 @@ def serial(make: Callable[..., T], *matrices: jax.Array) -> T:
     This avoids a deadlock. One thread of XLA:CPU's pool runs a batched LAPACK call: it hands matrices to the other
     threads of the pool and waits for them. If there are as many such calls at once as threads (two gauges on two cores,
     one call per virtual device), they wait for each other forever. A call for a single matrix needs no other thread.
-    *Measured* on two cores for 48 to 288 matrices of 32 to 64: results equal those of a batched call bit for bit, and
-    take up to twice as long.
+    *Measured* on two cores for 48 to 288 matrices of sizes 32 to 64: results equal those of a batched call bit for bit,
+    and take up to twice as long.
 
     Args:
       make: takes matrices with any number of leading axes, and returns arrays that have these axes in front.
@@ -493,7 +494,7 @@ def lyapunov_by_products(m: jax.Array, k: jax.Array, steps: int = 24) -> jax.Arr
 
 
 def inverse_pair_sums(values: jax.Array) -> jax.Array:
-    """Returns 1/(λ_i + λ_j), and 0 where the sum is below the eigenvalue cutoff.
+    """Returns 1/(λ_i + λ_j), and 0 where the sum is below the eigenvalue cutoff times the largest eigenvalue.
 
     Args:
       values: (…, d) eigenvalues of a positive semi-definite matrix.
@@ -570,8 +571,8 @@ def polar(m: jax.Array, ns_coeffs: Coefficients = "standard", ns_steps: int = 5,
 
     For σ/‖M‖_F ≥ 1e-2, f is in [0.68, 1.14] ("standard"), [0.977, 1.032] ("dion"), [0.876, 1.124] ("polar_express"),
     [0.996, 1.004] ("sharp"); below that it is in (0, 1.21]. *Measured* with float32 and 64 as the smaller side: for a
-    rotation R, polar(M·R) and polar(M)·R differ by 9e-5 on rank one, and by 6e-5 on other ranks and conditions to 1e3.
-    With one Gram matrix for all steps they would differ by 6e-3.
+    rotation R, polar(M·R) and polar(M)·R differ by 9e-5 if M has rank one, and by 6e-5 for other ranks and condition
+    numbers up to 1e3. If all steps shared one Gram matrix, they would differ by 6e-3.
 
     Reference: DDC B.10; Jordan et al., Muon (2024), X ← X·p(XᵀX). Deviation: let h be the smaller side, d the larger
     one, and G the h×h Gram matrix. The steps act on G alone, Q ← Q·p(G) and G ← G·p(G)², and X·Q follows at the end. A

@@ -6,7 +6,7 @@ An axes string says what the axes of a leaf are, as in `"(head basis) _"`. In EB
     item  = part | "(" part {part} ")" [range]      parentheses split one axis, or a range of it, in row-major order
     part  = "_" [some] | name | name "=" i | name some
     range = "=" i ":" j
-    some  = range {"+" i ":" j} ["/" n]             ranges in order; n is the full length, if nothing else fixes it
+    some  = range {"+" i ":" j} ["/" n]             ranges in order; n is the full length, if nothing else gives it
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def solve_lengths(
     Args:
       gauge: name for errors.
       sites: the axes strings of the copy with their leaves.
-      sizes: the lengths that are fixed beforehand.
+      sizes: axis name → length, for lengths that are known beforehand.
       source: where `sizes` come from, for errors.
 
     Returns:

@@ -46,7 +46,7 @@ def bias_absorption(
       sizes: axis name → length, for axes inside `(a b)` whose length no other block determines.
 
     Returns:
-      A frozen, hashable gauge; it holds no array. Elements are t, shaped like the named axes.
+      A frozen, hashable gauge; it holds no array. Elements are t, an array with the named axes.
 
     Raises:
       ValueError: malformed axes, a kernel without a bias behind it, at once; any mismatch with the tree, when it is

@@ -36,7 +36,7 @@ def rescale(
       sizes: axis name → length, for axes inside `(a b)` whose length no other block determines.
 
     Returns:
-      A frozen, hashable gauge; it holds no array. Elements are log α, shaped like the named axes.
+      A frozen, hashable gauge; it holds no array. Elements are log α, an array with the named axes.
 
     Raises:
       ValueError: malformed axes or a degree that is not positive, at once; any mismatch with the tree, when first seen.
@@ -70,7 +70,7 @@ def norm_scale(
       sizes: axis name → length, for axes inside `(a b)` whose length no other block determines.
 
     Returns:
-      A frozen, hashable gauge; it holds no array. Elements are log α, shaped like the named axes. The readers are
+      A frozen, hashable gauge; it holds no array. Elements are log α, an array with the named axes. The readers are
       linear, so that α may be negative: the norm's scale and the rows that read it then change their signs. `read`
       returns complex logarithms, whose imaginary part is π where α is negative. Real arrays mean positive α.
 
@@ -97,8 +97,8 @@ def scale_invariant(blocks: Mapping[str, Axes], *, sizes: Mapping[str, int] | No
       sizes: axis name → length, for axes inside `(a b)` whose length no other block determines.
 
     Returns:
-      A frozen, hashable gauge; it holds no array. Elements are log α, shaped like the named axes. `balance` leads to a
-      root mean square of 1.
+      A frozen, hashable gauge; it holds no array. Elements are log α, an array with the named axes. `balance` leads to
+      a root mean square of 1.
 
     Raises:
       ValueError: malformed axes, at once; any mismatch with the tree, when it is first seen.
@@ -128,7 +128,7 @@ def multiplier_balance(
       sizes: axis name → length, for axes inside `(a b)` whose length no other block determines.
 
     Returns:
-      A frozen, hashable gauge; it holds no array. Elements are log α, shaped like the named axes.
+      A frozen, hashable gauge; it holds no array. Elements are log α, an array with the named axes.
 
     Raises:
       ValueError: malformed axes, at once; any mismatch with the tree, when it is first seen.

@@ -797,7 +797,7 @@ class Balance(NamedTuple):
 
 
 def balance(left: jax.Array, right: jax.Array) -> Balance:
-    """Returns the S with which A·S and B·S⁻ᵀ have one Gram matrix, and the least norm of all factors of A·Bᵀ.
+    """Returns the S with which A·S and B·S⁻ᵀ have the same Gram matrix, and the least norm of all factors of A·Bᵀ.
 
     Args:
       left: triangular factor R_A of A = Q_A·R_A, (…, d, d).

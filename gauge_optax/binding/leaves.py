@@ -456,9 +456,9 @@ def _joined(array: jax.Array, part: jax.Array, corner: Sequence[tuple[int, int]]
     """The array with one rectangle of entries replaced by `part`, by concatenation with the entries around it.
 
     `dynamic_update_slice` would be simpler. But `part` may be computed from entries of the array in another order, as
-    the planes of query and key in one fused leaf are. On CPU, jaxlib 0.10.2 computes it while it writes it in place,
-    and reads entries that it has overwritten. *Measured*: errors of `act` and of steps under `jit` were as large as the
-    entries.
+    the planes of query and key in one fused leaf are. On CPU, jaxlib 0.10.2 then computes `part` while writing it in
+    place, and reads entries that are overwritten already. *Measured*: errors of `act` and of steps under `jit` were as
+    large as the entries.
 
     Args:
       array: the array.

@@ -344,7 +344,7 @@ class Rotation(Orthogonal, HeadTurn):
             cross_gram = stack_heads([turn.gram(x, u) for turn in same])
             basis = None if into is None else stack_heads([into[turn] for turn in same])
             if basis is not None:
-                # When the iteration stops, an error is left that depends on the basis. It is run in the slice's basis.
+                # When the iteration stops, an error is left that depends on the basis. So the slice's basis is used.
                 gram, cross_gram = (matmul(matmul(transpose(basis), y), basis) for y in (gram, cross_gram))
             # One batch solves for the heads of all layers. Each part then multiplies its rows by its own solutions.
             for turn, generator in zip(same, unstack_heads(lyapunov_by_products(gram, -cross_gram), same), strict=True):

@@ -1,4 +1,4 @@
-"""Batched small-matrix kernels: the only module that calls LAPACK, and one policy of precision and cutoffs.
+"""Batched small-matrix kernels: the only module whose JAX code calls LAPACK, and one policy of precision and cutoffs.
 
 Every function takes stacks of matrices (…, rows, columns) with small sides. None knows of heads, leaves or gauges.
 Functions that call LAPACK run matrix by matrix on CPU, for the reason that `serial` gives.
@@ -31,8 +31,8 @@ HIGHEST = jax.lax.Precision.HIGHEST
 # preset is one tuple, which serves every step, or a tuple per step.
 _DION: Schedule = ((4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037))
 _DION += ((2.8769, -3.1427, 1.2046), (2.8366, -3.0525, 1.2012))
-# Amsel et al., Polar Express (2025), Alg. 1: each step is minimax on the interval to which the steps before it take
-# [1e-3, 1]. All steps but the last act on σ/1.01.
+# Amsel et al., Polar Express (2025), Alg. 1: each step approximates 1 best on the interval to which the steps before it
+# take [1e-3, 1] (minimax). All steps but the last act on σ/1.01.
 _AMSEL: Schedule = ((8.205160, -22.901935, 16.460725), (4.066395, -2.861154, 0.518400))
 _AMSEL += ((3.909595, -2.823352, 0.525037), (3.285564, -2.415302, 0.485294), (2.300652, -1.668904, 0.418807))
 # Computed for this package in the same way, from [1e-2, 1.02]. The last step has degree 7, which leaves an error of
@@ -55,19 +55,18 @@ def real_dtype() -> jnp.dtype:
 
 
 def roundoff(dtype: jnp.dtype) -> float:
-    """Returns 64 machine epsilons: an array smaller than this, relative to the terms of its sums, is roundoff of zero.
-    """
+    """Returns 64 machine epsilons: a sum that is smaller than this times its terms counts as roundoff of zero."""
     return 64.0 * float(jnp.finfo(dtype).eps)
 
 
 def direction_tolerance(dtype: jnp.dtype) -> float:
-    """Returns 1,000 machine epsilons: a vector smaller than this, relative to others, has a direction that is roundoff.
+    """Returns 1,000 machine epsilons. If a vector's norm, relative to others, is below this, its direction is roundoff.
     """
     return 1e3 * float(jnp.finfo(dtype).eps)
 
 
 def eigenvalue_cutoff(dtype: jnp.dtype) -> float:
-    """Returns the relative size below which an eigenvalue counts as zero: 1e-6 in float32, 1e-12 in float64."""
+    """Returns the share of the largest eigenvalue below which one counts as zero: 1e-6 in float32, 1e-12 in float64."""
     return 1e-12 if dtype == jnp.float64 else 1e-6
 
 
@@ -80,11 +79,12 @@ def equal_eigenvalues(dtype: jnp.dtype) -> float:
 
 
 def rank_cutoff(dtype: jnp.dtype) -> float:
-    """Returns the relative size below which a factor's direction counts as absent: 1e-4 in float32, 1e-12 in float64.
+    """Returns the share of a column that must be independent of other columns: 1e-4 in float32, 1e-12 in float64.
 
-    It is larger than `eigenvalue_cutoff`, because steps of one factor divide by the other factor's sizes. A direction
-    whose size is roundoff would give such a step an arbitrary length. *Measured*: with 1e-6, twins of float32 LoRA
-    factors under a rank-one target were 0.9 apart.
+    If less of a factor's column is independent, the factor counts as less than full rank. The share is larger than
+    `eigenvalue_cutoff`, because steps of one factor divide by the other factor's singular values: one that is roundoff
+    would give such a step an arbitrary length. *Measured*: with 1e-6 in place of 1e-4, twins of float32 LoRA factors
+    under a rank-one target were 0.9 apart.
     """
     return 1e-12 if dtype == jnp.float64 else 1e-4
 
@@ -93,7 +93,7 @@ def rank_cutoff(dtype: jnp.dtype) -> float:
 
 
 def matmul(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Multiplies at full precision. By default accelerators are off by 1e-3, and symmetries would hold no better."""
+    """Multiplies at full precision. By default, accelerators are off by 1e-3, and symmetries would be off as much."""
     return jnp.matmul(a, b, precision=HIGHEST)
 
 
@@ -142,7 +142,7 @@ def root_mean_square(weight: Any, old: jax.Array, new: jax.Array) -> jax.Array:
     Args:
       weight: w, the weight of the old square.
       old: a root mean square so far, not negative.
-      new: what joins the mean, not negative.
+      new: the value that joins the mean, not negative.
 
     >>> round(1e30 * float(root_mean_square(0.5, jnp.float32(1e-30), jnp.float32(7e-30))), 3)
     5.0
@@ -161,8 +161,8 @@ def serial(make: Callable[..., T], *matrices: jax.Array) -> T:
     This avoids a deadlock. One thread of XLA:CPU's pool runs a batched LAPACK call: it hands matrices to the other
     threads of the pool and waits for them. If there are as many such calls at once as threads (two gauges on two cores,
     one call per virtual device), they wait for each other forever. A call for a single matrix needs no other thread.
-    *Measured* on two cores for 48 to 288 matrices of 32 to 64: results equal those of a batched call bit for bit, and
-    take up to twice as long.
+    *Measured* on two cores for 48 to 288 matrices of sizes 32 to 64: results equal those of a batched call bit for bit,
+    and take up to twice as long.
 
     Args:
       make: takes matrices with any number of leading axes, and returns arrays that have these axes in front.
@@ -362,10 +362,11 @@ def eigenbasis(gram: jax.Array, mixed: jax.Array) -> jax.Array:
       mixed: CᵀW, (…, d, d), for a generic constant C.
 
     Returns:
-      V, (…, d, d), by descending eigenvalues. Its signs, and its columns for equal eigenvalues, are chosen by (CᵀW)ᵀ:
-      a column whose eigenvalue is single has a positive product with the same column of (CᵀW)ᵀ. The columns for equal
-      eigenvalues are the orthonormal basis of the eigenspace that is nearest to the projection of their columns of
-      (CᵀW)ᵀ onto it. Eigenvalues count as equal if they differ by at most `equal_eigenvalues` of the largest.
+      V, (…, d, d), by descending eigenvalues. WᵀW fixes neither the signs of V, nor its columns for equal eigenvalues.
+      They are chosen by K = (CᵀW)ᵀ, which turns with W. Column j of V has a positive product with column j of K. If
+      several columns of V have equal eigenvalues, the same columns of K are projected onto the eigenspace, and the
+      orthonormal basis that is nearest to the projections is taken. Eigenvalues count as equal if they differ by at
+      most `equal_eigenvalues` of the largest.
 
     >>> w = jnp.array([[3.0, 0.0], [0.0, 5.0]])
     >>> jnp.abs(eigenbasis(w.T @ w, w)).round(4).tolist()
@@ -404,7 +405,7 @@ def singular_vectors(rows: np.ndarray, full: bool = True) -> tuple[np.ndarray, n
       Values, descending, and vectors as rows.
     """
     if len(rows) > rows.shape[1]:
-        rows = np.asarray(np.linalg.qr(rows, mode="r"))  # R has the same ones, and only n rows
+        rows = np.asarray(np.linalg.qr(rows, mode="r"))  # R has the same values and vectors
     try:
         _, values, right = np.linalg.svd(rows, full_matrices=full)
     except np.linalg.LinAlgError:
@@ -493,7 +494,7 @@ def lyapunov_by_products(m: jax.Array, k: jax.Array, steps: int = 24) -> jax.Arr
 
 
 def inverse_pair_sums(values: jax.Array) -> jax.Array:
-    """Returns 1/(λ_i + λ_j), and 0 where the sum is below the eigenvalue cutoff.
+    """Returns 1/(λ_i + λ_j), and 0 where the sum is below the eigenvalue cutoff times the largest eigenvalue.
 
     Args:
       values: (…, d) eigenvalues of a positive semi-definite matrix.
@@ -570,8 +571,8 @@ def polar(m: jax.Array, ns_coeffs: Coefficients = "standard", ns_steps: int = 5,
 
     For σ/‖M‖_F ≥ 1e-2, f is in [0.68, 1.14] ("standard"), [0.977, 1.032] ("dion"), [0.876, 1.124] ("polar_express"),
     [0.996, 1.004] ("sharp"); below that it is in (0, 1.21]. *Measured* with float32 and 64 as the smaller side: for a
-    rotation R, polar(M·R) and polar(M)·R differ by 9e-5 on rank one, and by 6e-5 on other ranks and conditions to 1e3.
-    With one Gram matrix for all steps they would differ by 6e-3.
+    rotation R, polar(M·R) and polar(M)·R differ by 9e-5 if M has rank one, and by 6e-5 for other ranks and condition
+    numbers up to 1e3. If all steps shared one Gram matrix, they would differ by 6e-3.
 
     Reference: DDC B.10; Jordan et al., Muon (2024), X ← X·p(XᵀX). Deviation: let h be the smaller side, d the larger
     one, and G the h×h Gram matrix. The steps act on G alone, Q ← Q·p(G) and G ← G·p(G)², and X·Q follows at the end. A
@@ -637,7 +638,7 @@ def _mesh_axes(entry: Any) -> tuple[str, ...]:
 
 
 def _stepped(schedule: Schedule, x: jax.Array, over: tuple[str, ...] = ()) -> jax.Array:
-    """Returns a stack of tall matrices X after the steps of a schedule, whose rows the mesh axes `over` divide."""
+    """Returns a stack of tall matrices X after the steps of a schedule. The mesh axes `over` divide the rows of X."""
     epsilon = float(jnp.finfo(x.dtype).eps)
     phases = _phases(schedule, epsilon**-0.25)
     for number, phase in enumerate(phases):
@@ -724,7 +725,10 @@ def haar(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def nearly_orthogonal(r: jax.Array) -> jax.Array:
-    """Returns the orthogonal matrix nearest to `r`, which is orthogonal up to roundoff, to second order in that."""
+    """Returns the orthogonal matrix nearest to an `r` that is orthogonal up to roundoff.
+
+    The error is of second order in this roundoff.
+    """
     return 1.5 * r - 0.5 * matmul(matmul(r, transpose(r)), r)
 
 
@@ -793,14 +797,14 @@ class Balance(NamedTuple):
 
 
 def balance(left: jax.Array, right: jax.Array) -> Balance:
-    """Returns the S that balances a pair: A·S and B·S⁻ᵀ have the same Gram matrix and, for this product, least norm.
+    """Returns the S with which A·S and B·S⁻ᵀ have the same Gram matrix, and the least norm of all factors of A·Bᵀ.
 
     Args:
       left: triangular factor R_A of A = Q_A·R_A, (…, d, d).
       right: triangular factor R_B of B = Q_B·R_B, (…, d, d).
 
     Returns:
-      S; the identity for pairs that lack ranks, which no S balances.
+      S; the identity if A or B has less than full rank, because no S balances such a pair.
 
     S = (H_A⁻¹ # H_B)^{1/2}, where H_A and H_B are the Gram matrices and # is the geometric mean. It is computed by two
     singular value decompositions. With R_A·R_Bᵀ = U·Σ·Vᵀ, every balanced pair is (Q_A·U·Σ^{1/2}·O, Q_B·V·Σ^{1/2}·O) for
@@ -820,7 +824,7 @@ def balance(left: jax.Array, right: jax.Array) -> Balance:
 
 
 def inverse_gram(rows: jax.Array, damping: float | jax.Array = 0.0) -> jax.Array:
-    """Returns (AᵀA + λ)⁻¹, or the pseudo-inverse of AᵀA where λ = 0 and A lacks ranks.
+    """Returns (AᵀA + λ)⁻¹, or the pseudo-inverse of AᵀA if λ = 0 and A has less than full rank.
 
     Args:
       rows: A, (…, m, d).
@@ -891,8 +895,8 @@ def _root_by_qr(rows: jax.Array, added: jax.Array, norms: jax.Array, nonzero: ja
         kept = (sizes > cutoff * sizes[..., :1])[..., None, :]
         vectors = transpose(vt) / norms[..., :, None]
         inverse_root = jnp.where(kept, vectors / jnp.where(kept, sizes[..., None, :], 1.0), 0.0)
-        # D⁻¹ moves the columns out of the row space of A. The dropped vectors span the null space, which is projected
-        # out. They come first in the QR, so that the zero columns after them do not mix in.
+        # D⁻¹ moves the columns of `inverse_root` out of A's row space. The dropped vectors span the null space,
+        # which is removed. They come first in the QR, so that the zero columns after them do not mix in.
         null = qr(jnp.where(kept, 0.0, vectors)[..., ::-1])[0] * ~kept[..., ::-1]
         inverse_root = inverse_root - matmul(null, matmul(transpose(null), inverse_root))
         return jnp.where(complete[..., None, None], root, inverse_root)

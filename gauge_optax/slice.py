@@ -4,21 +4,21 @@ A *gauge* is a group whose *elements* change weights and keep the function. Take
 weights `up` and `down`: for any α > 0 per unit (*channel*), up·α and down/α compute the same function. The library
 computes α from one block, the *anchor*, here `up`: a channel whose `up` column has the norm 3 *reads* as α = 3.
 
-A *part* is one copy of a gauge, such as that of one layer. It has one of three roles: a *size* multiplies, as α does; a
-*constant* is added; a *turn* rotates. Sizes are read from norms, constants from means, turns from polar factors.
+On a tree, a gauge consists of *parts*, one or two per layer. A part has one of three roles: a *size* multiplies, as α
+does; a *constant* adds; a *turn* rotates. Sizes are read from norms, constants from means, turns from polar factors.
 
 * The *slice* is the set of points that read as the identity: here, all `up` columns have the norm 1.
 * The *frame* F of a point θ is the element that the point reads as.
 * The *slice point* is θ̂ = F⁻¹·θ, here up/3 and down·3; F maps it back to θ = F·θ̂. *Twins* are weights that elements of
   the gauges move into each other. They compute one function, and have one slice point.
-* The *orbit* of a point is the set of points that elements move it to. A tangent along it is *vertical*; the projection
-  that the slice defines splits every tangent into a vertical and a *horizontal* part.
-* To *fix* a point near the slice is to read its constants and sizes again, and to apply the inverse of that element.
+* To *fix* a point near the slice is to read its constants and sizes again, and to apply the inverses of their elements.
 * To *hold* a step is to remove the part of it that rotates heads. This stands in place of a fix, because rotations are
   read at `init` alone. The rotation of the residual stream is held only if its gauge says `hold=True`.
+* The *orbit* of a point is the set of points that elements move it to. Every tangent (a small change of the weights) is
+  the sum of a *vertical* part, along the orbit, and a *horizontal* part. Fix and hold leave a step's horizontal part.
 
 Whatever the order of a list of gauges, F = constants · sizes · turns: turns act first and constants last. Within a
-role, a part is read after all parts that move its anchor (`parts.order`). An optimizer step has five stages:
+role, a part is read after the others that move its anchor were undone (`parts.order`). A step has five stages:
 
     θ̂ = F⁻¹·θ      ĝ = Fᵀ·g      u = inner(ĝ, θ̂)      θ̂′ = fix(θ̂ + u)      step = F·hold(θ̂′ − θ̂)
 
@@ -52,13 +52,13 @@ Elements = dict[str, Any]
 
 
 class Frame(NamedTuple):
-    """The frame of a point; a state keeps that of the point at `init`.
+    """The frame of a point. A state holds the frame of the weights at `init`.
 
     Attributes:
       elements: the frame F: part label → element.
-      live: label of a size → an array of booleans, of the part's shape: which channels were read from the size's first
-        anchor, because that is not zero. Only live channels are fixed at every step.
-      frozen: path of a leaf that never changes → (). Without arrays, the keys are known under `jit`.
+      live: label of a size → a boolean per channel, (*shape): True if the anchor that `Slice.sizes` has for the size is
+        not zero there. `fix` fixes these channels alone.
+      frozen: the paths of leaves that never change, as the keys of a dict: these are static under `jit`.
     """
 
     elements: Elements
@@ -113,8 +113,7 @@ class Undone(NamedTuple):
         return u
 
     def enter(self, x: Arrays) -> Arrays:
-        """F⁻¹·x for another point x. It is differentiable everywhere; `Part.undo` is not where it leaves exact zeros.
-        """
+        """F⁻¹·x for another point x. Unlike `Part.undo`, it sets no roundoff to zero, so that it is differentiable."""
         for part, e, _, _ in self.parts:
             x = part.act(part.inverse(e), x)
         return x
@@ -133,16 +132,16 @@ class Slice:
     Attributes:
       constants: the constants, in the order in which they are undone.
       sizes: the sizes, in the order in which they are undone, each with the one anchor that `fix` reads at every step.
-      later: the sizes' other anchors, from which channels are read whose first anchor is zero at `init`. A *channel* is
-        one index of the named axes of a part: one hidden unit, say.
+      later: the sizes' other anchors. If a channel's anchor in `sizes` is zero at `init`, the channel is read from one
+        of these. A *channel* is one index of the named axes of a part: one hidden unit, say.
       turns: pairs of a class of turns and the turns of this class, in the order in which they are undone.
       free: parts without a role (permutations), which no optimizer notices.
       completed: labels of sizes whose anchor is a norm's scale that a turn uses but does not change (`Part.passes`).
-        The turn is a symmetry only where that scale is 1; `Size.completed` corrects the scale's gradient.
+        The turn's `pull` leaves out a term of the scale's gradient, so that `Size.completed` computes this gradient.
       not_fixed: labels of parts that change a frozen leaf. They stay in F as they were read at `init`; `fix` and `hold`
         leave them alone.
-      following: labels of sizes whose anchor keeps the growth that `fix` finds: F takes it up. Another leaf of the
-        gauge has a less precise dtype, which would round the growth away.
+      following: labels of sizes whose growth in a step is not moved from the anchor to the gauge's other leaves, one of
+        which has a less precise dtype and would round it away. The anchor keeps it, and F changes by it.
       without_norm_scale: pairs of a turn and the path of a norm's scale that the turn passes and no size makes 1.
     """
 
@@ -168,7 +167,7 @@ class Slice:
           frozen: paths of leaves that never change.
 
         Raises:
-          ValueError: parts that do not commute, or that wait for each other.
+          ValueError: parts that do not commute, or of which each would have to be read after another.
         """
         kept = [part for p in parts if (part := p.beside_frozen(frozen)) is not None]
         kept = [p.beside([q for q in kept if q is not p]) for p in kept]
@@ -182,8 +181,8 @@ class Slice:
         first = in_order(sizes)
         at_one = {anchor_key(place.anchor): place.part.label for place in first}
         without_norm_scale = tuple((t, b.path) for t in turns for b in t.passes if anchor_key((b,)) not in at_one)
-        # A turn is a symmetry only where the norm's scale γ that it passes is 1, which `fix` restores by moving γ into
-        # the kernels. Where γ may not move there (it is frozen, or more precise than they are), the turn is dropped.
+        # A turn moves steps as if every norm's scale γ that it passes were 1. `fix` makes γ 1 at every step: it moves γ
+        # into kernels. If γ may not move there (it is frozen, or more precise than they are), the turn is dropped.
         stuck = not_fixed | following
         turns = [t for t in turns if not stuck & {at_one.get(anchor_key((b,)), "") for b in t.passes}]
         completed = frozenset(at_one[anchor_key((b,))] for t in turns for b in t.passes if anchor_key((b,)) in at_one)
@@ -225,7 +224,7 @@ class Slice:
 
     @functools.cached_property
     def blocks(self) -> tuple[Block, ...]:
-        """Every block that a part changes or passes."""
+        """Every block that a part changes, or uses without changing it (`Part.passes`)."""
         return tuple(b for p in (*self.parts, *self.free) for b in (*p.blocks, *p.passes))
 
     @functools.cached_property
@@ -291,7 +290,7 @@ class Slice:
         )
 
     def check_norms(self) -> None:
-        """Raises ValueError for a turn that passes a norm's scale which no size makes 1, as optimizers need it."""
+        """Raises ValueError if a turn passes a norm's scale that no size makes 1, as the turn's `push` assumes."""
         for turn, path in self.without_norm_scale:
             problem, expected = f"the norm's scale '{path}' is not divided out", "the go.norm_scale gauge of that norm"
             raise binding_error(name_of(turn), problem, "no norm_scale of it", expected, "add it to the list of gauges")
@@ -341,7 +340,7 @@ class Slice:
         """Removes the part of a step that rotates heads, and the residual stream if its gauge says `hold=True`.
 
         The step that is left does not turn rotary planes at all, and turns heads only to second order in the step. It
-        may lead off the slice, which the next `fix` corrects. Turns that change a frozen leaf are not removed.
+        may lead off the slice, which the next `fix` corrects. Rotations that change a frozen leaf are not removed.
         """
         return self._over_turns(x, u, lambda kind: kind.hold, self.not_fixed)
 
@@ -362,8 +361,8 @@ class Slice:
         for turn_class, turns in self.turns:
             chosen = [turn for turn in turns if turn.label not in alone]
             paths = sorted({path for turn in chosen for path in changed(turn)})
-            # This changes no number. XLA computes the point again for this class, so that it need not keep a copy of
-            # it in memory while it computes the classes before.
+            # For a class that comes last, XLA computes the point again. Otherwise it would keep a copy of the point in
+            # memory while it computes the other classes. No number changes.
             again = {path: x[path] for path in paths} if turn_class.last and done else {}
             u = change(turn_class)(chosen, x | (recomputed_after(done, again) if again else {}), u) if chosen else u
             done = [u[path] for path in paths]
@@ -372,7 +371,7 @@ class Slice:
     # Gradients that are zero by invariance -------------------------------------------------------------------
 
     def quiet(self, x: Arrays, g: Arrays, without_constants: bool = True) -> Arrays:
-        """A slice gradient without the roundoff that stands where the gradient of an invariant loss is zero.
+        """A slice gradient with zeros in place of roundoff, where the gradient of every invariant loss is zero.
 
         It also replaces the gradients of norms' scales that turns pass, see `Size.completed`.
 
@@ -401,7 +400,7 @@ class Slice:
 
         While the output layer is constant over classes, the gradients of all other leaves are zero, up to roundoff. An
         optimizer that divides gradients by their size would turn that roundoff into a full step. The result is 0 if the
-        output layer is not constant, and None if no gauge has the kernel of an output layer.
+        output layer is not constant, and None if no gauge moves the kernel of an output layer.
         """
         leaves = leaves_by_path(gradient)
         sizes = [size for part, _, _ in self.constants if (size := part.reference_gradient(x, leaves)) is not None]
@@ -430,7 +429,8 @@ class Slice:
         Args:
           x: bound leaves.
           turning: whether to read rotations. If False, the result has no elements of turns.
-          reader: class of turns → a function (turns, x) ↦ elements that reads them; None to leave the class out.
+          reader: takes a class of turns, and returns the function (turns, x) ↦ elements that reads turns of this class,
+            or None to leave them out.
         """
         f: Elements = {}
         for part, anchor, _ in self.constants:
@@ -444,8 +444,8 @@ class Slice:
                 continue
             read = dict(zip(turns, method(turns, x), strict=True))
             f |= {turn.label: e for turn, e in read.items()}
-            # Turns that are read later may have rows that these turns move, as the rows of heads lie in the basis of
-            # the residual stream. These turns are therefore undone first.
+            # Turns that are read later may have rows that these turns move: the rows of heads, for example, lie in the
+            # basis of the residual stream. These turns are therefore undone first.
             rest = [turn for _, others in self.turns for turn in others if turn.label not in f]
             for turn in turns:
                 x = turn.undo(read[turn], x) if any(moves(turn, other.blocks) for other in rest) else x
@@ -461,7 +461,7 @@ class Slice:
         known = {part.label: jnp.zeros(part.shape, bool) for part, _, _ in self.sizes}
         live: dict[str, jax.Array] = {}
         for part, anchor, others in self.sizes + self.later:
-            # An entry that another size moves is masked until that size's channel has been read and undone.
+            # An entry that another size moves counts as zero until that size's channel has been read and undone.
             e, new = part.read(anchor, _masked(x, others, known), ~known[part.label], near=False)
             live.setdefault(part.label, new)
             f[part.label], known[part.label] = part.compose(f[part.label], e), known[part.label] | new
@@ -507,7 +507,7 @@ class Slice:
         return self.project_turning(x, jax.jvp(lambda y: self._fixed(y, live), (x,), (u,))[1])
 
     def _fixed(self, x: Arrays, live: Mapping[str, jax.Array]) -> Arrays:
-        """The point of `fix`, differentiable everywhere. Parts in `not_fixed`, which `fix` skips, are fixed too."""
+        """Fixes a point by differentiable operations. Unlike `fix`, it does not skip the parts in `not_fixed`."""
         for part, anchor, _ in self.constants:
             x = part.act(part.inverse(part.read(anchor, x)), x)
         for part, anchor, _ in self.sizes:

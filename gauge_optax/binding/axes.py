@@ -6,7 +6,7 @@ An axes string says what the axes of a leaf are, as in `"(head basis) _"`. In EB
     item  = part | "(" part {part} ")" [range]      parentheses split one axis, or a range of it, in row-major order
     part  = "_" [some] | name | name "=" i | name some
     range = "=" i ":" j
-    some  = range {"+" i ":" j} ["/" n]             ranges in order; n is the full length, if nothing else fixes it
+    some  = range {"+" i ":" j} ["/" n]             ranges in order; n is the full length, if nothing else gives it
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class AxisItem(NamedTuple):
     def local(self) -> bool:
         """Whether only this leaf determines the axis's full length.
 
-        Blocks with the same name share the length of a range, not of the axis from which it selects.
+        If blocks have a name with ranges in common, the ranges select equally many indices in each of them, but the
+        axes from which they select may have different lengths.
         """
         return self.full is None and (self.name == "_" or bool(self.ranges))
 
@@ -136,7 +137,8 @@ def parse_axes(gauge: str, pattern: str, axes: str) -> ParsedAxes:
         if names.count(name) > 1:
             raise malformed(f"the name '{name}' twice", "use each name once")
     for group in groups:
-        # A local length follows only by division from the other lengths of its group. Two of them could never follow.
+        # A local item's length is found only by dividing the axis by all other lengths of the group. If a group had two
+        # local items, neither length could be found.
         if sum(part.local for part in group) > 1:
             remedy = "keep at most one '_' or range in a group; name the others and give sizes={...}"
             raise malformed(f"two lengths that nothing determines in '{_text(group)}'", remedy)
@@ -165,7 +167,7 @@ def solve_lengths(
     Args:
       gauge: name for errors.
       sites: the axes strings of the copy with their leaves.
-      sizes: the lengths that are fixed beforehand.
+      sizes: axis name → length, for lengths that are known beforehand.
       source: where `sizes` come from, for errors.
 
     Returns:
@@ -211,7 +213,7 @@ def solve_lengths(
             (site, axis), *_ = pending
             group = site.plan.groups[axis]
             unknown = [part.name for part in group if not part.local and part.name not in lengths]
-            # Division gives one length, which need not be given: that of the group's local part, or of its last name.
+            # Division gives one length, so that the user need not: the length of the local part, or of the last name.
             needed = unknown if any(part.local for part in group) else unknown[:-1]
             sizes_to_give = ", ".join(f'"{name}": ...' for name in needed)
             raise binding_error(

@@ -1,7 +1,7 @@
 """Binds a gauge to a concrete tree, from paths and shapes alone.
 
-A gauge holds the `BlockSpec`s that the user wrote. `bind` finds the leaves that their patterns match, and returns one
-`Matched` per copy of the gauge, which is a combination of captures. It has the `Block`s of that copy.
+A gauge holds the `BlockSpec`s that the user wrote. It has one copy per combination of captures, such as `i=0`. `bind`
+finds the leaves that the patterns match, and returns one `Matched` per copy, with the `Block`s of this copy.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Matched(NamedTuple):
     Attributes:
       gauge: the name of the gauge.
       key: the captures, "i=0,j=k", as in the keys of elements; "" if the patterns have none.
-      named: the axes that index an element, in order of first appearance, without reserved names and names that an
-        integer selects.
+      named: names of the axes that index an element, in order of first appearance. Reserved names are left out, and so
+        are axes of which an integer selects one index.
       sizes: length of every named axis, including reserved names; for ranges, how much they select.
       blocks: the blocks in the order of the specs.
     """

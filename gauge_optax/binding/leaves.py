@@ -180,7 +180,7 @@ def mask_by_path(mask: Any, params: Any) -> dict[str, bool]:
 
 
 def values_at(mask: Any, params: Any) -> Any:
-    """Returns a mask, or a tree of labels, which may be given as a function of the parameters.
+    """Returns a mask or a tree of labels. If it is given as a function of the parameters, it calls the function.
 
     `callable` alone does not tell functions from trees: in some frameworks a module is a tree that can be called
     (`eqx.Module`), and so is a mask of its structure. A function is a leaf, such a mask is not.
@@ -201,7 +201,7 @@ def values_at(mask: Any, params: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """A part of one leaf, with named axes. It is hashable and holds no array.
+    """Some or all entries of one leaf, with named axes. A block is hashable and holds no array.
 
     A block is read in two steps. First, every axis of the leaf, or a range of it (a *window*), is split row-major into
     one or more axes. Then each of these is restricted to the indices that the axes string selects; an axis of which an
@@ -266,7 +266,7 @@ class Block:
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """Per axis of the leaf, the axes of `split` into which it splits."""
         numbers = itertools.count()
-        # The string was parsed when the block was bound, so that no error can occur here, and the names may be empty.
+        # The string was parsed when the block was bound. No error can occur here, so that no names for it are needed.
         return tuple(tuple(next(numbers) for _ in group) for group in parse_axes("", "", self.axes).groups)
 
     @functools.cached_property
@@ -302,7 +302,7 @@ class Block:
         return _replaced(leaf, written, self.windows)
 
     def spread(self, named: tuple[str, ...], value: Any, elsewhere: float = 0.0) -> jax.Array:
-        """Gives every selected entry of the leaf the value of its indices along the named axes: the adjoint of `total`.
+        """Broadcasts one value per index of the named axes to the selected entries of the leaf: the adjoint of `total`.
 
         Args:
           named: names of the value's axes, each one of `labels`.
@@ -456,8 +456,9 @@ def _joined(array: jax.Array, part: jax.Array, corner: Sequence[tuple[int, int]]
     """The array with one rectangle of entries replaced by `part`, by concatenation with the entries around it.
 
     `dynamic_update_slice` would be simpler. But `part` may be computed from entries of the array in another order, as
-    the planes of query and key in one fused leaf are. On CPU, jaxlib 0.10.2 computes it while it writes it in place,
-    and reads entries that it has overwritten. *Measured*: `act` and steps under `jit` were off by the size of the leaf.
+    the planes of query and key in one fused leaf are. On CPU, jaxlib 0.10.2 then computes `part` while writing it in
+    place, and reads entries that are overwritten already. *Measured*: errors of `act` and of steps under `jit` were as
+    large as the entries.
 
     Args:
       array: the array.

@@ -1,1 +1,1 @@
-"""One kind of symmetry per file. `gauge` and `copies` say what a symmetry has; `gauge_optax.parts` computes."""
+"""One kind of gauge per file. `gauge` and `copies` define what each has; `gauge_optax.parts` computes its moves."""

@@ -2,10 +2,10 @@
 
 Let a layer read x + b through a kernel W and add a bias c, so that it computes (x + b)·W + c. For any t, b ↦ b + t and
 c ↦ c − t·W change nothing. In this way a norm's bias moves into the biases of its readers, and a value bias moves
-through the output projection into the output bias, because the weights of attention sum to 1. If a residual stream
-passes x + b on to the next sublayer, as it does behind a norm that follows its sublayer, then the bias of the next
-sublayer is added to the same stream: c ↦ c − t. The group is Rⁿ under addition, and n is the number of entries of b.
-A point reads as b itself: on the slice b is zero, and c contains what it added.
+through the output projection into the output bias, because the weights of attention sum to 1. If a norm follows its
+sublayer, its output x + b also becomes the residual stream. The bias c of the next sublayer is added to this stream,
+and loses t itself: c ↦ c − t. The group is Rⁿ under addition, where n is the number of entries of b. A point reads as b
+itself: on the slice b is zero, and the biases c contain what b added.
 
 Unlike a shift, a move changes tangents: to the tangent dc it adds −t·dW, where dW is the tangent of W. Reference:
 docs/design.md §3, "What else is dead"; the symmetry is not in the papers.
@@ -41,12 +41,12 @@ def bias_absorption(
         kernel that the bias behind it lacks.
       into: path → axes of the bias behind each of these kernels, in the same order: `{"query/bias": "_ _"}`. Its axes
         are the last free axes of its kernel. If layers are stacked, all three arguments name the axis of layers.
-      residual: path → axes of the bias that the residual stream gains next, if the stream carries b on, with the same
-        named axes: `{"down/bias": "channel"}`.
-      sizes: lengths of axes inside `(a b)` that no other block fixes.
+      residual: if x + b is in the residual stream, path → axes of the next bias that is added to this stream, with the
+        same named axes: `{"down/bias": "channel"}`.
+      sizes: axis name → length, for axes inside `(a b)` whose length no other block determines.
 
     Returns:
-      A frozen, hashable gauge; it holds no array. Elements are t, shaped like the named axes.
+      A frozen, hashable gauge; it holds no array. Elements are t, an array with the named axes.
 
     Raises:
       ValueError: malformed axes, a kernel without a bias behind it, at once; any mismatch with the tree, when it is

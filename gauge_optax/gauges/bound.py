@@ -110,12 +110,12 @@ class Bound:
         return "\n".join("  ".join(x.ljust(n) for x, n in zip(row, widths, strict=True)).rstrip() for row in rows)
 
     def asymmetry(self, params: Any, grads: Any) -> tuple[dict[str, jax.Array], ...]:
-        """How far each gauge is from a symmetry of the loss that made a gradient.
+        """How far each gauge is from being a symmetry of the loss, judged from one gradient.
 
-        If a gauge keeps the loss, the gradient is orthogonal to all directions of the orbit. Its sum over `vocab` is
-        zero, for example, and so are ⟨up, g_up⟩ − p·⟨down, g_down⟩ for a scale and the products with the generators of
-        rotations. The norm of all these products is divided by the root mean square of what random gradients of the
-        same leaves would give.
+        If a gauge keeps the loss, the gradient's product with every direction of the orbit is zero. For a shift, these
+        products are sums of the gradient over `vocab`; for a scale they are ⟨up, g_up⟩ − p·⟨down, g_down⟩. The result
+        is the norm of all products of a gauge, divided by the root mean square of this norm for random gradients. These
+        are about as large in every leaf as the given gradient.
 
         Args:
           params: θ, at which the gradient was taken.
@@ -132,8 +132,9 @@ class Bound:
     def whole(self) -> Slice:
         """The slice with all parts of the gauges.
 
-        `slice` lacks parts that would change a frozen leaf because of a step of another, and a rotation of the residual
-        stream that needs a norm's scale of 1 where no part makes it 1.
+        The attribute `slice` lacks two kinds of parts, which optimizers cannot use: those that would change a frozen
+        leaf whenever another leaf takes a step, and rotations of the residual stream past a norm whose scale `fix`
+        cannot keep at 1.
         """
         parts = [part for copies in self.copies for copy in copies for part in copy.parts]
         kept = {part.label for part in self.slice.acting}
@@ -150,7 +151,7 @@ class Bound:
         return out
 
     def public(self, elements: Mapping[str, Any]) -> Any:
-        """The public element that is made of the parts' elements by label; an absent part has the identity."""
+        """The public element made of elements of the parts, by label. A part without one gets the identity."""
         return self.by_gauge(lambda copy: copy.join(_of_copy(copy, elements)))
 
     def coordinates(self, elements: Mapping[str, Any]) -> Any:
@@ -244,8 +245,8 @@ def _asymmetry(gauge: Any, params: Any, grads: Any) -> dict[str, jax.Array]:
         squares = jax.tree.map(lambda y: jnp.sum(jnp.square(y)), pairings(covector))
         return {key: sum(jax.tree.leaves(of_copy), jnp.zeros(())) for key, of_copy in squares.items()}
 
-    # A random gradient gets, leaf by leaf, the root mean square of the gradient without its part along constants. If
-    # that is zero, as for a key bias, it gets the root mean square over all leaves; if it may be roundoff, a share.
+    # In every leaf, a random gradient gets the root mean square y of the gradient, less its part along constants. If y
+    # may be roundoff, it gets a share of the root mean square over all leaves; if y = 0, it gets all of that.
     entries = sum(y.size for y in real)
     total = jnp.sqrt(sum((jnp.sum(jnp.square(safe_divide(y, most))) for y in real), jnp.zeros(())) / entries)
     across = {path: jnp.sqrt(jnp.mean(jnp.square(y))) for path, y in s.centred(g).items()}
@@ -257,7 +258,7 @@ def _asymmetry(gauge: Any, params: Any, grads: Any) -> dict[str, jax.Array]:
         drawn = {p: jax.random.normal(k, g[p].shape, g[p].dtype) for p, k in zip(sorted(g), keys, strict=True)}
         return sizes({p: jnp.where(number == 0, y, norms[p] * drawn[p]) for p, y in g.items()})
 
-    # `map` takes one after the other, so that one program is compiled and one random gradient is in memory.
+    # `map` takes the gradients one by one, so that one program is compiled and one random gradient is in memory.
     found = jax.lax.map(nth, jnp.arange(1 + _DRAWS))
     return {key: jnp.sqrt(safe_divide(y[0], jnp.mean(y[1:]))) for key, y in found.items()}
 
@@ -286,8 +287,7 @@ def _by_generators(gauge: Any, b: Bound, params: Any, x: Arrays) -> Callable[[Ar
 def _by_projection(
     s: Slice, copies: Sequence[Copy], params: Any, grads: Any
 ) -> Callable[[Arrays], dict[str, Any]]:
-    """A function that returns the vertical part of a cotangent, per copy, by the slice: for gauges without coordinates.
-    """
+    """A function that returns the vertical part of a cotangent, per copy. It needs no coordinates, only the slice."""
     paths = {copy.key: dict.fromkeys(p for part in copy.parts for p in changed(part)) for copy in copies}
 
     def vertical(covector: Arrays) -> dict[str, Any]:
@@ -298,9 +298,8 @@ def _by_projection(
 
 
 _DRAWS = 4
-# `_asymmetry` compares the gradient with random ones that have its root mean square in each leaf. Where that is less
-# than this share of the root mean square over all leaves, this share takes its place: so small a gradient may be
-# roundoff.
+# The random gradients of `_asymmetry` have, in every leaf, the root mean square of the gradient there. If that is less
+# than this share of its root mean square over all leaves, it may be roundoff, and they have this share instead.
 _LEAST_SHARE = 0.01
 _Leaves = tuple[tuple[str, tuple[int, ...], Any], ...]
 
@@ -366,7 +365,7 @@ def _norm_before_kernels(part: ReadShift) -> tuple[Block, ...]:
 
 
 def require_nonzero_norms(name: str, s: Slice, leaves: Mapping[str, Any]) -> None:
-    """Raises ValueError if a part divides by a norm's scale that has a zero, as a rotation of the stream does.
+    """Raises ValueError if a norm's scale has a zero and a part, such as a rotation of the stream, divides by it.
 
     Args:
       name: the name of the public function, for messages.

@@ -153,7 +153,7 @@ def broken_law(gauge: Any, params: Any) -> str | None:
 
 
 def _near(a: Any, b: Any) -> bool:
-    """Whether two leaves are equal up to the roundoff of a few operations in their dtype."""
+    """Whether two leaves differ by at most √ε of the second one's largest entry, for the ε of the first one's dtype."""
     if not jnp.issubdtype(a.dtype, jnp.floating):
         return True
     x, y = (jnp.asarray(leaf, real_dtype()) for leaf in (a, b))

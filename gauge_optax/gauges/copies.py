@@ -61,8 +61,8 @@ class Copy(Additive, abc.ABC):
     # Properties of the gauge, see `Gauge`.
     effect: ClassVar[Effect] = "linear"  # what a move does to tangents and cotangents
     balancing: ClassVar[Effect] = "still"  # what the move to the point of least norm on the orbit does to tangents
-    composes: ClassVar[bool] = True  # whether h·g·h⁻¹, for a move h of another gauge, does not depend on the weights
-    breaks: ClassVar[str] = "another reader of these leaves, or an index"  # why a binding is usually no symmetry
+    composes: ClassVar[bool] = True  # whether h·g·h⁻¹, for an h of another gauge, is the same for all weights
+    breaks: ClassVar[str] = "another reader of these leaves, or an index"  # usual reasons why it is no symmetry
 
     @classmethod
     @abc.abstractmethod
@@ -81,7 +81,7 @@ class Copy(Additive, abc.ABC):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Lengths of those axes."""
+        """Lengths of the axes `named`."""
         return self.parts[0].shape
 
     @property
@@ -119,7 +119,7 @@ class Copy(Additive, abc.ABC):
         return self.join([part.identity() for part in self.parts])
 
     def coordinate(self, elements: Sequence[Any]) -> Any:
-        """The coordinate, whose change is drift, of a point from its parts' `elements`; None if the copy has none."""
+        """The coordinate (its change is drift) of a point that the parts read as `elements`; None if it has none."""
         return self.join(elements)
 
     def algebra(self) -> Any:
@@ -131,7 +131,7 @@ class Copy(Additive, abc.ABC):
         return coordinates
 
     def normalized(self, element: Any) -> Any:
-        """The element of the group next to one that roundoff has moved away from it."""
+        """The element moved back into the group, if roundoff has moved it out."""
         return element
 
     # Operations on public elements that need no tree -----------------------------------------------------------

@@ -19,16 +19,16 @@ from gauge_optax.parts.constants import Trade
 def embedding_shift(
     token: Mapping[str, Axes], position: Mapping[str, Axes], *, sizes: Mapping[str, int] | None = None
 ) -> BlockGauge:
-    """A vector moved from the rows of one table of embeddings to those of another that is added to it.
+    """A vector that moves from the rows of one table of embeddings to the rows of another; the model adds their rows.
 
     Args:
       token: path → axes of the tables whose rows gain the vector: `{"embed/embedding": "_ channel"}`.
       position: path → axes of the tables whose rows lose it. For every input, the model must add one row of the token
         tables and one row of the position tables.
-      sizes: lengths of axes inside `(a b)` that no other block fixes.
+      sizes: axis name → length, for axes inside `(a b)` whose length no other block determines.
 
     Returns:
-      A frozen, hashable gauge; it holds no array. Elements are t, shaped like the named axes.
+      A frozen, hashable gauge; it holds no array. Elements are t, an array with the named axes.
 
     Raises:
       ValueError: malformed axes, at once; any mismatch with the tree, when it is first seen.

@@ -159,7 +159,7 @@ class Gauge(abc.ABC):
         return self.identity(params)
 
     def power(self, element: Element, exponent: float | jax.Array) -> Element:
-        """exp(exponent·log element): goes a share of the way that an element returned by `balance` goes."""
+        """exp(exponent·log element), for an element of `balance`: the exponent ½ goes half the way to least norm."""
         self._require_addition("power(element, exponent)")
         return jax.tree.map(lambda x: exponent * x, element)
 
@@ -189,11 +189,11 @@ class Gauge(abc.ABC):
         return coordinates
 
     def normalized(self, element: Element, params: Any) -> Element:
-        """The element of the group next to one that roundoff moved away, as many products do with a rotation."""
+        """The element moved back into the group: roundoff moves a product of many rotations out of it, for example."""
         return element
 
     def logarithm(self, element: Element) -> Element:
-        """The coordinate of an element, whose change is drift; {} if it has none. Under `compose`, coordinates add."""
+        """The coordinate of an element, {} if it has none. Its change is drift. Under `compose`, coordinates add."""
         return element if self._adds else {}
 
     @property
@@ -275,9 +275,9 @@ class Gauge(abc.ABC):
           A tree like `params` with an `optax.contrib.MuonDimensionNumbers` for every matrix of a rotation, a rescale or
           a norm, and None for every other leaf: what `muon_weight_dimension_numbers` takes.
 
-        Optax reads a leaf whose heads share an axis with its rows or columns (a fused kernel) as one matrix, and also a
-        kernel of which gauges bind ranges. The polar factor of such a leaf turns with every head too, but has one scale
-        for all heads. `quotient_muon` reads these leaves per head and range by range.
+        Optax reads two kinds of leaves as one matrix: kernels whose heads share an axis with rows or columns, and
+        kernels of which gauges bind ranges. The polar factor of the one matrix turns with every head, as it should, but
+        it is not one polar factor per head. `quotient_muon` reads these leaves per head and range by range.
 
         >>> gauge = go.head_rotation({"value": "_ head basis", "out": "head basis _"})
         >>> numbers = gauge.muon_dimension_numbers(
@@ -305,8 +305,7 @@ class Gauge(abc.ABC):
         return self.name
 
     def _checksum(self, blocks: Iterable[Block]) -> str:
-        """A checksum of a user's gauge and its blocks. The label of its part has it, to tell gauges of one class apart.
-        """
+        """A checksum of a user's gauge and its blocks. By it, labels of parts differ for two gauges of one class."""
         text = repr(self) if dataclasses.is_dataclass(self) else type(self).__qualname__
         return f"{zlib.crc32(f'{text} {[(b.path, b.shape) for b in blocks]}'.encode()):08x}"
 
@@ -336,7 +335,7 @@ class Gauge(abc.ABC):
         return element
 
     def _moved_leaf(self, path: str, leaf: jax.Array, element: Element) -> jax.Array:
-        """The leaf after the linear part of a move. Along an axis that is not moved, it may have any length, say 1."""
+        """The leaf after the linear part of a move. Along an axis that does not move, the leaf may have any length."""
         return leaf
 
 
@@ -518,7 +517,7 @@ def block_gauge(
       name: the name of the constructor.
       kind: the class of the gauge's copies, a subclass of `Copy`.
       roles: argument of the constructor → its blocks, as the user wrote them.
-      sizes: lengths of axes inside `(a b)`.
+      sizes: axis name → length, for axes inside `(a b)` whose length no other block determines.
       **options: further arguments of `kind.of`.
 
     Returns:

@@ -40,7 +40,7 @@ def head_linear(
       left: path → axes of one factor (queries; values and their bias; LoRA's A), "_ head basis". Every leaf has one
         `basis` axis, on which S acts; every index of `head` has an S of its own; `_` is any other axis.
       right: path → axes of the other factor (keys; the output kernel, "head basis _"; LoRA's B).
-      sizes: lengths of axes inside `(a b)` that no other block fixes.
+      sizes: axis name → length, for axes inside `(a b)` whose length no other block determines.
 
     Returns:
       A frozen, hashable gauge; it holds no array. Elements are S, `(*named, d_h, d_h)`.

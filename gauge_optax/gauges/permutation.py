@@ -37,8 +37,8 @@ def permutation(
         "up/bias": "channel", "down/kernel": "channel _"}`. In grouped-query attention the query heads of one key head
         move together: `{"query": "_ (head _) _", "key": "_ head _", …}`.
       axis: the name of the permuted axis. It may be left out if no other axis is named. Every index of another named
-        axis has a permutation of its own, as every layer does if stacked layers have the axis `layer`.
-      sizes: lengths of axes inside `(a b)` that no other block fixes.
+        axis has a permutation of its own: every layer, for example, if stacked layers have the axis `layer`.
+      sizes: axis name → length, for axes inside `(a b)` whose length no other block determines.
 
     Returns:
       A frozen, hashable gauge; it holds no array. Elements are integers, `(*other named axes, n)`: entry i of the moved

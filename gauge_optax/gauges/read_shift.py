@@ -39,7 +39,7 @@ def norm_read_shift(
       scale: path → axes of the norm's scale, `"channel"` or `"1+ channel"`, if it has one.
       bias: path → axes of the norm's bias, `"channel"`, if it has one.
       into: path → axes of the bias behind each kernel, in the order of `read`, if the norm has a bias.
-      sizes: lengths of axes inside `(a b)` that no other block fixes.
+      sizes: axis name → length, for axes inside `(a b)` whose length no other block determines.
 
     Returns:
       A frozen, hashable gauge; it holds no array. Elements are {kernel path: u, the leaf's shape without `channel`}.

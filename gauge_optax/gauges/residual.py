@@ -55,7 +55,7 @@ def residual_rotation(
       centred: True if the norms subtract the mean, as LayerNorm does. R then keeps the vector of ones.
       hold: whether optimizers remove the part of each step that rotates the stream. It costs a d × d equation per step.
         With False, the stream rotates as it does under the wrapped optimizer.
-      sizes: lengths of axes inside `(a b)` that no other block fixes.
+      sizes: axis name → length, for axes inside `(a b)` whose length no other block determines.
 
     Returns:
       A frozen, hashable gauge; it holds no array. Elements are {"": R} with R (d, d), which moves writers by W ↦ W·R.
@@ -68,8 +68,8 @@ def residual_rotation(
     >>> gauge.dim(params)  # 4·3/2
     6
 
-    Reference: van Nierop, Eq. (6)-(17). Not a symmetry of a tied embedding behind a norm with a scale, of norms after a
-    layer (unless every one of them is a reader's), or of anything that reads single channels.
+    Reference: van Nierop, Eq. (6)-(17). Not a symmetry of a tied embedding behind a norm with a scale, of a norm with a
+    scale whose output becomes the stream or is added to it, or of anything that reads single channels.
     """
     norms = product(norms).gauges if norms else ()
     for norm in norms:

@@ -35,7 +35,7 @@ def rope_linear(
       left: path → axes of the queries; `basis` is the rotary axis (a range of it for partial rotary).
       right: path → axes of the keys.
       pairing: "half": coordinate j pairs with j + d_h/2 (Llama, NeoX); "interleaved": 2j with 2j + 1 (GPT-J).
-      sizes: lengths of axes inside `(a b)` that no other block fixes.
+      sizes: axis name → length, for axes inside `(a b)` whose length no other block determines.
 
     Returns:
       A frozen, hashable gauge; it holds no array. Elements are pairs `(log |z|, arg z)`, `(*named, d_h/2, 2)`.

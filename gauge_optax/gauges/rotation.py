@@ -29,7 +29,7 @@ def head_rotation(blocks: Mapping[str, Axes], *, sizes: Mapping[str, int] | None
     Args:
       blocks: path → axes of all leaves sharing the basis (queries with keys, or values with outputs, and biases). One
         `basis` axis of length d_h; `head` counts the heads; `_` is any other axis.
-      sizes: lengths of axes inside `(a b)` that no other block fixes.
+      sizes: axis name → length, for axes inside `(a b)` whose length no other block determines.
 
     Returns:
       A frozen, hashable gauge; it holds no array. Elements are R, `(*named, d_h, d_h)`, which moves rows by W ↦ W·R.

@@ -1,4 +1,4 @@
-"""Multiplicative gauges: a factor per channel that multiplies one side and divides the other, or acts before a norm.
+"""Multiplicative gauges: a factor per channel that multiplies one side and divides the other, or that a norm removes.
 
 Let a unit's output be homogeneous of degree p in its input weights. The move up ↦ α·up, down ↦ α⁻ᵖ·down of input and
 output weights then changes nothing. Examples are ReLU units (p = 1), squared ReLU (p = 2), the linear branch of a gated
@@ -33,10 +33,10 @@ def rescale(
       down: path → axes of what is divided by α^degree (the weights that read the unit).
       degree: p, if the unit's output grows αᵖ times when `up` grows α times: 1 for ReLU and the linear branch of gated
         units, 2 for squared ReLU.
-      sizes: lengths of axes inside `(a b)` that no other block fixes.
+      sizes: axis name → length, for axes inside `(a b)` whose length no other block determines.
 
     Returns:
-      A frozen, hashable gauge; it holds no array. Elements are log α, shaped like the named axes.
+      A frozen, hashable gauge; it holds no array. Elements are log α, an array with the named axes.
 
     Raises:
       ValueError: malformed axes or a degree that is not positive, at once; any mismatch with the tree, when first seen.
@@ -67,10 +67,10 @@ def norm_scale(
     Args:
       scale: path → axes of the norm's parameters; `"1+ channel"` if it stores its scale less one.
       into: path → axes of all kernels that read the norm. If one is not listed, the move is no symmetry.
-      sizes: lengths of axes inside `(a b)` that no other block fixes.
+      sizes: axis name → length, for axes inside `(a b)` whose length no other block determines.
 
     Returns:
-      A frozen, hashable gauge; it holds no array. Elements are log α, shaped like the named axes. The readers are
+      A frozen, hashable gauge; it holds no array. Elements are log α, an array with the named axes. The readers are
       linear, so that α may be negative: the norm's scale and the rows that read it then change their signs. `read`
       returns complex logarithms, whose imaginary part is π where α is negative. Real arrays mean positive α.
 
@@ -94,11 +94,11 @@ def scale_invariant(blocks: Mapping[str, Axes], *, sizes: Mapping[str, int] | No
 
     Args:
       blocks: path → axes; every index of the named axes has one α, which multiplies all blocks.
-      sizes: lengths of axes inside `(a b)` that no other block fixes.
+      sizes: axis name → length, for axes inside `(a b)` whose length no other block determines.
 
     Returns:
-      A frozen, hashable gauge; it holds no array. Elements are log α, shaped like the named axes. `balance` leads to a
-      root mean square of 1.
+      A frozen, hashable gauge; it holds no array. Elements are log α, an array with the named axes. `balance` leads to
+      a root mean square of 1.
 
     Raises:
       ValueError: malformed axes, at once; any mismatch with the tree, when it is first seen.
@@ -125,10 +125,10 @@ def multiplier_balance(
     Args:
       query: path → axes of the query multipliers, `"head _"`; `"(head _) _"` where a key head serves several.
       key: path → axes of the key multipliers, `"head _"`.
-      sizes: lengths of axes inside `(a b)` that no other block fixes.
+      sizes: axis name → length, for axes inside `(a b)` whose length no other block determines.
 
     Returns:
-      A frozen, hashable gauge; it holds no array. Elements are log α, shaped like the named axes.
+      A frozen, hashable gauge; it holds no array. Elements are log α, an array with the named axes.
 
     Raises:
       ValueError: malformed axes, at once; any mismatch with the tree, when it is first seen.
@@ -155,7 +155,7 @@ def residual_scale(
         factor is read from the first leaf. All layers share the factor, whatever the captures are.
       tied: path → axes of the final norm's scale and bias, if the output kernel is the embedding, which the factor
         multiplies too. The scale and bias are divided by the factor, so that logits do not change.
-      sizes: lengths of axes inside `(a b)`.
+      sizes: axis name → length, for axes inside `(a b)` whose length no other block determines.
 
     Returns:
       A frozen, hashable gauge; it holds no array. Elements are {"": log α}, a number.

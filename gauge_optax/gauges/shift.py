@@ -4,9 +4,9 @@
   constant over classes, which softmax ignores. It is not a symmetry of a tied head or of soft-capped logits.
   Reference: the paper DDC (docs/design.md §4), §3.2 and B.2–B.3.
 * `norm_write_shift`: a LayerNorm subtracts the mean of its input. If LayerNorms alone read a residual stream, the mean
-  over its channels never reaches the output. A tied table also gives the logits: there, only one number that is added
-  to all of its entries changes all logits by the same. Reference: docs/design.md §3, "What else is dead"; van Nierop,
-  §4.
+  over its channels never reaches the output. A tied table also gives the logits: all of them change by the same number
+  only if one number is added to all entries of the table. Reference: docs/design.md §3, "What else is dead"; van
+  Nierop, §4.
 * `key_bias`: the score of query q and key k + b is q·k + q·b. The second term is the same for all keys, so that softmax
   drops it, and every value of the bias gives one function. Reference: docs/design.md §3.
 
@@ -41,7 +41,7 @@ def logit_shift(blocks: Mapping[str, Axes], *, sizes: Mapping[str, int] | None =
 
     Args:
       blocks: path → axes with one `vocab` axis, e.g. `{"lm_head/kernel": "_ vocab", "lm_head/bias": "vocab"}`.
-      sizes: lengths of axes inside `(a b)` that no other block fixes.
+      sizes: axis name → length, for axes inside `(a b)` whose length no other block determines.
 
     Returns:
       A frozen, hashable gauge; it holds no array. Elements are {leaf path: shift, the leaf's shape without `vocab`}.
@@ -66,13 +66,13 @@ def norm_write_shift(
 
     Args:
       write: path → axes of every leaf that writes to the stream; `channel` is the stream's axis:
-        `{"embed/embedding": "_ channel", "blocks/{i}/mlp/down/kernel": "_ channel"}`. Leaves of different patterns may
-        stand in one gauge each.
+        `{"embed/embedding": "_ channel", "blocks/{i}/mlp/down/kernel": "_ channel"}`. Every pattern may also have a
+        gauge of its own.
       tied: path → axes of an embedding that also gives the logits, in place of `write`: `{"embed/embedding": "vocab
-        channel"}`. It has one number for all rows and channels: all logits of a position gain the same, which softmax
+        channel"}`. One number is added to all rows and channels: all logits of a position gain the same, which softmax
         ignores. If a table of positions is added to it, `embedding_shift` and a `write` shift of the positions together
         make this move, so that it need not be listed.
-      sizes: lengths of axes inside `(a b)` that no other block fixes.
+      sizes: axis name → length, for axes inside `(a b)` whose length no other block determines.
 
     Returns:
       A frozen, hashable gauge; it holds no array. Elements are {leaf path: shift}, a shift having the leaf's shape
@@ -105,7 +105,7 @@ def key_bias(blocks: Mapping[str, Axes], *, sizes: Mapping[str, int] | None = No
 
     Args:
       blocks: path → axes of such biases: `{"key/bias": "_ _"}`.
-      sizes: lengths of axes inside `(a b)` that no other block fixes.
+      sizes: axis name → length, for axes inside `(a b)` whose length no other block determines.
 
     Returns:
       A frozen, hashable gauge; it holds no array. Elements are {leaf path: array}, where the array has the leaf's shape
@@ -188,7 +188,7 @@ class Shift(Copy):
     @classmethod
     def conjugated(cls, specs: Sequence[BlockSpec], element: Any, moved: Callable[[str, jax.Array], jax.Array]) -> Any:
         def after(path: str, shift: jax.Array) -> jax.Array:
-            # `moved` needs the leaf's shape with `vocab` of length 1; an element lacks an axis that is `vocab` alone.
+            # `moved` needs all axes of the leaf, `vocab` with length 1. An element lacks an axis that is `vocab` alone.
             spec = next(s for s in specs if copy_key(specs, s, path) is not None)
             lengths = iter(shift.shape)
             groups = parse_axes(cls.__name__, spec.pattern, spec.axes).groups
@@ -225,7 +225,7 @@ class TiedShift(Shift):
 
 @dataclasses.dataclass(frozen=True)
 class Bias(Shift):
-    """One copy. An element has an array of the leaf's shape per leaf."""
+    """One copy. An element has an array per leaf, of the leaf's shape."""
 
     reserved: ClassVar[tuple[str, ...]] = ()
     part: ClassVar[type[Mean]] = Mean

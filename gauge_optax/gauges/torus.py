@@ -29,7 +29,7 @@ def rope_torus(
     Args:
       blocks: path → axes of the query and key leaves; `basis` is the rotary axis (a range of it for partial rotary).
       pairing: "half": coordinate j pairs with j + d_h/2 (Llama, NeoX); "interleaved": 2j with 2j + 1 (GPT-J).
-      sizes: lengths of axes inside `(a b)` that no other block fixes.
+      sizes: axis name → length, for axes inside `(a b)` whose length no other block determines.
 
     Returns:
       A frozen, hashable gauge; it holds no array. Elements are angles in radians, `(*named, d_h/2)`.
@@ -58,7 +58,7 @@ def check_pairing(gauge: str, pairing: str) -> None:
 
 
 def in_planes(found: Matched, pairing: str) -> Matched:
-    """`found` with the basis split into rotary planes, which index an element by the name `plane`.
+    """`found` with the basis split into rotary planes. They are a further axis of elements, named `plane`.
 
     Raises:
       ValueError: an odd basis.

@@ -1,10 +1,12 @@
 """Constants: what may be added to weights without a change of the function. An element is what is added.
 
-* `Mean`: a number that is constant along some axes: in an output layer along classes, in a leaf that writes to a stream
-  which only LayerNorms read along channels, in a tied table along both; or a number per entry of a key bias;
+* `Mean`: a number that is the same along some axes: along the classes of an output layer; along the channels of a leaf
+  that writes to a residual stream, if LayerNorms alone read the stream; along both in a tied table. For a key bias, a
+  number per entry;
 * `Trade`: a vector that the rows of some embedding tables gain and the rows of others lose;
 * `Absorption`: a vector that moves from a bias, through the kernels that read it, into the biases behind them;
-* `ReadShift`: a number per output of a kernel that reads a LayerNorm, whose output sums to zero over channels.
+* `ReadShift`: a number per output that all channels of a kernel gain. The kernel reads a LayerNorm, whose output sums
+  to zero over channels.
 """
 
 import abc
@@ -50,7 +52,7 @@ class Sum(Additive, Constant[Any]):
         return plus(x, self.added(e, x))
 
     def undo(self, e: Any, x: Arrays) -> Arrays:
-        """The point without the constant. Rows along `along` of which only roundoff remains become exactly zero.
+        """The point without the constant. A row, along the axes `along`, becomes zero if only roundoff remains of it.
 
         Otherwise the roundoff of a dead unit, or of an output layer that is constant over classes, would be read as a
         size or a rotation.
@@ -80,9 +82,9 @@ class Translation(Sum):
 
 @dataclasses.dataclass(frozen=True)
 class Mean(Translation):
-    """A number that is constant along some axes of a block, read as the mean along them.
+    """Numbers that are equal along some axes of each block, read as the means along these axes.
 
-    Elements are tuples with one array per block: the block's view with length 1 along these axes.
+    Elements are tuples with one array per block, shaped like the block's view but with length 1 along these axes.
 
     Attributes:
       along: the axes; () if every entry gains a number of its own.
@@ -92,7 +94,8 @@ class Mean(Translation):
 
     @property
     def anchors(self) -> tuple[Anchor, ...]:
-        # Means along two axes of one leaf would wait for each other. Either may be read first: the empty anchor.
+        # Parts that read means along two axes of one leaf would wait for each other. Either may be read first: both can
+        # take the empty anchor, which waits for nothing.
         return self.blocks, ()
 
     def identity(self) -> tuple[jax.Array, ...]:
@@ -131,16 +134,16 @@ class Trade(Translation):
     """A vector that rows of the "up" tables gain and rows of the "down" tables lose, read from one side's mean row.
 
     Attributes:
-      hidden: whether `Mean` parts remove the mean along the vector's axis from the "down" tables alone. The mean of the
-        vector's entries is then read from the "up" tables.
+      hidden: True if `Mean` parts remove the mean over the vector's axis from all "down" tables, but not from all "up"
+        tables. The mean of the vector's entries is then read from the "up" tables.
     """
 
     hidden: bool = False
 
     @property
     def anchors(self) -> tuple[Anchor, ...]:
-        # If `hidden`, `read` takes both sides and needs no anchor. Its result does not change when `Mean` parts remove
-        # the means of their leaves, so that it need not wait for them: its one anchor is empty.
+        # If `hidden`, `read` uses both sides. Its result is the same before and after `Mean` parts have removed their
+        # means, so that it need not wait for them: its only anchor is empty.
         return ((),) if self.hidden else (self._side("down"), self._side("up"))
 
     def _side(self, argument: str) -> Anchor:
@@ -169,11 +172,11 @@ class Trade(Translation):
 class Absorption(Sum):
     """A vector t that a bias b gains and later biases c lose: b ↦ b + t, c ↦ c − t·W, with the kernel W between them.
 
-    The first of `blocks` is b.
+    `blocks` has b, then the bias behind each of `kernels`, in their order, then the biases that are added later to a
+    residual stream that carries b. These last ones lose t itself: c ↦ c − t.
 
     Attributes:
-      kernels: the kernels that read b. The next blocks are the biases behind these kernels, in this order. All blocks
-        after those are biases c that the residual stream which carries b gains later: c ↦ c − t.
+      kernels: the kernels that read b.
     """
 
     kernels: tuple[Block, ...] = ()
@@ -214,9 +217,9 @@ class Absorption(Sum):
 class ReadShift(Sum):
     """A number u per output of a kernel W that reads a LayerNorm with scale γ and bias β: W ↦ W + u/γ.
 
-    The norm's output before γ sums to zero over channels, and so hides u. What β sends through W is subtracted from the
-    bias c behind W: c ↦ c − Σ(β/γ)·u, a sum over channels. Elements are tuples of one array per kernel; γ and β may be
-    trained.
+    The norm's output before γ sums to zero over channels, and so hides u. But β·W grows by Σ(β/γ)·u, a sum over
+    channels, which the bias c behind W loses: c ↦ c − Σ(β/γ)·u. Elements are tuples of one array u per kernel. `act`
+    takes γ and β from the point that it moves, because they may be trained.
 
     Attributes:
       scale: the block of γ; () for a norm without a scale.
@@ -249,7 +252,7 @@ class ReadShift(Sum):
         return tuple(jnp.zeros(_without(b, (CHANNEL,)), real_dtype()) for b in self.kernels)
 
     def _of_norm(self, x: Arrays, if_absent: float) -> tuple[jax.Array, jax.Array]:
-        """γ and β at `x`, (*named, channel) each. A norm without γ gets `if_absent`, one without β gets zeros."""
+        """γ and β at `x`, (*named, channel) each. A missing γ is replaced by `if_absent`, a missing β by zeros."""
 
         def values(blocks: Anchor, default: float) -> jax.Array:
             if not blocks:
@@ -276,7 +279,7 @@ class ReadShift(Sum):
         return self._times(e, safe_divide(jnp.ones((), scale.dtype), scale), safe_divide(bias, scale))
 
     def push(self, e: Any, u: Arrays, at: Arrays) -> Arrays:
-        """act(e, at + u) − act(e, at), as `act` is not affine in γ. If γ′ = γ + dγ, then 1/γ′ − 1/γ = −dγ/(γγ′)."""
+        """act(e, at + u) − act(e, at). As `act` is not affine in γ, it uses 1/γ′ − 1/γ = −dγ/(γγ′) with γ′ = γ + dγ."""
         (scale, bias), (ds, db) = self._of_norm(at, 1.0), self._of_norm(u, 0.0)
         after = scale + ds
         to_bias = safe_divide(db - safe_divide(bias, scale) * ds, after)

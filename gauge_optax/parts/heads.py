@@ -52,7 +52,7 @@ class PlaneBlock(Block):
     `plane`, which counts planes.
 
     Attributes:
-      pairing: "half": coordinate j pairs with j + d/2; "interleaved": 2j with 2j + 1.
+      pairing: "half": coordinate j of a basis of length d pairs with j + d/2; "interleaved": 2j pairs with 2j + 1.
     """
 
     pairing: str
@@ -148,7 +148,7 @@ class Heads:
         Args:
           point: bound leaves, with the rows W.
           matrix: (*shape, size, size).
-          added_to: bound leaves; None to replace.
+          added_to: bound leaves to whose rows the products are added; None to replace the rows of `point`.
 
         Returns:
           The leaves of the blocks: those of `point` with W·matrix in place of W, or those of `added_to` with W·matrix
@@ -172,8 +172,8 @@ class Heads:
     def as_matrices(self, block: Block, rows: jax.Array) -> tuple[jax.Array, list[int], bool]:
         """The `rows` of a block as one matrix per head, (*shape, rows, size) or its transpose.
 
-        Moving the heads' axes to the front here copies whole rows. A matrix product over the leaf's own axes would move
-        single entries.
+        It moves the heads' axes to the front, which copies whole rows. If a matrix product had to do this with the
+        leaf's own axes, it would copy single entries.
 
         Returns:
           The matrices; the order in which they have the axes of `rows`; and whether they are transposed,
@@ -201,7 +201,7 @@ class Heads:
 
         Args:
           point: bound leaves.
-          noise_number: the number of C, its `draw`; may be traced.
+          noise_number: says which C is taken: the `draw` of `fixed_noise`. It may be traced.
         """
         total = jnp.zeros((*self.shape, self.size, self.size), next(iter(point.values())).dtype)
         # einsum names axes by numbers: first those of heads, then the basis, the combinations, and the free axes.
@@ -344,7 +344,7 @@ class Rotation(Orthogonal, HeadTurn):
             cross_gram = stack_heads([turn.gram(x, u) for turn in same])
             basis = None if into is None else stack_heads([into[turn] for turn in same])
             if basis is not None:
-                # The iteration stops with an error that depends on the basis, so that it is run in the slice's basis.
+                # When the iteration stops, an error is left that depends on the basis. So the slice's basis is used.
                 gram, cross_gram = (matmul(matmul(transpose(basis), y), basis) for y in (gram, cross_gram))
             # One batch solves for the heads of all layers. Each part then multiplies its rows by its own solutions.
             for turn, generator in zip(same, unstack_heads(lyapunov_by_products(gram, -cross_gram), same), strict=True):
@@ -411,7 +411,7 @@ class Planes(Additive, HeadTurn):
         # Rotations of a plane commute, so that its angle does not depend on the basis, and `into` is not needed.
         out = dict(u)
         for turn in turns:
-            # Per block, its rows (l, r) with the coordinates exchanged, (r, l): a quarter turn of them, up to signs.
+            # Each block, with the coordinates of its rows (l, r) exchanged: (r, l) is a quarter turn, up to a sign.
             swapped = [(b, jax.lax.rev(b.rows(x[b.path]), (b.row_labels.index(BASIS),))) for b in turn.blocks]
             sizes = [b.row_sums(turn.named, jnp.square(rows)) for b, rows in swapped]
             pairs = [b.row_sums((*turn.named, BASIS), rows * b.rows(out[b.path])) for b, rows in swapped]
@@ -431,8 +431,8 @@ _MOST_READINGS = 4  # how many C are tried; a head of less than full rank tries 
 def _polar_factors(turns: tuple[Any, ...], point: Arrays) -> jax.Array:
     """The polar factors of CᵀW for heads of one size, (heads, d_h, d_h), each with the first C that loses no direction.
 
-    If W itself has less than full rank, it is the first C that keeps the most directions. The factor then has only as
-    many nonzero singular values, all 1 (a partial isometry), because directions that are roundoff have no polar factor.
+    If W itself has less than full rank, every C loses directions, and the first C that keeps the most is taken. The
+    factor is then a partial isometry: directions of which only roundoff is left have the singular value 0, not 1.
     """
 
     def with_noise(number: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -199,7 +199,7 @@ def matrices(part: Part[Any], block: Block) -> tuple[int, Matrices | None] | Non
 @matrices.register
 def _of_factor(part: Factor, block: Block) -> tuple[int, Matrices | None] | None:
     if PLANE in part.named:
-        return None  # the turn of the same planes (`Planes`) answers
+        return None  # `Planes`, the turn of the same planes, answers
     if HEAD in part.named:  # the kernels of QK-norm have one matrix per head
         return 1, channel_matrices(block, part.named)
     return (2, channel_matrices(block, part.named)) if part.down else None
@@ -288,10 +288,10 @@ def _pieces(cuts: Sequence[Ranges]) -> list[Ranges]:
 
 
 def _restricted(block: Block, axis: int, piece: Ranges) -> Block | None:
-    """Returns the block that selects of an axis only what `block` selects inside a piece.
+    """Returns the block without the indices of one axis that lie outside a piece of this axis.
 
-    If the axis is a group of axes of lengths (k, …, n), these become (length/n, 1, …, n) for a piece of this length.
-    The result is None if the block does not contain the piece, or if n does not divide the piece.
+    If the axis splits into axes of lengths (k, …, n), these become (length/n, 1, …, n), with the length of the piece.
+    The result is None if the block does not contain the piece, or if n does not divide its length.
     """
     held = cuts_of(block)[axis] or ((0, block.shape[axis]),)
     if held == piece:
@@ -314,7 +314,7 @@ def _restricted(block: Block, axis: int, piece: Ranges) -> Block | None:
 
 
 def within(block: Block, reading: Reading) -> tuple[Block, ...]:
-    """Returns a block's share of each range in which its leaf is read; the block alone if the leaf is read whole."""
+    """Returns a block cut down to each of the ranges in which its leaf is read; the block itself for a whole leaf."""
     ranges = [piece.block for piece in reading.pieces if piece.block is not None] if isinstance(reading, Fused) else []
     kept: list[Block] = []
     for span in ranges:
@@ -385,7 +385,7 @@ def neuron_matrices(block: Block) -> Matrices | None:
     """Returns a kernel's matrix with neurons as columns and their inputs `_` as rows; None if the block is no matrix.
 
     All axes with a name count neurons (`head neuron` counts them in two axes), except `layer` and `expert`: each layer
-    of a stack and each expert has a matrix of its own. An index, as of one part of a fused kernel, counts matrices too.
+    of a stack and each expert has a matrix of its own. So has an index such as `qkv=0` of a fused kernel.
     """
     whole = _widened(block)
     labels = whole.split_labels

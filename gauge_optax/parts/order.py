@@ -43,7 +43,7 @@ class Place(NamedTuple):
     others: tuple[tuple[Any, Block], ...]
 
 
-by_label = operator.attrgetter("label")  # what parts are sorted by where nothing else decides
+by_label = operator.attrgetter("label")  # sorts parts whose order nothing else decides
 
 
 def anchor_key(anchor: Anchor) -> tuple[tuple[str, str], ...]:
@@ -61,11 +61,12 @@ def others_of(part: Any, anchor: Anchor, parts: Sequence[Any]) -> tuple[tuple[An
 def in_order(parts: Sequence[Any]) -> list[Place]:
     """Sorts parts of one role, and chooses for each an anchor that only earlier parts move.
 
-    A part takes its second or a later anchor only if no remaining part is ready with an earlier one. Ties are broken by
-    label, so that the order of a list of gauges does not matter.
+    A part is ready with an anchor if no remaining part moves it. Parts that are ready with their first anchor are taken
+    before parts that are ready only with a later one. Ties are broken by label, so that the order of a list of gauges
+    does not matter.
 
     Raises:
-      ValueError: parts that wait for each other with all of their anchors.
+      ValueError: each of the remaining parts waits for another one, whichever of its anchors it takes.
     """
     waiting = {p.label: p for p in sorted(parts, key=by_label)}
     offered = {p.label: [Place(p, anchor, others_of(p, anchor, parts)) for anchor in p.anchors] for p in parts}
@@ -89,10 +90,10 @@ def in_order(parts: Sequence[Any]) -> list[Place]:
 
 
 def turns_by_class(turns: Sequence[Any]) -> tuple[tuple[type[Any], tuple[Any, ...]], ...]:
-    """Turns in the order in which they are read, in groups of one class, which computes all of its turns at once.
+    """Turns in the order in which they are read, grouped by class, because a class computes all of its turns at once.
 
-    Turns that wait for another one, because it moves their anchor, form groups of their own after all others. Within
-    both, a class with `last = True` comes last.
+    Turns whose anchor another turn moves form groups of their own, which come after all other groups. Both among these
+    and among the others, a class with `last = True` comes last.
     """
     ordered = [place.part for place in in_order(turns)]
     waits = {t: any(moves(q, t.anchors[0]) for q in turns if q is not t) for t in ordered}
@@ -128,7 +129,7 @@ def check_commute(parts: Sequence[Any]) -> None:
 
 
 def _clash(p: Any, a: Block, q: Any, b: Block) -> ValueError | None:
-    """The error if q treats entries along an axis that p mixes differently; None if it does not.
+    """The error if p mixes entries along an axis and q moves these entries differently from each other; else None.
 
     Args:
       p: a part that mixes the axes `p.along`.
@@ -139,7 +140,7 @@ def _clash(p: Any, a: Block, q: Any, b: Block) -> ValueError | None:
     if p is q or not p.along or p.label.split(" ")[0] == q.label.split(" ")[0] or not overlaps(a, b):
         return None  # the two parts of one gauge share their blocks and commute
     roles = Constant | Size | Turn
-    # A constant q adds something that sizes and rotations p map to another move of the same constant.
+    # If q is a constant, sizes and rotations p map what q adds to something that q can add too, so that they commute.
     if not isinstance(p, roles) or isinstance(q, Constant):
         return None
 
@@ -177,13 +178,13 @@ def _clash(p: Any, a: Block, q: Any, b: Block) -> ValueError | None:
 
 @functools.cache
 def varies_along(scaled: Block, named: tuple[str, ...], rigid_block: Block, rigid: str) -> bool:
-    """Whether a part whose elements have the axes `named` treats entries along the axis `rigid` of a block differently.
+    """Whether a part can make different moves of entries that differ only along an axis of another part's block.
 
     Args:
-      scaled: the block that this part moves.
-      named: names of its axes.
-      rigid_block: another part's block on the same leaf.
-      rigid: name of an axis of `rigid_block`.
+      scaled: a block that the first part moves.
+      named: names of the axes of `scaled` that index an element of this part.
+      rigid_block: the other part's block, on the same leaf.
+      rigid: name of that axis of `rigid_block`.
 
     Returns:
       True if two entries that differ only along `rigid` have different indices along the axes `named` of `scaled`.

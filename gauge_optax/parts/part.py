@@ -12,7 +12,7 @@ compute its element from the weights. A part has one of three roles, and its rol
 A part whose class has none of the three roles (a permutation) moves weights, but no optimizer notices it.
 
 A part defines its group (`identity`, `inverse`, `compose`), how it acts, and how it is read; a turn also defines what
-it removes from a step. What an optimizer, a measure or `align` needs to know of a part besides is written in the
+it removes from a step. Anything else that an optimizer, a measure or `align` needs to know of a part is written in the
 module that needs it, as a `functools.singledispatch` function with a default that holds for every part.
 
 How steps and gradients move follows from `act`. A *tangent* is a change of weights, such as a step: `push` moves it
@@ -37,7 +37,7 @@ Arrays = dict[str, jax.Array]
 """Leaf path → array in the computing dtype, see `linalg.real_dtype`."""
 
 Anchor = tuple[Block, ...]
-"""The blocks that an element is read from together. A part with the empty anchor is read without waiting for others."""
+"""Blocks from which an element is read together. An empty anchor sets no order: the part may be read at any time."""
 
 EXCLUSIVE = ("",)
 """The value of `Part.along` for a part whose blocks no other part may move."""
@@ -74,8 +74,9 @@ class Part(abc.ABC, Generic[E]):
     def along(self) -> tuple[str, ...]:
         """The axes of its blocks whose entries this part mixes, as a rotation mixes the entries along `basis`.
 
-        Every other part on these blocks must multiply all entries along these axes by one number. A size that is read
-        from a block in `passes` is exempt. (): no condition. `EXCLUSIVE`: no other part may move these blocks.
+        Any other part on these blocks must multiply all entries along these axes by the same number, or the two do not
+        commute; a size that is read from a block in `passes` always commutes. (): this part sets no such
+        condition. `EXCLUSIVE`: no other part may move these blocks.
         """
         return ()
 
@@ -101,7 +102,7 @@ class Part(abc.ABC, Generic[E]):
         """The point `x` moved by the element `e`. Leaves that the part does not change are returned as they are."""
 
     def undo(self, e: E, x: Arrays) -> Arrays:
-        """The point `x` moved by the inverse of `e`. A constant leaves exact zeros in rows that held nothing else."""
+        """The point `x` moved by the inverse of `e`. A constant sets a row to zero if only roundoff of it remains."""
         return self.act(self.inverse(e), x)
 
     def push(self, e: E, u: Arrays, at: Arrays) -> Arrays:
@@ -125,7 +126,7 @@ class Part(abc.ABC, Generic[E]):
         return g
 
     def beside(self, others: "Sequence[Part[Any]]") -> "Part[E]":
-        """This part, adapted to the `others` of its list, which decide from which blocks some parts are read."""
+        """This part, adapted to the `others` of its list: some parts are read from blocks that no other part moves."""
         return self
 
     def beside_frozen(self, frozen: frozenset[str]) -> "Part[E] | None":
@@ -182,9 +183,9 @@ class Constant(Part[E]):
         """The element that `undo` must remove to bring the anchor to the slice, where this reading is zero."""
 
     def reference_gradient(self, x: Arrays, g: Arrays) -> jax.Array | None:
-        """A size to which the gradients of all leaves are compared; None for a part that gives none.
+        """A number with which all entries of all gradients are compared; None for a part that has none.
 
-        An entry that is smaller than this size times the roundoff of the dtype is itself roundoff
+        An entry counts as roundoff if its absolute value is less than this number times `linalg.roundoff`
         (`Slice.least_signal`).
 
         Args:
@@ -221,12 +222,13 @@ class Size(Part[E]):
     def completed(self, x: Arrays, g: Arrays) -> Arrays:
         """A gradient at a slice point, with the anchor's entries computed from those of all other blocks.
 
-        They are determined because the loss is invariant. The default returns the gradient unchanged.
+        An invariant loss has no gradient along the orbit, from which the anchor's entries follow. The default returns
+        the gradient unchanged.
         """
         return g
 
     def follows(self, bits: Mapping[str, int]) -> bool:
-        """Whether the anchor keeps its growth, because another leaf is less precise and would round the growth away.
+        """Whether the anchor keeps its growth in a step, because another leaf is less precise and would round it away.
 
         Args:
           bits: leaf path → bits of the mantissa of the leaf's dtype.
@@ -235,7 +237,7 @@ class Size(Part[E]):
 
 
 class Turn(Isometry[E]):
-    """A part that rotates. It is read once, at `init`; later, the rotation that a step contains is removed from it.
+    """A part that rotates. It is read once, at `init`; later, rotations are removed from the steps.
 
     The class methods take several parts of one class at once, so that the heads of all layers are one batch.
     """
@@ -259,7 +261,8 @@ class Turn(Isometry[E]):
           x: the point.
           u: the tangent.
           into: per part the rotation R, (*shape, size, size), that takes the part's rows W at `x` to rows W·R on the
-            slice; None if W itself is on the slice.
+            slice; None if W itself is on the slice. The error of an iterative method depends on the basis, so that it
+            computes in the basis of W·R.
         """
 
     @classmethod

@@ -1,7 +1,7 @@
 """Sizes: `Factor`, a number per channel, and `Stretch`, a symmetric positive matrix per head.
 
-Each multiplies one side of a product and divides the other. A stretch is the factor P of an invertible matrix S = Q·P;
-its factor Q, a rotation, is a turn.
+Each multiplies one side of a product and divides the other. `head_linear` moves a head by an invertible S = Q·P: P is a
+stretch, and Q, a rotation, is a turn.
 """
 
 import dataclasses
@@ -26,8 +26,8 @@ from gauge_optax.linalg import (
 from gauge_optax.parts.heads import Heads
 from gauge_optax.parts.part import Anchor, Arrays, Size
 
-# After a step, λ_min/‖H‖_F of an anchor's Gram matrix H may be as small as this. Below it, `fix` does not reach the
-# slice exactly, because `inverse_sqrt_by_products` is inexact.
+# `fix` reaches the slice exactly if, after the step, the smallest eigenvalue of an anchor's Gram matrix H is at least
+# this times ‖H‖_F. For a smaller one, `inverse_sqrt_by_products` is inexact.
 _LEAST = 1e-4
 
 
@@ -39,14 +39,16 @@ MULTIPLIED, DIVIDED = ("up", "left"), ("down", "right")
 class Factor(Size[jax.Array]):
     """Multiplies one side by α and the other by α⁻ᵖ, per channel: up·α and down·α⁻ᵖ.
 
-    An element is α itself, not its logarithm, and may be negative. A channel reads as the norm of its anchor divided by
-    √(number of columns), to the power −1/p for an anchor on the down side. On the slice every column of a kernel has
-    norm 1, a norm's scale is +1 and multipliers have root mean square 1, which is close to the usual initial values.
+    An element is α itself, not its logarithm, and may be negative. A channel to which n columns of the anchor belong
+    reads as their joint norm divided by √n; for an anchor on the down side, as this number to the power −1/p. On the
+    slice a kernel's columns have norm 1, a norm's scale is +1 and multipliers have root mean square 1: about their
+    usual initial values.
 
     Attributes:
       degree: p, the degree of the function between both sides: 1 for ReLU, 2 for squared ReLU.
-      by_entry: whether α is the root mean square of the anchor's entries: for multipliers, which start at 1.
-      signed: whether α takes the sign of the anchor's one entry, which keeps the function if all readers are linear.
+      by_entry: True for multipliers, which start at 1: a channel then reads as the root mean square of its entries.
+      signed: whether a channel reads as α < 0 if its anchor, a single entry, is negative. If all readers are linear, a
+        negative α keeps the function.
     """
 
     degree: float = 1.0
@@ -97,7 +99,7 @@ class Factor(Size[jax.Array]):
         totals = [b.total(self.named, jnp.square(x[b.path])) for b in anchor]
         square = sum(totals[1:], totals[0])
         # On the slice a channel's squared norm is `natural`, its number of entries divided by its number of inputs: 1
-        # for a column of an (inputs, channels) kernel. All free axes but the last are inputs; a single one is, too.
+        # for a column of an (inputs, channels) kernel. All free axes but the last are inputs; so is a single one.
         free = [[n for n, label in zip(b.view_shape, b.labels, strict=True) if label not in self.named] for b in anchor]
         inputs = max(math.prod(lengths[:-1] or lengths) for lengths in free)
         natural = sum(map(math.prod, free)) / (1 if self.by_entry else max(1, inputs))
@@ -111,8 +113,8 @@ class Factor(Size[jax.Array]):
     def completed(self, x: Arrays, g: Arrays) -> Arrays:
         """A gradient whose entries at the anchor, a norm's scale, are computed from those of all other blocks.
 
-        By invariance ⟨g_up, up⟩ = p·⟨g_down, down⟩ per channel, which determines them. A turn that passes a norm's
-        scale depends on the scale, and `Stream.pull` leaves out the term that this adds to the scale's gradient.
+        A turn that passes the scale depends on it, and `Stream.pull` leaves out the term that this adds to the scale's
+        gradient. By invariance ⟨g_up, up⟩ = p·⟨g_down, down⟩ per channel, from which the scale's gradient follows.
         """
         anchor, zero = self.up[0], jnp.zeros(self.shape, real_dtype())
 
@@ -125,10 +127,10 @@ class Factor(Size[jax.Array]):
         return g | {anchor.path: anchor.write(g[anchor.path], found)}
 
     def follows(self, bits: Mapping[str, int]) -> bool:
-        """Whether the anchor keeps its growth, because another leaf is less precise and would round the growth away.
+        """Whether the anchor keeps its growth in a step, because another leaf is less precise and would round it away.
 
         Args:
-          bits: leaf path → bits of the mantissa of its dtype.
+          bits: leaf path → bits of the mantissa of the leaf's dtype.
         """
         anchor = self.anchors[0]
         most = max(bits.values(), default=0)  # a Python number has no dtype, and rounds nothing away

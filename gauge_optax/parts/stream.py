@@ -7,8 +7,8 @@ norms are undone before turns.
 * Reading: let E be the rows of all blocks that no other turn moves, above all the embedding, and C a fixed random
   matrix. R is the polar factor of CᵀE. Under LayerNorm, the vector of ones is first projected out of E.
 * The vertical part of a tangent U is W·A on every writer W, and Aᵀ·W on every reader W. The antisymmetric A solves
-  M·A + A·M = EᵀU − UᵀE with M = EᵀE. It depends on E alone, so that rotations of heads, which do not move E, can be
-  removed afterwards.
+  M·A + A·M = EᵀU − UᵀE with M = EᵀE, where U has the rows of E. Rotations of heads do not move these rows, and can
+  therefore be removed afterwards.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ class Stream(Orthogonal, Turn[jax.Array]):
     Attributes:
       size: d, the number of channels of the stream.
       scales: pairs of a norm's scale γ and the blocks behind it: the norm's readers, which are multiplied by γ before
-        they turn, and its bias, which is divided.
+        they turn, and its bias, which is divided by γ.
       keeps_ones: whether the rotation keeps the vector of ones, as LayerNorm needs.
       held: whether optimizers remove the rotation from every step.
       seen: the blocks that the rotation is read from: those that no other turn moves.
@@ -139,7 +139,7 @@ class Stream(Orthogonal, Turn[jax.Array]):
 
     @classmethod
     def _without_rotation(cls, turns: Sequence[Any], x: Arrays, vector: Arrays, dual: bool) -> Arrays:
-        """Removes the rotation that a tangent shows on the blocks `seen` from all blocks.
+        """Measures on the blocks `seen` how a tangent rotates the stream, and removes this rotation from all blocks.
 
         If `dual`, it applies the transpose of this projection to a cotangent.
         """

@@ -164,7 +164,8 @@ def _with_captures(pattern: str, path: str) -> str:
         names = _CAPTURE.findall(segment)
         if not names:
             continue
-        # A capture most often stands for a number. Look for one in the same segment first, then from left to right.
+        # A capture most often stands for a number. Look for a number at the capture's own segment first, then in the
+        # other segments from left to right.
         order = sorted(range(start, len(pieces)), key=lambda k: k != at)
         numbered = [k for k in order if re.search("[0-9]", pieces[k]) and pieces[k] not in segments]
         place = numbered[0] if numbered else at

@@ -4,7 +4,7 @@ For an update of one wide layer (d = 2048, f = 8192) its peak memory is 1.27 tim
 `ddc` is 1.73 times AdamW's. Two facts save memory:
 
 * Most operations of DDC on heads give the same result in any basis, so that heads stay in their stored basis. Only
-  moments need the slice's basis. One product with F⁻¹·U, where U is an eigenbasis (`ddc.heads`), moves gradients there.
+  moments need the slice's basis, or an eigenbasis U in it (`ddc.heads`). One product with F⁻¹·U takes gradients to it.
 * Sums along a channel can be computed from the stored leaf θ and its stored gradient g, because ⟨θ̂, ĝ⟩ = ⟨θ, g⟩, and
   because a scale that is constant along a channel is a factor of the sum. All other operations on the slice point θ̂
   and the slice gradient ĝ are entrywise, so that XLA fuses them, and never stores θ̂ and ĝ as arrays.

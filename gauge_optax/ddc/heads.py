@@ -323,8 +323,8 @@ def _by_matrix(
         moments = [adam.second(square, next(past)) for square in products]
         fresh += moments
         variances = [adam.variance(x) for x in moments]
-        # The floor is computed from at least the head's mean variance, so that it is not zero for a block without
-        # gradient (a key bias).
+        # The floor of a block grows with its own variance or with the mean over the head's blocks, whichever is larger,
+        # so that it is not zero for a block whose gradient is always zero, such as a key bias.
         pooled = functools.reduce(jnp.add, variances) / len(variances)
         for block, variance in zip(turn.blocks, variances, strict=True):
             if paper:

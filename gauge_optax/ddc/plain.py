@@ -246,7 +246,7 @@ class Channels:
         return sum(totals[1:], totals[0])
 
     def times(self, point: Arrays, rates: jax.Array) -> Arrays:
-        """Returns path → the point times a number per channel on the blocks, and zero elsewhere on their leaves."""
+        """Returns path → leaf: the point's entries times their channel's rate, and zero outside the blocks."""
         out: Arrays = {}
         for block in self.blocks:
             part = point[block.path] * block.spread(self.part.named, rates)

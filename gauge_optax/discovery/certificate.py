@@ -87,9 +87,9 @@ def _near_vectors(leaves: Leaves, point: Leaves) -> Leaves:
 def _redrawn(batches: Sequence[Any], rng: np.random.Generator) -> Any:
     """A new random batch with the structure and the shapes of the first one.
 
-    Arrays that are equal in all batches, such as positions, stay. Flags, and other arrays of two values, take at every
-    place the value that a randomly chosen batch has there. All other arrays take values that occur anywhere in the
-    batches.
+    Arrays that are equal in all batches, such as positions, stay. Arrays with at most two different values, such as
+    masks, take at every place the value that a randomly chosen batch has there: where all batches agree, it stays. All
+    other arrays take values that occur anywhere in the batches.
     """
 
     def of(*arrays: Any) -> Any:

@@ -121,7 +121,10 @@ class Report(Mappings):
 
     @property
     def turning(self) -> list[Gauge]:
-        """`gauges` whose matrices of heads only rotate: other invertible matrices change the norms of neurons."""
+        """All of `gauges`, with rotations of heads in place of any invertible matrices.
+
+        `max_norm_muon` takes this list, because other matrices change the norms of neurons, which it bounds.
+        """
         return [held.call.turning().gauge() for held in self.held if held.call.kind in _TRAINING]
 
     @property

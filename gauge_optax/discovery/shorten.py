@@ -1,9 +1,9 @@
 """Evaluates a traced function on shorter axes: every operation gets only those entries of each axis that are kept.
 
 A function that checks its shapes, as Flax's modules do, cannot be called on a smaller tree. But the walk over its
-jaxpr (`trace`) knows which entries of which axes are one index. If an index is dropped, the operations can be evaluated
-without all entries that have it, whatever lengths are written in the function's code. `shrink` decides which indices
-are dropped.
+jaxpr (`trace`) knows which entries of different axes belong together, as a hidden unit's column of one kernel and its
+row of the next do: they have one *index*. If an index is dropped, every operation can leave out the entries that have
+it, whatever lengths are written in the function's code. `shrink` decides which indices are dropped.
 """
 
 from __future__ import annotations

@@ -152,9 +152,9 @@ class Gauge(abc.ABC):
           params: the point (values are read).
 
         Returns:
-          An element. It is the identity for rotations, and for channels and heads without such a point, because a side
-          is zero or has less than full rank. For `head_linear` it is (H_A⁻¹ # H_B)^{1/2}, where H_A and H_B are the
-          Gram matrices of both factors and # is the geometric mean.
+          An element. It is the identity for rotations, and for channels and heads without such a point, one of whose
+          two sides is zero or has less than full rank. For `head_linear` it is (H_A⁻¹ # H_B)^{1/2}, where H_A and H_B
+          are the Gram matrices of its left and its right factor and # is the geometric mean.
         """
         return self.identity(params)
 

@@ -373,7 +373,7 @@ def predicted_drift(rates: Element, learning_rate: float | jax.Array) -> Element
     """Returns the motion along the orbits that leakage predicts after every step: −Σ lr·rate.
 
     Args:
-      rates: the field `rate`, with a first axis over steps, as from `leakage_along`.
+      rates: the field `rate` of a measure's result, with a first axis over steps, which `leakage_along` makes.
       learning_rate: one number, or one per step.
 
     Returns:

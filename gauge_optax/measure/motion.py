@@ -183,13 +183,13 @@ def vertical_motion(params: Any, update: Any, gauges: Gauges) -> tuple[Element, 
 
 
 class Step(NamedTuple):
-    """The motion of a step along parts; all fields are part label → array or element.
+    """What one step does to each part; all fields are part label → array or element.
 
     Attributes:
       before: the elements of constants and sizes that are read before the step.
       now: the elements of constants and sizes that are read after the step.
-      found: the motions that `along` returns, in the slice coordinates of the point before the step; for turns of
-        heads, the skew logarithms of their rotations.
+      found: for turns of heads, the skew logarithms of the rotations that the step contains; for parts whose motion
+        would hide these, the motion that `along` measures, in the slice coordinates of the point before the step.
     """
 
     before: Elements

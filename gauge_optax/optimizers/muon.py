@@ -192,7 +192,7 @@ def readings_of_neurons(name: str, selections: Iterable[vectors.Selection]) -> d
     stacks: dict[str, dict[Matrices, None]] = {}
     for block in (selection.block for selection in selections):
         own, stack = stacks.setdefault(block.path, {}), neuron_matrices(block)
-        # Axes that cover a whole leaf are its only reading; a leaf listed by ranges has one reading per range.
+        # Either one axes string describes the matrices of the whole leaf, or each of its ranges has its own string.
         if stack is None or any(stack != other and None in (stack.block, other.block) for other in own):
             raise binding_error(
                 name, f"the neurons of '{block.path}' describe no matrix", f"axes \"{block.axes}\"",

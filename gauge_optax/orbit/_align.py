@@ -40,7 +40,7 @@ Fn = Callable[[Any, Any], Any]
 
 
 def align(a: Any, b: Any, gauges: Gauges, batches: Sequence[Any] | None = None, fn: Fn | None = None) -> Element:
-    """The element g for which `act(g, b)` is nearest to a: the least sum of squares over the leaves that gauges bind.
+    """The element g for which `act(g, b)` is nearest to a, in the sum of squares over the leaves that gauges bind.
 
     Args:
       a: the parameters to come near to. They are not moved.
@@ -58,11 +58,11 @@ def align(a: Any, b: Any, gauges: Gauges, batches: Sequence[Any] | None = None, 
         a function that does not take parameters and one batch.
 
     Without `batches`, the sum of squares falls in every round, and the result is a local minimum; for two sets of
-    weights of one function it is zero. With `batches`, the order of units and heads is found first and kept; the other
-    gauges are then aligned by weights. For the order, 8 fixed random combinations of fn's outputs are taken per batch.
-    A unit is described by their derivatives by the log of the unit's size in each of its blocks. Rotations and scales
-    do not change these derivatives, so that they need not be known yet. The order is the assignment with the largest
-    sum of correlations between matched units.
+    weights of one function it is zero. With `batches`, the order of units and heads is found first and kept; the
+    other gauges are then aligned by weights. For the order, 8 fixed random combinations of fn's outputs are taken
+    per batch. A unit is described by the derivatives of these combinations with respect to the log of the unit's
+    size, one for each of its blocks. Rotations and scales do not change them, and therefore need not be known yet.
+    The order is the assignment with the largest sum of correlations between matched units.
 
     >>> gauges = [
     ...     go.rescale({"up": "_ channel"}, {"down": "channel _"}),

@@ -139,7 +139,7 @@ _entered_donated = jax.jit(_enter, static_argnums=0, donate_argnums=2)
 
 @functools.lru_cache(maxsize=64)
 def _without_signs(s: Slice) -> Slice:
-    """The slice on which negative scales of norms are −1."""
+    """A slice like `s`, but on which the scale of a norm keeps its sign: 1, or −1 where it is negative."""
     return Slice.of([unsigned(part) for part in (*s.parts, *s.free)])
 
 

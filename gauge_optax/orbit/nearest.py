@@ -130,8 +130,8 @@ def _nearest_stream_rotation(
 ) -> jax.Array:
     """Solves Procrustes over the rows of kernels that read or write the stream.
 
-    Before, the scales of norms move into the kernels behind them, in the point and in the target. If scales are not 1,
-    the distance that is least is therefore that of these products, and not that of the stored weights.
+    In the point and in the target, each norm's scale is first multiplied into the kernels behind it. If scales are not
+    1, the result brings these products nearest to each other, and not the stored weights.
     """
     seen = Heads((), (), apart_from(part.blocks, others), part.size)
     inside = (part.divided(x, x) for x in (point, target))

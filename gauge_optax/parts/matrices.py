@@ -397,10 +397,10 @@ def neuron_matrices(block: Block) -> Matrices | None:
 
 
 def _between(block: Block, one: Sequence[int], other: Sequence[int]) -> Matrices | None:
-    """Returns matrices with these axes of `split` as their two sides.
+    """Returns the block as matrices: the axes `one` of `block.split` are one side, the axes `other` the opposite one.
 
-    The side that comes first in the leaf becomes the rows. In `heads`, the side `one` has the entries of a head. The
-    result is None if a side is empty, or if both sides lie in a single axis of the leaf.
+    The side that comes first in the leaf becomes the rows. If an axis counts heads, the side `one` has the entries of a
+    head. The result is None if a side is empty, or if both sides lie in a single axis of the leaf.
     """
     if len({k for k, group in enumerate(block.groups) if set(group) & {*one, *other}}) < 2 or not one or not other:
         return None

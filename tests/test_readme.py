@@ -118,7 +118,7 @@ def test_what_adapters_and_a_step_cost_is_what_was_measured() -> None:
     step = rows["quotient(optax.adamw)"]["step_ratio"][1] / rows["optax.adamw"]["step_ratio"][1]
     assert f"a step of GPT-2 takes [{step:.2f} × AdamW's time]" in README
     memory = rows["quotient(optax.adamw)"]["peak_mb"] / rows["optax.adamw"]["peak_mb"]
-    assert f"an update {memory:.2f} × its memory" in README
+    assert f"an update {memory:.2f} × AdamW's memory" in README
     muon = result("benchmarks/results/accelerator_cpu.json")["cells"]["update | gpt2 | muon"]
     assert f"an update takes {muon['max_norm_muon']['ratio'][1]:.2f} × the time of Optax's Muon" in README
     guide = " ".join((ROOT / "docs" / "guides" / "lora.md").read_text().split())

@@ -125,6 +125,12 @@ def test_pages_say_what_newer_optimizers_show() -> None:
             mean, error = tuned.mean_and_error(beside)
             assert mean > -2 * error, f"{arm} is below max_norm_muon: the pages should say so"
             (above.append(arm) if mean > 2 * error else level.append(f"{arm} ({words(beside, '+')})"))
+    tails = []
+    for arm, base in (("Muon", muon), ("max_norm_muon", ours)):
+        stage = tuned.Stage(tuned.FIRST, "lecun", (f"{arm}, tail average",), budget=0)
+        final = tuned.found(result, stage, stage.arms[0]).final
+        tails.append(words([final[seed] - plain for seed, plain in zip(tuned.SEEDS, base, strict=True)], "+"))
+    assert f"of Muon by {tails[0]} and that of `max_norm_muon` by {tails[1]}." in page
     assert f"{', '.join(above)} are above by two standard errors; {', '.join(level)} are level with it" in page
 
 

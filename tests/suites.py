@@ -50,7 +50,7 @@ PATTERNS: dict[str, str] = {
     "test_tuned.py*": "studies",
 }
 SUITES = ("core", "parts", "studies")
-ONE_IN = 32  # of the tests of the other suites is in the sample of `make test`
+ONE_IN = 64  # of the tests of the other suites is in the sample of `make test`
 
 
 @functools.cache

@@ -7,8 +7,8 @@
 `update` times an optimizer's update in turns with its base, and counts its memory; `step` times a training step of
 GPT-2 124M; `train` trains a Llama of 30M parameters on bytes of text, with each of four optimizers at each of three
 rates; `twins` moves a small network along all its symmetries and trains both. Most of the time is compiling. On an
-H100, XLA searched for three minutes how to multiply one pair of float32 matrices; set
-`XLA_FLAGS=--xla_gpu_enable_triton_gemm=false`, and each of GPT-2's updates compiles in 7 to 30 seconds. With
+H100 beside eight other processes, XLA searched for three minutes how to multiply one pair of float32 matrices; with
+`XLA_FLAGS=--xla_gpu_enable_triton_gemm=false` each of GPT-2's updates compiled in 7 to 30 seconds. With
 `JAX_COMPILATION_CACHE_DIR`, a second call need not compile again.
 """
 

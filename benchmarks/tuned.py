@@ -172,10 +172,10 @@ def cell(stage: Stage, arm: str, point: Point, seed: int) -> Cell:
 
 
 def train(of_run: Cell) -> dict[str, Any]:
-    """One run, and the machine that it ran on."""
+    """One run, the machine that it ran on, and the version of JAX."""
     problem, start, arm, other, decay, rate, seed = of_run
     run = PROBLEMS[problem].train(ARMS[arm].arm, start, decay, (rate, other), seed)
-    return run | {"machine": harness.machine()}
+    return run | {"machine": harness.machine(), "jax": jax.__version__}
 
 
 # The search ---------------------------------------------------------------------------------------------
@@ -315,12 +315,13 @@ def section(result: Result) -> str:
     """The table, and what is not finished."""
     begun = "; ".join("{} {:g}, {:g}, {:g}".format(arm, *own.values((0, 0, own.decay))) for arm, own in ARMS.items())
     seconds = sorted(x["seconds"] for x in result["cells"].values())
-    machines = Counter(machine_of(result, x) for x in result["cells"])
-    by_machine = ", ".join(f"{count} runs: {machine}" for machine, count in machines.most_common())
+    older = result.get("versions", {}).get("jax")
+    made_on = Counter(f"{machine_of(result, name)}, JAX {x.get('jax', older)}" for name, x in result["cells"].items())
+    by_machine = "; ".join(f"{count} runs: {machine}" for machine, count in made_on.most_common())
     about = (
         f"Bytes of text, batches of 8 × 128, a warm-up over a twentieth of the steps and a cosine to zero; validation "
-        f"loss in nats per byte, float32, one thread of a CPU or a whole GPU ({by_machine}; *machine* says whose runs "
-        f"a row holds). *Numbers*: the rate of matrices, the rate of all other leaves, the decay. Seed {TUNING_SEED} "
+        f"loss in nats per byte, float32, one thread of a CPU or a whole GPU ({by_machine}). *Machine* says whose runs "
+        f"a row holds. *Numbers*: the rate of matrices, the rate of all other leaves, the decay. Seed {TUNING_SEED} "
         f"tunes them by at most {BUDGET} runs for each optimizer and start; the best point of them ends at the loss "
         f"*tuned*, and then runs with the seeds {', '.join(map(str, SEEDS))}, which had no part in the choice: *loss* "
         f"is their mean and its standard error, *less Muon* that of the difference, seed by seed. The first searches "

@@ -136,8 +136,9 @@ class Slice:
         of these. A *channel* is one index of the named axes of a part: one hidden unit, say.
       turns: pairs of a class of turns and the turns of this class, in the order in which they are undone.
       free: parts without a role (permutations), which no optimizer notices.
-      completed: labels of sizes whose anchor is a norm's scale that a turn uses but does not change (`Part.passes`).
-        The turn's `pull` leaves out a term of the scale's gradient, so that `Size.completed` computes this gradient.
+      completed_sizes: labels of sizes whose anchor is a norm's scale that a turn uses but does not change
+        (`Part.passes`). The turn's `pull` leaves out a term of the scale's gradient, so that `Size.completed` computes
+        this gradient.
       not_fixed: labels of parts that change a frozen leaf. They stay in F as they were read at `init`; `fix` and `hold`
         leave them alone.
       following: labels of sizes whose growth in a step is not moved from the anchor to the gauge's other leaves, one of
@@ -150,7 +151,7 @@ class Slice:
     later: tuple[Place, ...]
     turns: tuple[tuple[type[Any], tuple[Any, ...]], ...]
     free: tuple[Any, ...] = ()
-    completed: frozenset[str] = frozenset()
+    completed_sizes: frozenset[str] = frozenset()
     not_fixed: frozenset[str] = frozenset()
     following: frozenset[str] = frozenset()
     without_norm_scale: tuple[tuple[Any, str], ...] = ()
@@ -198,7 +199,7 @@ class Slice:
             later=tuple(later),
             turns=turns_by_class(turns),
             free=tuple(p for p in sorted(kept, key=by_label) if not isinstance(p, Constant | Size | Turn)),
-            completed=completed,
+            completed_sizes=completed,
             not_fixed=not_fixed,
             following=following,
             without_norm_scale=without_norm_scale,
@@ -329,12 +330,12 @@ class Slice:
         """
         for part, anchor, _ in self.constants:
             x = x if part.label in self.not_fixed else part.undo(part.read(anchor, x), x)
-        grown: Elements = {}
+        growth: Elements = {}
         for part, anchor, _ in self.sizes:
             if part.label not in self.not_fixed:
-                grown[part.label], _ = part.read(anchor, x, live[part.label], near=True)
-                x = part.undo(grown[part.label], x)
-        return grown, x
+                growth[part.label], _ = part.read(anchor, x, live[part.label], near=True)
+                x = part.undo(growth[part.label], x)
+        return growth, x
 
     def hold(self, x: Arrays, u: Arrays) -> Arrays:
         """Removes the part of a step that rotates heads, and the residual stream if its gauge says `hold=True`.
@@ -382,7 +383,7 @@ class Slice:
             the loss has a penalty on weights.
         """
         for part, _, _ in self.sizes:
-            g = part.completed(x, g) if part.label in self.completed else g
+            g = part.completed(x, g) if part.label in self.completed_sizes else g
         g = self.centred(g) if without_constants else g
         for _, turns in self.turns:
             for turn in turns:

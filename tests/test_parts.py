@@ -100,7 +100,7 @@ def test_a_norms_own_gradient_beside_a_rotation_of_the_stream(x64: None) -> None
     for part, e, _, at in entered.parts:
         slow = Part.pull(part, e, slow, at) if isinstance(part, Stream) else part.pull(e, slow, at)
     assert _relative(fast, s.centred(slow)) <= 1e-10
-    assert s.completed
+    assert s.completed_sizes
 
 
 # The interface ------------------------------------------------------------------------------------------------

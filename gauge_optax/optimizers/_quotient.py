@@ -140,10 +140,10 @@ def quotient_for(
         extra = _extra_at(s, entered, seen, params, extra) if extra else extra
         u, inner_state = inner.update(seen_gradient, state.inner_state, with_leaves(params, seen.point), **extra)
         u = zero_frozen(u, state.frame.frozen) if state.frame.frozen else u
-        grown, after = s.fix(optax.tree.add(entered.point, seen.push(s.vectors(u))), state.frame.live)  # fix(θ̂ + B·u)
+        growth, after = s.fix(optax.tree.add(entered.point, seen.push(s.vectors(u))), state.frame.live)  # fix(θ̂ + B·u)
         step = optax.tree.sub(after, entered.point)
         step = s.hold(entered.point, step) if hold else step  # removes the part that only rotates heads
-        step, frame, offset = _with_growth(s, state, grown, entered.point, step)
+        step, frame, offset = _with_growth(s, state, growth, entered.point, step)
         out = with_leaves(u, cast_like(entered.push(step), updates))  # F·(θ̂′ − θ̂)
         out = zero_frozen(out, state.frame.frozen) if state.frame.frozen else out
         return out, QuotientState(frame, inner_state, offset)
@@ -166,8 +166,8 @@ def quotient_for(
         _, point = frame_and_slice_point(name, group, params, never_changing(params))
         return preflight_of(given)(point)
 
-    known = with_gauges_of(inner, group.gauges)
-    tx = transformation(name, init, update, QuotientState, empty, gauges=known, rules=inner.rules, preflight=preflight)
+    of_both = with_gauges_of(inner, group.gauges)
+    tx = transformation(name, init, update, QuotientState, empty, of_both, inner.rules, preflight)
     tx.inner = given
     return resting(name, tx, group, rest)
 
@@ -224,11 +224,11 @@ def _frame_of(name: str, s: Slice, state: QuotientState, pin: bool) -> Elements:
 
 
 def _with_growth(
-    s: Slice, state: QuotientState, grown: Elements, point: Arrays, step: Arrays
+    s: Slice, state: QuotientState, growth: Elements, point: Arrays, step: Arrays
 ) -> tuple[Arrays, Frame, Elements]:
     """Returns the step on the slice, the new frame and the new offset, given the growth that `fix` has removed.
 
-    The step of `inner` led to e·θ̂′. Then `fix` removed the element e (`grown`), which left θ̂′. For a size in
+    The step of `inner` led to e·θ̂′. Then `fix` removed the element e (`growth`), which left θ̂′. For a size in
     `Slice.following`, the stored anchor keeps this growth: the stored step is F·(e·θ̂′ − θ̂), and F becomes F·e. This
     changes neither the function nor what `inner` sees. With `pin=False`, `inner` must see its own result θ̃ + u at the
     next step. Since θ̂ + B·u = e·θ̂′, this result is B⁻¹·e·θ̂′ = (e⁻¹·B)⁻¹·θ̂′, so that the offset becomes e⁻¹·B.
@@ -237,10 +237,10 @@ def _with_growth(
     for part, _, _ in s.sizes:
         name = part.label
         if name in s.following:
-            elements[name] = part.compose(elements[name], grown[name])
-            step = optax.tree.sub(part.act(grown[name], optax.tree.add(point, step)), point)
+            elements[name] = part.compose(elements[name], growth[name])
+            step = optax.tree.sub(part.act(growth[name], optax.tree.add(point, step)), point)
         if name in offset:
-            offset[name] = part.compose(part.inverse(grown[name]), offset[name])
+            offset[name] = part.compose(part.inverse(growth[name]), offset[name])
     return step, state.frame._replace(elements=elements), offset
 
 

@@ -91,7 +91,23 @@ def _text(group: Sequence[AxisItem]) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def parse_axes(gauge: str, pattern: str, axes: str) -> ParsedAxes:
-    """Parses an axes string. Raises ValueError, with the names of `gauge` and `pattern`, if it is malformed."""
+    """Parses an axes string.
+
+    Args:
+      gauge: name for errors.
+      pattern: the pattern of the leaves that have these axes, for errors.
+      axes: one item per axis of a leaf, such as "(head basis) _".
+
+    Returns:
+      The items, axis by axis.
+
+    Raises:
+      ValueError: a malformed string.
+
+    >>> from gauge_optax.binding.axes import parse_axes
+    >>> [item.name for item in parse_axes("heads", "mlp/up", "(head basis) _").items]
+    ['head', 'basis', '_']
+    """
 
     def malformed(found: str, remedy: str) -> ValueError:
         expected = (
@@ -176,6 +192,11 @@ def solve_lengths(
 
     Raises:
       ValueError: wrong rank, lengths that disagree or stay unknown.
+
+    >>> from gauge_optax.binding.axes import Site, parse_axes, solve_lengths
+    >>> site = Site("up", "q", "(head basis) _", (12, 5), parse_axes("heads", "q", "(head basis) _"))
+    >>> solve_lengths("heads", [site], {"head": 3})
+    ({'head': 3, 'basis': 4}, [(3, 4, 5)])
     """
     lengths, sources = dict(sizes), dict.fromkeys(sizes, source)
     for site in sites:

@@ -198,6 +198,13 @@ def require_no_absent_leaf(gauge: str, specs: Sequence[BlockSpec], tree: Any) ->
       gauge: name for errors.
       specs: the specs of all arguments.
       tree: any pytree.
+
+    >>> from gauge_optax.binding import block_specs
+    >>> from gauge_optax.binding.bind import require_no_absent_leaf
+    >>> require_no_absent_leaf("rescale", block_specs("rescale", "up", {"up/bias": "channel"}), {"up": {"bias": None}})
+    Traceback (most recent call last):
+    ValueError: rescale: the leaf 'up/bias' is None
+    ...
     """
     pairs = jax.tree.leaves_with_path(tree, is_leaf=lambda node: node is None)
     absent = [jax.tree_util.keystr(keys, simple=True, separator="/") for keys, leaf in pairs if leaf is None]

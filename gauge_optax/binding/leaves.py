@@ -508,8 +508,17 @@ def resolve_block(gauge: str, site: Site, split: tuple[int, ...]) -> Block:
       site: the axes string with its leaf.
       split: the leaf's shape after its groups are split, as `solve_lengths` returns it.
 
+    Returns:
+      The block.
+
     Raises:
       ValueError: the axes string selects an index that the axis does not have.
+
+    >>> from gauge_optax.binding.axes import Site, parse_axes
+    >>> from gauge_optax.binding.leaves import resolve_block
+    >>> site = Site("up", "q", "(head basis)", (12,), parse_axes("heads", "q", "(head basis)"))
+    >>> resolve_block("heads", site, (3, 4)).labels
+    ('head', 'basis')
     """
     plan = site.plan
     picks: list[int | Ranges] = []

@@ -19,8 +19,19 @@ _CAPTURE = re.compile(r"\{([^{}]*)\}")
 def compile_pattern(gauge: str, pattern: str) -> re.Pattern[str]:
     """Compiles a pattern to a regular expression that matches "/" + path and has a named group per capture.
 
+    Args:
+      gauge: name for errors.
+      pattern: as in `match`.
+
+    Returns:
+      The regular expression.
+
     Raises:
       ValueError: not a string, braces out of balance, a capture without a valid name, a lone `*`.
+
+    >>> from gauge_optax.binding.paths import compile_pattern
+    >>> compile_pattern("rescale", "blocks/{i}/up").fullmatch("/blocks/3/up").groupdict()
+    {'i': '3'}
     """
 
     def malformed(found: str, expected: str, remedy: str) -> ValueError:
@@ -53,7 +64,12 @@ def compile_pattern(gauge: str, pattern: str) -> re.Pattern[str]:
 
 
 def captures_of(gauge: str, pattern: str) -> tuple[str, ...]:
-    """Names of a pattern's captures, in order of appearance."""
+    """Names of a pattern's captures, in order of appearance.
+
+    >>> from gauge_optax.binding.paths import captures_of
+    >>> captures_of("heads", "blocks/{i}/heads/{j}/q")
+    ('i', 'j')
+    """
     return tuple(compile_pattern(gauge, pattern).groupindex)
 
 
@@ -110,7 +126,12 @@ def hidden_match(gauge: str, pattern: str, path: str) -> tuple[dict[str, str], b
 
 
 def natural_key(text: str) -> tuple[Any, ...]:
-    """Sort key that puts `blocks_2` before `blocks_10`. Different texts, also `a1` and `a01`, have different keys."""
+    """Sort key that puts `blocks_2` before `blocks_10`. Different texts, also `a1` and `a01`, have different keys.
+
+    >>> from gauge_optax.binding.paths import natural_key
+    >>> sorted(["blocks_10", "blocks_2", "a"], key=natural_key)
+    ['a', 'blocks_2', 'blocks_10']
+    """
     pieces = re.split("([0-9]+)", text)  # text and numbers alternate
     return tuple(int(piece) if k % 2 else piece for k, piece in enumerate(pieces)), text
 
@@ -144,7 +165,26 @@ def nearest(pattern: str, shapes: Shapes, rank: int) -> list[tuple[str, str]]:
 def no_match(
     gauge: str, pattern: str, shapes: Shapes, rank: int, expected: str, hidden: Sequence[str] = ()
 ) -> ValueError:
-    """The error for a pattern that matches no leaf: it names the nearest leaves, and where `MaskedNode`s are."""
+    """The error for a pattern that matches no leaf: it names the nearest leaves, and where `MaskedNode`s are.
+
+    Args:
+      gauge: name for errors.
+      pattern: the pattern.
+      shapes: shapes of all leaves by path.
+      rank: the rank that the pattern's axes ask for.
+      expected: what the pattern should match, in words.
+      hidden: paths of `MaskedNode`s.
+
+    Returns:
+      The error, for the caller to raise.
+
+    >>> from gauge_optax.binding.paths import no_match
+    >>> print(no_match("rescale", "blocks/{i}/upp", {"blocks/0/up": (4, 8)}, 2, "a leaf of rank 2"))
+    rescale: no leaf matches 'blocks/{i}/upp'
+      found: nearest blocks/0/up (4, 8)
+      expected: a leaf of rank 2
+      remedy: write 'blocks/{i}/up'
+    """
     near = nearest(pattern, shapes, rank)
     found = "nearest " + ", ".join(f"{path} {shapes[path]}" for path, _ in near) if near else "no leaves"
     remedy = f"write '{near[0][1]}'" if near else "pass the parameters that the pattern was written for"

@@ -177,7 +177,12 @@ def uncovered(reading: Reading, shape: Sequence[int]) -> int:
 
 
 def matrix(shape: tuple[int, int]) -> Matrices:
-    """Returns the reading of a leaf that is one matrix."""
+    """Returns the reading of a leaf that is one matrix.
+
+    >>> from gauge_optax.parts.matrices import matrix
+    >>> matrix((8, 12)).text
+    '1 × (8, 12)'
+    """
     return Matrices(shape, shape, ((0,), (1,)), (), (0,), (1,))
 
 

@@ -32,15 +32,9 @@ Tree = Any
 Transformation = optax.GradientTransformationExtraArgs
 
 SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
-    "norm": {"scale": (3,)},
-    "up": {"kernel": (3, 4), "bias": (4,)},
-    "down": {"kernel": (4, 3)},
-    "value": {"kernel": (3, 2, 3)},
-    "out": {"kernel": (2, 3, 3)},
-    "query": {"kernel": (3, 2, 2)},
-    "key": {"kernel": (3, 2, 2)},
-    "normed": {"kernel": (3, 2)},
-    "head": {"kernel": (3, 5), "bias": (5,)},
+    "norm": {"scale": (3,)}, "up": {"kernel": (3, 4), "bias": (4,)}, "down": {"kernel": (4, 3)},
+    "value": {"kernel": (3, 2, 3)}, "out": {"kernel": (2, 3, 3)}, "query": {"kernel": (3, 2, 2)},
+    "key": {"kernel": (3, 2, 2)}, "normed": {"kernel": (3, 2)}, "head": {"kernel": (3, 5), "bias": (5,)},
     "free": {"kernel": (2,)},
 }
 NORM = go.norm_scale({"norm/scale": "channel"}, {"up/kernel": "channel _", "value/kernel": "channel _ _"})
@@ -108,26 +102,6 @@ def _traced(tx: Transformation, params: Tree) -> Tree:
 # Rows ---------------------------------------------------------------------------------------------
 
 
-def _three_steps(case: TransformCase, dtype: Any) -> None:
-    """Traced once, state of one signature from `eval_shape` of `init` on, all finite, every buffer donated."""
-    tx, params = case.make(EVERY_KIND), _params(dtype)
-    expected = _signature(jax.eval_shape(tx.init, params))
-
-    @functools.partial(jit, donate_argnums=(0, 1, 2))
-    @chex.assert_max_traces(n=1)
-    def step(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree, Tree]:
-        updates, state = tx.update(grads, state, params)
-        return updates, state, optax.apply_updates(params, updates)
-
-    state = jit(tx.init)(params)
-    assert _signature(state) == expected
-    for n in range(3):
-        updates, state, params = step(_noise(n + 1, params), state, params)
-        assert _signature(state) == expected
-        assert _signature(updates) == _signature(params) == _signature(_abstract(dtype))
-        assert _finite((updates, state, params))
-
-
 ON_VECTORS = (
     "hyperball", "max_norm", "rotational", "track_rotation", "scale_by_polar", "scale_by_vector_norm",
     "keep_norms_below",
@@ -140,15 +114,14 @@ def test_a_transformation_says_which_gauges_it_holds(case: TransformCase) -> Non
     tx, kind = case.make(EVERY_KIND), case.name.split("/")[0]
     init, update = tx
     assert (init, update) == (tx.init, tx.update)
-    held = getattr(tx, "gauges", ())
     if kind in GAUGELESS:
-        assert held == ()
+        assert tx.gauges == ()
     elif case.factory is getattr(go, kind) or kind in ("compress_second_moments", "max_norm_muon"):
-        assert held == tuple(case.of_its_kind(EVERY_KIND))
+        assert tx.gauges == tuple(case.of_its_kind(EVERY_KIND))
     else:  # these rows choose some of the gauges, or write others for the same leaves
-        assert UNIT in held
-    assert copy.copy(tx).gauges == held
-    assert gauges_of(optax.chain(optax.clip(1.0), optax.masked(tx, True))) == list(held)
+        assert UNIT in tx.gauges
+    assert copy.copy(tx).gauges == tx.gauges
+    assert gauges_of(optax.chain(optax.clip(1.0), optax.masked(tx, True))) == list(tx.gauges)
 
 
 def test_wrappers_hold_what_they_wrap_too() -> None:
@@ -166,7 +139,22 @@ marked = [c if c in compiled else pytest.param(c, marks=pytest.mark.slow) for c 
 @pytest.mark.slow_rows("quotient_muon/linear", "[!qdg]*", "g*", "ddc_muon/number", "quotient_adamw/*")
 @pytest.mark.parametrize("case", marked, ids=name)
 def test_three_donated_steps_in_bfloat16(case: TransformCase) -> None:
-    _three_steps(case, jnp.bfloat16)
+    """Traced once, state of one signature from `eval_shape` of `init` on, all finite, every buffer donated."""
+    tx, params = case.make(EVERY_KIND), _params(jnp.bfloat16)
+    expected, shapes = _signature(jax.eval_shape(tx.init, params)), _signature(params)
+
+    @functools.partial(jit, donate_argnums=(0, 1, 2))
+    @chex.assert_max_traces(n=1)
+    def step(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree, Tree]:
+        updates, state = tx.update(grads, state, params)
+        return updates, state, optax.apply_updates(params, updates)
+
+    state = jit(tx.init)(params)
+    assert _signature(state) == expected
+    for n in range(3):
+        updates, state, params = step(_noise(n + 1, params), state, params)
+        assert _signature(state) == expected and _signature(updates) == _signature(params) == shapes
+        assert _finite((updates, state, params))
 
 
 @pytest.mark.parametrize("precision", ["mixed", "float64", "float32"])

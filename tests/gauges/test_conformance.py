@@ -15,7 +15,8 @@ from gauge_optax.binding import leaves_by_path
 from gauge_optax.gauges.gauge import Gauge
 from gauge_optax.parts.sizes import Stretch
 from tests import oracles
-from tests.cases import GAUGE_CASES, GaugeCase
+from tests.cases import DISCRETE_CASES, FLAT_CASES, GAUGE_CASES, GaugeCase
+from tests.gauges.user_gauges import Translation
 from tests.quick import jit
 from tests.tolerances import tolerance
 
@@ -46,9 +47,18 @@ ELEMENTS: dict[str, Any] = {
         {"": {"lm_head/kernel": (6,)}},
     ),
 }
+# A case and a precision: all registers in float64, and the rows beside the dense oracle in float32 too.
+PAIRS = [(c, "float64") for c in (*GAUGE_CASES, *FLAT_CASES, *DISCRETE_CASES)] + [(c, "float32") for c in GAUGE_CASES]
 COMPACT = ("head_rotation", "rope_torus")
 METHODS = ("act", "vertical", "horizontal", "coordinates", "balance", "inverse", "compose")
 HOLONOMY = (*COMPACT, "head_linear", "rope_linear")  # no coordinate
+
+
+def _name(value: Any) -> str:
+    return value if isinstance(value, str) else value.name
+
+
+everywhere = pytest.mark.parametrize(("case", "dtype"), PAIRS, indirect=["dtype"], ids=_name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,8 +109,9 @@ class Subject:
 
 
 def _cast(tree: Tree, dtype: Any) -> Tree:
-    """numpy leaves: a jax array made in float64 would keep its precision out of the x64 context."""
-    return jax.tree.map(lambda x: np.asarray(x).astype(dtype), tree)
+    """numpy leaves: a jax array made in float64 would keep its precision out of the x64 context. Indices stay."""
+    arrays = jax.tree.map(np.asarray, tree)
+    return jax.tree.map(lambda x: x if np.issubdtype(x.dtype, np.integer) else x.astype(dtype), arrays)
 
 
 def _normal_like(seed: int, tree: Tree) -> Tree:
@@ -192,28 +203,40 @@ def _shapes(tree: Tree) -> Tree:
 # The action ---------------------------------------------------------------------------------------
 
 
-def test_act_moves_what_is_bound_and_keeps_the_loss(subject: Subject) -> None:
+@pytest.mark.slow_rows("product/whole_*", "permutation/whole_*")
+@everywhere
+def test_act_moves_what_is_bound_and_keeps_the_loss(case: GaugeCase, dtype: str) -> None:
     """A loss that can tell: moving every leaf at random by as little as 1e-3 is seen."""
-    before, bound = float(subject.loss(subject.params)), subject.gauge._bound(subject.params).slice.added
-    assert bound and "unbound" not in bound
+    subject = Subject(case, dtype)
+    params, before = subject.params, float(subject.loss(subject.params))
     for seed in range(2):
-        moved = subject.act(subject.element(seed), subject.params)
+        moved = subject.act(subject.element(seed), params)
         assert abs(float(subject.loss(moved)) - before) <= subject.tolerance("invariant") * abs(before)
-    leaves = leaves_by_path(subject.act(subject.element(0), subject.params))
-    for path, leaf in leaves_by_path(subject.params).items():
-        if path in bound:
-            assert _error(leaves[path], leaf) > 1e-2, path
-        else:
-            np.testing.assert_array_equal(leaves[path], leaf, err_msg=path)
-    if subject.dtype == "float64":
-        noise = _map(lambda x, y: x + 1e-3 * y, subject.params, subject.tangent(0))
+    leaves, bound = leaves_by_path(moved), set(subject.gauge._bound(params).slice.added)
+    changes = {path: _error(leaves[path], leaf) for path, leaf in leaves_by_path(params).items()}
+    seen = {path for path, change in changes.items() if change > 1e-2}
+    assert bound == seen if case in GAUGE_CASES else seen  # the rest only read some of what they bind
+    assert {path for path, change in changes.items() if change > 0} <= bound and "unbound" not in bound
+    if dtype == "float64":
+        noise = _map(lambda x, y: x + 1e-3 * y, params, subject.tangent(0))
         assert abs(float(subject.loss(noise)) - before) > 1e-6 * abs(before)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+        assert subject.gauge.dim(params) == subject.gauge.dim(shapes) == case.dim
+        small = subject.act(subject.element(5, 1e-3), params)
+        assert case in DISCRETE_CASES or 0 < _distance(small, params) < 2e-2
 
 
-def test_elements_form_a_group(subject: Subject) -> None:
+@pytest.mark.parametrize(
+    ("case", "dtype"), [pair for pair in PAIRS if pair[0] in GAUGE_CASES or len(pair[0].gauges()) == 1],
+    indirect=["dtype"], ids=_name,
+)
+def test_elements_form_a_group(case: GaugeCase, dtype: str) -> None:
     """Neither the identity nor an inverse leaves anything, and `compose` is one act after another."""
-    compose, params, limit = subject.compose, subject.params, subject.tolerance("group")
+    subject = Subject(case, dtype)
+    compose, params = subject.compose, subject.params
+    limit = 0.0 if case in DISCRETE_CASES else subject.tolerance("group")
     identity, (a, b, c) = subject.gauge.identity(params), (subject.element(seed) for seed in range(3))
+    assert _shapes(identity) == _shapes(a) == _shapes(subject.gauge.read(params))
     assert _error(subject.act(identity, params), params) <= limit
     moved, undo = subject.act(a, params), subject.inverse(a)
     assert _error(moved, params) > 1e-2
@@ -245,12 +268,13 @@ def test_elements_have_the_structure_of_the_design(subject: Subject, stored: str
         assert {str(x.dtype) for x in jax.tree.leaves(element)} == {subject.dtype}
 
 
+@pytest.mark.parametrize("case", (*GAUGE_CASES, *FLAT_CASES), ids=_name)
 def test_act_and_split_keep_every_leafs_dtype(exact: Subject) -> None:
     """And broadcast nothing of lower rank by accident."""
     names = ("bfloat16", "float32", "float64")
     leaves, treedef = jax.tree.flatten(exact.params)
     params = treedef.unflatten([jax.ShapeDtypeStruct(x.shape, names[k % 3]) for k, x in enumerate(leaves)])
-    with jax.numpy_rank_promotion("raise"):
+    with jax.numpy_rank_promotion("raise" if exact.case in GAUGE_CASES else "allow"):
         moved = jax.eval_shape(exact.gauge.act, exact.element(0), params)
         split = [jax.eval_shape(part, params, params) for part in (exact.gauge.vertical, exact.gauge.horizontal)]
         jax.eval_shape(exact.gauge.balance, params)
@@ -430,8 +454,7 @@ def test_balance_has_the_least_norm(exact: Subject) -> None:
 
 
 def test_dim_is_the_rank_of_the_orbit(exact: Subject) -> None:
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), exact.params)
-    assert exact.gauge.dim(exact.params) == exact.gauge.dim(shapes) == exact.case.dim == _oracle(exact.case).rank
+    assert exact.case.dim == _oracle(exact.case).rank
 
 
 # Degenerate points --------------------------------------------------------------------------------
@@ -473,15 +496,13 @@ def test_degenerate_points_stay_finite_and_equivariant(exact: Subject) -> None:
 # A gauge is a value -------------------------------------------------------------------------------
 
 
-def test_a_gauge_is_a_frozen_hashable_value(case: GaugeCase) -> None:
+@pytest.mark.parametrize("case", (*GAUGE_CASES, *FLAT_CASES, *DISCRETE_CASES), ids=_name)
+def test_a_gauge_is_a_hashable_value(case: GaugeCase) -> None:
     (gauge, *_), (again, *_) = case.gauges(), case.gauges()
     assert gauge is not again and gauge == again and hash(gauge) == hash(again)
     assert go.product(case.gauges()) == go.product(case.gauges())
-    assert not callable(gauge)
+    assert eval(repr(gauge), {"go": go, "Translation": Translation}) == gauge
     assert not any(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(dataclasses.astuple(gauge)))
-    for field in dataclasses.fields(gauge):
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            setattr(gauge, field.name, None)
 
 
 def test_products_are_flat_and_act_left_to_right(x64: None) -> None:

@@ -1,6 +1,6 @@
-"""Permutations: no directions, and optimizers that do not notice them. The laws of a group are in `test_flat`.
+"""Permutations: no directions, and optimizers that do not notice them. The laws of a group are in `test_conformance`.
 
-The laws of `test_conformance` about tangents and readings do not fit a finite group: nothing is vertical, and nothing
+Its laws about tangents and readings do not fit a finite group: nothing is vertical, and nothing
 is read. What takes their place is checked here. Products with permutations have no `inverse` and no `compose`.
 """
 
@@ -54,6 +54,14 @@ def test_half_a_move_is_no_symmetry(case: GaugeCase, x64: None) -> None:
     for path in (path for path in changed if not path.endswith("key/bias")):  # which softmax does not see at all
         half = with_leaves(params, moved | {path: stored[path]})
         assert abs(float(loss(half)) - before) > 1e-6 * abs(before), path
+
+
+def test_an_element_is_an_order_per_copy() -> None:
+    for case, shape in zip(DISCRETE_CASES[:3], ((5,), (2, 5), (3,)), strict=True):
+        (gauge,), params = case.gauges(), _params(case)
+        (order,) = gauge.sample(jax.random.key(0), params).values()
+        assert order.shape == shape and order.dtype == jnp.int32
+        assert go.tools.from_json(go.tools.to_json(gauge)) == [gauge]
 
 
 def test_samples_are_uniform() -> None:

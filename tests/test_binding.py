@@ -56,31 +56,6 @@ def fails(tree: Any, *roles: Mapping[str, Axes], **kwargs: Any) -> str:
     return says(lambda: resolve(tree, *roles, **kwargs))
 
 
-def test_strangers_and_two_leaves_with_one_path_are_refused() -> None:
-    assert "'a/b'" in says(lambda: leaves_by_path({"a/b": 1.0, "a": {"b": 2.0}}))
-    tree = {"a": [1.0, None, optax.MaskedNode()], "b": 2.0}
-    assert with_leaves(tree, {"b": 5.0}) == {"a": [1.0, None, optax.MaskedNode()], "b": 5.0}
-    assert "'c'" in says(lambda: with_leaves(tree, {"c": 1.0}))
-
-
-# Pattern → path → key of the instance; None where the path does not match.
-MATCHES: dict[str, dict[str, str | None]] = {
-    "a/b": {"a/b": "", "a/b/c": None},
-    "a.b": {"axb": None},
-    "": {"": ""},
-    "a/{i}/b": {"a/0/b": "i=0", "a/0/c/b": None, "a//b": None},
-    "blocks_{i}/w": {"blocks_12/w": "i=12", "blocks_/w": None},
-    "{side}_{i}/w": {"enc_2/w": "side=enc,i=2"},
-    "{i}/{j}/{i}": {"1/2/1": "i=1,j=2", "1/2/3": None},
-    "**/w": {"w": "", "a/b/w": "", "a/bw": None},
-    "a/**/w": {"a/w": "", "a/x/y/w": ""},
-    "a/**": {"a": "", "a/b/c": "", "ab": None},
-    "**": {"a/b": ""},
-    "**/blocks/{i}/**/w": {"net/blocks/3/attn/w": "i=3"},
-    "w(0)+[a-z]": {"w(0)+[a-z]": ""},
-}
-
-
 def block(axes: str, shape: tuple[int, ...], **sizes: int) -> Block:
     found = binding.bind_leaf("gauge", binding.BlockSpec("blocks", "w", axes), "w", shape, sizes)
     assert found is not None
@@ -171,6 +146,13 @@ def test_binding_sees_shapes_only() -> None:
     assert resolve({"gain": 1.0}, {"gain": ""})[0].blocks[0].view_shape == ()
 
 
+def test_strangers_and_two_leaves_with_one_path_are_refused() -> None:
+    assert "'a/b'" in says(lambda: leaves_by_path({"a/b": 1.0, "a": {"b": 2.0}}))
+    tree = {"a": [1.0, None, optax.MaskedNode()], "b": 2.0}
+    assert with_leaves(tree, {"b": 5.0}) == {"a": [1.0, None, optax.MaskedNode()], "b": 5.0}
+    assert "'c'" in says(lambda: with_leaves(tree, {"c": 1.0}))
+
+
 def test_empty_and_hidden() -> None:
     masked = {"a": {"b": optax.MaskedNode(), "c": 1.0}, "d": Box(optax.MaskedNode())}
     assert binding.shown_and_hidden(masked)[1] == ("a/b", "d") and not binding.is_empty(masked)
@@ -178,6 +160,24 @@ def test_empty_and_hidden() -> None:
 
 
 # --- patterns ----------------------------------------------------------------------------------------------
+
+
+# Pattern → path → key of the instance; None where the path does not match.
+MATCHES: dict[str, dict[str, str | None]] = {
+    "a/b": {"a/b": "", "a/b/c": None},
+    "a.b": {"axb": None},
+    "": {"": ""},
+    "a/{i}/b": {"a/0/b": "i=0", "a/0/c/b": None, "a//b": None},
+    "blocks_{i}/w": {"blocks_12/w": "i=12", "blocks_/w": None},
+    "{side}_{i}/w": {"enc_2/w": "side=enc,i=2"},
+    "{i}/{j}/{i}": {"1/2/1": "i=1,j=2", "1/2/3": None},
+    "**/w": {"w": "", "a/b/w": "", "a/bw": None},
+    "a/**/w": {"a/w": "", "a/x/y/w": ""},
+    "a/**": {"a": "", "a/b/c": "", "ab": None},
+    "**": {"a/b": ""},
+    "**/blocks/{i}/**/w": {"net/blocks/3/attn/w": "i=3"},
+    "w(0)+[a-z]": {"w(0)+[a-z]": ""},
+}
 
 
 @pytest.mark.parametrize("pattern", MATCHES)

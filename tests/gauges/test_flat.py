@@ -29,12 +29,6 @@ Tree = Any
 rows = pytest.mark.parametrize("case", FLAT_CASES, ids=lambda case: case.name)
 
 
-def _made(case: GaugeCase) -> tuple[Any, Tree, Tree]:
-    """The product, a point, and a twin of it."""
-    gauge, params = go.product(case.gauges()), case.params(jax.random.key(1))
-    return gauge, params, gauge.act(gauge.sample(jax.random.key(2), params), params)
-
-
 def _apart(a: Tree, b: Tree) -> float:
     """The largest difference of a leaf, relative to the leaf or to 1."""
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
@@ -59,7 +53,7 @@ def _slice_point(gauge: go.Gauge, params: Tree) -> Mapping[str, jax.Array]:
 @rows
 def test_vertical_is_the_orbit(case: GaugeCase, x64: None) -> None:
     """Of dimension `dim`; no gradient along it; idempotent."""
-    gauge, params, _ = _made(case)
+    gauge, params = go.product(case.gauges()), case.params(jax.random.key(1))
     tangents = [_normal(seed, params) for seed in range(case.dim + 4)]
     vertical = jit(jax.vmap(lambda t: gauge.vertical(params, t)))
     up = vertical(jax.tree.map(lambda *x: jnp.stack(x), *tangents))
@@ -102,7 +96,7 @@ def _trained(tx: optax.GradientTransformation, case: GaugeCase, params: Tree) ->
 ])
 def test_twins_train_alike(case: GaugeCase, inner: str, dtype: str) -> None:
     with jax.enable_x64(dtype == "float64"):
-        gauge, params, _ = _made(case)
+        gauge, params = go.product(case.gauges()), case.params(jax.random.key(1))
         element = gauge.sample(jax.random.key(2), params, 0.5)
         twin = gauge.act(element, params)
         limit = 1e-10 if dtype == "float64" else 1e-4

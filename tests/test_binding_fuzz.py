@@ -191,27 +191,6 @@ def test_spread_is_the_adjoint_of_total(case: Case, data: st.DataObject) -> None
     np.testing.assert_array_equal(total, want)
 
 
-@pytest.mark.slow
-@check(max_examples=200)
-@given(cases(max_leaves=1), st.data())
-def test_axis_ids_are_coordinates(case: Case, data: st.DataObject) -> None:
-    (leaf,), one = case.leaves, case.bind()[0].blocks[0]
-    names = data.draw(st.sets(st.sampled_from([*case.lengths, "other"])))
-    chosen = leaf.view(np.arange(math.prod(leaf.shape)).reshape(leaf.shape))
-    # One row per kept part, in the order of the view's axes.
-    coordinates = iter(np.indices(chosen.shape))
-    for axis, group in enumerate(leaf.groups):
-        ids = one.axis_ids(axis, names)
-        assert ids.shape == (leaf.shape[axis],) and np.issubdtype(ids.dtype, np.integer)
-        assert (ids >= 0).sum() == math.prod(part.length for part in group)
-        want = np.zeros(chosen.shape, int)
-        for part in group:
-            place = 0 if isinstance(part.index, int) else next(coordinates)
-            want = want * part.length + place if part.name in names else want
-        along = np.unravel_index(chosen, leaf.shape)[axis]
-        np.testing.assert_array_equal(ids[along], want)
-
-
 @check(max_examples=150)
 @given(st.data())
 def test_overlap_is_a_common_entry(data: st.DataObject) -> None:

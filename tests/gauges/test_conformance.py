@@ -268,6 +268,7 @@ def test_elements_have_the_structure_of_the_design(subject: Subject, stored: str
         assert {str(x.dtype) for x in jax.tree.leaves(element)} == {subject.dtype}
 
 
+@pytest.mark.slow_rows("product/whole_*")
 @pytest.mark.parametrize("case", (*GAUGE_CASES, *FLAT_CASES), ids=_name)
 def test_act_and_split_keep_every_leafs_dtype(exact: Subject) -> None:
     """And broadcast nothing of lower rank by accident."""

@@ -147,7 +147,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: go.norm_write_shift({"out": "_ channel"}, tied={"table": "vocab channel"}),
         "takes either `write` or `tied`"),
     "a norm that is not divided out": (
-        lambda: jax.eval_shape(go.quotient(optax.adamw(1e-3), lm.whole_gauges(GPT, linear=False)[:1]).init, lm_parts(GPT)[0]),
+        lambda: jax.eval_shape(
+            go.quotient(optax.adamw(1e-3), lm.whole_gauges(GPT, linear=False)[:1]).init, lm_parts(GPT)[0]),
         r"(?s)not divided out.*add it to the list of gauges"),
     "a composition": (lambda: _composed("compose"), "no compose of elements of a product"),
     "an inverse": (lambda: _composed("inverse"), "no inverse of elements of a product"),

@@ -211,6 +211,7 @@ def test_overlap_is_a_common_entry(data: st.DataObject) -> None:
         blocks.append(case.bind()[0].blocks[0])
         chosen.append(set(leaf.view(np.arange(math.prod(shape)).reshape(shape)).ravel().tolist()))
     assert overlap(*blocks) == overlap(*reversed(blocks)) == bool(chosen[0] & chosen[1])
+    assert not overlap(blocks[0], dataclasses.replace(blocks[0], path="another leaf"))
 
 
 TEXT = st.text(alphabet="ab_i01+=:(){}*/ ", max_size=12)

@@ -6,6 +6,7 @@ Data only, nothing is computed at import. A public name that stands in neither r
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -94,7 +95,7 @@ def _normal(shapes: Shapes, key: jax.Array) -> Tree:
 
 def _params(**shapes: tuple[int, ...]) -> Callable[[jax.Array], Tree]:
     """`_normal` with paths as keywords, `__` for the slash."""
-    return functools.partial(_normal, {name.replace("__", "/"): shape for name, shape in shapes.items()})
+    return partial(_normal, {name.replace("__", "/"): shape for name, shape in shapes.items()})
 
 
 def _lm_params(config: lm.LMConfig, key: jax.Array) -> Tree:
@@ -179,9 +180,9 @@ def _gate_loss(p: Tree) -> jax.Array:
 
 def _multiplier_loss(p: Tree) -> jax.Array:
     """Scores of query heads against the key head of their group, one multiplier per coordinate of either."""
-    heads, groups = p["query"].shape[0], p["key"].shape[0]
-    fixed = jnp.asarray(np.random.default_rng(0).normal(size=(4, heads, p["query"].shape[1])), p["query"].dtype)
-    return _square(jnp.einsum("xhe,he,he->xh", fixed, p["query"], jnp.repeat(p["key"], heads // groups, 0)))
+    fixed = _inputs(p["query"], 4, *p["query"].shape)
+    groups = p["query"].shape[0] // p["key"].shape[0]
+    return _square(jnp.einsum("xhe,he,he->xh", fixed, p["query"], jnp.repeat(p["key"], groups, 0)))
 
 
 def _chain_loss(p: Tree) -> jax.Array:
@@ -204,9 +205,11 @@ def _normed_head_loss(p: Tree) -> jax.Array:
 
 
 def _project(p: Tree, name: str, x: jax.Array) -> jax.Array:
-    """One of query, key, value: (time, heads, d_h)."""
+    """One of query, key, value: (time, heads, d_h); a kernel of two axes is one head."""
     module = p[name] if isinstance(p[name], dict) else {"kernel": p[name]}
-    return jnp.einsum("nd,dhe->nhe", x, module["kernel"]) + module.get("bias", 0.0)
+    kernel = module["kernel"]
+    kernel = kernel if kernel.ndim == 3 else kernel[:, None]
+    return jnp.einsum("nd,dhe->nhe", x, kernel) + module.get("bias", 0.0)
 
 
 def _scores(q: jax.Array, k: jax.Array) -> jax.Array:
@@ -217,11 +220,6 @@ def _scores(q: jax.Array, k: jax.Array) -> jax.Array:
 def _attention_loss(p: Tree) -> jax.Array:
     x = _inputs(jax.tree.leaves(p)[0], 4, 6)
     return _scores(_project(p, "query", x), _project(p, "key", x))
-
-
-def _mqa_loss(p: Tree) -> jax.Array:
-    x = _inputs(p["key"], 4, 6)
-    return _scores(_project(p, "query", x), (x @ p["key"])[:, None, :])
 
 
 def _value_loss(p: Tree) -> jax.Array:
@@ -316,11 +314,9 @@ def _tied_loss(p: Tree) -> jax.Array:
 
 
 def _centred_loss(p: Tree) -> jax.Array:
-    leaf = p["up"]["kernel"]
-    x = _layer_normalised(_inputs(leaf, 4, 6)) * (1.0 + p.get("scale", jnp.zeros(()))) + p.get("bias", 0.0)
-    return _square(jnp.tanh(_project(p, "query", x))) + _square(
-        jnp.tanh(x @ p["up"]["kernel"] + p["up"].get("bias", 0.0))
-    )
+    x = _layer_normalised(_inputs(p["up"]["kernel"], 4, 6)) * (1.0 + p.get("scale", 0.0)) + p.get("bias", 0.0)
+    up = x @ p["up"]["kernel"] + p["up"].get("bias", 0.0)
+    return _square(jnp.tanh(_project(p, "query", x))) + _square(jnp.tanh(up))
 
 
 def _post_norm_loss(p: Tree) -> jax.Array:
@@ -330,9 +326,8 @@ def _post_norm_loss(p: Tree) -> jax.Array:
     return _square(jnp.tanh(y + hidden @ p["down"]["kernel"]))
 
 
-def _stream_loss(centred: Any, p: Tree | None = None) -> jax.Array:
+def _stream_loss(p: Tree, centred: bool = False) -> jax.Array:
     """A stream that an embedding and a bias write to, and one kernel reads through a norm."""
-    centred, p = (False, centred) if p is None else (centred, p)
     x = p["token"][np.array([0, 3, 7, 1])] + p["bias"]
     x = (_layer_normalised if centred else _normalised)(x) * p.get("scale", 1.0) + p.get("norm_bias", 0.0)
     return _square(jnp.tanh(x @ p["up"]["kernel"] + p["up"].get("bias", 0.0)))
@@ -356,31 +351,6 @@ _SIZES: dict[str, Any] = dict(vocab=7, d_model=6, layers=1, heads=2, kv_heads=2,
 GPT = lm.LMConfig(**_SIZES)
 LLAMA = lm.llama_config(**_SIZES | {"heads": 4})
 
-_UNIT = _params(up__kernel=(6, 5), up__bias=(5,), down=(5, 3))
-_QK = _params(query=(6, 2, 4), key=(6, 2, 4))
-_GROUPED = _params(query=(6, 4, 4), key=(6, 2, 4))
-_TURNS, _STILL = "_ head basis=0:2+3:5", "_ head basis=2:3+5:6"
-
-
-def _unit(degree: float) -> list[Gauge]:
-    return [go.rescale({"up/kernel": "_ channel", "up/bias": "channel"}, {"down": "channel _"}, degree=degree)]
-
-
-def _rotation(query: str, key: str) -> list[Gauge]:
-    return [go.head_rotation({"query": query, "key": key})]
-
-
-def _torus(query: str, key: str, pairing: str) -> list[Gauge]:
-    return [go.rope_torus({"query": query, "key": key}, pairing=pairing)]
-
-
-def _value_out() -> Gauge:
-    return go.head_linear({"value/kernel": "_ head basis", "value/bias": "head basis"}, {"out": "head basis _"})
-
-
-def _after_norm(scale: jax.Array, value: Tree) -> Tree:
-    return value | {"kernel": scale[:, None, None] * value["kernel"]}
-
 
 def _near_one(key: jax.Array) -> Tree:
     """A norm whose scale, stored less one, is positive: numbers near zero would be ill-conditioned in float32."""
@@ -395,18 +365,15 @@ def _post_norm(key: jax.Array) -> Tree:
     return jax.tree.map(lambda x: 0.3 * x, params)
 
 
-def _residual_gauges(centred: bool) -> list[Gauge]:
+def _residual_gauges() -> list[Gauge]:
     norm = go.norm_scale({"scale": "channel", "norm_bias": "channel"}, {"up/kernel": "channel _"})
-    turn = go.residual_rotation(
-        {"up/kernel": "basis _"}, {"token": "_ basis", "bias": "basis"}, [norm], centred=centred
-    )
-    return [turn, norm]
+    write = {"token": "_ basis", "bias": "basis"}
+    return [go.residual_rotation({"up/kernel": "basis _"}, write, [norm], centred=True), norm]
 
 
 def _stacked_residual_gauges() -> list[Gauge]:
-    norm = go.norm_scale(
-        {"layers/scale": "layer channel", "layers/norm_bias": "layer channel"}, {"layers/up": "layer channel _"}
-    )
+    own = {"layers/scale": "layer channel", "layers/norm_bias": "layer channel"}
+    norm = go.norm_scale(own, {"layers/up": "layer channel _"})
     read, write = {"layers/up": "_ basis _"}, {"token": "_ basis", "layers/down": "_ _ basis"}
     return [go.residual_rotation(read, write, [norm], centred=True), norm]
 
@@ -431,339 +398,187 @@ def _embedded_loss(p: Tree) -> jax.Array:
     return _square(jnp.tanh((p["token"][np.array([0, 3, 1])] + p["position"])[:, None, :]))
 
 
+def _one(name: str, dim: int, loss: Loss, params: Any, make: Callable[..., Gauge], *blocks: Any, **options: Any) -> Any:
+    """A row of one gauge, that `make` makes of its blocks and options."""
+    return GaugeCase(name, lambda: [make(*blocks, **options)], params, loss, dim)
+
+
+def _of_lm(name: str, dim: int, config: lm.LMConfig, gauges: Callable[[lm.LMConfig], list[Gauge]]) -> GaugeCase:
+    """A row of a language model's gauges."""
+    return GaugeCase(name, lambda: gauges(config), partial(_lm_params, config), partial(_lm_loss, config), dim)
+
+
+def _of_latent(layout: str, dim: int) -> GaugeCase:
+    config = LATENT[layout]
+    params, loss = partial(_normal, config.shapes), partial(_latent_loss, layout)
+    return GaugeCase(f"product/latent_{layout}", lambda: latent.gauges(config, linear=False), params, loss, dim)
+
+
+_UNIT = _params(up__kernel=(6, 5), up__bias=(5,), down=(5, 3))
+_QK, _QK_PARTIAL = _params(query=(6, 2, 4), key=(6, 2, 4)), _params(query=(6, 2, 6), key=(6, 2, 6))
+_GROUPED = _params(query=(6, 4, 4), key=(6, 2, 4))
+_VALUE = _params(value__kernel=(6, 2, 4), value__bias=(2, 4), out=(2, 4, 6))
+_FUSED, _LORA = _params(qkv=(6, 24), bias=(24,)), _params(a=(6, 3), b=(3, 5))
+_EMBEDDED, _CHAIN = _params(token=(5, 4), position=(3, 4)), _params(w1=(6, 5), w2=(5, 4), w3=(4, 3))
+_NORMED_HEAD = _params(norm=(6,), kernel=(6, 7), bias=(7,))
+_TURNS, _STILL = "_ head basis=0:2+3:5", "_ head basis=2:3+5:6"
+_HEADS = {"query": "_ head basis", "key": "_ head basis"}
+_FIRST_FOUR = {"query": "_ head basis=0:4", "key": "_ head basis=0:4"}
+_KERNEL_AND_BIAS = {"kernel": "_ vocab", "bias": "vocab"}
+_VALUE_READ, _VALUE_WRITE = {"value/kernel": "_ head basis", "value/bias": "head basis"}, {"out": "head basis _"}
+_UP, _DOWN = {"up/kernel": "_ channel", "up/bias": "channel"}, {"down": "channel _"}
+_READERS = {"query/kernel": "channel _ _", "up/kernel": "channel _"}
+_READER_BIASES = {"query/bias": "_ _", "up/bias": "_"}
+_SPLIT = {"qkv": 3, "head": 2}
+
+
+def _after_norm(p: Tree) -> Tree:
+    """The values behind a norm's scale."""
+    return p | {"value": p["value"] | {"kernel": p["norm"][:, None, None] * p["value"]["kernel"]}}
+
+
 GAUGE_CASES: tuple[GaugeCase, ...] = (
-    GaugeCase(
-        "user_gauge/translation", lambda: [Translation("token", "position")], _params(token=(5, 4), position=(3, 4)),
-        _embedded_loss, dim=4,
-    ),
-    GaugeCase(
-        "logit_shift/kernel", lambda: [go.logit_shift({"kernel": "_ vocab"})], _params(kernel=(6, 7)), _head_loss,
-        dim=6,
-    ),
-    GaugeCase(
-        "logit_shift/kernel_bias", lambda: [go.logit_shift({"kernel": "_ vocab", "bias": "vocab"})],
-        _params(kernel=(6, 7), bias=(7,)), _head_loss, dim=7,
-    ),
-    GaugeCase("logit_shift/bias", lambda: [go.logit_shift({"bias": "vocab"})], _params(bias=(7,)), _head_loss, dim=1),
-    GaugeCase(
-        "logit_shift/padded", lambda: [go.logit_shift({"kernel": "_ vocab=0:7", "bias": "vocab=0:7"})],
-        _params(kernel=(6, 9), bias=(9,)), lambda p: _head_loss({"kernel": p["kernel"][:, :7], "bias": p["bias"][:7]}),
-        dim=7,
-    ),
-    GaugeCase(
-        "logit_shift/two_heads",  # two blocks on one leaf
-        lambda: [go.logit_shift({"kernel": ("slot=0 _ vocab", "slot=1 _ vocab")})], _params(kernel=(2, 6, 7)),
-        _two_heads_loss, dim=12,
-    ),
-    GaugeCase(
-        "logit_shift/two_gauges",  # two gauges on one leaf
-        lambda: [go.logit_shift({"kernel": f"slot={n} _ vocab"}) for n in (0, 1)], _params(kernel=(2, 6, 7)),
-        _two_heads_loss, dim=12,
-    ),
-    GaugeCase(
-        "logit_shift/grouped",  # vocab shares its axis
-        lambda: [go.logit_shift({"kernel": "_ (slot vocab)"}, sizes={"slot": 2})], _params(kernel=(6, 14)),
-        lambda p: _two_heads_loss({"kernel": p["kernel"].reshape(6, 2, 7).transpose(1, 0, 2)}), dim=12,
-    ),
-    GaugeCase("rescale/channel", lambda: _unit(1), _UNIT, functools.partial(_unit_loss, 1), dim=5),
-    GaugeCase("rescale/degree_2", lambda: _unit(2), _UNIT, functools.partial(_unit_loss, 2), dim=5),
-    GaugeCase("rescale/degree_3", lambda: _unit(3), _UNIT, functools.partial(_unit_loss, 3), dim=5),
-    GaugeCase(
-        "rescale/block", lambda: [go.rescale({"a": "_ _"}, {"b": "_ _"})], _params(a=(6, 3), b=(3, 5)), _lora_loss,
-        dim=1,
-    ),
-    GaugeCase(
-        "multiplier_balance/mha", lambda: [go.multiplier_balance({"query": "head _"}, {"key": "head _"})],
-        _params(query=(3, 4), key=(3, 4)), _multiplier_loss, dim=3,
-    ),
-    GaugeCase(
-        "rescale/gate", lambda: [go.rescale({"gate": "gate=1 _ channel"}, {"down": "channel _"})],
-        _params(gate=(2, 6, 5), down=(5, 6)), _gate_loss, dim=5,
-    ),
-    GaugeCase(
-        "rescale/layers", lambda: [go.rescale({"layers/{i}/up": "_ channel"}, {"layers/{i}/down": "channel _"})],
-        _params(layers__0__up=(6, 5), layers__0__down=(5, 6), layers__1__up=(6, 3), layers__1__down=(3, 6)),
-        _layers_loss, dim=8,
-    ),
-    GaugeCase(
-        "norm_scale/bias", lambda: [go.norm_scale({"scale": "channel", "bias": "channel"}, {"kernel": "channel _"})],
-        _params(scale=(6,), bias=(6,), kernel=(6, 5)), _norm_loss, dim=6,
-    ),
-    GaugeCase(
-        "norm_scale/one_plus",
-        lambda: [go.norm_scale({"norm": "1+ channel"}, dict.fromkeys(("query", "key", "value"), "channel _ _"))],
-        _params(norm=(6,), query=(6, 2, 4), key=(6, 2, 4), value=(6, 2, 4)), _consumers_loss, dim=6,
-    ),
-    GaugeCase(
-        "scale_invariant/kernel", lambda: [go.scale_invariant({"kernel": "_ head _"})], _params(kernel=(6, 2, 4)),
-        _normed_head_loss, dim=2,
-    ),
-    GaugeCase(
-        "scale_invariant/kernel_bias", lambda: [go.scale_invariant({"kernel": "_ head _", "bias": "head _"})],
-        _params(kernel=(6, 2, 4), bias=(2, 4)), _normed_head_loss, dim=2,
-    ),
-    GaugeCase("head_rotation/mha", lambda: _rotation("_ head basis", "_ head basis"), _QK, _attention_loss, dim=12),
-    GaugeCase(
-        "head_rotation/gqa", lambda: _rotation("_ (head _) basis", "_ head basis"), _GROUPED, _attention_loss, dim=12
-    ),
-    GaugeCase(
-        "head_rotation/mqa", lambda: _rotation("_ _ basis", "_ basis"), _params(query=(6, 2, 4), key=(6, 4)), _mqa_loss,
-        dim=6,
-    ),
-    GaugeCase(
-        "head_rotation/bias",
-        lambda: [
-            go.head_rotation(
-                {f"{n}/kernel": "_ head basis" for n in ("query", "key")}
-                | {f"{n}/bias": "head basis" for n in ("query", "key")}
-            )
-        ],
-        _params(query__kernel=(6, 2, 4), query__bias=(2, 4), key__kernel=(6, 2, 4), key__bias=(2, 4)), _attention_loss,
-        dim=12,
-    ),
-    GaugeCase(
-        "head_rotation/value_out",
-        lambda: [go.head_rotation({"value/kernel": "_ head basis", "value/bias": "head basis", "out": "head basis _"})],
-        _params(value__kernel=(6, 2, 4), value__bias=(2, 4), out=(2, 4, 6)), _value_loss, dim=12,
-    ),
-    GaugeCase(
-        "head_rotation/fused",
-        lambda: [
-            go.head_rotation(
-                {
-                    "qkv": ("_ (qkv=0 head basis)", "_ (qkv=1 head basis)"),
-                    "bias": ("(qkv=0 head basis)", "(qkv=1 head basis)"),
-                },
-                sizes={"qkv": 3, "head": 2},
-            )
-        ],
-        _params(qkv=(6, 24), bias=(24,)), _fused_loss, dim=12,
-    ),
-    GaugeCase(
-        "head_rotation/scanned", lambda: _rotation("layer _ head basis", "layer _ head basis"),
-        _params(query=(2, 6, 2, 4), key=(2, 6, 2, 4)), _scanned_loss, dim=24,
-    ),
-    GaugeCase(
-        "rope_torus/half", lambda: _torus("_ head basis", "_ head basis", "half"), _QK,
-        functools.partial(_rope_loss, "half", 4), dim=4,
-    ),
-    GaugeCase(
-        "rope_torus/interleaved", lambda: _torus("_ head basis", "_ head basis", "interleaved"), _QK,
-        functools.partial(_rope_loss, "interleaved", 4), dim=4,
-    ),
-    GaugeCase(
-        "rope_torus/gqa", lambda: _torus("_ (head _) basis", "_ head basis", "half"), _GROUPED,
-        functools.partial(_rope_loss, "half", 4), dim=4,
-    ),
-    GaugeCase(
-        "rope_torus/partial", lambda: _torus("_ head basis=0:4", "_ head basis=0:4", "interleaved"),
-        _params(query=(6, 2, 6), key=(6, 2, 6)), functools.partial(_rope_loss, "interleaved", 4), dim=4,
-    ),
-    GaugeCase(
-        "head_linear/value_out", lambda: [_value_out()],
-        _params(value__kernel=(6, 2, 4), value__bias=(2, 4), out=(2, 4, 6)), _value_loss, dim=32,
-    ),
-    GaugeCase(
-        "head_linear/gqa", lambda: [go.head_linear({"query": "_ (head _) basis"}, {"key": "_ head basis"})], _GROUPED,
-        _attention_loss, dim=32,
-    ),
-    GaugeCase(
-        "head_linear/fused",
-        lambda: [
-            go.head_linear(
-                {"qkv": "_ (qkv=0 head basis)", "bias": "(qkv=0 head basis)"},
-                {"qkv": "_ (qkv=1 head basis)", "bias": "(qkv=1 head basis)"},
-                sizes={"qkv": 3, "head": 2},
-            )
-        ],
-        _params(qkv=(6, 24), bias=(24,)), _fused_loss, dim=32,
-    ),
-    GaugeCase(
-        "head_linear/lora", lambda: [go.head_linear({"a": "_ basis"}, {"b": "basis _"})], _params(a=(6, 3), b=(3, 5)),
-        _lora_loss, dim=9,
-    ),
-    GaugeCase(
-        "rope_linear/half", lambda: [go.rope_linear({"query": "_ (head _) basis"}, {"key": "_ head basis"})], _GROUPED,
-        functools.partial(_rope_loss, "half", 4), dim=8,
-    ),
-    GaugeCase(
-        "rope_linear/partial",
-        lambda: [go.rope_linear({"query": "_ head basis=0:4"}, {"key": "_ head basis=0:4"}, pairing="interleaved")],
-        _params(query=(6, 2, 6), key=(6, 2, 6)), functools.partial(_rope_loss, "interleaved", 4), dim=8,
-    ),
+    _one("user_gauge/translation", 4, _embedded_loss, _EMBEDDED, Translation, "token", "position"),
+    _one("logit_shift/kernel", 6, _head_loss, _params(kernel=(6, 7)), go.logit_shift, {"kernel": "_ vocab"}),
+    _one("logit_shift/kernel_bias", 7, _head_loss, _params(kernel=(6, 7), bias=(7,)), go.logit_shift, _KERNEL_AND_BIAS),
+    _one("logit_shift/bias", 1, _head_loss, _params(bias=(7,)), go.logit_shift, {"bias": "vocab"}),
+    _one("logit_shift/padded", 7, lambda p: _head_loss({"kernel": p["kernel"][:, :7], "bias": p["bias"][:7]}),
+         _params(kernel=(6, 9), bias=(9,)), go.logit_shift, {"kernel": "_ vocab=0:7", "bias": "vocab=0:7"}),
+    _one("logit_shift/two_heads", 12, _two_heads_loss, _params(kernel=(2, 6, 7)),  # two blocks on one leaf
+         go.logit_shift, {"kernel": ("slot=0 _ vocab", "slot=1 _ vocab")}),
+    GaugeCase("logit_shift/two_gauges", lambda: [go.logit_shift({"kernel": f"slot={n} _ vocab"}) for n in (0, 1)],
+              _params(kernel=(2, 6, 7)), _two_heads_loss, dim=12),  # two gauges on one leaf
+    _one("logit_shift/grouped", 12, lambda p: _two_heads_loss({"kernel": p["kernel"].reshape(6, 2, 7).swapaxes(0, 1)}),
+         _params(kernel=(6, 14)), go.logit_shift, {"kernel": "_ (slot vocab)"}, sizes={"slot": 2}),  # of one axis
+    _one("rescale/channel", 5, partial(_unit_loss, 1), _UNIT, go.rescale, _UP, _DOWN, degree=1),
+    _one("rescale/degree_2", 5, partial(_unit_loss, 2), _UNIT, go.rescale, _UP, _DOWN, degree=2),
+    _one("rescale/degree_3", 5, partial(_unit_loss, 3), _UNIT, go.rescale, _UP, _DOWN, degree=3),
+    _one("rescale/block", 1, _lora_loss, _LORA, go.rescale, {"a": "_ _"}, {"b": "_ _"}),
+    _one("multiplier_balance/mha", 3, _multiplier_loss, _params(query=(3, 4), key=(3, 4)), go.multiplier_balance,
+         {"query": "head _"}, {"key": "head _"}),
+    _one("rescale/gate", 5, _gate_loss, _params(gate=(2, 6, 5), down=(5, 6)), go.rescale, {"gate": "gate=1 _ channel"},
+         {"down": "channel _"}),
+    _one("rescale/layers", 8, _layers_loss,
+         _params(layers__0__up=(6, 5), layers__0__down=(5, 6), layers__1__up=(6, 3), layers__1__down=(3, 6)),
+         go.rescale, {"layers/{i}/up": "_ channel"}, {"layers/{i}/down": "channel _"}),
+    _one("norm_scale/bias", 6, _norm_loss, _params(scale=(6,), bias=(6,), kernel=(6, 5)), go.norm_scale,
+         {"scale": "channel", "bias": "channel"}, {"kernel": "channel _"}),
+    _one("norm_scale/one_plus", 6, _consumers_loss,
+         _params(norm=(6,), query=(6, 2, 4), key=(6, 2, 4), value=(6, 2, 4)), go.norm_scale, {"norm": "1+ channel"},
+         dict.fromkeys(("query", "key", "value"), "channel _ _")),
+    _one("scale_invariant/kernel", 2, _normed_head_loss, _params(kernel=(6, 2, 4)), go.scale_invariant,
+         {"kernel": "_ head _"}),
+    _one("scale_invariant/kernel_bias", 2, _normed_head_loss, _params(kernel=(6, 2, 4), bias=(2, 4)),
+         go.scale_invariant, {"kernel": "_ head _", "bias": "head _"}),
+    _one("head_rotation/mha", 12, _attention_loss, _QK, go.head_rotation, _HEADS),
+    _one("head_rotation/gqa", 12, _attention_loss, _GROUPED, go.head_rotation,
+         {"query": "_ (head _) basis", "key": "_ head basis"}),
+    _one("head_rotation/mqa", 6, _attention_loss, _params(query=(6, 2, 4), key=(6, 4)), go.head_rotation,
+         {"query": "_ _ basis", "key": "_ basis"}),
+    _one("head_rotation/bias", 12, _attention_loss,
+         _params(query__kernel=(6, 2, 4), query__bias=(2, 4), key__kernel=(6, 2, 4), key__bias=(2, 4)),
+         go.head_rotation, {f"{n}/kernel": "_ head basis" for n in ("query", "key")}
+         | {f"{n}/bias": "head basis" for n in ("query", "key")}),
+    _one("head_rotation/value_out", 12, _value_loss, _VALUE, go.head_rotation, _VALUE_READ | _VALUE_WRITE),
+    _one("head_rotation/fused", 12, _fused_loss, _FUSED, go.head_rotation,
+         {"qkv": ("_ (qkv=0 head basis)", "_ (qkv=1 head basis)"),
+          "bias": ("(qkv=0 head basis)", "(qkv=1 head basis)")}, sizes=_SPLIT),
+    _one("head_rotation/scanned", 24, _scanned_loss, _params(query=(2, 6, 2, 4), key=(2, 6, 2, 4)), go.head_rotation,
+         {"query": "layer _ head basis", "key": "layer _ head basis"}),
+    _one("rope_torus/half", 4, partial(_rope_loss, "half", 4), _QK, go.rope_torus, _HEADS, pairing="half"),
+    _one("rope_torus/interleaved", 4, partial(_rope_loss, "interleaved", 4), _QK, go.rope_torus, _HEADS,
+         pairing="interleaved"),
+    _one("rope_torus/gqa", 4, partial(_rope_loss, "half", 4), _GROUPED, go.rope_torus,
+         {"query": "_ (head _) basis", "key": "_ head basis"}, pairing="half"),
+    _one("rope_torus/partial", 4, partial(_rope_loss, "interleaved", 4), _QK_PARTIAL, go.rope_torus, _FIRST_FOUR,
+         pairing="interleaved"),
+    _one("head_linear/value_out", 32, _value_loss, _VALUE, go.head_linear, _VALUE_READ, _VALUE_WRITE),
+    _one("head_linear/gqa", 32, _attention_loss, _GROUPED, go.head_linear, {"query": "_ (head _) basis"},
+         {"key": "_ head basis"}),
+    _one("head_linear/fused", 32, _fused_loss, _FUSED, go.head_linear,
+         {"qkv": "_ (qkv=0 head basis)", "bias": "(qkv=0 head basis)"},
+         {"qkv": "_ (qkv=1 head basis)", "bias": "(qkv=1 head basis)"}, sizes=_SPLIT),
+    _one("head_linear/lora", 9, _lora_loss, _LORA, go.head_linear, {"a": "_ basis"}, {"b": "basis _"}),
+    _one("rope_linear/half", 8, partial(_rope_loss, "half", 4), _GROUPED, go.rope_linear,
+         {"query": "_ (head _) basis"}, {"key": "_ head basis"}),
+    _one("rope_linear/partial", 8, partial(_rope_loss, "interleaved", 4), _QK_PARTIAL, go.rope_linear,
+         {"query": "_ head basis=0:4"}, {"key": "_ head basis=0:4"}, pairing="interleaved"),
     GaugeCase(
         "product/slow_planes",  # coordinates that do not turn: any rotation
-        lambda: [*_torus(_TURNS, _TURNS, "half"), go.head_rotation({"query": _STILL, "key": _STILL})],
-        _params(query=(6, 2, 6), key=(6, 2, 6)), _slow_planes_loss, dim=6,
-    ),
+        lambda: [go.rope_torus({"query": _TURNS, "key": _TURNS}), go.head_rotation({"query": _STILL, "key": _STILL})],
+        _QK_PARTIAL, _slow_planes_loss, dim=6),
     GaugeCase(
         "product/linear",  # a norm's scale on the rows, GL(d_h) on the columns
-        lambda: [go.norm_scale({"norm": "channel"}, {"value/kernel": "channel _ _"}), _value_out()],
+        lambda: [go.norm_scale({"norm": "channel"}, {"value/kernel": "channel _ _"}),
+                 go.head_linear(_VALUE_READ, _VALUE_WRITE)],
         _params(norm=(6,), value__kernel=(6, 2, 4), value__bias=(2, 4), out=(2, 4, 6)),
-        lambda p: _value_loss(p | {"value": _after_norm(p["norm"], p["value"])}), dim=38,
-    ),
-    GaugeCase(
-        "product/gpt",  # LayerNorms 18, query-key 12, value-out 12, ReLU 5, shift 7.
-        lambda: lm.gauges(GPT), functools.partial(_lm_params, GPT), functools.partial(_lm_loss, GPT), dim=54,
-    ),
-    GaugeCase(
-        "product/llama",  # RMSNorms 18, torus 4, value-out 12, SwiGLU 5, shift 6.
-        lambda: lm.gauges(LLAMA), functools.partial(_lm_params, LLAMA), functools.partial(_lm_loss, LLAMA), dim=45,
-    ),
-    GaugeCase(
-        "product/latent_fused",  # norms 8 + 7 + 6 + 8, query-key 6, rotary 1, values 8, experts 15, router 8
-        lambda: latent.gauges(LATENT["fused"], linear=False), functools.partial(_normal, LATENT["fused"].shapes),
-        functools.partial(_latent_loss, "fused"), dim=67,
-    ),
-    GaugeCase(
-        "product/latent_split",  # values and outputs 12, because there is no gate
-        lambda: latent.gauges(LATENT["split"], linear=False), functools.partial(_normal, LATENT["split"].shapes),
-        functools.partial(_latent_loss, "split"), dim=71,
-    ),
+        lambda p: _value_loss(_after_norm(p)), dim=38),
+    _of_lm("product/gpt", 54, GPT, lm.gauges),  # LayerNorms 18, query-key 12, value-out 12, ReLU 5, shift 7.
+    _of_lm("product/llama", 45, LLAMA, lm.gauges),  # RMSNorms 18, torus 4, value-out 12, SwiGLU 5, shift 6.
+    _of_latent("fused", 67),  # norms 8 + 7 + 6 + 8, query-key 6, rotary 1, values 8, experts 15, router 8
+    _of_latent("split", 71),  # values and outputs 12, because there is no gate
     GaugeCase(
         "product/chain",
-        lambda: [
-            go.rescale({"w1": "_ channel"}, {"w2": "channel _"}),
-            go.rescale({"w2": "_ channel"}, {"w3": "channel _"}),
-        ],
-        _params(w1=(6, 5), w2=(5, 4), w3=(4, 3)), _chain_loss, dim=9,
-    ),
-    GaugeCase(
-        "product/semidirect", lambda: [_final_norm(), _logits()], _params(norm=(6,), kernel=(6, 7), bias=(7,)),
-        _semidirect_loss, dim=13,
-    ),
-    GaugeCase(
-        "product/semidirect_reversed",  # the shift first: scales move it
-        lambda: [_logits(), _final_norm()], _params(norm=(6,), kernel=(6, 7), bias=(7,)), _semidirect_loss, dim=13,
-    ),
+        lambda: [go.rescale({"w1": "_ channel"}, {"w2": "channel _"}),
+                 go.rescale({"w2": "_ channel"}, {"w3": "channel _"})], _CHAIN, _chain_loss, dim=9),
+    GaugeCase("product/semidirect", lambda: [_final_norm(), _logits()], _NORMED_HEAD, _semidirect_loss, dim=13),
+    GaugeCase("product/semidirect_reversed", lambda: [_logits(), _final_norm()], _NORMED_HEAD, _semidirect_loss,
+              dim=13),  # the shift first: scales move it
 )
 
 FLAT_CASES: tuple[GaugeCase, ...] = (
+    _one("bias_absorption/norm", 6, _absorbed_loss,  # two readers with biases of unlike shapes
+         _params(bias=(6,), query__kernel=(6, 2, 4), query__bias=(2, 4), up__kernel=(6, 5), up__bias=(5,)),
+         go.bias_absorption, {"bias": "channel"}, _READERS, _READER_BIASES),
+    _one("bias_absorption/stacked", 12,
+         lambda p: _square(jnp.tanh(jnp.einsum("lc,lcf->lf", 0.3 + p["bias"], p["up"]["kernel"]) + p["up"]["bias"])),
+         _params(bias=(2, 6), up__kernel=(2, 6, 5), up__bias=(2, 5)),
+         go.bias_absorption, {"bias": "layer channel"}, {"up/kernel": "layer channel _"}, {"up/bias": "layer _"}),
+    _one("bias_absorption/residual", 6, _carried_bias_loss,  # behind a sublayer: the stream carries its bias past it
+         _params(bias=(6,), up__kernel=(6, 5), up__bias=(5,), down__kernel=(5, 6), down__bias=(6,)), go.bias_absorption,
+         {"bias": "channel"}, {"up/kernel": "channel _"}, {"up/bias": "_"}, residual={"down/bias": "channel"}),
+    _one("bias_absorption/value_gqa", 8, _value_bias_loss,  # two query heads read each value head
+         _params(value__kernel=(6, 2, 4), value__bias=(2, 4), out__kernel=(4, 4, 6), out__bias=(6,)),
+         go.bias_absorption, {"value/bias": "head entry"}, {"out/kernel": "(head _) entry _"}, {"out/bias": "_"}),
+    _one("key_bias/mha", 8, _softmax_loss, _params(query__kernel=(6, 2, 4), key__kernel=(6, 2, 4), key__bias=(2, 4)),
+         go.key_bias, {"key/bias": "_ _"}),
+    _one("key_bias/fused", 8, _fused_softmax_loss, _FUSED, go.key_bias, {"bias": "(qkv=1 _)"}, sizes={"qkv": 3}),
+    _one("embedding_shift/positions", 4, _embedded_loss, _EMBEDDED, go.embedding_shift, {"token": "_ channel"},
+         {"position": "_ channel"}),
+    _one("norm_write_shift/layer", 9, _written_loss, _params(out=(2, 4, 6), bias=(6,)), go.norm_write_shift,
+         {"out": "_ _ channel", "bias": "channel"}),
+    _one("norm_write_shift/tied", 1, _tied_loss, _params(table=(5, 4), up=(4, 4)), go.norm_write_shift,
+         tied={"table": "vocab channel"}),
+    _one("norm_read_shift/plain", 13, _centred_loss, _params(query__kernel=(6, 2, 4), up__kernel=(6, 5)),
+         go.norm_read_shift, _READERS),
+    _one("residual_rotation/plain", 15, _stream_loss, _params(token=(8, 6), bias=(6,), up__kernel=(6, 5)),
+         go.residual_rotation, {"up/kernel": "basis _"}, {"token": "_ basis", "bias": "basis"}),
     GaugeCase(
-        "bias_absorption/norm",  # two readers with biases of unlike shapes
-        lambda: [
-            go.bias_absorption(
-                {"bias": "channel"},
-                {"query/kernel": "channel _ _", "up/kernel": "channel _"},
-                {"query/bias": "_ _", "up/bias": "_"},
-            )
-        ],
-        _params(bias=(6,), query__kernel=(6, 2, 4), query__bias=(2, 4), up__kernel=(6, 5), up__bias=(5,)),
-        _absorbed_loss, dim=6,
-    ),
-    GaugeCase(
-        "bias_absorption/stacked",
-        lambda: [
-            go.bias_absorption({"bias": "layer channel"}, {"up/kernel": "layer channel _"}, {"up/bias": "layer _"})
-        ],
-        _params(bias=(2, 6), up__kernel=(2, 6, 5), up__bias=(2, 5)),
-        lambda p: _square(jnp.tanh(jnp.einsum("lc,lcf->lf", 0.3 + p["bias"], p["up"]["kernel"]) + p["up"]["bias"])),
-        dim=12,
-    ),
-    GaugeCase(
-        "bias_absorption/residual",  # a norm behind a sublayer: the stream carries its bias past the next one
-        lambda: [
-            go.bias_absorption(
-                {"bias": "channel"}, {"up/kernel": "channel _"}, {"up/bias": "_"}, residual={"down/bias": "channel"}
-            )
-        ],
-        _params(bias=(6,), up__kernel=(6, 5), up__bias=(5,), down__kernel=(5, 6), down__bias=(6,)), _carried_bias_loss,
-        dim=6,
-    ),
-    GaugeCase(
-        "bias_absorption/value_gqa",  # two query heads read each value head
-        lambda: [
-            go.bias_absorption(
-                {"value/bias": "head entry"}, {"out/kernel": "(head _) entry _"}, {"out/bias": "_"}
-            )
-        ],
-        _params(value__kernel=(6, 2, 4), value__bias=(2, 4), out__kernel=(4, 4, 6), out__bias=(6,)), _value_bias_loss,
-        dim=8,
-    ),
-    GaugeCase(
-        "key_bias/mha", lambda: [go.key_bias({"key/bias": "_ _"})],
-        _params(query__kernel=(6, 2, 4), key__kernel=(6, 2, 4), key__bias=(2, 4)), _softmax_loss, dim=8,
-    ),
-    GaugeCase(
-        "key_bias/fused", lambda: [go.key_bias({"bias": "(qkv=1 _)"}, sizes={"qkv": 3})],
-        _params(qkv=(6, 24), bias=(24,)), _fused_softmax_loss, dim=8,
-    ),
-    GaugeCase(
-        "embedding_shift/positions", lambda: [go.embedding_shift({"token": "_ channel"}, {"position": "_ channel"})],
-        _params(token=(5, 4), position=(3, 4)), _embedded_loss, dim=4,
-    ),
-    GaugeCase(
-        "norm_write_shift/layer", lambda: [go.norm_write_shift({"out": "_ _ channel", "bias": "channel"})],
-        _params(out=(2, 4, 6), bias=(6,)), _written_loss, dim=9,
-    ),
-    GaugeCase(
-        "norm_write_shift/tied", lambda: [go.norm_write_shift(tied={"table": "vocab channel"})],
-        _params(table=(5, 4), up=(4, 4)), _tied_loss, dim=1,
-    ),
-    GaugeCase(
-        "norm_read_shift/plain",
-        lambda: [go.norm_read_shift({"query/kernel": "channel _ _", "up/kernel": "channel _"})],
-        _params(query__kernel=(6, 2, 4), up__kernel=(6, 5)), _centred_loss, dim=13,
-    ),
-    GaugeCase(
-        "residual_rotation/plain",
-        lambda: [go.residual_rotation({"up/kernel": "basis _"}, {"token": "_ basis", "bias": "basis"})],
-        _params(token=(8, 6), bias=(6,), up__kernel=(6, 5)), _stream_loss, dim=15,
-    ),
-    GaugeCase(
-        "residual_rotation/stacked", _stacked_residual_gauges,
-        _params(
+        "residual_rotation/stacked", _stacked_residual_gauges, _params(
             token=(8, 6), layers__scale=(2, 6), layers__norm_bias=(2, 6), layers__up=(2, 6, 5), layers__down=(2, 5, 6)
-        ),
-        _stacked_stream_loss, dim=22,
-    ),
-    GaugeCase(
-        "residual_scale/layers", lambda: [go.residual_scale({"token": "_ _", "layers/{i}/out": "_ _"})],
-        _params(token=(8, 6), layers__0__out=(6, 6), layers__1__out=(6, 6), up=(6, 5)), _skips_loss, dim=1,
-    ),
+        ), _stacked_stream_loss, dim=22),
+    _one("residual_scale/layers", 1, _skips_loss,
+         _params(token=(8, 6), layers__0__out=(6, 6), layers__1__out=(6, 6), up=(6, 5)),
+         go.residual_scale, {"token": "_ _", "layers/{i}/out": "_ _"}),
     GaugeCase(
         "norm_read_shift/one_plus_bias",
-        lambda: [
-            go.norm_read_shift(
-                {"query/kernel": "channel _ _", "up/kernel": "channel _"}, {"scale": "1+ channel"}, {"bias": "channel"},
-                {"query/bias": "_ _", "up/bias": "_"},
-            ),
-            go.norm_scale(
-                {"scale": "1+ channel", "bias": "channel"},
-                {"query/kernel": "channel _ _", "up/kernel": "channel _"},
-            ),
-        ],
-        _near_one, _centred_loss, dim=19,
-    ),
+        lambda: [go.norm_read_shift(_READERS, {"scale": "1+ channel"}, {"bias": "channel"}, _READER_BIASES),
+                 go.norm_scale({"scale": "1+ channel", "bias": "channel"}, _READERS)],
+        _near_one, _centred_loss, dim=19),
     GaugeCase(
         "norm_read_shift/trained_scale",  # a norm behind a layer: the next layer adds to its output
-        lambda: [
-            go.norm_read_shift(
-                {"up/kernel": "channel _"}, {"scale": "1+ channel"}, {"bias": "channel"}, {"up/bias": "_"}
-            ),
-            go.rescale({"up/kernel": "_ channel", "up/bias": "channel"}, {"down/kernel": "channel _"}),
-        ],
-        _post_norm, _post_norm_loss, dim=10,
-    ),
+        lambda: [go.norm_read_shift({"up/kernel": "channel _"}, {"scale": "1+ channel"}, {"bias": "channel"},
+                                    {"up/bias": "_"}), go.rescale(_UP, {"down/kernel": "channel _"})],
+        _post_norm, _post_norm_loss, dim=10),
     GaugeCase(
-        "product/residual_layernorm", lambda: _residual_gauges(centred=True),
+        "product/residual_layernorm", _residual_gauges,
         _params(token=(8, 6), bias=(6,), scale=(6,), norm_bias=(6,), up__kernel=(6, 5), up__bias=(5,)),
-        functools.partial(_stream_loss, True), dim=16,
-    ),
-    GaugeCase(
-        "product/whole_gpt",  # all that a LayerNorm network with biases has, but GL of heads
-        lambda: lm.whole_gauges(GPT, linear=False), functools.partial(_lm_params, GPT),
-        functools.partial(_lm_loss, GPT), dim=166,
-    ),
-    GaugeCase(
-        "product/whole_gpt_linear",  # shifts and matrices that are read from the same kernels
-        lambda: lm.whole_gauges(GPT), functools.partial(_lm_params, GPT), functools.partial(_lm_loss, GPT),
-        dim=166 + 2 * 2 * (16 - 6),
-    ),
-    GaugeCase(
-        "product/whole_llama", lambda: lm.whole_gauges(LLAMA, linear=False), functools.partial(_lm_params, LLAMA),
-        functools.partial(_lm_loss, LLAMA), dim=60,
-    ),
+        partial(_stream_loss, centred=True), dim=16),
+    # All that a LayerNorm network with biases has, but GL of heads.
+    _of_lm("product/whole_gpt", 166, GPT, partial(lm.whole_gauges, linear=False)),
+    # Shifts and matrices that are read from the same kernels.
+    _of_lm("product/whole_gpt_linear", 166 + 2 * 2 * (16 - 6), GPT, lm.whole_gauges),
+    _of_lm("product/whole_llama", 60, LLAMA, partial(lm.whole_gauges, linear=False)),
 )
 """The residual stream and the dead directions beside it. Their products have neither `inverse` nor `compose`."""
 
@@ -820,38 +635,27 @@ def _stacked_units_loss(p: Tree) -> jax.Array:
     return _square(jax.lax.scan(layer, _inputs(p["down"], 4, 6), p)[0])
 
 
-def _lm_with_order(config: lm.LMConfig, linear: bool) -> list[Gauge]:
+def _lm_with_order(linear: bool, config: lm.LMConfig) -> list[Gauge]:
     return [*lm.whole_gauges(config, linear), *lm.permutations(config)]
 
 
 DISCRETE_CASES: tuple[GaugeCase, ...] = (
-    GaugeCase("permutation/units", lambda: [_mlp_units()], _UNIT, functools.partial(_unit_loss, 1), dim=0),
-    GaugeCase(
-        "permutation/stacked", lambda: [_mlp_units("layer ")],
-        _params(up__kernel=(2, 6, 5), up__bias=(2, 5), down=(2, 5, 6)), _stacked_units_loss, dim=0,
-    ),
+    GaugeCase("permutation/units", lambda: [_mlp_units()], _UNIT, partial(_unit_loss, 1), dim=0),
+    GaugeCase("permutation/stacked", lambda: [_mlp_units("layer ")],
+              _params(up__kernel=(2, 6, 5), up__bias=(2, 5), down=(2, 5, 6)), _stacked_units_loss, dim=0),
     GaugeCase("permutation/grouped_heads", lambda: [_grouped_heads()], _GROUPED_HEADS, _grouped_heads_loss, dim=0),
     GaugeCase("permutation/rotated_heads", _in_every_basis, _GROUPED_HEADS, _grouped_heads_loss, dim=3 * (16 + 6)),
-    GaugeCase(
-        "permutation/experts", _experts, _params(router=(6, 4), up=(4, 6, 5), down=(4, 5, 6)), _experts_loss, dim=20
-    ),
+    GaugeCase("permutation/experts", _experts, _params(router=(6, 4), up=(4, 6, 5), down=(4, 5, 6)), _experts_loss,
+              dim=20),
     GaugeCase(
         "permutation/chain",  # the kernel between two layers has both of their units
         lambda: [
             go.permutation({"w1": "_ channel", "w2": "channel _"}),
             go.permutation({"w2": "_ channel", "w3": "channel _"}),
             go.rescale({"w1": "_ channel"}, {"w2": "channel _"}), go.rescale({"w2": "_ channel"}, {"w3": "channel _"}),
-        ],
-        _params(w1=(6, 5), w2=(5, 4), w3=(4, 6)), _chain_loss, dim=9,
-    ),
-    GaugeCase(
-        "permutation/whole_gpt", lambda: _lm_with_order(GPT, linear=True), functools.partial(_lm_params, GPT),
-        functools.partial(_lm_loss, GPT), dim=166 + 2 * 2 * (16 - 6),
-    ),
-    GaugeCase(
-        "permutation/whole_llama", lambda: _lm_with_order(LLAMA, linear=False), functools.partial(_lm_params, LLAMA),
-        functools.partial(_lm_loss, LLAMA), dim=60,
-    ),
+        ], _params(w1=(6, 5), w2=(5, 4), w3=(4, 6)), _chain_loss, dim=9),
+    _of_lm("permutation/whole_gpt", 166 + 2 * 2 * (16 - 6), GPT, partial(_lm_with_order, True)),
+    _of_lm("permutation/whole_llama", 60, LLAMA, partial(_lm_with_order, False)),
 )
 """Permutations, and products with them. The group has no directions, and what reads or splits has nothing to find."""
 

@@ -20,7 +20,8 @@ from gauge_optax.gauges.gauge import Gauge
 from tests.quick import jit
 
 _SKEW, _CENTRED, _SHIFT, _SCALE, _ANGLE, _FULL = "skew", "centred", "shift", "scale", "angle", "full"
-_KINDS = {"head_rotation": _SKEW, "rope_torus": _ANGLE, "head_linear": _FULL}
+_MODULUS = "modulus and angle"  # in turns
+_KINDS = {"head_rotation": _SKEW, "rope_torus": _ANGLE, "head_linear": _FULL, "rope_linear": _MODULUS}
 _KINDS |= dict.fromkeys(("logit_shift", "translation"), _SHIFT)
 _MOST_STEPS = 200
 
@@ -191,27 +192,19 @@ def _range(matrix: np.ndarray) -> np.ndarray:
 
 def _coordinates(gauge: Gauge, params: Any) -> tuple[np.ndarray, Callable[[jax.Array], Any]]:
     """The kind of every coordinate of an element, and coordinates ↦ element, to first order at the identity."""
-    parts = getattr(gauge, "gauges", (gauge,))
-    identity = gauge.identity(params)
+    parts, identity = getattr(gauge, "gauges", (gauge,)), gauge.identity(params)
     whole = identity if isinstance(identity, tuple) else (identity,)
-    arrays = [
-        (_kind(part), x)
-        for part, element in zip(parts, whole, strict=True)
-        for x in jax.tree.leaves(element)
-    ]
+    arrays = [(_kind(part), x) for part, own in zip(parts, whole, strict=True) for x in jax.tree.leaves(own)]
     counts = [_count(kind, x.shape) for kind, x in arrays]
-    moduli = {k for k in range(len(arrays)) if _owner(parts, whole, k) == "rope_linear"}
 
     def element(coordinates: jax.Array) -> Any:
         pieces = jnp.split(coordinates, np.cumsum(counts)[:-1])
         leaves = [_array(kind, x, c) for (kind, x), c in zip(arrays, pieces, strict=True)]
         return jax.tree.unflatten(jax.tree.structure(identity), leaves)
 
-    kinds = [
-        (_SCALE, _ANGLE)[n % 2] if k in moduli else kind
-        for k, ((kind, _), count) in enumerate(zip(arrays, counts, strict=True))
-        for n in range(count)
-    ]
+    kinds: list[str] = []
+    for (kind, _), count in zip(arrays, counts, strict=True):
+        kinds += [_SCALE, _ANGLE] * (count // 2) if kind == _MODULUS else [kind] * count
     return np.array(kinds), element
 
 
@@ -219,11 +212,6 @@ def _kind(gauge: Any) -> str:
     if gauge.name == "residual_rotation":
         return _CENTRED if dict(gauge.options)["centred"] else _SKEW
     return _KINDS.get(gauge.name, _SCALE)
-
-
-def _owner(parts: Any, elements: Any, index: int) -> str:
-    """The name of the gauge that an array of a product's element belongs to."""
-    return [part.name for part, element in zip(parts, elements, strict=True) for _ in jax.tree.leaves(element)][index]
 
 
 def _count(kind: str, shape: tuple[int, ...]) -> int:

@@ -2,9 +2,20 @@
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
+
+FOUR_PARTS = re.compile(r"\w+: [^\n]+\n  found:    \S[^\n]*\n  expected: \S[^\n]*\n  remedy:   \S[^\n]*")
+
+
+def complaint(call: Callable[[], Any]) -> str:
+    """The text of the `ValueError` that a call raises: exactly four lines, one part in each."""
+    with pytest.raises(ValueError) as error:
+        call()
+    assert FOUR_PARTS.fullmatch(str(error.value)), str(error.value)
+    return str(error.value)
 
 
 @contextlib.contextmanager

@@ -33,39 +33,28 @@ def _gated(p: Any) -> jax.Array:
     return (x @ _up(p["k"])) * jax.nn.sigmoid(x @ _up(p["l"]))
 
 
+def _units(p: Any) -> jax.Array:
+    return jax.nn.relu((X * p.get("scale", 1.0)) @ _up(p["k"])) @ _up(p["down"])
+
+
+def _multiplied(p: Any) -> jax.Array:
+    return X @ (_up(p["k"]) * p["factor"])
+
+
 NORM = go.norm_scale({"scale": "channel"}, {"k": "channel _"})
+TWO = go.norm_scale({"scale": "channel"}, {"k": "channel _", "l": "channel _"})
+UNITS = go.rescale({"k": "_ channel"}, {"down": "channel _"})
 ROWS = {
     "norm": Row({"scale": jnp.ones(8), "k": KERNEL}, lambda p: (X * p["scale"]) @ _up(p["k"]), NORM),
-    "1 + scale": Row(
-        {"scale": jnp.zeros(8), "k": KERNEL},
-        lambda p: (X * (1 + p["scale"])) @ _up(p["k"]),
-        go.norm_scale({"scale": "1+ channel"}, {"k": "channel _"}),
-    ),
-    "a scale of two kernels": Row(
-        {"scale": jnp.ones(8), "k": KERNEL, "l": KERNEL[:, ::-1]},
-        _gated,
-        go.norm_scale({"scale": "channel"}, {"k": "channel _", "l": "channel _"}),
-    ),
-    "multiplier": Row(
-        {"factor": jnp.ones(16), "k": KERNEL},
-        lambda p: X @ (_up(p["k"]) * p["factor"]),
-        go.rescale({"factor": "channel"}, {"k": "_ channel"}),
-    ),
-    "one multiplier": Row(
-        {"factor": jnp.ones(1), "k": KERNEL},
-        lambda p: X @ (_up(p["k"]) * p["factor"]),
-        go.rescale({"factor": "_"}, {"k": "_ _"}),
-    ),
-    "a coarse anchor": Row(
-        {"k": KERNEL, "down": DOWN.astype(jnp.float32)},
-        lambda p: jax.nn.relu(X @ _up(p["k"])) @ p["down"],
-        go.rescale({"k": "_ channel"}, {"down": "channel _"}),
-    ),
-    "norm and units": Row(
-        {"scale": jnp.ones(8), "k": KERNEL, "down": DOWN},
-        lambda p: jax.nn.relu((X * p["scale"]) @ _up(p["k"])) @ _up(p["down"]),
-        [NORM, go.rescale({"k": "_ channel"}, {"down": "channel _"})],
-    ),
+    "1 + scale": Row({"scale": jnp.zeros(8), "k": KERNEL}, lambda p: (X * (1 + p["scale"])) @ _up(p["k"]),
+                     go.norm_scale({"scale": "1+ channel"}, {"k": "channel _"})),
+    "a scale of two kernels": Row({"scale": jnp.ones(8), "k": KERNEL, "l": KERNEL[:, ::-1]}, _gated, TWO),
+    "multiplier": Row({"factor": jnp.ones(16), "k": KERNEL}, _multiplied,
+                      go.rescale({"factor": "channel"}, {"k": "_ channel"})),
+    "one multiplier": Row({"factor": jnp.ones(1), "k": KERNEL}, _multiplied,
+                          go.rescale({"factor": "_"}, {"k": "_ _"})),
+    "a coarse anchor": Row({"k": KERNEL, "down": DOWN.astype(jnp.float32)}, _units, UNITS),
+    "norm and units": Row({"scale": jnp.ones(8), "k": KERNEL, "down": DOWN}, _units, [NORM, UNITS]),
 }
 
 

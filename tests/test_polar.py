@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from gauge_optax import linalg
+from tests.programs import innermost, primitives
 from tests.quick import jit
 from tests.refusals import refused
 from tests.tolerances import tolerance
@@ -164,18 +165,9 @@ def test_the_checks_can_fail(what: str, name: str, monkeypatch: pytest.MonkeyPat
 def products(shape: tuple[int, int], preset: str) -> tuple[int, int, set[str]]:
     """Products of d·h² and of h³, and the names of all other primitives."""
     jaxpr = jax.make_jaxpr(functools.partial(linalg.polar, ns_coeffs=preset))(jnp.ones(shape))
-    large, small, others = 0, 0, set()
-    pending = [jaxpr.jaxpr]
-    while pending:
-        for equation in pending.pop().eqns:
-            inner = [x for x in equation.params.values() if hasattr(x, "jaxpr")]
-            pending += [x.jaxpr for x in inner]
-            if equation.primitive.name == "dot_general":
-                sizes = {*equation.invars[0].aval.shape, *equation.invars[1].aval.shape}
-                large, small = large + (max(shape) in sizes), small + (max(shape) not in sizes)
-            else:
-                others.add(equation.primitive.name)
-    return large, small, others
+    dots = [x for x in innermost(jaxpr.jaxpr) if x.primitive.name == "dot_general"]
+    large = sum(any(max(shape) in operand.aval.shape for operand in dot.invars) for dot in dots)
+    return large, len(dots) - large, set(primitives(jaxpr.jaxpr))
 
 
 @pytest.mark.parametrize("shape", [(768, 64), (64, 768)])
@@ -227,12 +219,8 @@ def test_eps_is_added_to_the_norm(x64: None) -> None:
 @pytest.mark.parametrize(
     ("given_coeffs", "ns_steps", "steps"),
     [
-        ((3.4445, -4.7750, 2.0315), 3, 3),
-        ((1.5, -0.5), 6, 6),
-        ((2.1875, -2.1875, 1.3125, -0.3125), 2, 2),
-        (((1.5, -0.5), (1.875, -1.25, 0.375)), 7, 2),
-        ("standard", 2, 2),
-        ("sharp", 9, 4),
+        ((3.4445, -4.7750, 2.0315), 3, 3), ((1.5, -0.5), 6, 6), ((2.1875, -2.1875, 1.3125, -0.3125), 2, 2),
+        (((1.5, -0.5), (1.875, -1.25, 0.375)), 7, 2), ("standard", 2, 2), ("sharp", 9, 4),
     ],
 )
 def test_coefficients_may_be_given(given_coeffs: Any, ns_steps: int, steps: int, x64: None) -> None:

@@ -214,9 +214,6 @@ ONES = np.ones((4, 3), np.float32)
 # What is given besides {"w": "_ _"}, the parameters, and what the error says.
 COMPLAINTS: dict[str, tuple[dict[str, Any], Tree, str]] = {
     "no axes": ({"axes": {}}, {}, "no blocks in 'axes'"),
-    "axes of a gauge": ({"axes": [{"w": "_ _"}]}, {}, "no blocks in 'axes'"),
-    "reserved": ({"axes": {"w": "_ basis"}}, {}, "rename the axis, or write '_'"),
-    "no strings": ({"axes": {"w": ()}}, {}, "malformed axes of 'w'"),
     "another word": ({"radius": "unit"}, {}, "bad radius"),
     "zero radius": ({"radius": 0.0}, {}, "bad radius"),
     "negative radius": ({"radius": {"w": -1.0}}, {}, "bad radius of 'w'"),
@@ -226,8 +223,6 @@ COMPLAINTS: dict[str, tuple[dict[str, Any], Tree, str]] = {
     "no axes for a radius": ({"radius": {"w": 1.0, "v": 1.0}}, {}, "'v' in radius alone"),
     "sizes": ({"sizes": {"head": 2}}, {}, "unknown axis in sizes 'head'"),
     "no match": ({}, {"v": ONES}, "write 'v'"),
-    "rank": ({}, {"w": ONES[0]}, "wrong rank at 'w'"),
-    "hidden": ({}, {"w": optax.MaskedNode()}, "own axes, of the leaves it holds"),
     "two entries": ({"axes": {"w": "_ _", "{name}": "_ channel"}}, {"w": ONES}, "an entry in two vectors of 'w'"),
     "two strings": ({"axes": {"w": ("a=0:3 _", "a=2:4 _")}}, {"w": ONES}, "an entry in two vectors of 'w'"),
     "zero sphere": ({"axes": {"w": "_ c"}}, {"w": ONES * [1, 0, 1]}, "norm 0 of 1 of 3 spheres"),

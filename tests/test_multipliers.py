@@ -185,6 +185,7 @@ def test_the_papers_conditions_decay_what_they_say() -> None:
 
 
 PAIR = go.multiplier_balance({"query": "(head _) _"}, {"key": "head _"})
+UNITS = go.rescale({"up": "_ channel"}, {"down": "channel _"})
 
 
 def _pair() -> Tree:
@@ -257,10 +258,9 @@ def test_every_gauge_of_a_list_keeps_its_products_under_jit(x64: None) -> None:
 @pytest.mark.parametrize("kind", [{"kind": "cap", "cap": 0.6}, {"kind": "init"}, {"kind": "decay", "decay": 0.1}])
 def test_products_are_held_around_a_quotient_and_inside_one(kind: dict[str, Any], x64: None) -> None:
     """Twins stay twins and the products are held, with another gauge in the quotient's list and with two inside."""
-    units = go.rescale({"up": "_ channel"}, {"down": "channel _"})
     rng = np.random.default_rng(1)
     weights = {"up": jnp.asarray(rng.normal(size=(3, 2))), "down": jnp.asarray(rng.normal(size=(2, 3)))}
-    start, gauges, adam = _pair() | weights, [PAIR, units], optax.adam(0.03)
+    start, gauges, adam = _pair() | weights, [PAIR, UNITS], optax.adam(0.03)
     twin = go.product(gauges).act(({"": jnp.array([1.0, -0.5])}, {"": jnp.array([-1.0, 0.7])}), start)
 
     def loss(p: Tree) -> jax.Array:
@@ -282,7 +282,6 @@ def test_products_are_held_around_a_quotient_and_inside_one(kind: dict[str, Any]
 ROTATION = go.head_rotation({"query": "head basis", "key": "head basis"})
 OTHER = go.rescale({"query": "(head _) _"}, {"kernel": "head"})
 SQUARED = go.rescale({"query": "(head _) _"}, {"key": "head _"}, degree=2)
-UNITS = go.rescale({"up": "_ channel"}, {"down": "channel _"})
 ROTARY = {"kind": "cap", "cap": 1.0, "gauges": PAIR}
 
 

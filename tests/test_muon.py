@@ -110,46 +110,38 @@ def test_fused_kernels_get_the_steps_of_split_ones(x64: None) -> None:
 
 # Fused kernels whose ranges gauges bind ------------------------------------------------------------------
 
-RANGES = {"q": (0, 32), "k": (32, 40), "v": (40, 48)}
+WIDTHS = {"q": 32, "k": 8, "v": 8}
 HEADS = {"head": 2}
+LABELLED = {"qkv": ("_ _=0:32", "_ _=32:40", "_ _=40:48")}
+NORM, NORM_APART = (
+    go.norm_scale({"norm": "channel"}, dict.fromkeys(readers, "channel _")) for readers in (["qkv"], WIDTHS)
+)
+# Fused or not: a norm's readers, and rotations of two heads of unequal sizes: 4 key heads' worth of queries.
+ATTENTION: dict[bool, list[go.Gauge]] = {
+    True: [
+        NORM, go.head_rotation({"qkv": ("_ (head _ basis)=0:32", "_ (head basis)=32:40")}, sizes=HEADS),
+        go.head_rotation({"qkv": "_ (head basis)=40:48", "out": "(head basis) _"}, sizes=HEADS),
+    ],
+    False: [
+        NORM_APART, go.head_rotation({"q": "_ (head _ basis)", "k": "_ (head basis)"}, sizes=HEADS),
+        go.head_rotation({"v": "_ (head basis)", "out": "(head basis) _"}, sizes=HEADS),
+    ],
+}
+# A gated MLP of unequal parts: a norm reads both, a rescale binds the second alone.
+GATE: dict[bool, list[go.Gauge]] = {
+    True: [NORM, go.rescale({"qkv": "_ channel=40:48"}, {"out": "channel _"})],
+    False: [NORM_APART, go.rescale({"v": "_ channel"}, {"out": "channel _"})],
+}
 
 
 def _fused(tree: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    others = {name: x for name, x in tree.items() if name not in RANGES}
-    return {"qkv": jnp.concatenate([tree[name] for name in RANGES], -1), **others}
-
-
-def _span(name: str) -> str:
-    return "{}:{}".format(*RANGES[name])
-
-
-def _attention_gauges(fused: bool) -> list[go.Gauge]:
-    """A norm's readers, and rotations of two heads of unequal sizes: 4 key heads' worth of queries, keys and values."""
-    def side(name: str, axes: str = "(head basis)") -> dict[str, str]:
-        return {"qkv": f"_ {axes}={_span(name)}"} if fused else {name: f"_ {axes}"}
-
-    def both(one: dict[str, str], other: dict[str, str]) -> Any:
-        return {path: (one[path], other[path]) for path in one} if fused else one | other
-
-    readers = {"qkv": "channel _"} if fused else dict.fromkeys(RANGES, "channel _")
-    return [
-        go.norm_scale({"norm": "channel"}, readers),
-        go.head_rotation(both(side("q", "(head _ basis)"), side("k")), sizes=HEADS),
-        go.head_rotation(side("v") | {"out": "(head basis) _"}, sizes=HEADS),
-    ]
-
-
-def _gate_gauges(fused: bool) -> list[go.Gauge]:
-    """A gated MLP of unequal parts: a norm reads both, a rescale binds the second alone."""
-    readers = {"qkv": "channel _"} if fused else dict.fromkeys(RANGES, "channel _")
-    up = {"qkv": f"_ channel={_span('v')}"} if fused else {"v": "_ channel"}
-    return [go.norm_scale({"norm": "channel"}, readers), go.rescale(up, {"out": "channel _"})]
+    others = {name: x for name, x in tree.items() if name not in WIDTHS}
+    return {"qkv": jnp.concatenate([tree[name] for name in WIDTHS], -1), **others}
 
 
 def _tree(seed: int) -> dict[str, jax.Array]:
-    shapes = {"norm": (16,), "out": (8, 16)} | {name: (16, stop - start) for name, (start, stop) in RANGES.items()}
-    draw = np.random.default_rng(seed).normal
-    return {name: jnp.asarray(draw(size=shape) / 4 + (name == "norm")) for name, shape in shapes.items()}
+    shapes = {"norm": (16,), "out": (8, 16)} | {name: (16, width) for name, width in WIDTHS.items()}
+    return {name: x / 4 + (name == "norm") for name, x in _normal_like(shapes, seed).items()}
 
 
 MAKERS: dict[str, Any] = {
@@ -161,7 +153,6 @@ MAKERS: dict[str, Any] = {
         go.gauge_retract(gauges),
     ),
 }
-LABELLED = {"qkv": (f"_ _={_span('q')}", f"_ _={_span('k')}", f"_ _={_span('v')}")}
 
 
 def _after(tx: optax.GradientTransformation, fused: bool) -> dict[str, jax.Array]:
@@ -179,28 +170,26 @@ def _same(one: Any, two: Any, start: Any) -> None:
 @pytest.mark.slow_rows("ddc_muon", "quotient_muon, rms")
 @pytest.mark.parametrize("name", MAKERS)
 def test_ranges_of_heads_get_the_steps_of_split_kernels(name: str, x64: None) -> None:
-    one, two = (_after(MAKERS[name](_attention_gauges(fused)), fused) for fused in (True, False))
+    one, two = (_after(MAKERS[name](ATTENTION[fused]), fused) for fused in (True, False))
     _same(one, two, _fused(_tree(0)))
 
 
 @pytest.mark.parametrize("name", [name for name in MAKERS if "polar" not in name])
 def test_labels_say_what_gauges_leave_open(name: str, x64: None) -> None:
     """A norm reads all, a rescale binds one range: whether the rest is one matrix or two is for the user to say."""
-    fused, split = (MAKERS[name](_gate_gauges(fused), **({"labels": LABELLED} if fused else {}))
-                    for fused in (True, False))
+    fused, split = MAKERS[name](GATE[True], labels=LABELLED), MAKERS[name](GATE[False])
     _same(_after(fused, True), _after(split, False), _fused(_tree(0)))
     with refused("nothing says which matrices 'qkv' holds beside its ranges", "640 of 768 entries", "labels="):
-        MAKERS[name](_gate_gauges(True)).init(_fused(_tree(0)))
+        MAKERS[name](GATE[True]).init(_fused(_tree(0)))
 
 
 def test_labels_of_other_ranges_stand_beside_a_rotation(x64: None) -> None:
-    fused, split = (_attention_gauges(fused)[::2] for fused in (True, False))  # without queries and keys
+    fused, split = (ATTENTION[fused][::2] for fused in (True, False))  # without queries and keys
     tx = go.quotient_muon(0.05, fused, labels={"qkv": LABELLED["qkv"][:2]})
     _same(_after(tx, True), _after(go.quotient_muon(0.05, split), False), _fused(_tree(0)))
 
 
-NORM = go.norm_scale({"norm": "channel"}, {"qkv": "channel _"})
-ROTATED = _attention_gauges(True)[::2]
+ROTATED = ATTENTION[True][::2]
 OF_LATENT = {"gauges": latent.gauges(LATENT), "labels": latent.muon_labels(LATENT)}
 OF_FUSED = {"gauges": latent.gauges(FUSED), "labels": latent.muon_labels(FUSED)}
 # What is given, and what the error says.

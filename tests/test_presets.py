@@ -1,6 +1,5 @@
 """Every preset against `discover`, on a small decoder or encoder that reads its tree."""
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -16,16 +15,29 @@ from tests.discovery.test_layouts import check
 
 D, H, K, E, F, V, L, T = 8, 4, 2, 4, 10, 11, 2, 5
 Shapes = Mapping[str, tuple[int, ...]]
-Leaves = Mapping[str, tuple[Any, ...]]
-"""Role in the net → path and shape; several roles where one leaf holds several kernels."""
-Forms = Mapping[str, Callable[[Any], Any]]
-"""Role → what makes of the leaf kernels (d, h, e), (h, e, d) or (d, f), a norm's scale, or a bias."""
-OUTSIDE = ("embed", "final", "final_bias", "head", "head_bias")
 
 
-def norm(x: jax.Array, p: Any, name: str, centred: bool = False, eps: float = 1e-20) -> jax.Array:
+class Layer(NamedTuple):
+    """What a block reads: kernels (d, h, e), (h, e, d) and (d, f), norms as pairs of scale and bias."""
+
+    norm1: Any
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    norm2: Any
+    up: Any
+    down: Any
+    gate: Any = None
+    qk: Any = None
+    behind: Any = None
+    biases: Any = (0.0, 0.0, 0.0)
+
+
+def norm(x: jax.Array, own: Any, centred: bool = False, eps: float = 1e-20) -> jax.Array:
+    scale, bias = own if isinstance(own, tuple) else (own, 0.0)
     x = x - jnp.mean(x, -1, keepdims=True) if centred else x
-    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps) * p[name] + p.get(f"{name}_bias", 0.0)
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps) * scale + bias
 
 
 def rotary(x: jax.Array) -> jax.Array:
@@ -35,20 +47,32 @@ def rotary(x: jax.Array) -> jax.Array:
     return jnp.concatenate([u * jnp.cos(angle) - v * jnp.sin(angle), v * jnp.cos(angle) + u * jnp.sin(angle)], -1)
 
 
-def block(x: jax.Array, p: Any, rope: bool, centred: bool, causal: bool) -> jax.Array:
-    y = norm(x, p, "norm1", centred, 1e-2)
-    q, k, v = (jnp.einsum("btd,dhe->bthe", y, p[name]) + p.get(f"{name}_bias", 0.0) for name in "qkv")
-    q, k = (norm(q, p, "q_norm"), norm(k, p, "k_norm")) if "q_norm" in p else (q, k)
+def block(x: jax.Array, p: Layer, rope: bool, centred: bool, causal: bool = True) -> jax.Array:
+    y = norm(x, p.norm1, centred, 1e-2)
+    q, k, v = (jnp.einsum("btd,dhe->bthe", y, w) + b for w, b in zip((p.q, p.k, p.v), p.biases, strict=True))
+    if p.qk is not None:
+        q, k = norm(q, p.qk[0]), norm(k, p.qk[1])
     q, k = (rotary(q), rotary(k)) if rope else (q, k)
     q = q.reshape(*k.shape[:3], -1, k.shape[-1])
     scores = jnp.einsum("btkge,bske->bkgts", q, k) * 0.5
     scores = jnp.where(jnp.tri(x.shape[1], dtype=bool), scores, -1e30) if causal else scores
     mixed = jnp.einsum("bkgts,bske->btkge", jax.nn.softmax(scores), v).reshape(*x.shape[:2], -1, k.shape[-1])
-    y = jnp.einsum("bthe,hed->btd", mixed, p["out"])
-    x = x + (norm(y, p, "behind1") if "behind1" in p else y)
-    y = norm(x, p, "norm2", centred, 1e-2)
-    y = (jax.nn.silu(y @ p["gate"]) * (y @ p["up"]) if "gate" in p else jax.nn.gelu(y @ p["up"])) @ p["down"]
-    return x + (norm(y, p, "behind2") if "behind2" in p else y)
+    y = jnp.einsum("bthe,hed->btd", mixed, p.out)
+    x = x + (y if p.behind is None else norm(y, p.behind[0]))
+    y = norm(x, p.norm2, centred, 1e-2)
+    y = jax.nn.gelu(y @ p.up) if p.gate is None else jax.nn.silu(y @ p.gate) * (y @ p.up)
+    y = y @ p.down
+    return x + (y if p.behind is None else norm(y, p.behind[1]))
+
+
+def decoder(layers: Callable[[Any, int], Layer], embed: str, final: Any, head: str | None, rope: bool, centred: bool):
+    def fn(p: Mapping[str, Any], tokens: Any) -> jax.Array:
+        x = p[embed][tokens]
+        for i in range(L):
+            x = block(x, layers(p, i), rope, centred)
+        return norm(x, final(p), centred, 1e-2) @ (p[embed].T if head is None else p[head])
+
+    return fn
 
 
 def stacked_numbers(shapes: Shapes) -> dict[str, tuple[int, ...]]:
@@ -59,6 +83,161 @@ def stacked_numbers(shapes: Shapes) -> dict[str, tuple[int, ...]]:
 # Trees --------------------------------------------------------------------------------------------
 
 
+def nanodo_layer(p: Any, i: int) -> Layer:
+    b, a = f"blocks_{i}", f"blocks_{i}/CausalAttn_0"
+    own = [p[f"{a}/{name}/kernel"] for name in ("query", "key", "value", "attn_out_proj")]
+    mlp = [p[f"{b}/Mlp_0/Dense_{k}/kernel"] for k in (0, 1)]
+    return Layer(p[f"{b}/LayerNorm_0/scale"], *own, p[f"{b}/LayerNorm_1/scale"], *mlp)
+
+
+NANODO = {f"blocks_{{i}}/CausalAttn_0/{n}/kernel": (D, H, E) for n in ("query", "key", "value")} | {
+    "blocks_{i}/CausalAttn_0/attn_out_proj/kernel": (H, E, D), "blocks_{i}/LayerNorm_0/scale": (D,),
+    "blocks_{i}/LayerNorm_1/scale": (D,), "blocks_{i}/Mlp_0/Dense_0/kernel": (D, F),
+    "blocks_{i}/Mlp_0/Dense_1/kernel": (F, D), "embed/embedding": (V, D), "out_ln/scale": (D,),
+}
+
+
+def maxtext_layer(p: Any, i: int) -> Layer:
+    s, m = "decoder/layers/self_attention", "decoder/layers/mlp"
+    own = [p[f"{s}/{name}/kernel"][:, i] for name in ("query", "key", "value", "out")]
+    norms = [p[f"decoder/layers/{when}_self_attention_layer_norm/scale"][:, i] for when in ("pre", "post")]
+    gate, up, down = (p[f"{m}/{name}/kernel"][:, i] for name in ("wi_0", "wi_1", "wo"))
+    return Layer(norms[0], *own, norms[1], up, down, gate)
+
+
+def maxtext(p: Any, tokens: Any) -> jax.Array:
+    """Layers are scanned over, along axis 1 of every leaf."""
+    layers = {name: jnp.moveaxis(x, 1, 0) for name, x in p.items() if name.startswith("decoder/layers")}
+
+    def body(x: jax.Array, own: Any) -> tuple[jax.Array, None]:
+        return block(x, maxtext_layer({name: y[:, None] for name, y in own.items()}, 0), True, False), None
+
+    x, _ = jax.lax.scan(body, p["token_embedder/embedding"][tokens], layers)
+    return norm(x, p["decoder/decoder_norm/scale"], False, 1e-2) @ p["decoder/logits_dense/kernel"]
+
+
+MAXTEXT = {
+    "decoder/layers/self_attention/query/kernel": (D, L, H, E),
+    "decoder/layers/self_attention/key/kernel": (D, L, K, E),
+    "decoder/layers/self_attention/value/kernel": (D, L, K, E),
+    "decoder/layers/self_attention/out/kernel": (H, L, E, D),
+    "decoder/layers/mlp/wi_0/kernel": (D, L, F), "decoder/layers/mlp/wi_1/kernel": (D, L, F),
+    "decoder/layers/mlp/wo/kernel": (F, L, D), "decoder/layers/pre_self_attention_layer_norm/scale": (D, L),
+    "decoder/layers/post_self_attention_layer_norm/scale": (D, L), "decoder/decoder_norm/scale": (D,),
+    "decoder/logits_dense/kernel": (D, V), "token_embedder/embedding": (V, D),
+}
+
+
+def gemma_layer(p: Any, i: int) -> Layer:
+    a, b = f"layer_{i}/attn", f"layer_{i}"
+    q, kv = p[f"{a}/q_einsum/w"].transpose(1, 0, 2), p[f"{a}/kv_einsum/w"].transpose(0, 2, 1, 3)
+    gate, up = p[f"{b}/mlp/gating_einsum"]
+    third = f"{b}/post_attention_norm/scale" in p
+    return Layer(
+        1 + p[f"{b}/pre_attention_norm/scale"], q, kv[0], kv[1], p[f"{a}/attn_vec_einsum/w"],
+        1 + p[f"{b}/pre_ffw_norm/scale"], up, p[f"{b}/mlp/linear"], gate,
+        (1 + p[f"{a}/_query_norm/scale"], 1 + p[f"{a}/_key_norm/scale"]) if third else None,
+        (1 + p[f"{b}/post_attention_norm/scale"], 1 + p[f"{b}/post_ffw_norm/scale"]) if third else None,
+    )
+
+
+GEMMA = {
+    "layer_{i}/attn/q_einsum/w": (H, D, E), "layer_{i}/attn/kv_einsum/w": (2, K, D, E),
+    "layer_{i}/attn/attn_vec_einsum/w": (H, E, D), "layer_{i}/mlp/gating_einsum": (2, D, F),
+    "layer_{i}/mlp/linear": (F, D), "layer_{i}/pre_attention_norm/scale": (D,), "layer_{i}/pre_ffw_norm/scale": (D,),
+    "embedder/input_embedding": (V, D), "final_norm/scale": (D,),
+}
+GEMMA3 = GEMMA | {
+    "layer_{i}/attn/_query_norm/scale": (E,), "layer_{i}/attn/_key_norm/scale": (E,),
+    "layer_{i}/post_attention_norm/scale": (D,), "layer_{i}/post_ffw_norm/scale": (D,),
+}
+
+
+def qwen_layer(p: Any, i: int) -> Layer:
+    a, m = f"layers/{i}/attn", f"layers/{i}/mlp"
+    own = [p[f"{a}/{name}_proj/kernel"] for name in "qkvo"]
+    gate, up, down = (p[f"{m}/{name}_proj/kernel"] for name in ("gate", "up", "down"))
+    norms = [p[f"layers/{i}/{name}_layernorm/scale"] for name in ("input", "post_attention")]
+    return Layer(norms[0], *own, norms[1], up, down, gate, tuple(p[f"{a}/{n}_norm/scale"] for n in "qk"))
+
+
+QWEN = {
+    "layers/{i}/attn/q_proj/kernel": (D, H, E), "layers/{i}/attn/k_proj/kernel": (D, K, E),
+    "layers/{i}/attn/v_proj/kernel": (D, K, E), "layers/{i}/attn/o_proj/kernel": (H, E, D),
+    "layers/{i}/attn/q_norm/scale": (E,), "layers/{i}/attn/k_norm/scale": (E,),
+    "layers/{i}/mlp/gate_proj/kernel": (D, F), "layers/{i}/mlp/up_proj/kernel": (D, F),
+    "layers/{i}/mlp/down_proj/kernel": (F, D), "layers/{i}/input_layernorm/scale": (D,),
+    "layers/{i}/post_attention_layernorm/scale": (D,), "embedder/embedding": (V, D), "final_norm/scale": (D,),
+    "lm_head/kernel": (D, V),
+}
+
+
+def gpt2_layer(p: Any, i: int) -> Layer:
+    b = f"transformer/h/{i}"
+    kernels = p[f"{b}/attn/c_attn/kernel"].T.reshape(D, 3, H, D // H)
+    q, k, v = (kernels[:, n] for n in range(3))
+    biases = p[f"{b}/attn/c_attn/bias"].reshape(3, H, D // H)
+    norms = [(p[f"{b}/{name}/scale"], p[f"{b}/{name}/bias"]) for name in ("ln_1", "ln_2")]
+    out = p[f"{b}/attn/c_proj/kernel"].T.reshape(H, D // H, D)
+    return Layer(norms[0], q, k, v, out, norms[1], p[f"{b}/mlp/c_fc/kernel"].T, p[f"{b}/mlp/c_proj/kernel"].T,
+                 biases=tuple(biases[n] for n in range(3)))
+
+
+GPT2 = {
+    "transformer/h/{i}/attn/c_attn/kernel": (3 * D, D), "transformer/h/{i}/attn/c_attn/bias": (3 * D,),
+    "transformer/h/{i}/attn/c_proj/kernel": (D, D), "transformer/h/{i}/mlp/c_fc/kernel": (F, D),
+    "transformer/h/{i}/mlp/c_proj/kernel": (D, F), "transformer/h/{i}/ln_1/scale": (D,),
+    "transformer/h/{i}/ln_1/bias": (D,), "transformer/h/{i}/ln_2/scale": (D,), "transformer/h/{i}/ln_2/bias": (D,),
+    "transformer/wte/embedding": (V, D), "transformer/ln_f/scale": (D,), "transformer/ln_f/bias": (D,),
+}
+
+
+def llama_layer(p: Any, i: int) -> Layer:
+    a, m = f"model/layers/{i}/self_attn", f"model/layers/{i}/mlp"
+    q, k, v = (p[f"{a}/{name}_proj/kernel"].reshape(D, -1, E) for name in "qkv")
+    gate, up, down = (p[f"{m}/{name}_proj/kernel"] for name in ("gate", "up", "down"))
+    norms = [p[f"model/layers/{i}/{name}_layernorm/weight"] for name in ("input", "post_attention")]
+    return Layer(norms[0], q, k, v, p[f"{a}/o_proj/kernel"].reshape(H, E, D), norms[1], up, down, gate)
+
+
+LLAMA = {
+    "model/layers/{i}/self_attn/q_proj/kernel": (D, H * E), "model/layers/{i}/self_attn/k_proj/kernel": (D, K * E),
+    "model/layers/{i}/self_attn/v_proj/kernel": (D, K * E), "model/layers/{i}/self_attn/o_proj/kernel": (H * E, D),
+    "model/layers/{i}/mlp/gate_proj/kernel": (D, F), "model/layers/{i}/mlp/up_proj/kernel": (D, F),
+    "model/layers/{i}/mlp/down_proj/kernel": (F, D), "model/layers/{i}/input_layernorm/weight": (D,),
+    "model/layers/{i}/post_attention_layernorm/weight": (D,), "model/embed_tokens/embedding": (V, D),
+    "model/norm/weight": (D,), "lm_head/kernel": (D, V),
+}
+
+
+def vit(p: Any, patches: Any) -> jax.Array:
+    b = "Transformer/encoderblock"
+    a = f"{b}/MultiHeadDotProductAttention_0"
+
+    def body(x: jax.Array, own: Any) -> tuple[jax.Array, None]:
+        norms = [(own[f"{b}/LayerNorm_{k}/scale"], own[f"{b}/LayerNorm_{k}/bias"]) for k in (0, 1)]
+        kernels = [own[f"{a}/{name}/kernel"] for name in ("query", "key", "value", "out")]
+        biases = tuple(own[f"{a}/{name}/bias"] for name in ("query", "key", "value"))
+        mlp = [own[f"{b}/MlpBlock_0/Dense_{k}/kernel"] for k in (0, 1)]
+        return block(x, Layer(norms[0], *kernels, norms[1], *mlp, biases=biases), False, True, causal=False), None
+
+    layers = {name: x for name, x in p.items() if name.startswith(b)}
+    x, _ = jax.lax.scan(body, patches @ p["embedding/kernel"], layers)
+    x = norm(x, (p["Transformer/encoder_norm/scale"], p["Transformer/encoder_norm/bias"]), True, 1e-2)
+    return jnp.mean(x, 1) @ p["head/kernel"] + p["head/bias"]
+
+
+VIT = {f"Transformer/encoderblock/MultiHeadDotProductAttention_0/{n}": s for n, s in {
+    **{f"{n}/kernel": (L, D, H, E) for n in ("query", "key", "value")}, "out/kernel": (L, H, E, D),
+    **{f"{n}/bias": (L, H, E) for n in ("query", "key", "value")},
+}.items()} | {
+    **{f"Transformer/encoderblock/LayerNorm_{k}/{n}": (L, D) for k in (0, 1) for n in ("scale", "bias")},
+    "Transformer/encoderblock/MlpBlock_0/Dense_0/kernel": (L, D, F),
+    "Transformer/encoderblock/MlpBlock_0/Dense_1/kernel": (L, F, D), "Transformer/encoder_norm/scale": (D,),
+    "Transformer/encoder_norm/bias": (D,), "embedding/kernel": (6, D), "head/kernel": (D, V), "head/bias": (V,),
+}
+
+
 class Tree(NamedTuple):
     """A function with its tree's shapes, and the preset."""
 
@@ -67,123 +246,29 @@ class Tree(NamedTuple):
     gauges: Callable[[bool], list[Gauge]]
 
 
-def tree(
-    leaves: Leaves, gauges: Callable[..., list[Gauge]], forms: Forms | None = None, *, rope: bool = False,
-    centred: bool = False, axis: int | None = None, images: bool = False,
-) -> Tree:
-    """A net with these leaves; layers that are stacked along an axis are scanned over."""
-
-    def read(p: Any, inside: bool, i: int = 0) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for roles, (path, *_) in leaves.items():
-            if (roles not in OUTSIDE) == inside:
-                x = (forms or {}).get(roles, lambda x: x)(p[path.replace("{i}", str(i))])
-                found |= dict(zip(roles.split(), x, strict=True)) if " " in roles else {roles: x}
-        return found
-
-    def fn(p: Any, inputs: Any) -> jax.Array:
-        own = read(p, inside=False)
-        x = inputs @ own["embed"] if images else own["embed"][inputs]
-        if axis is None:
-            for i in range(L):
-                x = block(x, read(p, True, i), rope, centred, not images)
-        else:
-            paths = [path for roles, (path, *_) in leaves.items() if roles not in OUTSIDE]
-            step = lambda x, layer: (block(x, read(layer, True), rope, centred, not images), None)  # noqa: E731
-            x, _ = jax.lax.scan(step, x, {path: jnp.moveaxis(p[path], axis, 0) for path in paths})
-        x = norm(x, own, "final", centred, 1e-2)
-        outputs = (jnp.mean(x, 1) if images else x) @ (own["head"] if "head" in own else own["embed"].T)
-        return outputs + own["head_bias"] if "head_bias" in own else outputs
-
-    return Tree(fn, {path: tuple(shape) for path, *shape in leaves.values()}, lambda linear: gauges(linear=linear))
+def scale(path: str, plus: bool = False) -> Callable[[Any], Any]:
+    return lambda p: (1 + p[path]) if plus else p[path]
 
 
-def under(form: str, leaves: Leaves) -> Leaves:
-    """Leaves whose names stand for `*` in a path."""
-    return {roles: (form.replace("*", name), *shape) for roles, (name, *shape) in leaves.items()}
-
-
-QKV = {"q": ("query", D, H, E), "k": ("key", D, H, E), "v": ("value", D, H, E)}
-NANODO = under("*", {"embed": ("embed/embedding", V, D), "final": ("out_ln/scale", D)}) | under("blocks_{i}/*", {
-    **under("CausalAttn_0/*/kernel", QKV | {"out": ("attn_out_proj", H, E, D)}),
-    **under("LayerNorm_*/scale", {"norm1": ("0", D), "norm2": ("1", D)}),
-    **under("Mlp_0/Dense_*/kernel", {"up": ("0", D, F), "down": ("1", F, D)}),
-})
-MAXTEXT = {
-    "embed": ("token_embedder/embedding", V, D), "final": ("decoder/decoder_norm/scale", D),
-    "head": ("decoder/logits_dense/kernel", D, V),
-    **under("decoder/layers/self_attention/*/kernel", {
-        "q": ("query", D, L, H, E), "k": ("key", D, L, K, E), "v": ("value", D, L, K, E), "out": ("out", H, L, E, D)}),
-    **under("decoder/layers/mlp/*/kernel", {
-        "gate": ("wi_0", D, L, F), "up": ("wi_1", D, L, F), "down": ("wo", F, L, D)}),
-    **under("decoder/layers/*_self_attention_layer_norm/scale", {"norm1": ("pre", D, L), "norm2": ("post", D, L)}),
-}
-GEMMA = {
-    "embed": ("embedder/input_embedding", V, D), "final": ("final_norm/scale", D),
-    **under("layer_{i}/*", {
-        "q": ("attn/q_einsum/w", H, D, E), "k v": ("attn/kv_einsum/w", 2, K, D, E),
-        "out": ("attn/attn_vec_einsum/w", H, E, D), "gate up": ("mlp/gating_einsum", 2, D, F),
-        "down": ("mlp/linear", F, D), "norm1": ("pre_attention_norm/scale", D), "norm2": ("pre_ffw_norm/scale", D)}),
-}
-GEMMA3 = GEMMA | under("layer_{i}/*/scale", {
-    "q_norm": ("attn/_query_norm", E), "k_norm": ("attn/_key_norm", E), "behind1": ("post_attention_norm", D),
-    "behind2": ("post_ffw_norm", D)})
-ONE_PLUS: Forms = dict.fromkeys(
-    ("norm1", "norm2", "q_norm", "k_norm", "behind1", "behind2", "final"), lambda x: 1 + x
-)
-OF_GEMMA = {"q": lambda x: x.transpose(1, 0, 2), "k v": lambda x: x.transpose(0, 2, 1, 3), **ONE_PLUS}
-QWEN = {
-    "embed": ("embedder/embedding", V, D), "final": ("final_norm/scale", D), "head": ("lm_head/kernel", D, V),
-    **under("layers/{i}/attn/*_proj/kernel", {
-        "q": ("q", D, H, E), "k": ("k", D, K, E), "v": ("v", D, K, E), "out": ("o", H, E, D)}),
-    **under("layers/{i}/attn/*_norm/scale", {"q_norm": ("q", E), "k_norm": ("k", E)}),
-    **under("layers/{i}/mlp/*_proj/kernel", {"gate": ("gate", D, F), "up": ("up", D, F), "down": ("down", F, D)}),
-    **under("layers/{i}/*_layernorm/scale", {"norm1": ("input", D), "norm2": ("post_attention", D)}),
-}
-GPT2 = under("transformer/*", {
-    "embed": ("wte/embedding", V, D), "final": ("ln_f/scale", D), "final_bias": ("ln_f/bias", D),
-    **under("h/{i}/*", {
-        "q k v": ("attn/c_attn/kernel", 3 * D, D), "q_bias k_bias v_bias": ("attn/c_attn/bias", 3 * D),
-        "out": ("attn/c_proj/kernel", D, D), "up": ("mlp/c_fc/kernel", F, D), "down": ("mlp/c_proj/kernel", D, F),
-        "norm1": ("ln_1/scale", D), "norm1_bias": ("ln_1/bias", D), "norm2": ("ln_2/scale", D),
-        "norm2_bias": ("ln_2/bias", D)}),
-})
-OF_GPT2: Forms = {
-    "q k v": lambda x: x.T.reshape(D, 3, H, D // H).transpose(1, 0, 2, 3),
-    "q_bias k_bias v_bias": lambda x: x.reshape(3, H, D // H), "out": lambda x: x.T.reshape(H, D // H, D),
-    "up": jnp.transpose, "down": jnp.transpose,
-}
-LLAMA = {
-    "head": ("lm_head/kernel", D, V), **under("model/*", {
-        "embed": ("embed_tokens/embedding", V, D), "final": ("norm/weight", D)}),
-    **under("model/layers/{i}/self_attn/*_proj/kernel", {
-        "q": ("q", D, H * E), "k": ("k", D, K * E), "v": ("v", D, K * E), "out": ("o", H * E, D)}),
-    **under("model/layers/{i}/mlp/*_proj/kernel", {"gate": ("gate", D, F), "up": ("up", D, F), "down": ("down", F, D)}),
-    **under("model/layers/{i}/*_layernorm/weight", {"norm1": ("input", D), "norm2": ("post_attention", D)}),
-}
-OF_LLAMA: Forms = dict.fromkeys("qkv", lambda x: x.reshape(D, -1, E)) | {"out": lambda x: x.reshape(H, E, D)}
-VIT = {
-    "embed": ("embedding/kernel", 6, D), "head": ("head/kernel", D, V), "head_bias": ("head/bias", V),
-    "final": ("Transformer/encoder_norm/scale", D), "final_bias": ("Transformer/encoder_norm/bias", D),
-    **under("Transformer/encoderblock/MultiHeadDotProductAttention_0/*", {
-        **{role: (f"{name}/kernel", L, *shape) for role, (name, *shape) in QKV.items()},
-        "out": ("out/kernel", L, H, E, D),
-        **{f"{role}_bias": (f"{name}/bias", L, H, E) for role, (name, *_) in QKV.items()}}),
-    **under("Transformer/encoderblock/*", {
-        "norm1": ("LayerNorm_0/scale", L, D), "norm1_bias": ("LayerNorm_0/bias", L, D),
-        "norm2": ("LayerNorm_1/scale", L, D), "norm2_bias": ("LayerNorm_1/bias", L, D),
-        "up": ("MlpBlock_0/Dense_0/kernel", L, D, F), "down": ("MlpBlock_0/Dense_1/kernel", L, F, D)}),
-}
-of = functools.partial
+embedded = decoder(gemma_layer, "embedder/input_embedding", scale("final_norm/scale", True), None, True, False)
 TREES: Mapping[str, Tree] = {
-    "nanodo": tree(NANODO, presets.nanodo, centred=True),
-    "vision_transformer": tree(VIT, presets.vision_transformer, centred=True, axis=0, images=True),
-    "maxtext_llama": tree(MAXTEXT, of(presets.maxtext_llama, K), rope=True, axis=1),
-    "gemma": tree(GEMMA, of(presets.gemma, K), OF_GEMMA, rope=True),
-    "gemma3": tree(GEMMA3, of(presets.gemma3, K, E), OF_GEMMA, rope=True),
-    "qwen3": tree(QWEN, of(presets.qwen3, K, E), rope=True),
-    "hf_gpt2": tree(GPT2, of(presets.hf_gpt2, H), OF_GPT2, centred=True),
-    "hf_llama": tree(LLAMA, of(presets.hf_llama, K), OF_LLAMA, rope=True),
+    "nanodo": Tree(
+        decoder(nanodo_layer, "embed/embedding", scale("out_ln/scale"), None, False, True), NANODO,
+        lambda linear: presets.nanodo(linear=linear)),
+    "vision_transformer": Tree(vit, VIT, lambda linear: presets.vision_transformer(linear=linear)),
+    "maxtext_llama": Tree(maxtext, MAXTEXT, lambda linear: presets.maxtext_llama(K, linear=linear)),
+    "gemma": Tree(embedded, GEMMA, lambda linear: presets.gemma(K, linear=linear)),
+    "gemma3": Tree(embedded, GEMMA3, lambda linear: presets.gemma3(K, E, linear=linear)),
+    "qwen3": Tree(
+        decoder(qwen_layer, "embedder/embedding", scale("final_norm/scale"), "lm_head/kernel", True, False), QWEN,
+        lambda linear: presets.qwen3(K, E, linear=linear)),
+    "hf_gpt2": Tree(
+        decoder(gpt2_layer, "transformer/wte/embedding",
+                lambda p: (p["transformer/ln_f/scale"], p["transformer/ln_f/bias"]), None, False, True), GPT2,
+        lambda linear: presets.hf_gpt2(H, linear=linear)),
+    "hf_llama": Tree(
+        decoder(llama_layer, "model/embed_tokens/embedding", scale("model/norm/weight"), "lm_head/kernel", True, False),
+        LLAMA, lambda linear: presets.hf_llama(K, linear=linear)),
 }
 
 

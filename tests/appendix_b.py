@@ -63,17 +63,17 @@ class Rescale:
             move = np.log(np.maximum(s_new, 1e-300)) - np.log(s)
             delta_u = np.clip(move, -self.most, self.most) / np.sqrt(self.n)
         for k, (w, g) in enumerate(zip(weights, grads, strict=True)):
-            r, ndim = self.spread(rho[k], k, w.ndim), w.ndim
-
-            def tangent(x: Array, w: Array = w, k: int = k, r: Array = r, ndim: int = ndim) -> Array:
-                return x - self.spread(np.sum(x * w, self.axes[k]), k, ndim) / r**2 * w
-
-            g_tan = tangent(g)
+            r = self.spread(rho[k], k, w.ndim)
+            g_tan = self.tangent(g, w, k, r)
             if self.by_channel and w.size == rho[k].size:  # one entry per channel: a sign is all its direction
                 g_tan = np.zeros_like(g)
-            u = tangent(self.tangential[k].step(r * g_tan))
-            grow = np.exp(self.spread(self.e[k] * delta_u / np.sqrt(self.n), k, ndim))
+            u = self.tangent(self.tangential[k].step(r * g_tan), w, k, r)
+            grow = np.exp(self.spread(self.e[k] * delta_u / np.sqrt(self.n), k, w.ndim))
             w[...] = grow * w - self.lr * r * u
+
+    def tangent(self, x: Array, w: Array, k: int, r: Array) -> Array:
+        """Without its part along the k-th tensor, whose lengths are r."""
+        return x - self.spread(np.sum(x * w, self.axes[k]), k, w.ndim) / r**2 * w
 
 
 class Head:

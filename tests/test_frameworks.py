@@ -18,7 +18,9 @@ from flax.training.train_state import TrainState
 import gauge_optax as go
 from models import lm
 from tests.quick import jit
+from tests.test_conformance import EVERY_KIND, _params
 from tests.tolerances import tolerance
+from tests.twins import trained
 
 Tree = Any
 
@@ -41,20 +43,6 @@ def _close(found: Tree, expected: Tree) -> None:
         assert difference <= tolerance("twins", jnp.float32) * np.linalg.norm(b)
 
 
-def _plain_steps(tx: optax.GradientTransformation, params: Tree, loss: Callable[[Tree], jax.Array], steps: int) -> Tree:
-    """Parameters and state after some steps, written by hand."""
-
-    @jit
-    def step(params: Tree, state: Tree) -> tuple[Tree, Tree]:
-        updates, state = tx.update(jax.grad(loss)(params), state, params)
-        return optax.apply_updates(params, updates), state
-
-    state = jit(tx.init)(params)
-    for _ in range(steps):
-        params, state = step(params, state)
-    return params, state
-
-
 # NNX ----------------------------------------------------------------------------------------------
 
 
@@ -75,9 +63,8 @@ def test_nnx_optimizer_takes_the_steps_of_a_plain_dict(options: dict[str, Any]) 
     """`init` sees boxes, `update` bare arrays."""
     tx, model = go.ddc_adamw(**OPTIONS, **options), lm.build(CONFIG, nnx.Rngs(0))
     graphdef, start = nnx.split(model)
-    expected, state = _plain_steps(
-        tx, nnx.to_pure_dict(start), lambda params: lm.loss_fn(nnx.merge(graphdef, params), TOKENS), 2
-    )
+    loss = lambda params: lm.loss_fn(nnx.merge(graphdef, params), TOKENS)  # noqa: E731
+    expected, state = trained(tx, loss, nnx.to_pure_dict(start), 2)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     for _ in range(2):
         _nnx_step(model, optimizer)
@@ -124,7 +111,7 @@ def test_linen_train_state_takes_the_steps_of_a_plain_dict(boxed: bool) -> None:
     for _ in range(2):
         state = step(state)
     assert isinstance(state.params["up"]["kernel"], nn.Partitioned) == boxed
-    _close(nn.unbox(state.params), _plain_steps(tx, nn.unbox(params), loss, 2)[0])
+    _close(nn.unbox(state.params), trained(tx, loss, nn.unbox(params), 2)[0])
 
 
 # Orbax --------------------------------------------------------------------------------------------
@@ -136,34 +123,10 @@ def manager(tmp_path: Path) -> Iterator[ocp.CheckpointManager]:
         yield opened
 
 
-def _round_trip(manager: ocp.CheckpointManager, tree: Tree, abstract: Tree) -> Tree:
-    manager.save(1, args=ocp.args.StandardSave(tree))
-    manager.wait_until_finished()
-    return manager.restore(1, args=ocp.args.StandardRestore(abstract))
-
-
-def _every_gauge() -> tuple[list[go.Gauge], Tree]:
-    """And leaves for each."""
-    gauges = [
-        go.norm_scale({"norm": "channel"}, {"up": "channel _"}),
-        go.rescale({"up": "_ channel"}, {"down": "channel _"}),
-        go.scale_invariant({"normed": "_ _"}),
-        go.head_rotation({"value": "_ basis", "out": "basis _"}),
-        go.rope_torus({"query": "_ basis", "key": "_ basis"}),
-        go.logit_shift({"head": "_ vocab"}),
-    ]
-    shapes = {"norm": (3,), "up": (3, 4), "down": (4, 3), "normed": (3, 2), "value": (3, 2), "out": (2, 3),
-              "query": (3, 2), "key": (3, 2), "head": (3, 5)}
-    draw = np.random.default_rng(0).normal
-    params = {name: jnp.asarray(draw(size=shape), jnp.float32) for name, shape in shapes.items()}
-    return gauges, params
-
-
 def test_a_quotient_that_was_killed_goes_on_to_the_bit(manager: ocp.CheckpointManager) -> None:
     """All that the second run has of the first is what is on disk, and shapes."""
-    gauges, params = _every_gauge()
-    gauges.append(go.head_linear({"a": "_ basis"}, {"b": "basis _"}))
-    params |= {"a": params["up"], "b": params["down"]}
+    gauges = [*EVERY_KIND, go.head_linear({"a": "_ basis"}, {"b": "basis _"})]
+    params = _params() | {"a": jnp.ones((3, 4)) + jnp.eye(3, 4), "b": jnp.ones((4, 3)) - jnp.eye(4, 3)}
 
     def start() -> tuple[optax.GradientTransformationExtraArgs, Callable[..., tuple[Tree, Tree]]]:
         tx = go.quotient(optax.adamw(0.01, weight_decay=0.1), gauges, pin=False)
@@ -181,7 +144,9 @@ def test_a_quotient_that_was_killed_goes_on_to_the_bit(manager: ocp.CheckpointMa
 
     tx, step = start()
     shapes = jax.eval_shape(lambda: params)
-    found = _round_trip(manager, run[2], (shapes, jax.eval_shape(tx.init, shapes)))
+    manager.save(1, args=ocp.args.StandardSave(run[2]))
+    manager.wait_until_finished()
+    found = manager.restore(1, args=ocp.args.StandardRestore((shapes, jax.eval_shape(tx.init, shapes))))
     assert jax.tree.structure(found) == jax.tree.structure(run[2])
     for expected in run[2:]:
         chex.assert_trees_all_equal(found, expected)

@@ -18,42 +18,37 @@ from tests.quick import jit
 from tests.refusals import refused
 from tests.tolerances import tolerance
 
-GAUGE = go.head_rotation({"value": "_ head basis", "out": "head basis _"})
-SHAPES = {"value": (6, 4, 3), "out": (4, 3, 6)}
+GAUGE = go.head_rotation({"value": "_ head basis", "back": "head basis _"})
+SHAPES = {"value": (6, 4, 3), "back": (4, 3, 6)}
 
 
-def _draw(seed: int) -> dict[str, jax.Array]:
-    keys = jax.random.split(jax.random.key(seed), len(SHAPES))
-    return {n: jax.random.normal(k, s) for k, (n, s) in zip(keys, SHAPES.items(), strict=True)}
+def _normal_like(shapes: dict[str, tuple[int, ...]], seed: int, dtype: Any = None) -> dict[str, jax.Array]:
+    draw = np.random.default_rng(seed).normal
+    return {name: jnp.asarray(draw(size=shape), dtype) for name, shape in shapes.items()}
+
+
+def _run(tx: optax.GradientTransformation, trees: list[Any]) -> Any:
+    """The weights that start as the first of these trees, after a step with every other one."""
+    params = trees[0]
+    state, update = jit(tx.init)(params), jit(tx.update)
+    for grads in trees[1:]:
+        updates, state = update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    return params
 
 
 @pytest.mark.parametrize("per_matrix", [1, 4])
 def test_steps_are_those_of_optax_on_the_same_matrices(per_matrix: int) -> None:
     """Without turns taken out: heads one by one, and all in one matrix."""
-    one = {"value": MuonDimensionNumbers(0, 2), "out": MuonDimensionNumbers(1, 2)}
-    whole = {"value": MuonDimensionNumbers(0, (1, 2)), "out": MuonDimensionNumbers((0, 1), 2)}
-    axes = one if per_matrix == 1 else whole
-    plain = optax.contrib.muon(0.1, muon_weight_dimension_numbers=lambda _: axes)
+    one = {"value": MuonDimensionNumbers(0, 2), "back": MuonDimensionNumbers(1, 2)}
+    whole = {"value": MuonDimensionNumbers(0, (1, 2)), "back": MuonDimensionNumbers((0, 1), 2)}
+    plain = optax.contrib.muon(0.1, muon_weight_dimension_numbers=lambda _: one if per_matrix == 1 else whole)
     ours = go.quotient_muon(0.1, GAUGE, heads_per_matrix=per_matrix, hold=False)
-    params = _draw(0)
-    states = [jit(tx.init)(params) for tx in (plain, ours)]
-    for n in (1, 2):
-        expected, states[0] = plain.update(_draw(n), states[0], params)
-        found, states[1] = ours.update(_draw(n), states[1], params)
-        for name in SHAPES:
-            error = float(jnp.linalg.norm(found[name] - expected[name]) / jnp.linalg.norm(expected[name]))
-            assert error <= tolerance("twins", "float32")
-
-
-@pytest.mark.parametrize("count", [3, 0])
-def test_heads_must_be_dealt_out_evenly(count: int) -> None:
-    with refused("heads_per_matrix", f"={count} at '"):
-        go.quotient_muon(0.1, GAUGE, heads_per_matrix=count).init(_draw(0))
-
-
-def test_a_traced_number_of_heads_is_refused() -> None:
-    with pytest.raises(ValueError, match="static_args"):
-        optax.inject_hyperparams(go.quotient_muon)(0.1, GAUGE, heads_per_matrix=2).init(_draw(0))
+    trees = [_normal_like(SHAPES, seed, jnp.float32) for seed in range(3)]
+    expected, found = (_run(tx, trees) for tx in (plain, ours))
+    for name, start in trees[0].items():
+        error = jnp.linalg.norm(found[name] - expected[name]) / jnp.linalg.norm(expected[name] - start)
+        assert float(error) <= tolerance("twins", "float32")
 
 
 # Latent attention, gates, experts ---------------------------------------------------------------------
@@ -80,11 +75,6 @@ def _latent(config: latent.LatentConfig, seed: int) -> Any:
     return tree
 
 
-def _muon(config: latent.LatentConfig, **options: Any) -> optax.GradientTransformation:
-    labels = latent.muon_labels(config)
-    return go.quotient_muon(0.1, latent.gauges(config), labels=labels, sizes=_sizes(config), **options)
-
-
 def _sizes(config: latent.LatentConfig) -> dict[str, int] | None:
     return {"head": config.heads} if config.fused else None
 
@@ -98,19 +88,19 @@ def test_latent_attention_and_experts_are_routed_by_hand(config: latent.LatentCo
     read = polar.matrices(go.product(gauges)._bound(params).slice, params)
     expected = {path: ROUTED[path] for path in config.shapes if len(config.shapes[path]) > 1 and "router" not in path}
     assert {path: (m.count, m.fan_in, m.fan_out) for path, m in read.items()} == expected
+    # In a matrix of two heads, the entries behind the axis of heads join it.
+    kernel, pair = params["attn"]["gate"]["kernel"], read["attn/gate/kernel"].grouped("attn/gate/kernel", 2)
+    np.testing.assert_array_equal(pair.view(kernel), kernel.reshape(1, 8, 8))
+    np.testing.assert_array_equal(pair.leaf(pair.view(kernel)), kernel)
 
 
 def test_fused_kernels_get_the_steps_of_split_ones(x64: None) -> None:
     """Three steps; the same function in two trees."""
-    found = []
-    for config in (LATENT, FUSED):
-        params, tx = _latent(config, 0), _muon(config)
-        state, update = jit(tx.init)(params), jit(tx.update)
-        for n in range(3):
-            updates, state = update(_latent(config, n + 1), state, params)
-            params = optax.apply_updates(params, updates)
-        found.append(params)
-    split, fused = found
+    split, fused = (
+        _run(go.quotient_muon(0.1, latent.gauges(c), labels=latent.muon_labels(c), sizes=_sizes(c)),
+             [_latent(c, seed) for seed in range(4)])
+        for c in (LATENT, FUSED)
+    )
     for name in ("q_a", "q_b", "kv_a", "kv_b", "gate", "out"):
         a, b = (tree["attn"][name]["kernel"] for tree in (split, fused))
         np.testing.assert_allclose(a.reshape(b.shape), b, atol=1e-11)
@@ -118,84 +108,40 @@ def test_fused_kernels_get_the_steps_of_split_ones(x64: None) -> None:
     np.testing.assert_allclose(both, fused["moe"]["gate_up"], atol=1e-11)
 
 
-@pytest.mark.parametrize("config", [LATENT, FUSED], ids=["split", "fused"])
-def test_grouped_heads_of_a_label(config: latent.LatentConfig) -> None:
-    """The entries behind the axis of heads join it."""
-    params, path = _latent(config, 0), "attn/gate/kernel"
-    polar = polar_of("test", "standard", None, 0.9, 1e-8, "width", latent.muon_labels(config), sizes=_sizes(config))
-    read = polar.matrices(go.product(latent.gauges(config))._bound(params).slice, params)[path].grouped(path, 2)
-    kernel = params["attn"]["gate"]["kernel"]
-    np.testing.assert_array_equal(read.view(kernel), kernel.reshape(1, 8, 8))
-    np.testing.assert_array_equal(read.leaf(read.view(kernel)), kernel)
-
-
-def test_sizes_that_fit_no_label_are_refused() -> None:
-    with pytest.raises(ValueError, match="unknown axis in sizes 'heads'"):
-        go.quotient_muon(0.1, latent.gauges(LATENT), labels=latent.muon_labels(LATENT), sizes={"heads": 2})
-    with pytest.raises(ValueError, match="head=3 from sizes"):
-        tx = go.quotient_muon(0.1, latent.gauges(FUSED), labels=latent.muon_labels(FUSED), sizes={"head": 3})
-        tx.init(_latent(FUSED, 0))
-
-
-@pytest.mark.parametrize(
-    ("labels", "text"),
-    [
-        ({"attn/gate/kernel": "head _ size"}, "describes no matrices"),
-        ({"attn/gate/kernel": "_ _ _"}, "describes no matrices"),
-        ({"attn/q_b/kernel": "_ head _"}, "rotations say which matrices there are"),
-        ({"attn/gate/kernel": "_ head"}, "axes"),
-        ({"attn/gate/kernel": "_ (head"}, "malformed"),
-        ({"attn/gates/kernel": "_ head _"}, "no leaf matches"),
-        ({"attn/gate/kernel": "matrix"}, "axes such as"),
-    ],
-)
-def test_labels_that_describe_nothing_are_refused(labels: dict[str, str], text: str) -> None:
-    with refused(text):
-        go.quotient_muon(0.1, latent.gauges(LATENT), labels=labels).init(_latent(LATENT, 0))
-
-
 # Fused kernels whose ranges gauges bind ------------------------------------------------------------------
 
-RANGES = {"q": (0, 32), "k": (32, 40), "v": (40, 48)}
+WIDTHS = {"q": 32, "k": 8, "v": 8}
 HEADS = {"head": 2}
+LABELLED = {"qkv": ("_ _=0:32", "_ _=32:40", "_ _=40:48")}
+NORM, NORM_APART = (
+    go.norm_scale({"norm": "channel"}, dict.fromkeys(readers, "channel _")) for readers in (["qkv"], WIDTHS)
+)
+# Fused or not: a norm's readers, and rotations of two heads of unequal sizes: 4 key heads' worth of queries.
+ATTENTION: dict[bool, list[go.Gauge]] = {
+    True: [
+        NORM, go.head_rotation({"qkv": ("_ (head _ basis)=0:32", "_ (head basis)=32:40")}, sizes=HEADS),
+        go.head_rotation({"qkv": "_ (head basis)=40:48", "out": "(head basis) _"}, sizes=HEADS),
+    ],
+    False: [
+        NORM_APART, go.head_rotation({"q": "_ (head _ basis)", "k": "_ (head basis)"}, sizes=HEADS),
+        go.head_rotation({"v": "_ (head basis)", "out": "(head basis) _"}, sizes=HEADS),
+    ],
+}
+# A gated MLP of unequal parts: a norm reads both, a rescale binds the second alone.
+GATE: dict[bool, list[go.Gauge]] = {
+    True: [NORM, go.rescale({"qkv": "_ channel=40:48"}, {"out": "channel _"})],
+    False: [NORM_APART, go.rescale({"v": "_ channel"}, {"out": "channel _"})],
+}
 
 
-def _fused(tree: dict[str, jax.Array], axis: int = -1) -> dict[str, jax.Array]:
-    others = {name: x for name, x in tree.items() if name not in RANGES}
-    return {"qkv": jnp.concatenate([tree[name] for name in RANGES], axis), **others}
-
-
-def _span(name: str) -> str:
-    return "{}:{}".format(*RANGES[name])
-
-
-def _attention_gauges(fused: bool) -> list[go.Gauge]:
-    """A norm's readers, and rotations of two heads of unequal sizes: 4 key heads' worth of queries, keys and values."""
-    def side(name: str, axes: str = "(head basis)") -> dict[str, str]:
-        return {"qkv": f"_ {axes}={_span(name)}"} if fused else {name: f"_ {axes}"}
-
-    def both(one: dict[str, str], other: dict[str, str]) -> Any:
-        return {path: (one[path], other[path]) for path in one} if fused else one | other
-
-    readers = {"qkv": "channel _"} if fused else dict.fromkeys(RANGES, "channel _")
-    return [
-        go.norm_scale({"norm": "channel"}, readers),
-        go.head_rotation(both(side("q", "(head _ basis)"), side("k")), sizes=HEADS),
-        go.head_rotation(side("v") | {"out": "(head basis) _"}, sizes=HEADS),
-    ]
-
-
-def _gate_gauges(fused: bool) -> list[go.Gauge]:
-    """A gated MLP of unequal parts: a norm reads both, a rescale binds the second alone."""
-    readers = {"qkv": "channel _"} if fused else dict.fromkeys(RANGES, "channel _")
-    up = {"qkv": f"_ channel={_span('v')}"} if fused else {"v": "_ channel"}
-    return [go.norm_scale({"norm": "channel"}, readers), go.rescale(up, {"out": "channel _"})]
+def _fused(tree: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    others = {name: x for name, x in tree.items() if name not in WIDTHS}
+    return {"qkv": jnp.concatenate([tree[name] for name in WIDTHS], -1), **others}
 
 
 def _tree(seed: int) -> dict[str, jax.Array]:
-    shapes = {"norm": (16,), "out": (8, 16)} | {name: (16, stop - start) for name, (start, stop) in RANGES.items()}
-    draw = np.random.default_rng(seed).normal
-    return {name: jnp.asarray(draw(size=shape) / 4 + (name == "norm")) for name, shape in shapes.items()}
+    shapes = {"norm": (16,), "out": (8, 16)} | {name: (16, width) for name, width in WIDTHS.items()}
+    return {name: x / 4 + (name == "norm") for name, x in _normal_like(shapes, seed).items()}
 
 
 MAKERS: dict[str, Any] = {
@@ -207,17 +153,12 @@ MAKERS: dict[str, Any] = {
         go.gauge_retract(gauges),
     ),
 }
-LABELLED = {"qkv": (f"_ _={_span('q')}", f"_ _={_span('k')}", f"_ _={_span('v')}")}
 
 
-def _after(tx: optax.GradientTransformation, fused: bool, make: Any = _tree) -> dict[str, jax.Array]:
+def _after(tx: optax.GradientTransformation, fused: bool) -> dict[str, jax.Array]:
     """The weights after three steps, fused."""
-    params = _fused(make(0)) if fused else make(0)
-    state, update = jit(tx.init)(params), jit(tx.update)
-    for n in range(3):
-        updates, state = update(_fused(make(n + 1)) if fused else make(n + 1), state, params)
-        params = optax.apply_updates(params, updates)
-    return params if fused else _fused(params)
+    trees = [_tree(seed) for seed in range(4)]
+    return _run(tx, [_fused(tree) for tree in trees]) if fused else _fused(_run(tx, trees))
 
 
 def _same(one: Any, two: Any, start: Any) -> None:
@@ -229,76 +170,81 @@ def _same(one: Any, two: Any, start: Any) -> None:
 @pytest.mark.slow_rows("ddc_muon", "quotient_muon, rms")
 @pytest.mark.parametrize("name", MAKERS)
 def test_ranges_of_heads_get_the_steps_of_split_kernels(name: str, x64: None) -> None:
-    one, two = (_after(MAKERS[name](_attention_gauges(fused)), fused) for fused in (True, False))
+    one, two = (_after(MAKERS[name](ATTENTION[fused]), fused) for fused in (True, False))
     _same(one, two, _fused(_tree(0)))
 
 
 @pytest.mark.parametrize("name", [name for name in MAKERS if "polar" not in name])
 def test_labels_say_what_gauges_leave_open(name: str, x64: None) -> None:
     """A norm reads all, a rescale binds one range: whether the rest is one matrix or two is for the user to say."""
-    fused, split = (MAKERS[name](_gate_gauges(fused), **({"labels": LABELLED} if fused else {}))
-                    for fused in (True, False))
+    fused, split = MAKERS[name](GATE[True], labels=LABELLED), MAKERS[name](GATE[False])
     _same(_after(fused, True), _after(split, False), _fused(_tree(0)))
-    with pytest.raises(ValueError, match="nothing says which matrices 'qkv' holds beside its ranges") as error:
-        MAKERS[name](_gate_gauges(True)).init(_fused(_tree(0)))
-    for part in ("found:    640 of 768 entries", "expected:", "remedy:", "labels="):
-        assert part in str(error.value)
+    with refused("nothing says which matrices 'qkv' holds beside its ranges", "640 of 768 entries", "labels="):
+        MAKERS[name](GATE[True]).init(_fused(_tree(0)))
 
 
 def test_labels_of_other_ranges_stand_beside_a_rotation(x64: None) -> None:
-    gauges = [_attention_gauges(fused)[::2] for fused in (True, False)]  # without queries and keys
-    tx = go.quotient_muon(0.05, gauges[0], labels={"qkv": LABELLED["qkv"][:2]})
-    _same(_after(tx, True), _after(go.quotient_muon(0.05, gauges[1]), False), _fused(_tree(0)))
-    with pytest.raises(ValueError, match="rotations say which matrices there are"):
-        go.quotient_muon(0.05, gauges[0], labels=LABELLED).init(_fused(_tree(0)))
-    with pytest.raises(ValueError, match="nothing says which matrices 'qkv' holds"):
-        go.quotient_muon(0.05, gauges[0]).init(_fused(_tree(0)))
+    fused, split = (ATTENTION[fused][::2] for fused in (True, False))  # without queries and keys
+    tx = go.quotient_muon(0.05, fused, labels={"qkv": LABELLED["qkv"][:2]})
+    _same(_after(tx, True), _after(go.quotient_muon(0.05, split), False), _fused(_tree(0)))
 
 
-@pytest.mark.parametrize("labels", [LABELLED["qkv"][:2], (*LABELLED["qkv"], "_ _=0:4")], ids=["missing", "twice"])
-def test_labels_that_do_not_cover_a_kernel_once_are_refused(labels: Any) -> None:
-    with pytest.raises(ValueError, match="nothing says which matrices 'qkv' holds"):
-        go.quotient_muon(0.05, go.norm_scale({"norm": "channel"}, {"qkv": "channel _"}), labels={"qkv": labels}).init(
-            _fused(_tree(0))
-        )
+ROTATED = ATTENTION[True][::2]
+OF_LATENT = {"gauges": latent.gauges(LATENT), "labels": latent.muon_labels(LATENT)}
+OF_FUSED = {"gauges": latent.gauges(FUSED), "labels": latent.muon_labels(FUSED)}
+# What is given, and what the error says.
+MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({"gauges": GAUGE, "heads_per_matrix": 3}, "heads_per_matrix=3 at '"),
+    ({"gauges": GAUGE, "heads_per_matrix": 0}, "heads_per_matrix=0 at '"),
+    (OF_LATENT | {"sizes": {"heads": 2}}, "unknown axis in sizes 'heads'"),
+    (OF_FUSED | {"sizes": {"head": 3}}, "head=3 from sizes"),
+    (OF_LATENT | {"labels": {"attn/gate/kernel": "head _ size"}}, "describes no matrices"),
+    (OF_LATENT | {"labels": {"attn/gate/kernel": "_ _ _"}}, "describes no matrices"),
+    (OF_LATENT | {"labels": {"attn/q_b/kernel": "_ head _"}}, "rotations say which matrices there are"),
+    (OF_LATENT | {"labels": {"attn/gate/kernel": "_ head"}}, "axes"),
+    (OF_LATENT | {"labels": {"attn/gate/kernel": "_ (head"}}, "malformed"),
+    (OF_LATENT | {"labels": {"attn/gates/kernel": "_ head _"}}, "no leaf matches"),
+    (OF_LATENT | {"labels": {"attn/gate/kernel": "matrix"}}, "axes such as"),
+    ({"gauges": ROTATED, "labels": LABELLED}, "rotations say which matrices there are"),
+    ({"gauges": ROTATED}, "nothing says which matrices 'qkv' holds"),
+    ({"gauges": NORM, "labels": {"qkv": LABELLED["qkv"][:2]}}, "nothing says which matrices 'qkv' holds"),
+    ({"gauges": NORM, "labels": {"qkv": (*LABELLED["qkv"], "_ _=0:4")}}, "nothing says which matrices 'qkv' holds"),
+]
 
 
-@pytest.mark.slow_rows("False-True", "True-False")
-@pytest.mark.parametrize("scanned", [False, True])
-@pytest.mark.parametrize("first", [False, True])
-def test_a_fused_gate_and_up_of_unequal_parts(first: bool, scanned: bool, x64: None) -> None:
-    """Bound as lone ranges, along either axis, in stacked layers too."""
-    lengths = {"gate": (0, 10), "up": (10, 16)}
-    axis = 0 if first else 1
+@pytest.mark.parametrize(("given", "text"), MISTAKES)
+def test_what_describes_no_matrices_is_refused(given: dict[str, Any], text: str) -> None:
+    latent_tree = _latent(FUSED if given["gauges"] is OF_FUSED["gauges"] else LATENT, 0)
+    with refused("", text):
+        go.quotient_muon(0.05, **given).init(_normal_like(SHAPES, 0) | _fused(_tree(0)) | latent_tree)
 
-    def make(seed: int, fused: bool) -> dict[str, jax.Array]:
-        draw = np.random.default_rng(seed).normal
-        shape = lambda n: ((2,) if scanned else ()) + ((n, 8) if first else (8, n))  # noqa: E731
-        tree = {name: jnp.asarray(draw(size=shape(b - a))) / 3 for name, (a, b) in lengths.items()}
-        tree |= {f"{name}_down": jnp.asarray(draw(size=(2,) * scanned + (b - a, 8))) / 3
-                 for name, (a, b) in lengths.items()}
-        both = jnp.concatenate([tree["gate"], tree["up"]], axis + scanned)
-        return {"both": both, **{n: tree[n] for n in tree if "down" in n}} if fused else tree
+
+def test_a_traced_number_of_heads_is_refused() -> None:
+    with pytest.raises(ValueError, match="static_args"):
+        optax.inject_hyperparams(go.quotient_muon)(0.1, GAUGE, heads_per_matrix=2).init(_normal_like(SHAPES, 0))
+
+
+def test_a_fused_gate_and_up_of_unequal_parts(x64: None) -> None:
+    """Bound as lone ranges, along the first axis, in stacked layers."""
+    shapes = {"gate": (2, 10, 8), "up": (2, 6, 8), "gate_down": (2, 10, 8), "up_down": (2, 6, 8)}
+    ranges = {"gate": "channel=0:10", "up": "channel=10:16"}
+
+    def joined(tree: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        down = {name: x for name, x in tree.items() if "down" in name}
+        return down | {"both": jnp.concatenate([tree["gate"], tree["up"]], 1)}
 
     def gauges(fused: bool) -> list[go.Gauge]:
-        layer, bound = "layer " if scanned else "", []
-        for name, (a, b) in lengths.items():
-            channel = f"channel={a}:{b}" if fused else "channel"
-            axes = layer + (f"{channel} _" if first else f"_ {channel}")
-            bound.append(go.rescale({"both" if fused else name: axes}, {f"{name}_down": f"{layer}channel _"}))
-        return bound
+        return [
+            go.rescale(
+                {"both": f"layer {span} _"} if fused else {name: "layer channel _"}, {f"{name}_down": "layer channel _"}
+            )
+            for name, span in ranges.items()
+        ]
 
-    found = []
-    for fused in (True, False):
-        tx, params = go.quotient_muon(0.05, gauges(fused)), make(0, fused)
-        state = jit(tx.init)(params)
-        for n in range(2):
-            updates, state = jit(tx.update)(make(n + 1, fused), state, params)
-            params = optax.apply_updates(params, updates)
-        found.append(params)
-    split = jnp.concatenate([found[1]["gate"], found[1]["up"]], axis + scanned)
-    np.testing.assert_allclose(found[0]["both"], split, atol=1e-11)
-    assert float(jnp.abs(split - make(0, True)["both"]).max()) > 0.01
+    trees = [_normal_like(shapes, seed) for seed in range(3)]
+    fused = _run(go.quotient_muon(0.05, gauges(True)), list(map(joined, trees)))
+    _same(fused, joined(_run(go.quotient_muon(0.05, gauges(False)), trees)), joined(trees[0]))
+    assert float(jnp.abs(fused["both"] - joined(trees[0])["both"]).max()) > 0.01
 
 
 # The size of gradients ------------------------------------------------------------------------------------
@@ -307,6 +253,7 @@ TINY: dict[str, Any] = MAKERS | {
     "ddc_muon, log": lambda gauges: go.ddc_muon(0.05, gauges, radial="log"),
     "ddc_muon, balanced": lambda gauges: go.ddc_muon(0.05, gauges, rest="balanced"),
     "max_norm_muon": lambda gauges: go.max_norm_muon(0.05, gauges, {"a": "_ c", "b": "_ c"}),
+    "max_norm": lambda _: go.norms.max_norm(optax.sgd(0.05), {"a": "_ c", "b": "_ c"}, learning_rate=0.05),
     "hyperball": lambda _: optax.chain(
         optax.scale(-1.0), go.norms.hyperball({"a": "_ c", "b": "_ _"}, learning_rate=0.05)
     ),
@@ -323,15 +270,10 @@ def test_steps_do_not_depend_on_the_size_of_gradients(name: str, dtype: str, gau
         gauges: go.Gauge = go.rescale({"a": "_ channel"}, {"b": "channel _"})
         if gauge == "heads":
             gauges = go.head_rotation({"a": "_ (head basis)", "b": "(head basis) _"}, sizes={"head": 2})
-        draw = lambda n, c: {k: jnp.asarray(c * np.random.default_rng(n + m).normal(size=s) / 3, dtype)  # noqa: E731
-                             for m, (k, s) in enumerate({"a": (6, 8), "b": (8, 5)}.items())}
-        tx, after = TINY[name](gauges), []
-        for c in (1.0, 1e-12, 1e-30, 1e6, 0.0):
-            params, state, update = draw(0, 1.0), tx.init(draw(0, 1.0)), jit(tx.update)
-            for n in range(3):
-                updates, state = update(draw(2 * n + 2, c), state, params)
-                params = optax.apply_updates(params, updates)
-            after.append(params)
+        shapes, tx = {"a": (6, 8), "b": (8, 5)}, TINY[name](gauges)
+        draw = lambda seed, c: jax.tree.map(lambda x: (c * x / 3).astype(dtype), _normal_like(shapes, seed))  # noqa: E731
+        trees = [[draw(0, 1.0), *(draw(seed, c) for seed in (2, 4, 6))] for c in (1.0, 1e-12, 1e-30, 1e6, 0.0)]
+        after = [_run(tx, own) for own in trees]
         close = {"bfloat16": 6e-2, "float32": 2e-5, "float64": 1e-6}[dtype]
         for leaf, start in draw(0, 1.0).items():
             moved = float(jnp.linalg.norm((after[0][leaf] - start).astype(float)))

@@ -250,18 +250,15 @@ def scale(path: str, plus: bool = False) -> Callable[[Any], Any]:
     return lambda p: (1 + p[path]) if plus else p[path]
 
 
+embedded = decoder(gemma_layer, "embedder/input_embedding", scale("final_norm/scale", True), None, True, False)
 TREES: Mapping[str, Tree] = {
     "nanodo": Tree(
         decoder(nanodo_layer, "embed/embedding", scale("out_ln/scale"), None, False, True), NANODO,
         lambda linear: presets.nanodo(linear=linear)),
     "vision_transformer": Tree(vit, VIT, lambda linear: presets.vision_transformer(linear=linear)),
     "maxtext_llama": Tree(maxtext, MAXTEXT, lambda linear: presets.maxtext_llama(K, linear=linear)),
-    "gemma": Tree(
-        decoder(gemma_layer, "embedder/input_embedding", scale("final_norm/scale", True), None, True, False), GEMMA,
-        lambda linear: presets.gemma(K, linear=linear)),
-    "gemma3": Tree(
-        decoder(gemma_layer, "embedder/input_embedding", scale("final_norm/scale", True), None, True, False), GEMMA3,
-        lambda linear: presets.gemma3(K, E, linear=linear)),
+    "gemma": Tree(embedded, GEMMA, lambda linear: presets.gemma(K, linear=linear)),
+    "gemma3": Tree(embedded, GEMMA3, lambda linear: presets.gemma3(K, E, linear=linear)),
     "qwen3": Tree(
         decoder(qwen_layer, "embedder/embedding", scale("final_norm/scale"), "lm_head/kernel", True, False), QWEN,
         lambda linear: presets.qwen3(K, E, linear=linear)),
@@ -274,45 +271,40 @@ TREES: Mapping[str, Tree] = {
         LLAMA, lambda linear: presets.hf_llama(K, linear=linear)),
 }
 
-ROWS = [pytest.param(name, marks=[] if name == "hf_gpt2" else pytest.mark.slow) for name in TREES]
 
-
-@pytest.mark.slow_rows("hf_gpt2")
-@pytest.mark.parametrize("name", ROWS)
-def test_a_preset_is_what_discover_finds(name: str) -> None:
-    tree = TREES[name]
+def drawn(name: str) -> tuple[dict[str, np.ndarray], list[Any]]:
+    """Parameters of a tree, and two batches."""
     rng = np.random.default_rng(0)
-    params = {p: 0.4 * rng.standard_normal(s).astype(np.float32) for p, s in stacked_numbers(tree.shapes).items()}
-    if name == "vision_transformer":
-        batches: list[Any] = list(rng.standard_normal((2, 2, T, 6)))
-    else:
-        batches = list(rng.integers(0, V, (2, 2, T)))
-    check(tree.fn, params, batches, tree.gauges(True), lambda report: report.gauges)
-
-
-ONE_QUICK = [pytest.param(name, marks=[] if name == "hf_llama" else pytest.mark.slow) for name in TREES]
+    shapes = stacked_numbers(TREES[name].shapes)
+    params = {p: 0.4 * rng.standard_normal(s).astype(np.float32) for p, s in shapes.items()}
+    images = name == "vision_transformer"
+    return params, list(rng.standard_normal((2, 2, T, 6)) if images else rng.integers(0, V, (2, 2, T)))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ONE_QUICK)
+@pytest.mark.parametrize("name", TREES)
+def test_a_preset_is_what_discover_finds(name: str) -> None:
+    params, batches = drawn(name)
+    check(TREES[name].fn, params, batches, TREES[name].gauges(True), lambda report: report.gauges)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TREES)
 def test_the_residual_rotation_is_found_where_the_architecture_has_it(name: str) -> None:
     """Not with a tied head behind a norm with a scale (nanodo, GPT-2), nor with a norm behind a layer (Gemma)."""
-    tree, rng = TREES[name], np.random.default_rng(0)
-    params = {p: 0.4 * rng.standard_normal(s).astype(np.float32) for p, s in stacked_numbers(tree.shapes).items()}
-    images = name == "vision_transformer"
-    batches: list[Any] = list(rng.standard_normal((2, 2, T, 6))) if images else list(rng.integers(0, V, (2, 2, T)))
-    report = go.discover(tree.fn, params, batches, "logits", progress=False)
+    params, batches = drawn(name)
+    report = go.discover(TREES[name].fn, params, batches, "logits", progress=False)
     turned = [gauge for gauge in report.whole if gauge.name == "residual_rotation"]
     assert len(turned) == (name in ("vision_transformer", "maxtext_llama", "qwen3", "hf_llama")), report
-    size = (D - images) * (D - images - 1) // 2  # a LayerNorm keeps the vector of ones
-    assert all(gauge.dim(params) == size for gauge in turned)
+    size = D - (name == "vision_transformer")  # a LayerNorm keeps the vector of ones
+    assert all(gauge.dim(params) == size * (size - 1) // 2 for gauge in turned)
     assert not report.rejected and not report.ungauged, report
 
 
 def test_attention_alone() -> None:
     """Flax's module, at any path."""
-    (rotation, other) = presets.flax_attention("blocks/{i}/attn")
-    shapes = {f"{n}": {"kernel": (D, H, E), "bias": (H, E)} for n in ("query", "key", "value")}
+    rotation, other = presets.flax_attention("blocks/{i}/attn")
+    shapes = {name: {"kernel": (D, H, E), "bias": (H, E)} for name in ("query", "key", "value")}
     tree = {"blocks": [{"attn": {**shapes, "out": {"kernel": (H, E, D), "bias": (D,)}}}] * 2}
     params = jax.tree.map(np.ones, tree, is_leaf=lambda x: isinstance(x, tuple))
     assert rotation.dim(params) == other.dim(params) == 2 * H * E * (E - 1) // 2

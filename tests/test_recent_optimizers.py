@@ -34,8 +34,8 @@ def leaf(tree: Any, path: tuple[Any, ...]) -> np.ndarray:
     return np.asarray(tree)
 
 
-def trained(tx: optax.GradientTransformation, steps: int) -> tuple[Any, list[Any]]:
-    """Weights after so many steps, all of one quadratic, and the way there."""
+def trained(tx: optax.GradientTransformation, steps: int) -> list[Any]:
+    """Weights at the start and after every step, all of one quadratic."""
     params, aim = weights(0), weights(1)
     state, way = tx.init(params), [params]
     step = jax.jit(tx.update)
@@ -43,21 +43,21 @@ def trained(tx: optax.GradientTransformation, steps: int) -> tuple[Any, list[Any
         updates, state = step(jax.tree.map(jnp.subtract, params, aim), state, params)
         params = optax.apply_updates(params, updates)
         way.append(params)
-    return params, way
+    return way
 
 
 @pytest.mark.parametrize("arm", [arm for arm in tuned.ARMS if arm not in (*tuned.BOTH, "AdamW")])
 def test_every_optimizer_lowers_a_quadratic(arm: str) -> None:
     """Its distance from the minimum falls by a tenth."""
     tx = tuned.ARMS[arm].arm.build(rate, NO_DECAY, lm.gauges(CONFIG))
-    far, near = (
-        float(optax.tree.norm(jax.tree.map(jnp.subtract, x, weights(1)))) for x in (weights(0), trained(tx, 40)[0]))
+    way = trained(tx, 40)
+    far, near = (float(optax.tree.norm(jax.tree.map(jnp.subtract, x, weights(1)))) for x in (way[0], way[-1]))
     assert near < 0.9 * far
 
 
 def test_muown_keeps_gains_and_directions() -> None:
     """A neuron's norm is its gain, and moves by Adam's first step, which is the rate."""
-    _, (before, after) = trained(recent.muown(rate, NO_DECAY), 1)
+    before, after = trained(recent.muown(rate, NO_DECAY), 1)
     norms = [np.linalg.norm(leaf(x, GATE), axis=0) for x in (before, after)]
     np.testing.assert_allclose(np.abs(norms[1] - norms[0]), 0.1, rtol=1e-4)
     cosine = np.sum(leaf(before, GATE) * leaf(after, GATE), 0) / norms[0] / norms[1]
@@ -75,8 +75,8 @@ def test_aurora_has_rows_of_one_length() -> None:
 def test_lookahead_and_tail_average() -> None:
     """Neither changes a run before it begins; the last step blends the average of the end, and leaves out tables."""
     inner = lambda: links.adamw(lambda n: rate(n)[0], NO_DECAY)  # noqa: E731
-    way = trained(inner(), 40)[1]
-    tail = trained(recent.tail_average(inner(), rate), 40)[1]
+    way = trained(inner(), 40)
+    tail = trained(recent.tail_average(inner(), rate), 40)
     jax.tree.map(np.testing.assert_array_equal, way[39], tail[39])
     # The rate is below 0.06 of its peak at steps 38 to 40; a sixteenth of 38 steps is the average's pace.
     average = leaf(way[38], OUT)
@@ -85,8 +85,8 @@ def test_lookahead_and_tail_average() -> None:
     np.testing.assert_allclose(leaf(tail[40], OUT), 0.4 * leaf(way[40], OUT) + 0.6 * average, rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(tail[40]["embed"]["embedding"], way[40]["embed"]["embedding"])
 
-    ahead = trained(recent.ema_nesterov(inner(), rate), 40)[1]
+    ahead = trained(recent.ema_nesterov(inner(), rate), 40)
     jax.tree.map(np.testing.assert_array_equal, way[1], ahead[1])
     assert not np.array_equal(leaf(way[10], OUT), leaf(ahead[10], OUT))
-    still = trained(recent.ema_nesterov(inner(), rate, reach=0.0), 40)[0]
+    still = trained(recent.ema_nesterov(inner(), rate, reach=0.0), 40)[-1]
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7), way[40], still)

@@ -49,18 +49,21 @@ def _algorithm(
 
 SHAPE = (2, 3, 2, 4)
 VECTORS = {"_ _ _ channel": (3,), "_ _ head _": (2,), "layer _ head _": (0, 2), "_ _ _ _": ()}
+"""Which axes are named."""
+SGD = optax.sgd(RATE)
+
+
+def _rotational(axes: str, eta_r: Any, inner: Any = SGD, rate: Any = RATE, **options: Any) -> Any:
+    return go.norms.rotational(
+        inner, {"w": axes}, learning_rate=rate, weight_decay=DECAY, eta_r=eta_r, **{"eps": 0.0, **options}
+    )
 
 
 @pytest.mark.parametrize("axes", VECTORS)
 @pytest.mark.parametrize(("beta", "eps", "center"), [(0.9, 0.0, True), (0.5, 0.3, False)])
 def test_every_vector_follows_the_algorithm(axes: str, beta: float, eps: float, center: bool, x64: None) -> None:
-    weights, gradients = _noise(0, *SHAPE), _noise(1, 5, *SHAPE)
-    tx = go.norms.rotational(
-        optax.sgd(RATE), {"w": axes}, learning_rate=RATE, weight_decay=DECAY, eta_r=0.05, beta=beta, eps=eps,
-        center=center,
-    )
-    found, _ = walk(tx, {"w": weights}, {"w": gradients})
-    named = VECTORS[axes]
+    weights, gradients, named = _noise(0, *SHAPE), _noise(1, 5, *SHAPE), VECTORS[axes]
+    found, _ = walk(_rotational(axes, 0.05, beta=beta, eps=eps, center=center), {"w": weights}, {"w": gradients})
     for index in np.ndindex(*(SHAPE[k] for k in named)):
         at = tuple(index[named.index(k)] if k in named else slice(None) for k in range(4))
         directions = -gradients[(slice(None), *at)].reshape(5, -1)
@@ -69,19 +72,22 @@ def test_every_vector_follows_the_algorithm(axes: str, beta: float, eps: float, 
         assert error <= tolerance("optax", jnp.float64)
 
 
+def _turning(params: Any, gradients: Any, dtype: str = "float32") -> tuple[np.ndarray, np.ndarray]:
+    """`w` at every step under `rotational_adamw`, and under AdamW alone."""
+    trees = [{"w": jnp.asarray(x, dtype)} for x in (params, gradients)]
+    tx = go.norms.rotational_adamw(RATE, {"w": "_ channel"}, weight_decay=DECAY)
+    found, plain = (walk(tx, *trees)[0]["w"] for tx in (tx, optax.adamw(RATE, weight_decay=DECAY)))
+    return np.asarray(found), np.asarray(plain)
+
+
 def test_norms_stay_and_the_mean_angle_is_table_1s() -> None:
     """float32: 1e-5 over 1,000 steps, 2 % over 200."""
-    weights, steps = jnp.asarray(_noise(0, 64, 32), jnp.float32), 1000
     scales = np.exp(_noise(2, 32))  # neurons of different gradients
-    gradients = jnp.asarray(_noise(1, steps, 64, 32) * scales, jnp.float32)
-    found, _ = walk(
-        go.norms.rotational_adamw(RATE, {"w": "_ channel"}, weight_decay=DECAY), {"w": weights}, {"w": gradients}
-    )
-    norms = np.linalg.norm(np.asarray(found["w"], np.float64), axis=1)
+    found, plain = _turning(_noise(0, 64, 32), _noise(1, 1000, 64, 32) * scales)
+    norms, others = (np.linalg.norm(x.astype(float), axis=1) for x in (found, plain))
     assert np.max(np.abs(norms / norms[0] - 1.0)) <= 1e-5
-    plain, _ = walk(optax.adamw(RATE, weight_decay=DECAY), {"w": weights}, {"w": gradients})
-    assert np.max(np.abs(np.linalg.norm(np.asarray(plain["w"]), axis=1) / norms[0] - 1.0)) > 1e-2
-    angles = _angles(np.asarray(found["w"], np.float64))[-200:].mean(0)
+    assert np.max(np.abs(others / norms[0] - 1.0)) > 1e-2
+    angles = _angles(found.astype(float))[-200:].mean(0)
     expected = float(go.measure.predict_equilibrium("adamw", learning_rate=RATE, weight_decay=DECAY, dim=64).rotation)
     assert np.max(np.abs(angles / expected - 1.0)) <= 0.02
 
@@ -133,17 +139,10 @@ def test_the_angle_is_the_predicted_one(kind: str, more: dict[str, float], x64: 
 
 
 def test_a_rate_of_zero_turns_nothing_and_is_not_counted(x64: None) -> None:
-    gradients = {"w": _noise(1, 4, 6, 4)}
-    start = {"w": _noise(0, 6, 4)}
+    gradients, start = _noise(1, 4, 6, 4), {"w": _noise(0, 6, 4)}
     late = optax.join_schedules([optax.constant_schedule(0.0), optax.constant_schedule(RATE)], [2])
-    tx = go.norms.rotational(
-        optax.sgd(late), {"w": "_ channel"}, learning_rate=late, weight_decay=DECAY, eta_r=0.1, eps=0.0
-    )
-    waited, state = walk(tx, start, gradients)
-    tx = go.norms.rotational(
-        optax.sgd(RATE), {"w": "_ channel"}, learning_rate=RATE, weight_decay=DECAY, eta_r=0.1, eps=0.0
-    )
-    fresh, _ = walk(tx, start, {"w": gradients["w"][2:]})
+    waited, state = walk(_rotational("_ channel", 0.1, optax.sgd(late), late), start, {"w": gradients})
+    fresh, _ = walk(_rotational("_ channel", 0.1), start, {"w": gradients[2:]})
     np.testing.assert_allclose(waited["w"][-1], fresh["w"][-1], rtol=1e-12)
     assert np.all(np.isfinite(waited["w"])) and int(state.tracked) == 2
 
@@ -165,18 +164,11 @@ def test_a_gain_is_trained_as_a_parameter_of_its_own(x64: None) -> None:
     def loss(weights: jax.Array) -> jax.Array:
         return 0.5 * jnp.sum(jnp.square(weights - goal))
 
-    tx = go.norms.rotational(
-        optax.sgd(RATE), {"w": "_ channel"}, learning_rate=RATE, weight_decay=DECAY, eta_r=0.05, eps=0.0,
-        gain=optax.sgd(1e-3),
-    )
-    apart = go.norms.rotational(
-        optax.sgd(RATE), {"w": "_ channel"}, learning_rate=RATE, weight_decay=DECAY, eta_r=0.05, eps=0.0, beta=0.9
-    )
-    params, state = {"w": jnp.asarray(start)}, tx.init({"w": jnp.asarray(start)})
-    parts = {"w": jnp.asarray(start)}
-    other, gain = apart.init(parts), jnp.ones(4)
+    tx, apart = _rotational("_ channel", 0.05, gain=optax.sgd(1e-3)), _rotational("_ channel", 0.05, beta=0.9)
+    params = parts = {"w": jnp.asarray(start)}
+    state, other, gain = tx.init(params), apart.init(parts), jnp.ones(4)
     for _ in range(5):
-        updates, state = tx.update(jax.grad(lambda p: loss(p["w"]))(params), state, params)
+        updates, state = tx.update({"w": jax.grad(loss)(params["w"])}, state, params)
         params = optax.apply_updates(params, updates)
         slope = jax.grad(lambda gain, w: loss(gain * w), argnums=0)(gain, parts["w"])
         # The direction's own gradient is the kernel's: a factor per vector would be divided out but for ν's memory.
@@ -196,59 +188,47 @@ def test_two_numbers_a_neuron_are_kept_beside_the_inner_state() -> None:
 
 
 def test_zeros_wait_for_a_direction() -> None:
-    params = {"w": jnp.asarray(_noise(0, 6, 4), jnp.float32).at[:, 1].set(0.0)}
-    gradients = {"w": jnp.asarray(_noise(1, 3, 6, 4), jnp.float32)}
-    found, _ = walk(go.norms.rotational_adamw(RATE, {"w": "_ channel"}), params, gradients)
-    assert np.all(np.isfinite(found["w"]))
-    plain, _ = walk(optax.adamw(RATE, weight_decay=1e-4), params, gradients)
-    np.testing.assert_array_equal(found["w"][:, :, 1], plain["w"][:, :, 1])
-    assert np.linalg.norm(found["w"][-1, :, 1]) > 0.01
+    weights = _noise(0, 6, 4)
+    weights[:, 1] = 0.0
+    found, plain = _turning(weights, _noise(1, 3, 6, 4))
+    assert np.all(np.isfinite(found))
+    np.testing.assert_array_equal(found[:, :, 1], plain[:, :, 1])
+    assert np.linalg.norm(found[-1, :, 1]) > 0.01
 
 
 def test_a_constant_neuron_has_no_direction_of_its_own() -> None:
     """Centred, only rounding is left of it."""
-    params = {"w": jnp.asarray(_noise(0, 48, 4), jnp.float32).at[:, 2].set(0.1)}
-    gradients = {"w": jnp.asarray(_noise(1, 3, 48, 4), jnp.float32)}
-    tx = go.norms.rotational_adamw(RATE, {"w": "_ channel"}, weight_decay=DECAY)
-    found, _ = walk(tx, params, gradients)
-    plain, _ = walk(optax.adamw(RATE, weight_decay=DECAY), params, gradients)
-    np.testing.assert_array_equal(found["w"][1, :, 2], plain["w"][1, :, 2])
+    weights = _noise(0, 48, 4)
+    weights[:, 2] = 0.1
+    found, plain = _turning(weights, _noise(1, 3, 48, 4))
+    np.testing.assert_array_equal(found[1, :, 2], plain[1, :, 2])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_a_neuron_without_a_gradient_does_not_turn(dtype: str, x64: None) -> None:
     """Its update is decay, along p; what is left of it across p is rounding, and would be made as long as any step."""
-    params = {"w": jnp.asarray(_noise(0, 48, 4), dtype)}
-    params["w"] -= params["w"].mean(0)
-    gradients = {"w": jnp.asarray(_noise(1, 20, 48, 4), dtype).at[:, :, 1].set(0.0)}
-    found, _ = walk(go.norms.rotational_adamw(RATE, {"w": "_ channel"}, weight_decay=DECAY), params, gradients)
-    angles = _angles(np.asarray(found["w"], np.float64)).sum(0)
+    weights = _noise(0, 48, 4)
+    found, _ = _turning(weights - weights.mean(0), _noise(1, 20, 48, 4) * [1.0, 0.0, 1.0, 1.0], dtype)
+    angles = _angles(found.astype(float)).sum(0)
     assert angles[1] <= 1e-5 and angles[[0, 2, 3]].min() > 0.1
 
 
-MISTAKES = {
-    "vectors of one entry": ({"w": "a b"}, {}, "nothing to turn at 'w'", "`_` is the axis that is summed over"),
-    "two entries, centred": ({"pair": "_ channel"}, {}, "vectors of 2 entries", "at least 3 with center=True"),
-    "no match": ({"v": "_ channel"}, {}, "'v'", "w"),
-    "unknown axis": ({"w": "_ channel"}, {"sizes": {"head": 2}}, "unknown axis in sizes 'head'", "drop 'head'"),
-    "twice": ({"w": ("_ channel", "_ _")}, {}, "an entry in two vectors", "drop one"),
+SEVERAL = optax.chain(optax.adam(RATE), optax.trace(0.9))
+# The inner optimizer, what is given besides "w" by channels, and what the error says.
+MISTAKES: dict[str, tuple[Any, dict[str, Any], str, str]] = {
+    "vectors of one entry": (optax.adam(RATE), {"axes": "a b"}, "nothing to turn at 'w'", "`_` is the axis that is"),
+    "two entries, centred": (optax.adam(RATE), {"axes": "a _"}, "vectors of 2 entries", "at least 3 with center=True"),
+    "no kind": (optax.sgd(RATE), {}, "an unknown kind", "give eta_r"),
+    "two kinds": (SEVERAL, {}, "several kinds", "give eta_r"),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_complaints_say_what_to_do(mistake: str) -> None:
-    axes, more, *parts = MISTAKES[mistake]
-    with pytest.raises(ValueError) as error:
-        go.norms.rotational_adamw(RATE, axes, **more).init({"w": jnp.ones((6, 4)), "pair": jnp.ones((2, 4))})
-    for part in ("rotational", *parts):
-        assert part in str(error.value)
-
-
-def test_an_unknown_kind_needs_an_angle() -> None:
-    params = {"w": jnp.ones((6, 4))}
-    both = optax.chain(optax.adam(RATE), optax.trace(0.9))
-    for inner, found in [(optax.sgd(RATE), "an unknown kind"), (both, "several kinds")]:
-        tx = go.norms.rotational(inner, {"w": "_ channel"}, learning_rate=RATE, weight_decay=DECAY)
-        with refused(found, "give eta_r"):
-            tx.init(params)
-        go.norms.rotational(inner, {"w": "_ channel"}, learning_rate=RATE, weight_decay=DECAY, eta_r=0.1).init(params)
+    inner, options, says, word = MISTAKES[mistake]
+    params = {"w": jnp.ones((6, 2))}
+    options = {"axes": "_ channel", "eta_r": None, "inner": inner} | options
+    with refused(says, "rotational", word):
+        _rotational(**options).init(params)
+    if "kind" in mistake:
+        _rotational(**options | {"eta_r": 0.1}).init(params)

@@ -12,16 +12,10 @@ from typing import Any
 import pytest
 
 from tests.quick import environment
-from tests.sharded import MESHES, MODELS, OPTIMIZERS, collectives
+from tests.sharded import MESHES, MODELS, OPTIMIZERS
 
 ROOT = Path(__file__).parent.parent
 LIMIT = 240.0  # seconds; five to fifteen on cores that do nothing else
-# What every run of the suite takes; the slow tests take all.
-RUNS: dict[tuple[str, str], tuple[str, ...]] = {
-    ("gpt", "ddc_adamw"): ("dp", "fsdp", "tp"),
-    ("gpt", "ddc_muon_heads"): ("fsdp_tp",),
-}
-
 
 def _programs(out: Path, *arguments: Sequence[str]) -> list[list[dict[str, Any]]]:
     """What `tests.sharded` prints, run with each of these arguments at once; all end when one fails or time is up."""
@@ -47,20 +41,10 @@ def _programs(out: Path, *arguments: Sequence[str]) -> list[list[dict[str, Any]]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "optimizer"), [pytest.param(*run, marks=pytest.mark.slow if "muon" in run[1] else ()) for run in RUNS]
-)
-def test_eight_devices_equal_one(model: str, optimizer: str, tmp_path: Path) -> None:
-    """Everything is asserted there: parameters, losses, shardings, donation, and what crosses devices."""
-    layouts = RUNS[model, optimizer]
-    (lines,) = _programs(tmp_path, [model, optimizer, *layouts])
-    assert tuple(line["layout"] for line in lines) == layouts
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("model", MODELS)
 def test_eight_devices_equal_one_in_every_layout(model: str, optimizer: str, tmp_path: Path) -> None:
+    """Everything is asserted there: parameters, losses, shardings, donation, and what crosses devices."""
     (lines,) = _programs(tmp_path, [model, optimizer, *MESHES])
     assert len(lines) == len(MESHES)
 
@@ -71,11 +55,10 @@ def test_a_quotient_on_an_explicit_mesh_and_resumed_on_another(tmp_path: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("optimizer", "flags"),
-    [("quotient_adamw", ""), ("quotient_adamw", "explicit"), ("quotient_adamw", "explicit linear"),
-     ("quotient_muon", "explicit")],
-)
+@pytest.mark.parametrize(("optimizer", "flags"), [
+    ("quotient_adamw", ""), ("quotient_adamw", "explicit"), ("quotient_adamw", "explicit linear"),
+    ("quotient_muon", "explicit"),
+])
 @pytest.mark.parametrize("model", MODELS)
 def test_a_quotient_in_every_layout(model: str, optimizer: str, flags: str, tmp_path: Path) -> None:
     (lines,) = _programs(tmp_path, [model, optimizer, *MESHES, *(f"--{x}" for x in flags.split())])
@@ -93,13 +76,3 @@ def test_two_processes_equal_one_device(optimizer: str, tmp_path: Path) -> None:
     assert len(first) == 1 and second == []
 
 
-def test_collectives_are_read_off_a_program() -> None:
-    program = """
-      %p = f32[4,8]{1,0} parameter(0), sharding={devices=[8,1]<=[8]}
-      %all-gather.1 = f32[32,8]{1,0} all-gather(%p), channel_id=1, dimensions={0}
-      %all-reduce.3 = (f32[], s32[3,5]{1,0}) all-reduce(%a, %b), channel_id=2, to_apply=%add
-      %ag = (f32[2]{0}, f32[16]{0}) all-gather-start(%c), channel_id=3
-      %done = f32[16]{0} all-gather-done(%ag)
-      ROOT %s = bf16[7]{0} slice(%all-gather.1), metadata={op_name="all-gather(x)"}
-    """
-    assert collectives(program) == [("all-gather", 256), ("all-reduce", 15), ("all-gather", 16)]

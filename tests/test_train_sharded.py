@@ -35,9 +35,8 @@ def _weights(out: Path) -> list[jax.Array]:
     here = SingleDeviceSharding(jax.devices()[0])
     with ocp.CheckpointManager((out / "checkpoints").resolve(), item_handlers=HANDLERS) as manager:
         step = manager.latest_step()
-        shapes = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), manager.item_metadata(step)["state"].tree
-        )
+        shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here)  # noqa: E731
+        shapes = jax.tree.map(shape, manager.item_metadata(step)["state"].tree)
         params, _ = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(shapes)))["state"]
     return jax.tree.leaves(params)
 
@@ -56,8 +55,8 @@ def test_stopped_on_one_mesh_and_resumed_on_another(optimizer: str, tmp_path: Pa
     found, expected = (json.loads((out / "result.json").read_text()) for out in (broken, whole))
     rtol = tolerance("sharded", jnp.float32)
     assert found["steps"] == expected["steps"] == 4
-    np.testing.assert_allclose(found["losses"], expected["losses"], rtol=rtol)
-    np.testing.assert_allclose(found["validation"], expected["validation"], rtol=rtol)
+    for name in ("losses", "validation"):
+        np.testing.assert_allclose(found[name], expected[name], rtol=rtol)
     for a, b in zip(_weights(broken), _weights(whole), strict=True):
         assert np.linalg.norm(a - b) <= rtol * np.linalg.norm(b)
     assert (broken / "loss.png").stat().st_size > 1000

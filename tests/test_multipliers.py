@@ -177,8 +177,12 @@ def test_the_papers_conditions_decay_what_they_say() -> None:
             matrix = path.endswith(("kernel", "embedding"))
             decay = (qk if is_qk else 2e-3) if path.endswith(("rows", "columns")) else 0.1 * matrix
             np.testing.assert_allclose(moved[path], (1.0 - 0.5 * decay) * x, rtol=1e-6, err_msg=f"{which} {path}")
+    with pytest.raises(ValueError, match="no condition 'D'"):
+        multipliers.condition("D", 0.5, gauge)
     with pytest.raises(ValueError, match="nothing is fixed in condition A: leave every out"):
         multipliers.condition("A", 0.5, gauge, every=10)
+    with pytest.raises(ValueError, match="nothing is fixed in condition C: leave held out"):
+        multipliers.condition("C", 0.5, gauge, {"kind": "init"})
 
 
 # Products held ------------------------------------------------------------------------------------------

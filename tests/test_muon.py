@@ -253,7 +253,6 @@ TINY: dict[str, Any] = MAKERS | {
     "ddc_muon, log": lambda gauges: go.ddc_muon(0.05, gauges, radial="log"),
     "ddc_muon, balanced": lambda gauges: go.ddc_muon(0.05, gauges, rest="balanced"),
     "max_norm_muon": lambda gauges: go.max_norm_muon(0.05, gauges, {"a": "_ c", "b": "_ c"}),
-    "max_norm": lambda _: go.norms.max_norm(optax.sgd(0.05), {"a": "_ c", "b": "_ c"}, learning_rate=0.05),
     "hyperball": lambda _: optax.chain(
         optax.scale(-1.0), go.norms.hyperball({"a": "_ c", "b": "_ _"}, learning_rate=0.05)
     ),

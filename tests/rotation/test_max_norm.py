@@ -10,6 +10,7 @@ import pytest
 
 import gauge_optax as go
 from tests.refusals import refused
+from tests.tolerances import tolerance
 from tests.twins import walk
 
 RATE = 0.05
@@ -135,3 +136,17 @@ def test_a_polar_factor_is_muons(layout: str, x64: None) -> None:
 def test_neurons_without_inputs_are_no_matrix() -> None:
     with pytest.raises(ValueError, match="the neurons of 'up' describe no matrix"):
         go.links.scale_by_polar({"up": "neuron other"}).init({"up": jnp.ones((2, 3))})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("size", [1e-12, 1e-30, 1e12])
+def test_the_size_of_gradients_does_not_matter(size: float, dtype: str) -> None:
+    """Over steps, in which a vector has no gradient at all; squares of 1e-30 are no float32."""
+    with jax.enable_x64(dtype == "float64"):
+        weights, gradients = _noise(0, 6, 4) / 3, _noise(1, 5, 6, 4) * np.array([1.0, 1e-3, 0.0, 1.0])
+        one, other = (np.asarray(_run(_max_norm(), weights, c * gradients, dtype), float) for c in (1.0, size))
+        assert np.isfinite(other).all()
+        np.testing.assert_array_equal(other[:, :, 2], other[0, :, 2][None].repeat(6, 0))
+        moved = np.linalg.norm(one - one[0])
+        close = {"bfloat16": 2e-2, "float32": tolerance("twins", "float32"), "float64": 1e-12}[dtype]
+        assert moved > 0.05 and np.linalg.norm(one - other) <= close * moved

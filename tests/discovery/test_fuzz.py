@@ -8,11 +8,10 @@ import gauge_optax as go
 from benchmarks import fuzz
 from tests.discovery.nets import KINDS
 
-QUICK = ("qk_norm", "outlier", "one_interleaved_key", "stack_of_one")
+QUICK = ("outlier", "one_interleaved_key", "stack_of_one")
 ROWS = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in KINDS]
 
 
-@pytest.mark.slow_rows("qk_norm")
 @pytest.mark.parametrize("name", ROWS)
 def test_a_list_is_the_same_for_every_seed(name: str) -> None:
     spec, names = KINDS[name]

@@ -10,9 +10,9 @@ import pytest
 
 import gauge_optax as go
 from gauge_optax.gauges.gauge import Gauge
-from tests.discovery.axes_nets import CASES, decoder, flat, heads, rotary
+from tests.discovery.axes_nets import CASES, decoder, flat, heads
 from tests.discovery.axes_nets import attention as attended
-from tests.discovery.test_layouts import check
+from tests.discovery.test_layouts import check, half
 
 D, H, E = 8, 2, 4
 ADAPTIVE = CASES["adaLN"]
@@ -71,7 +71,7 @@ def test_kernels_by_head_that_the_model_flattens(turns: bool, gated: bool) -> No
     def inner(p: Any, x: Any) -> jax.Array:
         q, k, v = (heads(x @ p[name].reshape(D, -1)) for name in "qkv")
         q, gate = jnp.split(q, 2, -1) if gated else (q, jnp.zeros(()))
-        mixed = attended(*((rotary(y) if turns else y) for y in (q, k)), v)
+        mixed = attended(*((half(y) if turns else y) for y in (q, k)), v)
         return flat(mixed * jax.nn.sigmoid(gate) if gated else mixed) @ p["o"].reshape(-1, D)
 
     shapes = {"embed": (11, D), "head": (D, 11), "q": (D, H, E * (1 + gated)), "k": (D, H, E), "v": (D, H, E)}

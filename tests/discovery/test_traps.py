@@ -69,64 +69,62 @@ def test_statistics_that_must_stay_positive_do() -> None:
 # What batches and gradients do not tell ------------------------------------------------------------
 
 
-def test_rows_that_no_batch_reaches_are_uncovered_and_not_dead() -> None:
+def test_rows_that_no_batch_reaches_are_uncovered_and_not_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     def fn(p: Any, tokens: Any) -> jax.Array:
         return mlp(p["mlp"], p["embed"][tokens])
 
+    batches = [np.array([[0, 1, 2]]), np.array([[2, 3, 3]])]
     params = {"embed": normal(V, D), "mlp": MLP, "unused": normal(4)}
-    got = found(fn, params, [np.array([[0, 1, 2]]), np.array([[2, 3, 3]])])
+    got = found(fn, params, batches)
     assert [(u.path, u.entries, u.of) for u in got.uncovered] == [("embed", (V - 4) * D, V * D)]
     assert got.dead == ("unused",)
     assert "56 of 88 entries of embed" in str(got)
+    monkeypatch.setattr(report, "_DEAD", -1.0)
+    assert not found(fn, params, batches).uncovered
 
 
-def test_what_stands_behind_stop_gradient_is_not_dead() -> None:
-    got = found(gained, {**MLP, "gain": normal(3)})
+def test_what_stands_behind_stop_gradient_is_not_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fn(p: Any, x: Any) -> jax.Array:
+        return mlp(p, x) * jax.lax.stop_gradient(p["gain"])
+
+    got = found(fn, {**MLP, "gain": normal(3)})
     assert not got.dead and any("gain: no gradient" in text for text in got.rejected)
     assert all("gain" not in own.exponents for own in got.held)
+    monkeypatch.setattr(prove.Prover, "change_of_entries", lambda *_: 0.0)
+    assert found(fn, {**MLP, "gain": normal(3)}).dead == ("gain",)
 
 
-def test_a_symmetry_of_gradients_alone_is_rejected() -> None:
+def test_a_symmetry_of_gradients_alone_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     """down is read twice, once behind stop_gradient: gradients see the rescale, values do not keep it."""
-    got = found(penalised, MLP)
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        return mlp(p, x) + jax.lax.stop_gradient(jnp.sum(p["down"]["kernel"] ** 2))
+
+    got = found(fn, MLP)
     assert not got.gauges and any("rescale" in text for text in got.rejected)
+    monkeypatch.setattr(prove.Prover, "changes", lambda self, calls, rng: [0.0] * len(calls))
+    assert found(fn, MLP).gauges == [RELU]
 
 
 def test_eps_is_nearly_with_its_figure() -> None:
-    def fn(p: Any, x: Any) -> jax.Array:
-        y = x @ p["w"]
-        return y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-6) @ p["out"]
+    """What is only nearly so with an eps: the size of the kernel ahead, and no entry of it alone."""
 
-    params = {"w": normal(D, 5), "out": normal(5, 3)}
+    def fn(p: Any, x: Any, eps: float = 1e-6) -> jax.Array:
+        y = x @ p["w"]
+        return y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + eps) @ p["out"]
+
+    params, turn = {"w": normal(D, 5), "out": normal(5, 3)}, go.head_rotation({"w": "_ basis", "out": "basis _"})
     got = found(fn, params)
-    assert [gauge.name for gauge in got.gauges] == ["head_rotation"]  # a norm without a scale
+    assert got.gauges == [turn]
     (almost,) = [own for own in got.nearly if set(own.exponents) == {"w"}]
     assert 1e-9 < almost.change < 1e-4 and almost.gauge.name == "scale_invariant"
     assert not found(fn, params, near=0).nearly
+    exact = check(lambda p, x: fn(p, x, 0.0), params, BATCHES, [go.scale_invariant({"w": "_ _"}), turn], outputs="loss")
+    assert not exact.nearly and not exact.rejected
 
 
-# Guards taken away ---------------------------------------------------------------------------------
-
-
-def gained(p: Any, x: Any) -> jax.Array:
-    return mlp(p, x) * jax.lax.stop_gradient(p["gain"])
-
-
-def penalised(p: Any, x: Any) -> jax.Array:
-    return mlp(p, x) + jax.lax.stop_gradient(jnp.sum(p["down"]["kernel"] ** 2))
-
-
-def test_without_a_finite_move_what_has_no_gradient_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prove.Prover, "change_of_entries", lambda *_: 0.0)
-    assert found(gained, {**MLP, "gain": normal(3)}).dead == ("gain",)
-
-
-def test_without_a_finite_move_gradients_alone_make_a_gauge(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prove.Prover, "changes", lambda self, calls, rng: [0.0] * len(calls))
-    assert found(penalised, MLP).gauges == [RELU]
-
-
-def test_without_lifting_a_cast_hides_the_gauge(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cast_hides_the_gauge_from_a_search_in_its_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`test_lift` shows that it is found."""
     monkeypatch.setattr(report, "in_double", lambda fn, *_: fn)
 
     def fn(p: Any, x: Any) -> jax.Array:
@@ -134,23 +132,6 @@ def test_without_lifting_a_cast_hides_the_gauge(monkeypatch: pytest.MonkeyPatch)
         return inner.astype(x.dtype) @ p["down"]["kernel"]
 
     assert not found(fn, MLP).gauges
-
-
-def test_without_the_second_call_dropout_is_taken_for_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "check_repeatable", lambda one, other: None)
-    calls = itertools.count()
-
-    def fn(p: Any, x: Any) -> jax.Array:
-        return mlp(p, x * np.random.default_rng(next(calls)).integers(2, size=x.shape))
-
-    assert found(fn, MLP).gauges == [RELU]  # of whichever mask each trace drew
-
-
-def test_without_live_rows_alone_uncovered_ones_count_as_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "_DEAD", -1.0)
-    params = {"embed": normal(V, D), "mlp": MLP}
-    got = found(lambda p, t: mlp(p["mlp"], p["embed"][t]), params, [np.array([[0, 1, 2]]), np.array([[2, 3, 3]])])
-    assert not got.uncovered
 
 
 # Outputs ------------------------------------------------------------------------------------------
@@ -234,13 +215,15 @@ def refused(fn: Any, params: Any = MLP, batches: Any = BATCHES, outputs: Any = "
     return text
 
 
-def test_dropout_is_no_function() -> None:
+def test_dropout_is_no_function(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = itertools.count()
 
     def fn(p: Any, x: Any) -> jax.Array:
         return mlp(p, x * np.random.default_rng(next(calls)).integers(2, size=x.shape))
 
     assert "two calls of fn differ" in refused(fn)
+    monkeypatch.setattr(checks, "check_repeatable", lambda one, other: None)
+    assert found(fn, MLP).gauges == [RELU]  # of whichever mask each trace drew
 
 
 def test_a_nan_names_the_operation_and_the_line() -> None:
@@ -248,18 +231,15 @@ def test_a_nan_names_the_operation_and_the_line() -> None:
     assert "outputs that are not finite" in text and "`log`" in text and "test_traps.py" in text
 
 
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        (dict(params={"steps": np.arange(3)}), "no floating-point leaves"),
-        (dict(batches=BATCHES[:1]), "too few batches"),
-        (dict(batches=BATCHES[0]), "batches is one array"),
-        (dict(outputs="probabilities"), "unknown outputs 'probabilities'"),
-        (dict(near=2.0), "bad near 2.0"),
-        (dict(fn=lambda p, x: mlp(p, x).sum(), outputs="logits"), "outputs that are no logits"),
-        (dict(fn=lambda p, x: x.shape[0]), "no floating-point outputs"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "problem"), [
+    (dict(params={"steps": np.arange(3)}), "no floating-point leaves"),
+    (dict(batches=BATCHES[:1]), "too few batches"),
+    (dict(batches=BATCHES[0]), "batches is one array"),
+    (dict(outputs="probabilities"), "unknown outputs 'probabilities'"),
+    (dict(near=2.0), "bad near 2.0"),
+    (dict(fn=lambda p, x: mlp(p, x).sum(), outputs="logits"), "outputs that are no logits"),
+    (dict(fn=lambda p, x: x.shape[0]), "no floating-point outputs"),
+])
 def test_arguments_that_say_nothing(arguments: dict[str, Any], problem: str) -> None:
     assert problem in refused(**{"fn": mlp, **arguments})
 
@@ -271,13 +251,3 @@ def test_the_bar_is_shown_and_can_be_left_out(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().err == ""
 
 
-def test_a_norm_without_eps_holds_exactly() -> None:
-    """What is only nearly so with an eps: the size of the kernel ahead, and no entry of it alone."""
-
-    def fn(p: Any, x: Any) -> jax.Array:
-        y = x @ p["w"]
-        return y / jnp.linalg.norm(y, axis=-1, keepdims=True) @ p["out"]
-
-    hand = [go.scale_invariant({"w": "_ _"}), go.head_rotation({"w": "_ basis", "out": "basis _"})]
-    report_ = check(fn, {"w": normal(D, 5), "out": normal(5, 3)}, BATCHES, hand, outputs="loss")
-    assert not report_.nearly and not report_.rejected

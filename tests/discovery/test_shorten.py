@@ -14,8 +14,9 @@ from gauge_optax.discovery import shrink
 from gauge_optax.discovery.shorten import Refused, shorter
 from gauge_optax.discovery.trace import Trace
 from models import lm
+from tests.discovery.axes_nets import norm
 from tests.discovery.nets import FORMS
-from tests.discovery.test_layouts import half, interleaved, norm
+from tests.discovery.test_layouts import half, interleaved
 
 D, F, HEADS, SIZE, ROWS, TOKENS = 12, 20, 3, 8, 23, 5
 

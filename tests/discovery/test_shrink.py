@@ -15,8 +15,9 @@ from gauge_optax.discovery import shrink, sketch, write
 from gauge_optax.discovery.shrink import Small
 from gauge_optax.discovery.views import Atom, Window
 from models import lm
+from tests.discovery.axes_nets import norm
 from tests.discovery.nets import FORMS, Net
-from tests.discovery.test_layouts import HEADS, KEYS, fused, fused_params, half, interleaved, norm
+from tests.discovery.test_layouts import HEADS, KEYS, fused, fused_params, half, interleaved
 
 SIZES: dict[str, Any] = dict(vocab=59, d_model=24, layers=2, heads=16, d_head=16, d_ff=40, max_len=6)
 NETS: dict[str, Callable[[], Net]] = {

@@ -203,10 +203,6 @@ def standardized(p: Any, x: Any) -> jax.Array:
     return jax.nn.relu(x @ w) @ p["head"]
 
 
-def adapted(p: Any, x: Any) -> jax.Array:
-    return jax.nn.relu(x @ p["w"] + (x @ p["a"]) @ p["b"]) @ p["head"]
-
-
 def mixed(p: Any, x: Any) -> jax.Array:
     """MLP-Mixer: a kernel that contracts time."""
     y = jnp.swapaxes(norm(x), 1, 2)
@@ -274,7 +270,6 @@ ATTENTION = dict.fromkeys("qkv", (D, H * E)) | {"o": (H * E, D)}
 MATRIX = "_ neuron"
 MOE = {"router": (D, N), "up": (N, D, F), "down": (N, F, D)}
 OF_MOE = {"router": MATRIX, "up": "expert _ neuron", "down": "expert _ neuron"}
-LORA = ({"w": (D, F), "a": (D, 3), "b": (3, F), "head": (F, V)}, features, dict.fromkeys("wab", MATRIX) | HEAD)
 
 
 def of_decoder(
@@ -352,7 +347,6 @@ CASES: Mapping[str, Case] = {
                                       {"in": MATRIX, "out": MATRIX}),
     "weight standardization": Case(standardized, {"w": (D, F), "gain": (F,), "head": (F, V)}, features,
                                    {"w": MATRIX, **HEAD}),
-    "LoRA": Case(adapted, *LORA),
     "mixer": Case(mixed, {"time_up": (T, F), "time_down": (F, T), "up": (D, F), "down": (F, D), "head": (D, 5)},
                   features, {**dict.fromkeys(("time_up", "time_down", "up", "down"), MATRIX), **HEAD}),
     "learned query": Case(probed, {"probe": (D,), **dict.fromkeys("qkvo", (D, D)), "head": (D, 5)}, features,
@@ -360,7 +354,8 @@ CASES: Mapping[str, Case] = {
     "several tokens": Case(several_tokens, {"embed": (V, D), "up": (D, D), "heads": (N, D, V)}, tokens,
                            {"up": MATRIX, "heads": "head _ token"}, TABLE),
     "one-hot table": Case(one_hot_table, {**EMBED, "up": (D, D)}, tokens, {"up": MATRIX, **HEAD}, TABLE),
-    "merged LoRA": Case(merged, *LORA),
+    "merged LoRA": Case(merged, {"w": (D, F), "a": (D, 3), "b": (3, F), "head": (F, V)}, features,
+                        dict.fromkeys("wab", MATRIX) | HEAD),
     "kernels side by side": Case(joined, {"up": (D, F), "gate": (D, F), "down": (F, D), "skip": (D, D)}, features,
                                  dict.fromkeys(("up", "gate", "down", "skip"), MATRIX), outputs="loss"),
     "latents": Case(latents, {"latents": (N, D), **dict.fromkeys("qkv", (D, D)), "head": (D, 5)}, features,

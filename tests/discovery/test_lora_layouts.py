@@ -160,12 +160,8 @@ JAX_PAIR = {"lora_a": A.T, "lora_b": B.T}
 BETWEEN: dict[str, tuple[Tree, str]] = {
     "adalora, names with dots": (
         {f"m.q.lora_{x}.default": v for x, v in (("A", A), ("B", B), ("E", drawn(2, 3, 1)))}, "m.q.lora_E.default"),
-    "lora-xs": (
-        peft(A, B, default_lora_latent_mapping={"weight": drawn(2, 3, 3)}), "default_lora_latent_mapping/weight"),
     "mixer in one row": (peft(A, B, lora_xs={"default": drawn(2, 9)}), "lora_xs/default"),
     "vera": ({"A": A, "B": B, "vera_lambda_d": drawn(2, 3), "vera_lambda_b": drawn(3, 6)}, "vera_lambda_d"),
-    "kasa": (peft(A, B, lora_diag={"default": drawn(2, 3)}), "lora_diag/default"),
-    "gate": ({"w_lora_a": A.T, "w_lora_b": B.T, "gate": drawn(2, 3)}, "gate"),
     "gate of several tasks": (JAX_PAIR | {"task_gate": drawn(2, 4, 3)}, "task_gate"),
     "norm": (
         {"adapter": {"lora_a": {"kernel": A.T}, "norm": {"scale": drawn(2, 3)}, "lora_b": {"kernel": B.T}}},

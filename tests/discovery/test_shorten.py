@@ -186,5 +186,3 @@ def test_a_function_that_differs_between_calls_is_still_seen(monkeypatch: pytest
     params = drawn(up=(48, 64), down=(64, 48))
     with pytest.raises(ValueError, match="two calls of fn differ"):
         go.discover(fn, params, list(np.random.default_rng(0).normal(size=(2, 7, 48))), "loss", progress=False)
-
-

@@ -12,6 +12,7 @@ import gauge_optax as go
 from gauge_optax.discovery import checks, prove, report, sketch
 from gauge_optax.discovery.report import Report
 from tests import refusals
+from tests.discovery.axes_nets import attention, flat
 from tests.discovery.test_layouts import D, V, check
 
 RNG = np.random.default_rng(0)
@@ -22,8 +23,8 @@ def normal(*shape: int) -> np.ndarray:
     return RNG.normal(size=shape).astype(np.float32)
 
 
-def mlp(p: Any, x: Any) -> jax.Array:
-    return jax.nn.relu(x @ p["up"]["kernel"] + p["up"]["bias"]) @ p["down"]["kernel"]
+def mlp(p: Any, x: Any, act: Any = jax.nn.relu) -> jax.Array:
+    return act(x @ p["up"]["kernel"] + p["up"]["bias"]) @ p["down"]["kernel"]
 
 
 MLP = {"up": {"kernel": normal(D, 5), "bias": normal(5)}, "down": {"kernel": normal(5, 3)}}
@@ -71,10 +72,7 @@ def test_statistics_that_must_stay_positive_do() -> None:
 
 
 def test_rows_that_no_batch_reaches_are_uncovered_and_not_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fn(p: Any, tokens: Any) -> jax.Array:
-        return mlp(p["mlp"], p["embed"][tokens])
-
-    batches = [np.array([[0, 1, 2]]), np.array([[2, 3, 3]])]
+    fn, batches = lambda p, tokens: mlp(p["mlp"], p["embed"][tokens]), [np.array([[0, 1, 2]]), np.array([[2, 3, 3]])]
     params = {"embed": normal(V, D), "mlp": MLP, "unused": normal(4)}
     got = found(fn, params, batches)
     assert [(u.path, u.entries, u.of) for u in got.uncovered] == [("embed", (V - 4) * D, V * D)]
@@ -127,12 +125,8 @@ def test_eps_is_nearly_with_its_figure() -> None:
 def test_a_cast_hides_the_gauge_from_a_search_in_its_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     """`test_lift` shows that it is found."""
     monkeypatch.setattr(report, "in_double", lambda fn, *_: fn)
-
-    def fn(p: Any, x: Any) -> jax.Array:
-        inner = jax.nn.relu(x @ p["up"]["kernel"] + p["up"]["bias"]).astype(jnp.bfloat16)
-        return inner.astype(x.dtype) @ p["down"]["kernel"]
-
-    assert not found(fn, MLP).gauges
+    rounded = lambda h: jax.nn.relu(h).astype(jnp.bfloat16).astype(h.dtype)  # noqa: E731
+    assert not found(lambda p, x: mlp(p, x, rounded), MLP).gauges
 
 
 # Outputs ------------------------------------------------------------------------------------------
@@ -144,43 +138,32 @@ def test_logits_hide_their_shift_unless_they_are_called_logits() -> None:
     def fn(p: Any, x: Any) -> jax.Array:
         return x @ p["head"] + p["bias"]
 
-    shift = go.logit_shift({"head": "_ vocab", "bias": "vocab"})
-    check(fn, params, BATCHES, [shift], outputs="logits")
+    check(fn, params, BATCHES, [go.logit_shift({"head": "_ vocab", "bias": "vocab"})], outputs="logits")
     assert not found(fn, params, outputs="logprobs").gauges
-    capped = found(lambda p, x: 3.0 * jnp.tanh(fn(p, x) / 3.0), params, outputs="logits")
-    assert not capped.gauges
+    assert not found(lambda p, x: 3.0 * jnp.tanh(fn(p, x) / 3.0), params, outputs="logits").gauges
 
 
 def test_a_scalar_loss_tells_as_much_from_more_points() -> None:
-    def fn(p: Any, x: Any) -> jax.Array:
-        return -jnp.mean(jax.nn.log_softmax(mlp(p, x))[:, 0])
-
-    check(fn, MLP, BATCHES, [RELU, go.logit_shift({"down/kernel": "_ vocab"})], outputs="loss")
+    loss = lambda p, x: -jnp.mean(jax.nn.log_softmax(mlp(p, x))[:, 0])  # noqa: E731
+    check(loss, MLP, BATCHES, [RELU, go.logit_shift({"down/kernel": "_ vocab"})], outputs="loss")
 
 
 # Nets without symmetries, and layers that differ ---------------------------------------------------
 
 
-def attention(p: Any, x: Any, heads: int = 2, order: Any = (0, 1)) -> jax.Array:
-    q, k, v = (jnp.einsum("td,dhe->the", x, p[name]) for name in ("q", "k", "v"))
-    scores = jax.nn.softmax(jnp.einsum("the,she->hts", q, jnp.tanh(k)))
-    return jnp.einsum("hts,she->the", scores, v)[:, np.array(order)].reshape(len(x), -1) @ p["o"]
-
-
 def test_a_net_without_symmetries_has_no_gauge() -> None:
-    params = {"up": {"kernel": normal(D, 5), "bias": normal(5)}, "down": {"kernel": normal(5, 3)}}
-
-    def fn(p: Any, x: Any) -> jax.Array:
-        return jnp.sin(jax.nn.gelu(x @ p["up"]["kernel"] + p["up"]["bias"]) @ p["down"]["kernel"])
-
-    got = found(fn, params)
+    got = found(lambda p, x: jnp.sin(mlp(p, x, jax.nn.gelu)), MLP)
     assert not got.gauges and not got.ungauged and not got.nearly and got.code() == "[\n]"
 
 
 def test_heads_in_another_order_share_no_basis() -> None:
-    params = {name: normal(D, 2, 3) for name in ("q", "k", "v")} | {"o": normal(6, 4)}
-    assert [own.gauge.name for own in found(attention, params).held] == ["head_linear"]
-    mixed = found(lambda p, x: attention({**p, "v": p["v"].transpose(0, 2, 1).reshape(D, 2, 3)}, x), params)
+    def fn(p: Any, x: Any) -> jax.Array:
+        q, k, v = (jnp.einsum("td,dhe->the", x, p[name])[None] for name in "qkv")
+        return flat(attention(q, jnp.tanh(k), v)) @ p["o"]
+
+    params = {name: normal(D, 2, 3) for name in "qkv"} | {"o": normal(6, 4)}
+    assert [own.gauge.name for own in found(fn, params).held] == ["head_linear"]
+    mixed = found(lambda p, x: fn({**p, "v": p["v"].transpose(0, 2, 1).reshape(D, 2, 3)}, x), params)
     (held,) = mixed.held  # the sizes of the two leaves as wholes
     assert held.gauge.name == "rescale" and set(held.exponents) == {"v", "o"} and "v': '_ _ _'" in repr(held.gauge)
 
@@ -201,8 +184,7 @@ def test_a_capture_matches_the_layers_that_have_the_symmetry_and_no_others() -> 
 
 def test_integers_keys_and_missing_leaves_stay_what_they_are() -> None:
     params = {**MLP, "steps": np.int32(3), "absent": None, "mask": np.array([True, False, True])}
-    got = found(lambda p, x: mlp(p, x) * p["mask"] * p["steps"], params)
-    assert got.gauges == [RELU]
+    assert found(lambda p, x: mlp(p, x) * p["mask"] * p["steps"], params).gauges == [RELU]
 
 
 # What is refused -----------------------------------------------------------------------------------
@@ -246,5 +228,3 @@ def test_the_bar_is_shown_and_can_be_left_out(capsys: pytest.CaptureFixture[str]
     assert "discover" in capsys.readouterr().err
     assert str(found(mlp, MLP)) == str(found(mlp, MLP)), "a seed gives one report"
     assert capsys.readouterr().err == ""
-
-

@@ -107,14 +107,6 @@ def gathered_experts(p: Any, x: jax.Array) -> jax.Array:
     return jnp.einsum("btf,btfd->btd", units, p["down"][which])
 
 
-def dispatched_experts(p: Any, x: jax.Array) -> jax.Array:
-    """Tokens are sent to their expert by a mask."""
-    mask = jax.nn.one_hot(jnp.argmax(x @ p["router"], -1), N)
-    sent = jnp.einsum("btn,btd->nbtd", mask, x)
-    units = jax.nn.relu(jnp.einsum("nbtd,ndf->nbtf", sent, p["up"]))
-    return jnp.einsum("btn,nbtd->btd", mask, jnp.einsum("nbtf,nfd->nbtd", units, p["down"]))
-
-
 def ragged_experts(p: Any, x: jax.Array) -> jax.Array:
     rows = x.reshape(-1, D)
     which = jnp.argmax(rows @ p["router"], -1)
@@ -196,32 +188,6 @@ def shifted(p: Any, x: jax.Array) -> jax.Array:
     return jax.nn.silu(y) @ p["out"]
 
 
-def standardized(p: Any, x: Any) -> jax.Array:
-    """Kernels without mean and size, times a gain."""
-    w = p["w"] - jnp.mean(p["w"], 0, keepdims=True)
-    w = w / jnp.linalg.norm(w, axis=0, keepdims=True) * p["gain"]
-    return jax.nn.relu(x @ w) @ p["head"]
-
-
-def mixed(p: Any, x: Any) -> jax.Array:
-    """MLP-Mixer: a kernel that contracts time."""
-    y = jnp.swapaxes(norm(x), 1, 2)
-    x = x + jnp.swapaxes(jax.nn.gelu(y @ p["time_up"]) @ p["time_down"], 1, 2)
-    x = x + jax.nn.gelu(norm(x) @ p["up"]) @ p["down"]
-    return jnp.mean(x, 1) @ p["head"]
-
-
-def probed(p: Any, x: Any) -> jax.Array:
-    """A learned query pools."""
-    q = jnp.broadcast_to((p["probe"] @ p["q"])[None, None], (2, 1, D))
-    return (flat(attention(*(heads(y) for y in (q, x @ p["k"], x @ p["v"])))) @ p["o"])[:, 0] @ p["head"]
-
-
-def several_tokens(p: Any, t: Any) -> jax.Array:
-    """Three next tokens at once."""
-    return jnp.einsum("btd,ndv->btnv", jax.nn.relu(p["embed"][t] @ p["up"]), p["heads"])
-
-
 def one_hot_table(p: Any, t: Any) -> jax.Array:
     x = jax.nn.one_hot(t, V, dtype=p["embed"].dtype) @ p["embed"]
     return jax.nn.relu(x @ p["up"]) @ p["head"]
@@ -243,23 +209,6 @@ def latents(p: Any, x: Any) -> jax.Array:
     own = jnp.broadcast_to(p["latents"], (2, *p["latents"].shape))
     y = own + jax.nn.softmax(own @ p["q"] @ jnp.swapaxes(x @ p["k"], 1, 2)) @ (x @ p["v"])
     return jnp.mean(jax.nn.relu(y), 1) @ p["head"]
-
-
-def state_space(p: Any, t: Any) -> jax.Array:
-    """Mamba's layer: a scan whose matrices depend on the inputs."""
-    x = p["embed"][t]
-    u, gate = jnp.split(x @ p["in"], 2, -1)
-    step, b, c = jnp.split(u @ p["select"], [1, 1 + E], -1)
-    decay = jnp.exp(jax.nn.softplus(step)[..., None] * -jnp.exp(p["decay"]))
-
-    def move(h: jax.Array, own: Any) -> Any:
-        h = own[0] * h + own[1]
-        return h, h
-
-    driven = b[:, :, None] * u[..., None]
-    _, h = jax.lax.scan(move, jnp.zeros((2, F, E), u.dtype), (jnp.swapaxes(decay, 0, 1), jnp.swapaxes(driven, 0, 1)))
-    y = jnp.einsum("tbfe,bte->btf", h, c) + u * p["through"]
-    return (x + (y * jax.nn.silu(gate)) @ p["out"]) @ p["head"]
 
 
 def block_diagonal(p: Any, x: jax.Array) -> jax.Array:
@@ -320,7 +269,6 @@ CASES: Mapping[str, Case] = {
         "qkv": ("_ neuron=0:4+12:16", "_ neuron=4:8+16:20", "_ neuron=8:12+20:24"), "o": MATRIX}),
     "experts": of_decoder(experts, MOE | {"gate": (N, D, F)}, OF_MOE | {"gate": "expert _ neuron"}),
     "gathered experts": of_decoder(gathered_experts, MOE, OF_MOE),
-    "dispatched experts": of_decoder(dispatched_experts, MOE, OF_MOE),
     "ragged experts": of_decoder(ragged_experts, MOE, OF_MOE),
     "adaLN": Case(
         modulated, {"patches": (D, D), "modulation": (D, 3 * D), "bias": (3 * D,), "up": (D, F), "down": (F, D)},
@@ -345,14 +293,6 @@ CASES: Mapping[str, Case] = {
         {"conv": "neuron _ _ _", "head": "token _"}),
     "depthwise by shifts": of_decoder(shifted, {"in": (D, F), "taps": (3, F), "out": (F, D)},
                                       {"in": MATRIX, "out": MATRIX}),
-    "weight standardization": Case(standardized, {"w": (D, F), "gain": (F,), "head": (F, V)}, features,
-                                   {"w": MATRIX, **HEAD}),
-    "mixer": Case(mixed, {"time_up": (T, F), "time_down": (F, T), "up": (D, F), "down": (F, D), "head": (D, 5)},
-                  features, {**dict.fromkeys(("time_up", "time_down", "up", "down"), MATRIX), **HEAD}),
-    "learned query": Case(probed, {"probe": (D,), **dict.fromkeys("qkvo", (D, D)), "head": (D, 5)}, features,
-                          {**dict.fromkeys("qkvo", MATRIX), **HEAD}),
-    "several tokens": Case(several_tokens, {"embed": (V, D), "up": (D, D), "heads": (N, D, V)}, tokens,
-                           {"up": MATRIX, "heads": "head _ token"}, TABLE),
     "one-hot table": Case(one_hot_table, {**EMBED, "up": (D, D)}, tokens, {"up": MATRIX, **HEAD}, TABLE),
     "merged LoRA": Case(merged, {"w": (D, F), "a": (D, 3), "b": (3, F), "head": (F, V)}, features,
                         dict.fromkeys("wab", MATRIX) | HEAD),
@@ -360,10 +300,5 @@ CASES: Mapping[str, Case] = {
                                  dict.fromkeys(("up", "gate", "down", "skip"), MATRIX), outputs="loss"),
     "latents": Case(latents, {"latents": (N, D), **dict.fromkeys("qkv", (D, D)), "head": (D, 5)}, features,
                     {**dict.fromkeys("qkv", MATRIX), **HEAD}, {"latents": "token _"}),
-    "state space": Case(
-        state_space,
-        {**EMBED, "in": (D, 2 * F), "select": (F, 2 * E + 1), "decay": (F, E), "through": (F,), "out": (F, D)}, tokens,
-        {"in": ("_ neuron=0:12", "_ neuron=12:24"), "select": ("_ neuron=0:1", "_ neuron=1:5", "_ neuron=5:9"),
-         "out": MATRIX, **HEAD}, TABLE),
     "block-diagonal": of_decoder(block_diagonal, {"w": (H, E, E)}, {"w": "expert _ neuron"}),
 }

@@ -1,4 +1,4 @@
-"""Functions whose gauges are known: `models.lm` under every switch, unrolled and scanned, and as a Linen module."""
+"""Functions whose gauges are known: `models.lm` under every switch, unrolled and scanned."""
 
 import dataclasses
 import re
@@ -23,6 +23,12 @@ class Net(NamedTuple):
     params: Any
     batches: list[np.ndarray]
     gauges: Callable[[bool], list[Gauge]]
+
+
+def near(params: Any, seed: int) -> Any:
+    """A float64 point that discovery has not seen."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: np.asarray(x, np.float64) + 0.3 * rng.standard_normal(np.shape(x)), params)
 
 
 def _config(norm: str, mlp: str, kv_heads: int, **switches: Any) -> lm.LMConfig:
@@ -96,15 +102,6 @@ def _stacked(gauge: Any) -> Gauge:
     return getattr(go, gauge.name)(*roles.values(), **options, sizes=dict(gauge.sizes) or None)
 
 
-def linen(config: lm.LMConfig) -> Net:
-    """The same as a Linen module, its parameters a Linen collection."""
-    model = nnx.bridge.to_linen(lm.LM, config)
-    variables = model.init(jax.random.key(0), _batches(config)[0])
-    rest = {name: x for name, x in variables.items() if name != "params"}
-    return Net(lambda p, tokens: model.apply({"params": p, **rest}, tokens), variables["params"], _batches(config),
-               lambda linear: lm.whole_gauges(config, linear))
-
-
 _LLAMA = Spec(
     layers=2, width=8, heads=2, kv_heads=1, head=4, hidden=7, norm="rms", scale="plain", norm_bias=False, eps=1e-6,
     place="before", qk_norm="none", bias="none", position="half", mlp="swiglu", gated_heads=False, layout="heads",
@@ -133,4 +130,4 @@ _SWITCHES: Mapping[str, tuple[dict[str, Any], dict[str, int]]] = {
     "no_scale": (_CENTRED | dict(scale="none"), _without("norm_scale") | _SHIFTS),
 }
 KINDS = {name: (dataclasses.replace(_LLAMA, **switches), gauges) for name, (switches, gauges) in _SWITCHES.items()}
-FORMS: Mapping[str, Callable[[lm.LMConfig], Net]] = {"unrolled": unrolled, "scanned": scanned, "linen": linen}
+FORMS: Mapping[str, Callable[[lm.LMConfig], Net]] = {"unrolled": unrolled, "scanned": scanned}

@@ -150,10 +150,10 @@ def test_a_certificate_is_made_on_three_layers(monkeypatch: pytest.MonkeyPatch) 
 def test_layers_that_are_numbered_keys_are_found(search: Search, whole: reports.Report) -> None:
     short, blocks = search(forward, params([f"layer_{k}" for k in range(1, LAYERS + 1)]), large=True)
     assert blocks == [3]
-    gauges = "\n".join(map(repr, short.whole)).replace("blocks/layer_{i}/", "blocks/{i}/")
+    gauges = "\n\n".join(map(repr, short.whole)).replace("blocks/layer_{i}/", "blocks/{i}/")
     for k in range(LAYERS):
         gauges = gauges.replace(f"blocks/layer_{k + 1}/", f"blocks/{k}/")
-    assert sorted(gauges.split("\n")) == sorted(map(repr, whole.whole))
+    assert sorted(gauges.split("\n\n")) == sorted(map(repr, whole.whole))
 
 
 def test_what_does_not_hold_of_all_layers_is_searched_on_all(search: Search) -> None:

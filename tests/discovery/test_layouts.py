@@ -13,7 +13,7 @@ import gauge_optax as go
 from gauge_optax.discovery.report import Report
 from gauge_optax.gauges.gauge import Gauge
 from tests.discovery.axes_nets import MOE, attention, convolve, experts, flat, heads, norm
-from tests.discovery.test_discover import near
+from tests.discovery.nets import near
 from tests.oracles import orbit, outside
 
 D, HEADS, KEYS, F, V, T = 8, 4, 2, 10, 11, 6

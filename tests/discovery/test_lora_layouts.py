@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.traverse_util import unflatten_dict
 
 import gauge_optax as go
 from gauge_optax.binding import leaves_by_path
@@ -225,10 +226,7 @@ def test_the_remedy_can_be_typed_and_is_right(x64: None, leaf: str) -> None:
 def test_experts_without_a_word_are_refused(module: str, nested: bool) -> None:
     a, b = factors(EXPERTS["experts"])
     params: Tree = {f"{module}.lora_A.default.weight": a, f"{module}.lora_B.default.weight": b}
-    if nested:
-        params = peft(a, b)
-        for name in reversed(module.split(".")):
-            params = {name: params}
+    params = unflatten_dict(params, sep=".") if nested else params
     said = f"axes={{'{module.replace('.', '/')}': ('(expert basis) _', '_ (basis expert)')}}"
     text = text_of(params, "may hold the factors of all experts", said)
     one, several = (re.search(rf"{at}, axes=(\{{.*?\}})[;,]", text) for at in ("for one adapter", "experts"))

@@ -11,14 +11,14 @@ import pytest
 
 import gauge_optax as go
 from models import lm
-from tests.discovery.nets import CONFIGS, scanned, unrolled
-from tests.discovery.test_discover import near
+from tests.discovery.nets import CONFIGS, near, scanned, unrolled
 
 LLAMA = CONFIGS["llama"]
 
 
 def llama() -> object:
     return jax.tree.map(lambda x: np.asarray(x, np.float32), near(unrolled(LLAMA).params, 1))
+
 
 def test_an_optimizer_leaf_by_leaf() -> None:
     params, gauges = llama(), lm.gauges(LLAMA)

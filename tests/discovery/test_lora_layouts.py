@@ -79,19 +79,6 @@ def qwix_dora(p: Tree) -> jax.Array:
     return X @ (p["w_dora_m"] * weight / jnp.linalg.norm(weight, axis=0))
 
 
-def embedded(p: Tree) -> jax.Array:
-    """As PEFT looks up ids, A (rank, vocab) and B (dim, rank)."""
-    return p["lora_embedding_A"]["default"].T[IDS] @ p["lora_embedding_B"]["default"].T
-
-
-def loha(p: Tree) -> jax.Array:
-    return (p["hada_w1_a"] @ p["hada_w1_b"]) * (p["hada_w2_a"] @ p["hada_w2_b"])
-
-
-def two_adapters(p: Tree) -> jax.Array:
-    return jnp.stack([p["lora_B"][k]["weight"] @ p["lora_A"][k]["weight"] for k in ("default", "other")])
-
-
 def biased(p: Tree) -> jax.Array:
     a, b = p["lora_A"]["default"], p["lora_B"]["default"]
     return (X @ a["weight"].T + a["bias"]) @ b["weight"].T + b["bias"]
@@ -106,17 +93,18 @@ BOUND: dict[str, tuple[Tree, Callable[[Tree], jax.Array], int]] = {
         {"w": KERNEL.T, "w_lora_a": drawn(0, 8, 3), "w_lora_b": drawn(1, 3, 6), "w_dora_m": drawn(2, 6)}, qwix_dora, 9),
     "embedding, rank is the vocabulary": (
         {"lora_embedding_A": {"default": drawn(0, 20, 20)}, "lora_embedding_B": {"default": drawn(1, 20, 20)}},
-        embedded, 400),
+        lambda p: p["lora_embedding_A"]["default"].T[IDS] @ p["lora_embedding_B"]["default"].T, 400),
     "embedding, flax": (
         {"lora_embedding_a": drawn(0, 20, 3), "lora_embedding_b": drawn(1, 3, 8), "embedding": drawn(2, 20, 8)},
         lambda p: (p["lora_embedding_a"] @ p["lora_embedding_b"])[IDS], 9),
-    "loha": (LOHA, loha, 18),
+    "loha": (LOHA, lambda p: (p["hada_w1_a"] @ p["hada_w1_b"]) * (p["hada_w2_a"] @ p["hada_w2_b"]), 18),
     "lokr": (
         {"lokr_w1": drawn(0, 2, 2), "lokr_w2_a": drawn(1, 6, 2), "lokr_w2_b": drawn(2, 2, 4)},
         lambda p: jnp.kron(p["lokr_w1"], p["lokr_w2_a"] @ p["lokr_w2_b"]), 4),
     "two adapters": (
         {"lora_A": {"default": {"weight": drawn(0, 3, 8)}, "other": {"weight": drawn(1, 2, 8)}},
-         "lora_B": {"default": {"weight": drawn(2, 6, 3)}, "other": {"weight": drawn(3, 6, 2)}}}, two_adapters, 13),
+         "lora_B": {"default": {"weight": drawn(2, 6, 3)}, "other": {"weight": drawn(3, 6, 2)}}},
+        lambda p: jnp.stack([p["lora_B"][k]["weight"] @ p["lora_A"][k]["weight"] for k in p["lora_A"]]), 13),
     "biases of A and of B, outputs as many as ranks": (
         {"lora_A": {"default": {"weight": drawn(0, 3, 8), "bias": drawn(1, 3)}},
          "lora_B": {"default": {"weight": drawn(2, 3, 3), "bias": drawn(3, 3)}}}, biased, 9),

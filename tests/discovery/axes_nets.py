@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import unflatten_dict
 
 from models import latent
 
@@ -69,29 +70,15 @@ def plain(p: Any, x: jax.Array) -> jax.Array:
     return flat(attention(*(heads(x @ p[name]) for name in "qkv"))) @ p["o"]
 
 
-def contiguous(p: Any, x: jax.Array) -> jax.Array:
-    return flat(attention(*(heads(y) for y in jnp.split(x @ p["qkv"], 3, -1)))) @ p["o"]
-
-
 def unequal(p: Any, x: jax.Array) -> jax.Array:
-    """Grouped queries: one key-value head, repeated."""
-    q, k, v = jnp.split(x @ p["qkv"] + p["bias"], [H * E, (H + 1) * E], -1)
+    """Grouped queries, one key-value head that is repeated; outputs come first."""
+    q, k, v = jnp.split(x @ p["qkv"].T + p["bias"], [H * E, (H + 1) * E], -1)
     k, v = (jnp.repeat(heads(y, 1), H, 2) for y in (k, v))
     return flat(attention(heads(q), k, v)) @ p["o"]
 
 
-def reshaped_groups(p: Any, x: jax.Array) -> jax.Array:
-    """Grouped queries by a reshape of the queries."""
-    q = jnp.einsum("btd,dhe->bthe", x, p["q"]).reshape(2, T, 1, H, E)
-    k, v = (jnp.einsum("btd,dke->btke", x, p[name]) for name in "kv")
-    scores = jax.nn.softmax(jnp.einsum("btkge,bske->bkgts", q, k))
-    mixed = jnp.einsum("bkgts,bske->btkge", scores, v).reshape(2, T, H, E)
-    return jnp.einsum("bthe,hed->btd", mixed, p["o"])
-
-
 def by_index(p: Any, x: jax.Array) -> jax.Array:
-    q, k, v = (jnp.einsum("btd,dhe->bthe", x, p["qkv"][:, n]) for n in range(3))
-    return flat(attention(q, k, v)) @ p["o"]
+    return flat(attention(*(jnp.einsum("btd,hde->bthe", x, p["qkv"][n]) for n in range(3)))) @ p["o"]
 
 
 def unstacked(p: Any, x: jax.Array) -> jax.Array:
@@ -105,30 +92,6 @@ def interleaved(p: Any, x: jax.Array) -> jax.Array:
     return flat(attention(*jnp.split(heads(x @ p["qkv"]), 3, -1))) @ p["o"]
 
 
-def gated_query(p: Any, x: jax.Array) -> jax.Array:
-    q, gate = jnp.split(jnp.einsum("btd,dhe->bthe", x, p["q_gate"]), 2, -1)
-    k, v = (heads(x @ p[name]) for name in "kv")
-    return flat(attention(q, k, v) * jax.nn.sigmoid(gate)) @ p["o"]
-
-
-def rotary(x: jax.Array, share: float = 1.0) -> jax.Array:
-    part, rest = jnp.split(x, [int(share * x.shape[-1])], -1)
-    angle = jnp.arange(x.shape[1])[:, None, None] * 10.0 ** -jnp.arange(part.shape[-1] // 2)
-    u, v = jnp.split(part, 2, -1)
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    return jnp.concatenate([u * cos - v * sin, v * cos + u * sin, rest], -1)
-
-
-def partly_rotary(p: Any, x: jax.Array) -> jax.Array:
-    q, k, v = (jnp.einsum("btd,dhe->bthe", x, p[name]) for name in "qkv")
-    return flat(attention(rotary(q, 0.5), rotary(k, 0.5), v)) @ p["o"]
-
-
-def gated(p: Any, x: jax.Array) -> jax.Array:
-    gate, up = jnp.split(x @ p["gate_up"], 2, -1)
-    return (jax.nn.silu(gate) * up) @ p["down"]
-
-
 def experts(p: Any, x: jax.Array) -> jax.Array:
     """The two best of some experts, weighed; all of them run."""
     best, which = jax.lax.top_k(jax.nn.softmax(x @ p["router"]), 2)
@@ -137,25 +100,11 @@ def experts(p: Any, x: jax.Array) -> jax.Array:
     return jnp.einsum("btn,btnf,nfd->btd", weights, units, p["down"])
 
 
-def soft_experts(p: Any, x: jax.Array) -> jax.Array:
-    weights = jax.nn.softmax(x @ p["router"])
-    units = jax.nn.relu(jnp.einsum("btd,ndf->btnf", x, p["up"]))
-    return jnp.einsum("btn,btnd->btd", weights, jnp.einsum("btnf,nfd->btnd", units, p["down"]))
-
-
 def gathered_experts(p: Any, x: jax.Array) -> jax.Array:
     """Each token's kernels by index."""
     which = jnp.argmax(x @ p["router"], -1)
     units = jax.nn.relu(jnp.einsum("btd,btdf->btf", x, p["up"][which]))
     return jnp.einsum("btf,btfd->btd", units, p["down"][which])
-
-
-def dispatched_experts(p: Any, x: jax.Array) -> jax.Array:
-    """Tokens are sent to their expert by a mask."""
-    mask = jax.nn.one_hot(jnp.argmax(x @ p["router"], -1), N)
-    sent = jnp.einsum("btn,btd->nbtd", mask, x)
-    units = jax.nn.relu(jnp.einsum("nbtd,ndf->nbtf", sent, p["up"]))
-    return jnp.einsum("btn,nbtd->btd", mask, jnp.einsum("nbtf,nfd->nbtd", units, p["down"]))
 
 
 def ragged_experts(p: Any, x: jax.Array) -> jax.Array:
@@ -176,17 +125,6 @@ def modulated(p: Any, batch: Any) -> jax.Array:
     return x + gate[:, None] * (jax.nn.gelu(y @ p["up"]) @ p["down"])
 
 
-def translator(p: Any, batch: Any) -> jax.Array:
-    """An encoder and a decoder with one tied table, positions, and attention across."""
-    source, target = batch
-    x = p["embed"][source] + p["positions"][:T]
-    x = x + plain({name: p[f"encoder/{name}"] for name in "qkvo"}, norm(x))
-    y = p["embed"][target] + p["positions"][:T]
-    cross = attention(heads(norm(y) @ p["cross/q"]), *(heads(norm(x) @ p[f"cross/{name}"]) for name in "kv"))
-    y = y + flat(cross) @ p["cross/o"]
-    return norm(y) @ p["embed"].T
-
-
 def lstm(p: Any, t: Any) -> jax.Array:
     """Four gates in one kernel; weights that the scan closes over."""
 
@@ -202,27 +140,14 @@ def lstm(p: Any, t: Any) -> jax.Array:
     return out @ p["head"]
 
 
-def recurrent(p: Any, t: Any) -> jax.Array:
-    def step(h: jax.Array, x: jax.Array) -> Any:
-        h = jnp.tanh(x @ p["inputs"] + h @ p["state"])
-        return h, h
-
-    _, out = jax.lax.scan(step, jnp.zeros((2, D), p["inputs"].dtype), jnp.swapaxes(p["embed"][t], 0, 1))
-    return out @ p["head"]
-
-
 def scanned(p: Any, t: Any) -> jax.Array:
-    def layer(x: jax.Array, own: Any) -> Any:
-        return x + jax.nn.relu(norm(x) @ own["up"]) @ own["down"], None
-
-    x, _ = jax.lax.scan(layer, p["embed"][t], {name: p[name] for name in ("up", "down")})
-    return norm(x) @ p["head"]
-
-
-def scanned_within(p: Any, t: Any) -> jax.Array:
     """Layers along axis 1."""
-    own = {name: jnp.moveaxis(p[name], 1, 0) for name in ("up", "down")}
-    return scanned(p | own, t)
+
+    def layer(x: jax.Array, own: Any) -> Any:
+        return x + jax.nn.relu(norm(x) @ own[0]) @ own[1], None
+
+    x, _ = jax.lax.scan(layer, p["embed"][t], [jnp.moveaxis(p[name], 1, 0) for name in ("up", "down")])
+    return norm(x) @ p["head"]
 
 
 def looped(p: Any, t: Any) -> jax.Array:
@@ -241,26 +166,18 @@ def indexed_layers(p: Any, t: Any) -> jax.Array:
     return norm(x) @ p["head"]
 
 
-CONV = ("NHWC", "HWIO", "NHWC")
-
-
-def convolve(x: jax.Array, kernel: jax.Array, groups: int = 1) -> jax.Array:
-    return jax.lax.conv_general_dilated(
-        x, kernel, (1, 1), "SAME", dimension_numbers=CONV, feature_group_count=groups)
+def convolve(x: jax.Array, kernel: jax.Array, groups: int = 1, numbers: Any = ("NHWC", "HWIO", "NHWC")) -> jax.Array:
+    return jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", None, None, numbers, groups)
 
 
 def convolutions(p: Any, x: Any) -> jax.Array:
-    y = jax.nn.relu(convolve(x, p["first"]))
-    y = jax.nn.relu(convolve(y, p["depthwise"], D) * p["scale"])
-    y = jax.nn.relu(convolve(y, p["pointwise"]))
-    y = jax.nn.relu(convolve(y, p["grouped"], 2))
+    y = jax.nn.relu(convolve(jax.nn.relu(convolve(x, p["first"])), p["depthwise"], D) * p["scale"])
+    y = jax.nn.relu(convolve(jax.nn.relu(convolve(y, p["pointwise"])), p["grouped"], 2))
     return jnp.mean(y, (1, 2)) @ p["head"] + p["bias"]
 
 
 def torch_convolutions(p: Any, x: Any) -> jax.Array:
-    numbers = ("NCHW", "OIHW", "NCHW")
-    y = jax.nn.relu(jax.lax.conv_general_dilated(x, p["conv"], (1, 1), "SAME", dimension_numbers=numbers))
-    return jnp.mean(y, (2, 3)) @ p["head"].T
+    return jnp.mean(jax.nn.relu(convolve(x, p["conv"], 1, ("NCHW", "OIHW", "NCHW"))), (2, 3)) @ p["head"].T
 
 
 def shifted(p: Any, x: jax.Array) -> jax.Array:
@@ -271,55 +188,9 @@ def shifted(p: Any, x: jax.Array) -> jax.Array:
     return jax.nn.silu(y) @ p["out"]
 
 
-def standardized(p: Any, x: Any) -> jax.Array:
-    """Kernels without mean and size, times a gain."""
-    w = p["w"] - jnp.mean(p["w"], 0, keepdims=True)
-    w = w / jnp.linalg.norm(w, axis=0, keepdims=True) * p["gain"]
-    return jax.nn.relu(x @ w) @ p["head"]
-
-
-def adapted(p: Any, x: Any) -> jax.Array:
-    return jax.nn.relu(x @ p["w"] + (x @ p["a"]) @ p["b"]) @ p["head"]
-
-
-def mixed(p: Any, x: Any) -> jax.Array:
-    """MLP-Mixer: a kernel that contracts time."""
-    y = jnp.swapaxes(norm(x), 1, 2)
-    x = x + jnp.swapaxes(jax.nn.gelu(y @ p["time_up"]) @ p["time_down"], 1, 2)
-    x = x + jax.nn.gelu(norm(x) @ p["up"]) @ p["down"]
-    return jnp.mean(x, 1) @ p["head"]
-
-
-def probed(p: Any, x: Any) -> jax.Array:
-    """A learned query pools."""
-    q = jnp.broadcast_to((p["probe"] @ p["q"])[None, None], (2, 1, D))
-    return (flat(attention(*(heads(y) for y in (q, x @ p["k"], x @ p["v"])))) @ p["o"])[:, 0] @ p["head"]
-
-
-def loss(p: Any, batch: Any) -> jax.Array:
-    """Cross-entropy inside the function."""
-    t, labels = batch
-    logits = jax.nn.relu(p["embed"][t] @ p["up"]) @ p["head"]
-    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], -1))
-
-
-def regression(p: Any, batch: Any) -> jax.Array:
-    x, y = batch
-    return jnp.mean((jax.nn.relu(x @ p["up"]) @ p["down"] - y) ** 2)
-
-
-def several_tokens(p: Any, t: Any) -> jax.Array:
-    """Three next tokens at once."""
-    return jnp.einsum("btd,ndv->btnv", jax.nn.relu(p["embed"][t] @ p["up"]), p["heads"])
-
-
 def one_hot_table(p: Any, t: Any) -> jax.Array:
     x = jax.nn.one_hot(t, V, dtype=p["embed"].dtype) @ p["embed"]
     return jax.nn.relu(x @ p["up"]) @ p["head"]
-
-
-def torch_linear(p: Any, t: Any) -> jax.Array:
-    return jax.nn.relu(p["embed"][t] @ p["up"].T) @ p["head"].T
 
 
 def merged(p: Any, x: Any) -> jax.Array:
@@ -340,39 +211,27 @@ def latents(p: Any, x: Any) -> jax.Array:
     return jnp.mean(jax.nn.relu(y), 1) @ p["head"]
 
 
-def state_space(p: Any, t: Any) -> jax.Array:
-    """Mamba's layer: a scan whose matrices depend on the inputs."""
-    x = p["embed"][t]
-    u, gate = jnp.split(x @ p["in"], 2, -1)
-    step, b, c = jnp.split(u @ p["select"], [1, 1 + E], -1)
-    decay = jnp.exp(jax.nn.softplus(step)[..., None] * -jnp.exp(p["decay"]))
-
-    def move(h: jax.Array, own: Any) -> Any:
-        h = own[0] * h + own[1]
-        return h, h
-
-    driven = b[:, :, None] * u[..., None]
-    _, h = jax.lax.scan(move, jnp.zeros((2, F, E), u.dtype), (jnp.swapaxes(decay, 0, 1), jnp.swapaxes(driven, 0, 1)))
-    y = jnp.einsum("tbfe,bte->btf", h, c) + u * p["through"]
-    return (x + (y * jax.nn.silu(gate)) @ p["out"]) @ p["head"]
-
-
 def block_diagonal(p: Any, x: jax.Array) -> jax.Array:
     return flat(jnp.einsum("bthe,hef->bthf", heads(x), p["w"]))
 
 
 ATTENTION = dict.fromkeys("qkv", (D, H * E)) | {"o": (H * E, D)}
 MATRIX = "_ neuron"
-FFN = {"gate_up": (D, 2 * F), "down": (F, D)}
 MOE = {"router": (D, N), "up": (N, D, F), "down": (N, F, D)}
 OF_MOE = {"router": MATRIX, "up": "expert _ neuron", "down": "expert _ neuron"}
-CROSS = {f"{where}/{name}": (D, D) for where in ("encoder", "cross") for name in "qkvo"}
 
 
 def of_decoder(
     inner: Callable[[Any, jax.Array], jax.Array], shapes: Mapping[str, tuple[int, ...]], neurons: Mapping[str, Any]
 ) -> Case:
     return Case(decoder(inner), {**EMBED, **shapes}, tokens, {**neurons, **HEAD}, TABLE)
+
+
+def of_stack(fn: Callable[[Any, Any], Any], within: bool) -> Case:
+    """Layers in one leaf, along axis 0 or within it."""
+    axes = "_ layer neuron" if within else "layer _ neuron"
+    shapes = {"up": (D, L, F), "down": (F, L, D)} if within else {"up": (L, D, F), "down": (L, F, D)}
+    return Case(fn, {**EMBED, **shapes}, tokens, {"up": axes, "down": axes, **HEAD}, TABLE)
 
 
 def latent_block(fused: bool) -> Case:
@@ -390,14 +249,7 @@ def latent_block(fused: bool) -> Case:
     }
 
     def fn(p: Any, x: Any) -> jax.Array:
-        tree: dict[str, Any] = {}
-        for path, leaf in p.items():
-            *outer, last = path.split("/")
-            node = tree
-            for name in outer:
-                node = node.setdefault(name, {})
-            node[last] = leaf
-        return latent.outputs(c, tree, x)
+        return latent.outputs(c, unflatten_dict(p, sep="/"), x)
 
     return Case(fn, c.shapes, features, neurons, outputs="loss")
 
@@ -406,52 +258,29 @@ CASES: Mapping[str, Case] = {
     "latent attention": latent_block(False),
     "latent attention, fused": latent_block(True),
     "heads by reshape": of_decoder(plain, ATTENTION, dict.fromkeys("qkvo", MATRIX)),
-    "fused": of_decoder(contiguous, {"qkv": (D, 3 * H * E), "o": (D, D)}, {
-        "qkv": ("_ neuron=0:8", "_ neuron=8:16", "_ neuron=16:24"), "o": MATRIX}),
     "fused, repeated keys": of_decoder(
-        unequal, {"qkv": (D, (H + 2) * E), "bias": ((H + 2) * E,), "o": (D, D)},
-        {"qkv": ("_ neuron=0:8", "_ neuron=8:12", "_ neuron=12:16"), "o": MATRIX}),
-    "grouped by reshape": of_decoder(
-        reshaped_groups, {"q": (D, H, E), "k": (D, 1, E), "v": (D, 1, E), "o": (H, E, D)},
-        {"q": "_ head neuron", "k": "_ _ neuron", "v": "_ _ neuron", "o": "_ _ neuron"}),
-    "fused by index": of_decoder(by_index, {"qkv": (D, 3, H, E), "o": (D, D)}, {
-        "qkv": tuple(f"_ part={n} head neuron" for n in range(3)), "o": MATRIX}),
+        unequal, {"qkv": ((H + 2) * E, D), "bias": ((H + 2) * E,), "o": (D, D)},
+        {"qkv": ("neuron=0:8 _", "neuron=8:12 _", "neuron=12:16 _"), "o": MATRIX}),
+    "fused by index": of_decoder(by_index, {"qkv": (3, H, D, E), "o": (D, D)}, {
+        "qkv": tuple(f"part={n} head _ neuron" for n in range(3)), "o": MATRIX}),
     "fused, taken apart": of_decoder(unstacked, {"qkv": (D, 3, H, E), "o": (D, D)}, {
         "qkv": tuple(f"_ part={n} head neuron" for n in range(3)), "o": MATRIX}),
     "fused in each head": of_decoder(interleaved, {"qkv": (D, 3 * H * E), "o": (D, D)}, {
         "qkv": ("_ neuron=0:4+12:16", "_ neuron=4:8+16:20", "_ neuron=8:12+20:24"), "o": MATRIX}),
-    "query and gate": of_decoder(gated_query, {"q_gate": (D, H, 2 * E), "k": (D, D), "v": (D, D), "o": (D, D)}, {
-        "q_gate": ("_ group neuron=0:4", "_ group neuron=4:8"), "k": MATRIX, "v": MATRIX, "o": MATRIX}),
-    "partly rotary": of_decoder(partly_rotary, dict.fromkeys("qkv", (D, H, E)) | {"o": (D, D)}, {
-        **dict.fromkeys("qkv", "_ head neuron"), "o": MATRIX}),
-    "gate and up": of_decoder(gated, FFN, {"gate_up": ("_ neuron=0:12", "_ neuron=12:24"), "down": MATRIX}),
     "experts": of_decoder(experts, MOE | {"gate": (N, D, F)}, OF_MOE | {"gate": "expert _ neuron"}),
-    "soft experts": of_decoder(soft_experts, MOE, OF_MOE),
     "gathered experts": of_decoder(gathered_experts, MOE, OF_MOE),
-    "dispatched experts": of_decoder(dispatched_experts, MOE, OF_MOE),
     "ragged experts": of_decoder(ragged_experts, MOE, OF_MOE),
     "adaLN": Case(
         modulated, {"patches": (D, D), "modulation": (D, 3 * D), "bias": (3 * D,), "up": (D, F), "down": (F, D)},
         lambda rng: (rng.normal(size=(2, T, D)), rng.normal(size=(2, D))),
         {"modulation": ("_ neuron=0:8", "_ neuron=8:16", "_ neuron=16:24"),
          **dict.fromkeys(("patches", "up", "down"), MATRIX)}, outputs="loss"),
-    "encoder-decoder": Case(
-        translator, {"embed": (V, D), "positions": (T + 2, D), **CROSS}, lambda rng: (tokens(rng), tokens(rng)),
-        dict.fromkeys(CROSS, MATRIX), {"embed": "token _", "positions": "token _"}),
     "LSTM": Case(
         lstm, {**EMBED, "inputs": (D, 4 * D), "state": (D, 4 * D), "bias": (4 * D,)}, tokens,
-        {**dict.fromkeys(("inputs", "state"), tuple(f"_ neuron={8 * n}:{8 * n + 8}" for n in range(4))), **HEAD},
-        TABLE),
-    "RNN": Case(recurrent, {**EMBED, "inputs": (D, D), "state": (D, D)}, tokens,
-                {"inputs": MATRIX, "state": MATRIX, **HEAD}, TABLE),
-    "scanned": Case(scanned, {**EMBED, "up": (L, D, F), "down": (L, F, D)}, tokens,
-                    {"up": "layer _ neuron", "down": "layer _ neuron", **HEAD}, TABLE),
-    "scanned along axis 1": Case(scanned_within, {**EMBED, "up": (D, L, F), "down": (F, L, D)}, tokens,
-                                 {"up": "_ layer neuron", "down": "_ layer neuron", **HEAD}, TABLE),
-    "looped": Case(looped, {**EMBED, "up": (L, D, F), "down": (L, F, D)}, tokens,
-                   {"up": "layer _ neuron", "down": "layer _ neuron", **HEAD}, TABLE),
-    "layers by index": Case(indexed_layers, {**EMBED, "up": (L, D, F), "down": (L, F, D)}, tokens,
-                            {"up": "layer _ neuron", "down": "layer _ neuron", **HEAD}, TABLE),
+        dict.fromkeys(("inputs", "state"), tuple(f"_ neuron={8 * n}:{8 * n + 8}" for n in range(4))) | HEAD, TABLE),
+    "scanned along axis 1": of_stack(scanned, True),
+    "looped": of_stack(looped, False),
+    "layers by index": of_stack(indexed_layers, False),
     "convolutions": Case(
         convolutions,
         {"first": (3, 3, 2, D), "depthwise": (3, 3, 1, D), "pointwise": (1, 1, D, F), "grouped": (3, 3, F // 2, F),
@@ -464,34 +293,12 @@ CASES: Mapping[str, Case] = {
         {"conv": "neuron _ _ _", "head": "token _"}),
     "depthwise by shifts": of_decoder(shifted, {"in": (D, F), "taps": (3, F), "out": (F, D)},
                                       {"in": MATRIX, "out": MATRIX}),
-    "weight standardization": Case(standardized, {"w": (D, F), "gain": (F,), "head": (F, V)}, features,
-                                   {"w": MATRIX, **HEAD}),
-    "LoRA": Case(adapted, {"w": (D, F), "a": (D, 3), "b": (3, F), "head": (F, V)}, features,
-                 {"w": MATRIX, "a": MATRIX, "b": MATRIX, **HEAD}),
-    "mixer": Case(mixed, {"time_up": (T, F), "time_down": (F, T), "up": (D, F), "down": (F, D), "head": (D, 5)},
-                  features, {**dict.fromkeys(("time_up", "time_down", "up", "down"), MATRIX), **HEAD}),
-    "learned query": Case(probed, {"probe": (D,), **dict.fromkeys("qkvo", (D, D)), "head": (D, 5)}, features,
-                          {**dict.fromkeys("qkvo", MATRIX), **HEAD}),
-    "loss": Case(loss, {**EMBED, "up": (D, D)}, lambda rng: (tokens(rng), tokens(rng)), {"up": MATRIX, **HEAD}, TABLE,
-                 "loss"),
-    "regression": Case(regression, {"up": (D, F), "down": (F, 3)},
-                       lambda rng: (rng.normal(size=(4, D)), rng.normal(size=(4, 3))),
-                       {"up": MATRIX, "down": MATRIX}, outputs="loss"),
-    "several tokens": Case(several_tokens, {"embed": (V, D), "up": (D, D), "heads": (N, D, V)}, tokens,
-                           {"up": MATRIX, "heads": "head _ token"}, TABLE),
     "one-hot table": Case(one_hot_table, {**EMBED, "up": (D, D)}, tokens, {"up": MATRIX, **HEAD}, TABLE),
-    "kernels as in PyTorch": Case(torch_linear, {"embed": (V, D), "up": (F, D), "head": (V, F)}, tokens,
-                                  {"up": "neuron _", "head": "token _"}, TABLE),
     "merged LoRA": Case(merged, {"w": (D, F), "a": (D, 3), "b": (3, F), "head": (F, V)}, features,
-                        {"w": MATRIX, "a": MATRIX, "b": MATRIX, **HEAD}),
+                        dict.fromkeys("wab", MATRIX) | HEAD),
     "kernels side by side": Case(joined, {"up": (D, F), "gate": (D, F), "down": (F, D), "skip": (D, D)}, features,
                                  dict.fromkeys(("up", "gate", "down", "skip"), MATRIX), outputs="loss"),
     "latents": Case(latents, {"latents": (N, D), **dict.fromkeys("qkv", (D, D)), "head": (D, 5)}, features,
                     {**dict.fromkeys("qkv", MATRIX), **HEAD}, {"latents": "token _"}),
-    "state space": Case(
-        state_space,
-        {**EMBED, "in": (D, 2 * F), "select": (F, 2 * E + 1), "decay": (F, E), "through": (F,), "out": (F, D)}, tokens,
-        {"in": ("_ neuron=0:12", "_ neuron=12:24"), "select": ("_ neuron=0:1", "_ neuron=1:5", "_ neuron=5:9"),
-         "out": MATRIX, **HEAD}, TABLE),
     "block-diagonal": of_decoder(block_diagonal, {"w": (H, E, E)}, {"w": "expert _ neuron"}),
 }

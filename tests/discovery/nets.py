@@ -1,4 +1,4 @@
-"""Functions whose gauges are known: `models.lm` under every switch, unrolled and scanned, and as a Linen module."""
+"""Functions whose gauges are known: `models.lm` under every switch, unrolled and scanned."""
 
 import dataclasses
 import re
@@ -25,6 +25,12 @@ class Net(NamedTuple):
     gauges: Callable[[bool], list[Gauge]]
 
 
+def near(params: Any, seed: int) -> Any:
+    """A float64 point that discovery has not seen."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: np.asarray(x, np.float64) + 0.3 * rng.standard_normal(np.shape(x)), params)
+
+
 def _config(norm: str, mlp: str, kv_heads: int, **switches: Any) -> lm.LMConfig:
     sizes = dict(vocab=11, d_model=8, layers=2, heads=4, d_head=4, d_ff=10, max_len=6)
     return lm.LMConfig(**sizes, norm=norm, mlp=mlp, kv_heads=kv_heads, **{"bias": False, **switches})  # type: ignore[arg-type]
@@ -37,21 +43,15 @@ CONFIGS: Mapping[str, lm.LMConfig] = {
     "gpt_gqa": _config("layernorm", "relu", 2, bias=True),
     "gpt_mqa": _config("layernorm", "relu", 1, bias=True),
     "gpt_gelu": _config("layernorm", "gelu", 4, bias=True),
-    "gpt_relu2": _config("layernorm", "relu2", 4),
     "gpt_tied": _config("layernorm", "relu", 4, bias=True, tied=True),
     "gpt_one_plus": _config("layernorm", "relu", 4, bias=True, norm_one_plus=True),
     "gpt_swiglu": _config("layernorm", "swiglu", 4, bias=True),
     "gpt_rope": _config("layernorm", "relu", 4, bias=True, rope=True),
-    "gpt_qk_norm": _config("layernorm", "relu", 4, bias=True, qk_norm=True),
-    "rms": _config("rmsnorm", "relu", 4),
     "rms_bias": _config("rmsnorm", "relu", 4, bias=True),
     "rms_gelu_tied": _config("rmsnorm", "gelu", 2, tied=True),
     "rms_relu2_mqa": _config("rmsnorm", "relu2", 1, bias=True, tied=True, norm_one_plus=True),
-    "llama_mha": _config("rmsnorm", "swiglu", 4, rope=True),
-    "llama_mqa": _config("rmsnorm", "swiglu", 1, rope=True),
     "llama_bias": _config("rmsnorm", "swiglu", 2, rope=True, bias=True),
     "llama_tied": _config("rmsnorm", "swiglu", 4, rope=True, tied=True),
-    "llama_one_plus": _config("rmsnorm", "swiglu", 2, rope=True, norm_one_plus=True),
     "gemma": _config("rmsnorm", "gelu", 1, rope=True, norm_one_plus=True, tied=True),
     "gemma3": _config("rmsnorm", "swiglu", 2, rope=True, norm_one_plus=True, tied=True, qk_norm=True),
     "qwen_bias": _config("rmsnorm", "relu2", 1, rope=True, qk_norm=True, bias=True),
@@ -67,12 +67,8 @@ def _batches(config: lm.LMConfig) -> list[np.ndarray]:
 def unrolled(config: lm.LMConfig) -> Net:
     """`models.lm` as it stands."""
     graph, state = nnx.split(lm.build(config, nnx.Rngs(0)))
-    return Net(
-        lambda p, tokens: nnx.merge(graph, p)(tokens),
-        nnx.to_pure_dict(state),
-        _batches(config),
-        lambda linear: lm.whole_gauges(config, linear),
-    )
+    return Net(lambda p, tokens: nnx.merge(graph, p)(tokens), nnx.to_pure_dict(state), _batches(config),
+               lambda linear: lm.whole_gauges(config, linear))
 
 
 def scanned(config: lm.LMConfig) -> Net:
@@ -106,64 +102,32 @@ def _stacked(gauge: Any) -> Gauge:
     return getattr(go, gauge.name)(*roles.values(), **options, sizes=dict(gauge.sizes) or None)
 
 
-def linen(config: lm.LMConfig) -> Net:
-    """The same as a Linen module, its parameters a Linen collection."""
-    model = nnx.bridge.to_linen(lm.LM, config)
-    variables = model.init(jax.random.key(0), _batches(config)[0])
-    rest = {name: x for name, x in variables.items() if name != "params"}
-    return Net(
-        lambda p, tokens: model.apply({"params": p, **rest}, tokens),
-        variables["params"],
-        _batches(config),
-        lambda linear: lm.whole_gauges(config, linear),
-    )
-
-
 _LLAMA = Spec(
     layers=2, width=8, heads=2, kv_heads=1, head=4, hidden=7, norm="rms", scale="plain", norm_bias=False, eps=1e-6,
     place="before", qk_norm="none", bias="none", position="half", mlp="swiglu", gated_heads=False, layout="heads",
     parallel=False, tied=False, head_bias=False, cap=False, final=True, scanned=False, outlier=False,
 )
+_GAUGES = {"norm_scale": 3, "head_linear": 1, "rope_linear": 1, "rescale": 1, "logit_shift": 1, "residual_rotation": 1}
+_SHIFTS = {"norm_read_shift": 3, "norm_write_shift": 5, "bias_absorption": 4}
+_CENTRED = dict(norm="layer", norm_bias=True, bias="all", head_bias=True, mlp="relu", layers=1)
+_STACK_OF_ONE: dict[str, Any] = dict(layers=1, scanned=True)
+
+
+def _without(*names: str) -> dict[str, int]:
+    return {name: count for name, count in _GAUGES.items() if name not in names}
+
+
 # Kinds of decoders that gave another list for another seed, a crash, or no gauge where there is one; and what each has.
-KINDS: Mapping[str, tuple[Spec, dict[str, int]]] = {
-    "qk_norm": (
-        dataclasses.replace(_LLAMA, qk_norm="rms"),
-        {"norm_scale": 3, "head_linear": 1, "rescale": 2, "logit_shift": 1, "residual_rotation": 1},
-    ),
-    "qk_norm_scanned": (
-        dataclasses.replace(_LLAMA, qk_norm="rms", scanned=True, eps=1e-5),
-        {"norm_scale": 3, "head_linear": 1, "rescale": 2, "logit_shift": 1, "residual_rotation": 1},
-    ),
-    "tied_without_eps": (
-        dataclasses.replace(_LLAMA, tied=True, eps=0.0, kv_heads=2),
-        {"norm_scale": 3, "head_linear": 1, "rope_linear": 1, "rescale": 1},
-    ),
-    "outlier": (
-        dataclasses.replace(_LLAMA, tied=True, outlier=True),
-        {"norm_scale": 2, "head_linear": 1, "rope_linear": 1, "rescale": 1},
-    ),
-    "one_interleaved_key": (
-        dataclasses.replace(_LLAMA, layers=1, position="interleaved", layout="flat", bias="qkv"),
-        {"norm_scale": 3, "head_linear": 1, "rope_linear": 1, "rescale": 1, "logit_shift": 1, "residual_rotation": 1},
-    ),
-    "stack_of_one": (
-        dataclasses.replace(
-            _LLAMA, layers=1, scanned=True, norm="layer", norm_bias=True, bias="all", head_bias=True, mlp="relu"
-        ),
-        {"norm_scale": 3, "head_linear": 1, "rope_linear": 1, "rescale": 1, "logit_shift": 1, "residual_rotation": 1,
-         "norm_read_shift": 3, "norm_write_shift": 5, "bias_absorption": 4},
-    ),
+_SWITCHES: Mapping[str, tuple[dict[str, Any], dict[str, int]]] = {
+    "qk_norm_scanned": (dict(qk_norm="rms", scanned=True, eps=1e-5), _without("rope_linear") | {"rescale": 2}),
+    "tied_without_eps": (dict(tied=True, eps=0.0, kv_heads=2), _without("logit_shift", "residual_rotation")),
+    "outlier": (dict(tied=True, outlier=True), _without("logit_shift", "residual_rotation") | {"norm_scale": 2}),
+    "one_interleaved_key": (dict(layers=1, position="interleaved", layout="flat", bias="qkv"), _GAUGES),
+    "stack_of_one": (_CENTRED | _STACK_OF_ONE, _GAUGES | _SHIFTS),
     "parallel_stack_of_one": (
-        dataclasses.replace(_LLAMA, layers=1, scanned=True, scale="one_plus", bias="all", parallel=True),
-        {"norm_scale": 2, "head_linear": 1, "rope_linear": 1, "rescale": 1, "logit_shift": 1, "residual_rotation": 1,
-         "embedding_shift": 1, "bias_absorption": 1},
-    ),
-    "no_scale": (
-        dataclasses.replace(
-            _LLAMA, norm="layer", scale="none", norm_bias=True, bias="all", head_bias=True, mlp="relu", layers=1
-        ),
-        {"head_linear": 1, "rope_linear": 1, "rescale": 1, "logit_shift": 1, "residual_rotation": 1,
-         "norm_read_shift": 3, "norm_write_shift": 5, "bias_absorption": 4},
-    ),
+        _STACK_OF_ONE | dict(scale="one_plus", bias="all", parallel=True),
+        _GAUGES | {"norm_scale": 2, "embedding_shift": 1, "bias_absorption": 1}),
+    "no_scale": (_CENTRED | dict(scale="none"), _without("norm_scale") | _SHIFTS),
 }
-FORMS: Mapping[str, Callable[[lm.LMConfig], Net]] = {"unrolled": unrolled, "scanned": scanned, "linen": linen}
+KINDS = {name: (dataclasses.replace(_LLAMA, **switches), gauges) for name, (switches, gauges) in _SWITCHES.items()}
+FORMS: Mapping[str, Callable[[lm.LMConfig], Net]] = {"unrolled": unrolled, "scanned": scanned}

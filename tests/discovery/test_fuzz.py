@@ -1,23 +1,32 @@
 """Random small transformers, and kinds of them that failed once: one list for every seed, and nothing unexplained."""
 
+import dataclasses
 from collections import Counter
+from typing import Any
 
+import numpy as np
 import pytest
 
 import gauge_optax as go
 from benchmarks import fuzz
+from gauge_optax.discovery.report import Report
+from gauge_optax.discovery.scaled_products import KIND, along_the_curve
+from models.random_decoders import Spec
 from tests.discovery.nets import KINDS
 
-QUICK = ("qk_norm", "outlier", "one_interleaved_key", "stack_of_one")
+QUICK = ("outlier", "one_interleaved_key", "stack_of_one")
 ROWS = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in KINDS]
 
 
-@pytest.mark.slow_rows("qk_norm")
+def found(spec: Spec, outputs: Any = "logits", **options: Any) -> Report:
+    net = fuzz.built(spec)
+    return go.discover(net.fn, net.params, net.batches, outputs, progress=False, **options)
+
+
 @pytest.mark.parametrize("name", ROWS)
 def test_a_list_is_the_same_for_every_seed(name: str) -> None:
     spec, names = KINDS[name]
-    net = fuzz.built(spec)
-    reports = [go.discover(net.fn, net.params, net.batches, seed=seed, progress=False) for seed in range(2)]
+    reports = [found(spec, None, seed=seed) for seed in range(2)]
     for report in reports:
         assert Counter(gauge.name for gauge in report.whole) == names, report
         assert report.whole == reports[0].whole and report.gauges == reports[0].gauges
@@ -39,8 +48,7 @@ def test_a_random_transformer_has_one_list_that_explains_it(number: int) -> None
 
 def test_what_has_no_gauge_is_named_once() -> None:
     """A tied table without a norm before the head: its constant goes to the head's bias, as that of a bias does."""
-    net = fuzz.built(fuzz.drawn(147))
-    report = go.discover(net.fn, net.params, net.batches, "logits", progress=False)
+    report = found(fuzz.drawn(147))
     ((kind, where),) = report.ungauged.items()
     assert kind.startswith("the mean of a stream") and where == ("embed + head_bias", "layers/0/o_bias + head_bias")
     assert report.certificate.unexplained == len(where)
@@ -49,8 +57,7 @@ def test_what_has_no_gauge_is_named_once() -> None:
 @pytest.mark.slow
 def test_factors_of_rotary_planes_that_no_axes_string_says_are_named() -> None:
     """A norm of all queries at once and a partial rotation: they were written for other entries, and refuted."""
-    net = fuzz.built(fuzz.drawn(41))
-    report = go.discover(net.fn, net.params, net.batches, "logits", progress=False)
+    report = found(fuzz.drawn(41))
     ((kind, where),) = report.ungauged.items()
     assert kind.startswith("factors for") and where == ("layers/k_norm/scale, layers/q_norm/scale",)
     assert not report.rejected and report.certificate.unexplained == 2
@@ -58,5 +65,41 @@ def test_factors_of_rotary_planes_that_no_axes_string_says_are_named() -> None:
 
 def test_what_gauges_span_is_not_said_to_lack_one() -> None:
     """Two heads whose sizes are free turn into a mean of heads and back: no symmetry beside `scale_invariant`."""
-    net = fuzz.built(fuzz.drawn(153))
-    assert not go.discover(net.fn, net.params, net.batches, "logits", progress=False).ungauged
+    assert not found(fuzz.drawn(153)).ungauged
+
+
+# LayerNorms of queries and keys with scales leave one direction per layer dead that has no gauge; others do not.
+
+SPEC = dataclasses.replace(
+    fuzz.drawn(68), layers=1, width=6, heads=2, kv_heads=1, hidden=5, mlp="gelu", bias="none", scanned=False)
+
+
+@pytest.mark.parametrize("size", [3, 4, 7])
+def test_scales_move_along_a_curve_on_which_their_matrix_turns(size: int) -> None:
+    before = np.random.default_rng(size).uniform(0.3, 1.5, size) * np.where(np.arange(size) == 1, -1.0, 1.0)
+    after, turn = along_the_curve(before)
+    centred = np.eye(size) - 1 / size
+    np.testing.assert_allclose(turn.T @ turn, np.eye(size), atol=1e-13)
+    np.testing.assert_allclose(turn @ np.ones(size), np.ones(size), atol=1e-13)
+    np.testing.assert_allclose(centred @ (turn.T * after @ turn) @ centred, centred * before @ centred, atol=1e-13)
+    assert np.abs(after - before).max() > 0.02
+
+
+def named(**switches: Any) -> bool:
+    return KIND in found(dataclasses.replace(SPEC, **switches)).ungauged
+
+
+def test_they_are_named_and_nothing_else_is_unexplained() -> None:
+    report = found(dataclasses.replace(SPEC, position="learned"))
+    assert report.ungauged[KIND] == ("layers/0/k + layers/0/k_norm/scale + layers/0/q + layers/0/q_norm/scale",)
+    assert report.certificate.unexplained == len(report.ungauged) == 1
+
+
+@pytest.mark.slow
+def test_scales_that_are_stored_less_one_are_read_as_such() -> None:
+    assert named(scale="one_plus") and named(scale="one_plus", layers=2, scanned=True)
+
+
+@pytest.mark.parametrize("switches", [{"qk_norm": "rms"}, {"position": "half"}], ids=str)
+def test_norms_that_do_not_centre_and_rotary_heads_have_none(switches: dict[str, Any]) -> None:
+    assert not named(**switches)

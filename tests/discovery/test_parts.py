@@ -10,12 +10,13 @@ import pytest
 
 import gauge_optax as go
 from gauge_optax.gauges.gauge import Gauge
-from tests.discovery.axes_nets import CASES, decoder, flat, heads, rotary
-from tests.discovery.axes_nets import attention as attended
-from tests.discovery.test_layouts import check
+from tests import twins
+from tests.discovery.axes_nets import CASES, attention, decoder, flat, heads
+from tests.discovery.test_layouts import check, drawn, half
 
 D, H, E = 8, 2, 4
 ADAPTIVE = CASES["adaLN"]
+BATCHES = [ADAPTIVE.batch(np.random.default_rng(seed)) for seed in (1, 2)]
 BY_HAND = [
     go.rescale(
         {"modulation": ("_ channel=0:8", "_ channel=8:16"), "bias": ("1+ channel=8:16", "channel=0:8")},
@@ -24,15 +25,9 @@ BY_HAND = [
 ]
 
 
-def drawn(shapes: Any) -> dict[str, Any]:
-    return {path: np.random.default_rng(0).normal(size=shape).astype(np.float32) for path, shape in shapes.items()}
-
-
 def test_the_scale_and_the_shift_of_an_adaptive_norm_move_with_its_readers() -> None:
     """x·(1 + scale) + shift: one plus the bias of the scale, its kernel, and the whole shift."""
-    rng = np.random.default_rng(1)
-    batches = [ADAPTIVE.batch(rng), ADAPTIVE.batch(rng)]
-    report = check(ADAPTIVE.fn, drawn(ADAPTIVE.shapes), batches, BY_HAND, outputs="loss")
+    report = check(ADAPTIVE.fn, drawn(ADAPTIVE.shapes), BATCHES, BY_HAND, outputs="loss")
     assert not report.rejected and not report.ungauged and report.certificate.unexplained == 0
     # What starts at one comes first, because a frame is read from it; the kernel may start at zero.
     (scale,) = [held.call for held in report.held if "up" in held.call.paths]
@@ -41,26 +36,13 @@ def test_the_scale_and_the_shift_of_an_adaptive_norm_move_with_its_readers() -> 
 
 
 def test_twins_of_an_adaptive_norm_that_starts_at_zero_train_as_one(x64: None) -> None:
-    rng = np.random.default_rng(1)
-    batches = [ADAPTIVE.batch(rng), ADAPTIVE.batch(rng)]
     params = {p: jnp.asarray(x, jnp.float64) for p, x in drawn(ADAPTIVE.shapes).items()}
     params |= {name: jnp.zeros_like(params[name]) for name in ("modulation", "bias")}
-    gauges = go.discover(ADAPTIVE.fn, params, batches, outputs="loss", progress=False).gauges
-    group = go.product(gauges)
-    twin = group.act(group.sample(jax.random.key(0), params), params)
-    tx = go.quotient(optax.adamw(0.03, weight_decay=0.1), gauges)
-
-    def losses(p: Any) -> np.ndarray:
-        loss = lambda p: jnp.mean((ADAPTIVE.fn(p, batches[0]) - 1.0) ** 2)  # noqa: E731
-
-        def step(carry: Any, _: None) -> Any:
-            value, grads = jax.value_and_grad(loss)(carry[0])
-            updates, state = tx.update(grads, carry[1], carry[0])
-            return (optax.apply_updates(carry[0], updates), state), value
-
-        return np.asarray(jax.lax.scan(step, (p, tx.init(p)), None, length=10)[1])
-
-    one, other = losses(params), losses(twin)
+    gauges = go.discover(ADAPTIVE.fn, params, BATCHES, outputs="loss", progress=False).gauges
+    group, tx = go.product(gauges), go.quotient(optax.adamw(0.03, weight_decay=0.1), gauges)
+    step = twins.stepper(tx, lambda p: jnp.mean((ADAPTIVE.fn(p, BATCHES[0]) - 1.0) ** 2))
+    _, one = twins.train(tx.init, step, params, 10)
+    _, other = twins.train(tx.init, step, group.act(group.sample(jax.random.key(0), params), params), 10)
     assert one[-1] < 0.8 * one[0] and np.abs(one - other).max() < 1e-10
 
 
@@ -71,7 +53,7 @@ def test_kernels_by_head_that_the_model_flattens(turns: bool, gated: bool) -> No
     def inner(p: Any, x: Any) -> jax.Array:
         q, k, v = (heads(x @ p[name].reshape(D, -1)) for name in "qkv")
         q, gate = jnp.split(q, 2, -1) if gated else (q, jnp.zeros(()))
-        mixed = attended(*((rotary(y) if turns else y) for y in (q, k)), v)
+        mixed = attention(*((half(y) if turns else y) for y in (q, k)), v)
         return flat(mixed * jax.nn.sigmoid(gate) if gated else mixed) @ p["o"].reshape(-1, D)
 
     shapes = {"embed": (11, D), "head": (D, 11), "q": (D, H, E * (1 + gated)), "k": (D, H, E), "v": (D, H, E)}
@@ -85,8 +67,6 @@ def test_kernels_by_head_that_the_model_flattens(turns: bool, gated: bool) -> No
         go.residual_rotation(
             {**dict.fromkeys("qkv", "basis _ _"), "head": "basis _"}, {"o": "_ _ basis", "embed": "_ basis"}),
     ]
-    rng = np.random.default_rng(1)
-    batches = list(rng.integers(0, 11, (2, 2, 6)))
-    params = drawn(shapes | {"o": (H, E, D)})
-    report = check(decoder(inner), params, batches, hand)
+    batches = list(np.random.default_rng(1).integers(0, 11, (2, 2, 6)))
+    report = check(decoder(inner), drawn(shapes | {"o": (H, E, D)}), batches, hand)
     assert not report.rejected and not report.ungauged

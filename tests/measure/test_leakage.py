@@ -1,4 +1,4 @@
-"""Leakage: closed forms against explicit orbit tangents, second order against half steps, sums against measured drift."""
+"""Leakage: closed forms against explicit orbit tangents, second order against half steps, sums against drift."""
 
 import functools
 from collections.abc import Callable

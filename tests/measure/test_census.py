@@ -4,7 +4,6 @@ import functools
 import sys
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -134,21 +133,13 @@ def test_roundoff_of_dead_directions_beside_flat_ones_needs_no_gauge(whole: int)
 
 def test_a_gauge_of_the_streams_mean_makes_an_optimizer_blind_to_it(x64: None) -> None:
     """It is defined as a user would."""
-    row = design_block()
+    row, key = design_block(), jax.random.key(3)
     gauge, tokens = row.gauges[-1], row.batches[0]
-    g, h = (gauge.sample(jax.random.key(seed), row.params) for seed in (1, 2))
-    moved, read = gauge.act(g, row.params), gauge.compose(g, gauge.read(row.params))
-    for found, expected in (
-        (gauge.act(gauge.compose(g, h), row.params), gauge.act(g, gauge.act(h, row.params))),
-        (gauge.act(gauge.inverse(g), moved), row.params), (gauge.read(moved), read),
-    ):
-        chex.assert_trees_all_close(found, expected, rtol=1e-12, atol=1e-12)
 
     def loss(params: Any) -> jax.Array:
         logits = jax.nn.log_softmax(row.fn(params, tokens)[:, :-1])
         return -jnp.mean(jnp.take_along_axis(logits, tokens[:, 1:, None], -1))
 
-    key = jax.random.key(3)
     go.testing.assert_invariant(loss, row.params, gauge, key, rtol=1e-12)
     with pytest.raises(AssertionError):
         go.testing.assert_equivariant_step(optax.adamw(1e-2), loss, row.params, gauge, key, rtol=1e-10)
@@ -166,9 +157,8 @@ def test_rows_are_shared_out_over_batches() -> None:
 
 
 @pytest.mark.parametrize(("sizes", "rank"), [
-    ([1.0, 2e-10, 9e-11, 3e-11, 2e-16, 1e-16], 4),
+    ([1.0, 2e-10, 9e-11, 3e-11, 2e-16, 1e-16], 4), ([1.0, 0.5], 2), ([0.0, 0.0], 0),
     ([1.0, 1e-9, 1e-15, 1e-18], 2),  # zeros among each other have no gap
-    ([1.0, 0.5], 2), ([0.0, 0.0], 0),
 ])
 def test_what_is_flat_is_told_from_what_is_dead_by_a_gap(sizes: list[float], rank: int) -> None:
     assert rank_of(np.array(sizes), 1e-10) == rank

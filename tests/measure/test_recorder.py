@@ -26,11 +26,7 @@ def step(params: Any, state: Any) -> Any:
 
 
 def recorder(path: Path, every: int = 3) -> go.measure.Recorder:
-    readings = {
-        "loss": loss,
-        "drift": lambda p: go.measure.drift(START, p, GAUGE)[0][""],
-        "rank": lambda p: go.measure.effective_rank(p["up"]),
-    }
+    readings = {"loss": loss, "drift": lambda p: go.measure.drift(START, p, GAUGE)[0][""]}
     return go.measure.Recorder(path, readings, every, 10, progress=False)
 
 
@@ -43,31 +39,23 @@ def train(record: go.measure.Recorder, stop: int = 99) -> None:
         params, state = step(params, state)
 
 
-def test_records_are_at_the_cadence_and_at_both_ends(tmp_path: Path) -> None:
-    record = recorder(tmp_path / "run.jsonl")
-    train(record)
-    assert [row["step"] for row in record.rows] == [0, 3, 6, 9, 10]
-    assert record.rows[-1]["loss"] < record.rows[0]["loss"] and len(record.rows[0]["drift"]) == 3
-    assert recorder(tmp_path / "run.jsonl").rows == record.rows
-
-
 @pytest.mark.parametrize("stop", [0, 4, 9])
 @pytest.mark.parametrize("cut", [0, 1, 7])
 def test_a_killed_run_ends_with_the_same_file(tmp_path: Path, stop: int, cut: int) -> None:
+    """With records at the cadence and at both ends; a file of another run is refused."""
     whole, killed = tmp_path / "whole.jsonl", tmp_path / "killed.jsonl"
-    train(recorder(whole))
+    record = recorder(whole)
+    train(record)
+    assert [row["step"] for row in record.rows] == [0, 3, 6, 9, 10]
+    assert record.rows[-1]["loss"] < record.rows[0]["loss"] and len(record.rows[0]["drift"]) == 3
     train(recorder(killed), stop)
     killed.write_text(killed.read_text()[: len(killed.read_text()) - cut])  # killed while it wrote
     train(recorder(killed))
     assert killed.read_text() == whole.read_text()
-
-
-def test_a_file_of_another_run_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    train(recorder(path))
+    assert recorder(killed).rows == record.rows
     with pytest.raises(ValueError, match=r"(?s)of another run.*delete the file"):
-        recorder(path, every=4)
+        recorder(whole, every=4)
     with pytest.raises(ValueError, match="of another run"):
-        go.measure.Recorder(path, {"norm": jnp.sum}, 3, 10)
+        go.measure.Recorder(whole, {"norm": jnp.sum}, 3, 10)
     with pytest.raises(ValueError, match="cadence"):
-        go.measure.Recorder(tmp_path / "other.jsonl", {}, 0, 10)
+        recorder(tmp_path / "other.jsonl", every=0)

@@ -12,10 +12,10 @@ import orbax.checkpoint as ocp
 import pytest
 
 import gauge_optax as go
-from models import lm
-from tests.cases import FLAT_CASES, GAUGE_CASES, lm_parts
+from tests.cases import FLAT_CASES, GAUGE_CASES
 from tests.gauges.user_gauges import Translation
-from tests.orbit.test_canonicalize import apart
+from tests.orbit.test_canonicalize import apart, keeps_the_loss, whole
+from tests.refusals import refused
 
 Tree = Any
 
@@ -26,20 +26,15 @@ def squares(p: Tree) -> jax.Array:
     return sum((jnp.sum(jnp.square(x)) for x in jax.tree.leaves(p)), jnp.zeros(()))
 
 
-def normal(*shapes: tuple[int, ...]) -> list[jax.Array]:
-    rng = np.random.default_rng(0)
-    return [jnp.asarray(rng.normal(size=shape), float) for shape in shapes]
-
-
 @pytest.mark.parametrize(
-    "optimizer", [None, optax.lbfgs(), optax.sgd(0.01, momentum=0.9)], ids=["adam", "lbfgs", "sgd"]
+    ("optimizer", "steps"), [(None, 400), (optax.lbfgs(), 40), (optax.sgd(0.01, momentum=0.9), 40)],
+    ids=["adam", "lbfgs", "sgd"],
 )
-def test_the_least_norm_is_the_balanced_point(optimizer: Any, x64: None) -> None:
+def test_the_least_norm_is_the_balanced_point(optimizer: Any, steps: int, x64: None) -> None:
     """GL of a pair: the closed form of `balance` is what the search finds."""
-    params = dict(zip("ab", normal((6, 3), (3, 5)), strict=True))
-    element = go.orbit.choose(
-        squares, params, LINEAR, optimizer, steps=40 if optimizer is not None else 400, progress=False
-    )
+    draw = np.random.default_rng(0).normal
+    params = {"a": jnp.asarray(draw(size=(6, 3))), "b": jnp.asarray(draw(size=(3, 5)))}
+    element = go.orbit.choose(squares, params, LINEAR, optimizer, steps=steps, progress=False)
     found, least = LINEAR.act(element, params), LINEAR.act(LINEAR.balance(params), params)
     np.testing.assert_allclose(float(squares(found)), float(squares(least)), rtol=1e-3)
     assert float(squares(found)) < 0.95 * float(squares(params))
@@ -71,61 +66,49 @@ def test_every_kind_goes_towards_a_twin_and_keeps_the_function(case: Any, x64: N
     element = go.orbit.choose(distance, params, gauge, optax.adam(0.01), steps=30, progress=False)
     found = gauge.act(element, params)
     assert float(distance(found)) < 0.5 * float(distance(params))
-    loss = float(case.loss(params))
-    assert abs(float(case.loss(found)) - loss) <= 1e-12 * abs(loss)
-
-
-LLAMA = lm.llama_config(vocab=7, d_model=8, layers=1, heads=2, kv_heads=2, d_head=4, d_ff=5, max_len=4)
-
-
-@functools.cache
-def llama() -> Tree:
-    rng = np.random.default_rng(0)
-    return jax.tree.map(lambda x: jnp.asarray(0.4 * rng.normal(size=x.shape), jnp.float32), lm_parts(LLAMA)[0])
-
-
-def rounding(p: Tree, batch: jax.Array, key: jax.Array) -> jax.Array:
-    """A stand-in for what quantization loses: the size of the largest weights, on random columns."""
-    kept = jax.random.bernoulli(key, 0.8, p["embed"]["embedding"].shape)
-    embedding = jnp.where(kept, p["embed"]["embedding"], 0.0)[batch]
-    kernels = (p["lm_head"]["kernel"], p["blocks"][0]["attn"]["value"]["kernel"])
-    return jnp.sum(embedding**4) + sum(jnp.sum(kernel**4) for kernel in kernels)
-
-
-ROTATIONS = [gauge for gauge in lm.whole_gauges(LLAMA, linear=False) if gauge.name.endswith("rotation")]
+    assert keeps_the_loss(case, params, found)
 
 
 @pytest.mark.slow
 def test_a_search_is_resumed_where_it_was_saved(tmp_path: Path) -> None:
     """Batches and keys depend on the step's number: 6 steps are 3 steps, a checkpoint, and 3 steps."""
-    batches = np.random.default_rng(1).integers(0, 7, (4, 5))
+    gauges, params = whole("llama")
+
+    def objective(p: Tree, batch: jax.Array, key: jax.Array) -> jax.Array:
+        embedding = p["embed"]["embedding"]
+        kept = jnp.where(jax.random.bernoulli(key, 0.8, embedding.shape), embedding, 0.0)[batch]
+        return jnp.sum(kept**4) + jnp.sum(p["lm_head"]["kernel"] ** 4)
+
     search = functools.partial(
-        go.orbit.choose, rounding, llama(), ROTATIONS, batches=list(batches), key=jax.random.key(0), progress=False,
+        go.orbit.choose, objective, params, [gauge for gauge in gauges if gauge.name.endswith("rotation")],
+        batches=list(np.random.default_rng(1).integers(0, 7, (4, 5))), key=jax.random.key(0), progress=False,
         return_state=True,
     )
-    whole, state = search(steps=6)
+    straight, state = search(steps=6)
     _, half = search(steps=3)
     with ocp.StandardCheckpointer() as saver:
         saver.save(tmp_path / "half", half)
         saver.wait_until_finished()
         loaded = saver.restore(tmp_path / "half", half)
     again, last = search(steps=6, state=loaded)
-    for x, y in zip(jax.tree.leaves((whole, state)), jax.tree.leaves((again, last)), strict=True):
+    for x, y in zip(jax.tree.leaves((straight, state)), jax.tree.leaves((again, last)), strict=True):
         np.testing.assert_array_equal(x, y)
-    assert int(last.step) == 6 and apart(whole, half.element) > 1e-3
+    assert int(last.step) == 6 and apart(straight, half.element) > 1e-3
+
+
+UNIT = go.rescale({"up": "_ channel"}, {"down": "channel _"})
+PARAMS = {"up": jnp.full((1, 2), 4.0), "down": jnp.ones((2, 1))}
 
 
 def test_a_start_and_an_early_stop(capsys: pytest.CaptureFixture[str]) -> None:
-    gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
-    params = {"up": jnp.full((1, 2), 4.0), "down": jnp.ones((2, 1))}
-    balanced = gauge.balance(params)
-    element, state = go.orbit.choose(squares, params, gauge, steps=100, start=balanced, patience=5, return_state=True)
+    balanced = UNIT.balance(PARAMS)
+    element, state = go.orbit.choose(squares, PARAMS, UNIT, steps=100, start=balanced, patience=5, return_state=True)
     assert int(state.step) == 6 and apart(element, balanced) < 1e-6
     assert "choose" in capsys.readouterr().err
     # An iterator of batches, and the last element: with batches, no value is comparable with another.
+    batches = iter([1.0, 2.0, 3.0])
     element, state = go.orbit.choose(
-        lambda p, batch: squares(p) * batch, params, gauge, steps=3, batches=iter([1.0, 2.0, 3.0]), progress=False,
-        return_state=True,
+        lambda p, x: squares(p) * x, PARAMS, UNIT, steps=3, batches=batches, progress=False, return_state=True
     )
     assert apart(element, state.element[0]) == 0.0
 
@@ -148,14 +131,12 @@ def test_a_users_gauge_needs_coordinates() -> None:
     np.testing.assert_allclose(jnp.sum(moved["token"], 0), jnp.sum(moved["position"], 0), atol=1e-2)
 
 
-def test_bad_input_is_refused() -> None:
-    gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
-    params = {"up": jnp.full((1, 2), 4.0), "down": jnp.ones((2, 1))}
-    with pytest.raises(ValueError, match=r"(?s)does not take these arguments.*pass batches="):
-        go.orbit.choose(lambda p, batch: squares(p), params, gauge, progress=False)
-    with pytest.raises(ValueError, match=r"(?s)does not take these arguments"):
-        go.orbit.choose(squares, params, gauge, batches=[1.0], progress=False)
-    with pytest.raises(ValueError, match=r"(?s)no scalar.*shape \(1, 2\)"):
-        go.orbit.choose(lambda p: p["up"], params, gauge, progress=False)
-    with pytest.raises(ValueError, match=r"(?s)not finite, at step 0.*lower the learning rate"):
-        go.orbit.choose(lambda p: squares(p) * jnp.nan, params, gauge, progress=False)
+@pytest.mark.parametrize(("objective", "batches", "said"), [
+    (lambda p, batch: squares(p), None, "(?s)does not take these arguments.*pass batches="),
+    (squares, [1.0], "does not take these arguments"),
+    (lambda p: p["up"], None, r"(?s)no scalar.*shape \(1, 2\)"),
+    (lambda p: squares(p) * jnp.nan, None, "(?s)not finite, at step 0.*lower the learning rate"),
+])
+def test_bad_input_is_refused(objective: Any, batches: Any, said: str) -> None:
+    with refused(said):
+        go.orbit.choose(objective, PARAMS, UNIT, batches=batches, progress=False)

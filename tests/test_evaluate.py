@@ -1,5 +1,6 @@
 """`evaluate` and `restart`: what an inner state means in stored weights, and a new start at the slice point."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,10 +11,9 @@ import optax
 import pytest
 
 import gauge_optax as go
-from gauge_optax.binding import leaves_by_path
 from tests.cases import FLAT_CASES, GAUGE_CASES
 from tests.refusals import refused
-from tests.twins import trained
+from tests.twins import stepper, trained
 
 CASES = {case.name: case for case in (*GAUGE_CASES, *FLAT_CASES)}
 NAMES = ["rescale/channel", "norm_scale/one_plus", "head_linear/value_out", "product/llama", "logit_shift/kernel_bias"]
@@ -34,18 +34,26 @@ def slow_weights(rate: float) -> optax.GradientTransformation:
     return optax.GradientTransformation(Slow, update)
 
 
-def of_chain(state: Any, params: Any) -> Any:
-    """The slow weights of `optax.chain(optimizer, slow_weights(...))`."""
-    return state[-1].slow
-
-
-AVERAGES: dict[str, tuple[Callable[[], Any], Callable[[Any, Any], Any]]] = {
-    "schedule_free": (
-        lambda: optax.contrib.schedule_free_adamw(1e-2),
-        optax.contrib.schedule_free_eval_params,
-    ),
-    "slow weights": (lambda: optax.chain(optax.adamw(1e-2), slow_weights(0.1)), of_chain),
+SCHEDULE_FREE = optax.contrib.schedule_free_adamw(1e-2), optax.contrib.schedule_free_eval_params
+AVERAGES: dict[str, tuple[Any, Callable[[Any, Any], Any]]] = {
+    "schedule_free": SCHEDULE_FREE,
+    "slow weights": (optax.chain(optax.adamw(1e-2), slow_weights(0.1)), lambda state, params: state[-1].slow),
 }
+
+
+def start_and_twin(case: Any) -> tuple[Any, Any]:
+    params = case.params(jax.random.key(1))
+    return params, go.bind(case.gauges(), params).random_twin(jax.random.key(5), params)
+
+
+def averages(case: Any, tx: Any, fn: Callable[[Any, Any], Any]) -> list[tuple[float, Any, Any]]:
+    """Of two twins after eight steps: the loss of the averages, the averages, and the weights."""
+    found = []
+    for start in start_and_twin(case):
+        end, state = trained(tx, case.loss, start, 8)
+        averaged = go.orbit.evaluate(fn, state, end)
+        found.append((float(case.loss(averaged)), averaged, end))
+    return found
 
 
 @pytest.mark.slow_rows("product/llama-*")
@@ -54,81 +62,66 @@ AVERAGES: dict[str, tuple[Callable[[], Any], Callable[[Any, Any], Any]]] = {
     ("name", "pin"), [*((name, True) for name in NAMES), ("rescale/channel", False), ("product/llama", False)]
 )
 def test_averages_of_twins_are_twins(name: str, average: str, pin: bool, x64: None) -> None:
-    case, (inner, fn) = CASES[name], AVERAGES[average]
-    params = case.params(jax.random.key(1))
-    twin = go.bind(case.gauges(), params).random_twin(jax.random.key(5), params)
-    tx = go.quotient(inner(), case.gauges(), pin=pin)
-    losses, points = [], []
-    for start in (params, twin):
-        end, state = trained(tx, case.loss, start, 8)
-        averaged = go.orbit.evaluate(fn, state, end)
-        losses.append(float(case.loss(averaged)))
-        points.append((averaged, end))
-        assert jax.tree.structure(averaged) == jax.tree.structure(params)
-    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
-    pairs = zip(*map(jax.tree.leaves, points[0]), strict=True)
-    assert max(float(jnp.max(jnp.abs(x - y))) for x, y in pairs) > 1e-6  # another function than that of the weights
+    inner, fn = AVERAGES[average]
+    ours, theirs = averages(CASES[name], go.quotient(inner, CASES[name].gauges(), pin=pin), fn)
+    assert ours[0] == pytest.approx(theirs[0], rel=1e-9)
+    apart = jax.tree.map(lambda x, y: float(jnp.max(jnp.abs(x - y))), ours[1], ours[2])
+    assert max(jax.tree.leaves(apart)) > 1e-6  # another function than that of the weights
 
 
 def test_without_the_maps_twins_part(x64: None) -> None:
     """The control: schedule-free's own function mixes stored weights with a state on the slice."""
-    case = CASES["rescale/channel"]
-    params = case.params(jax.random.key(1))
-    twin = go.bind(case.gauges(), params).random_twin(jax.random.key(5), params)
-    tx = go.quotient(optax.contrib.schedule_free_adamw(1e-2), case.gauges())
-    ends = [trained(tx, case.loss, start, 8) for start in (params, twin)]
-    losses = [float(case.loss(optax.contrib.schedule_free_eval_params(s.inner_state, p))) for p, s in ends]
-    assert abs(losses[0] - losses[1]) > 1e-3
+    case, (inner, fn) = CASES["rescale/channel"], SCHEDULE_FREE
+    tx = go.quotient(inner, case.gauges())
+    ends = [trained(tx, case.loss, start, 8) for start in start_and_twin(case)]
+    ours, theirs = (float(case.loss(fn(state.inner_state, params))) for params, state in ends)
+    assert abs(ours - theirs) > 1e-3
 
 
-def test_the_state_may_stand_in_wrappers_and_at_rest(x64: None) -> None:
-    case = CASES["rescale/channel"]
-    params = case.params(jax.random.key(1))
-    made = optax.contrib.schedule_free_adamw(1e-2)
-    fn = optax.contrib.schedule_free_eval_params
-    for wrap in (
-        lambda tx: optax.chain(optax.clip_by_global_norm(1e6), tx),
-        lambda tx: go.orbit.gauge_fix(tx, case.gauges(), every=100),
-        lambda tx: optax.MultiSteps(tx, 1),
-    ):
-        expected = go.orbit.evaluate(fn, *reversed(trained(go.quotient(made, case.gauges()), case.loss, params, 8)))
-        tx = wrap(go.quotient(made, case.gauges()))
-        tx = tx.gradient_transformation() if hasattr(tx, "gradient_transformation") else tx
-        end, state = trained(tx, case.loss, params, 8)
-        for a, b in zip(*map(jax.tree.leaves, (go.orbit.evaluate(fn, state, end), expected)), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
-    twin = go.bind(case.gauges(), params).random_twin(jax.random.key(5), params)
-    tx = go.quotient(made, case.gauges(), rest="balanced")
-    losses = [
-        float(case.loss(go.orbit.evaluate(fn, s, p))) for p, s in (trained(tx, case.loss, x, 8) for x in (params, twin))
-    ]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
+WRAPS: dict[str, Callable[[Any], Any]] = {
+    "chain": lambda tx: optax.chain(optax.clip_by_global_norm(1e6), tx),
+    "gauge_fix": lambda tx: go.orbit.gauge_fix(tx, CASES["rescale/channel"].gauges(), every=100),
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 1).gradient_transformation(),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_the_state_may_stand_in_a_wrapper(wrap: str, x64: None) -> None:
+    case, (inner, fn) = CASES["rescale/channel"], SCHEDULE_FREE
+    tx = go.quotient(inner, case.gauges())
+    ours, plain = (averages(case, wrapped, fn)[0][1] for wrapped in (WRAPS[wrap](tx), tx))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-12), ours, plain)
+
+
+def test_the_state_may_be_one_at_rest(x64: None) -> None:
+    case, (inner, fn) = CASES["rescale/channel"], SCHEDULE_FREE
+    ours, theirs = averages(case, go.quotient(inner, case.gauges(), rest="balanced"), fn)
+    assert ours[0] == pytest.approx(theirs[0], rel=1e-9)
+
+
+RELU = go.rescale({"up": "_ channel"}, {"down": "channel _"})
+PARAMS = {"up": jnp.ones((2, 3)), "down": jnp.ones((3, 2))}
 
 
 def test_what_cannot_be_evaluated_is_said() -> None:
-    params = {"up": jnp.ones((2, 3)), "down": jnp.ones((3, 2))}
-    gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
     plain = optax.adam(1e-3)
-    with pytest.raises(ValueError, match="a state with 0 quotients"):
-        go.orbit.evaluate(lambda s, p: p, plain.init(params), params)
-    state = go.quotient(plain, gauge).init(params)
-    with pytest.raises(ValueError, match="fn returns no weights"):
-        go.orbit.evaluate(lambda s, p: s, state, params)
+    state = go.quotient(plain, RELU).init(PARAMS)
     unknown = state._replace(frame=state.frame._replace(elements={"rescale[].0.v4": jnp.ones(3)}))
+    with pytest.raises(ValueError, match="a state with 0 quotients"):
+        go.orbit.evaluate(lambda s, p: p, plain.init(PARAMS), PARAMS)
+    with pytest.raises(ValueError, match="fn returns no weights"):
+        go.orbit.evaluate(lambda s, p: s, state, PARAMS)
     with refused("not known yet", "jax.eval_shape(tx.init, params)"):
-        go.orbit.evaluate(lambda s, p: p, unknown, params)
+        go.orbit.evaluate(lambda s, p: p, unknown, PARAMS)
     with pytest.raises(ValueError, match="an optimizer with 0 quotients"):
-        go.orbit.restart(plain, state, params)
+        go.orbit.restart(plain, state, PARAMS)
 
 
-@pytest.mark.parametrize("restored", [dict, list])
-def test_a_state_that_was_restored_without_a_target_is_named(restored: type) -> None:
-    params = {"up": jnp.ones((2, 3)), "down": jnp.ones((3, 2))}
-    tx = go.quotient_adamw(1e-3, go.rescale({"up": "_ channel"}, {"down": "channel _"}))
-    state = tx.init(params)
-    lost = state._asdict() if restored is dict else list(state)
+@pytest.mark.parametrize("restored", [lambda state: state._asdict(), list], ids=["dict", "list"])
+def test_a_state_that_was_restored_without_a_target_is_named(restored: Callable[[Any], Any]) -> None:
+    tx = go.quotient_adamw(1e-3, RELU)
     with refused("lost its classes", "jax.eval_shape(tx.init, params)"):
-        tx.update(params, lost, params)
+        tx.update(PARAMS, restored(tx.init(PARAMS)), PARAMS)
 
 
 # A new start ------------------------------------------------------------------------------------------------
@@ -137,14 +130,12 @@ def test_a_state_that_was_restored_without_a_target_is_named(restored: type) -> 
 @pytest.mark.slow_rows("product/llama-False", "product/llama-True", "logit_shift/*", "norm_scale/*")
 @pytest.mark.parametrize(("name", "pin"), [*((n, True) for n in NAMES), ("product/llama", False)])
 def test_a_restarted_twin_stays_a_twin(name: str, pin: bool, x64: None) -> None:
-    case = CASES[name]
-    params = case.params(jax.random.key(1))
-    twin = go.bind(case.gauges(), params).random_twin(jax.random.key(5), params)
+    case: Any = CASES[name]
     tx = optax.chain(optax.clip_by_global_norm(1e3), go.quotient(optax.adamw(1e-2), case.gauges(), pin=pin))
-    second = lambda old, new: (old[0]._replace(nu=new[0].nu), *old[1:])  # noqa: E731
-    for choose in (None, second):
+    step = stepper(tx, case.loss)
+    for choose in (None, lambda old, new: (old[0]._replace(nu=new[0].nu), *old[1:])):
         losses = []
-        for start in (params, twin):
+        for start in start_and_twin(case):
             end, state = trained(tx, case.loss, start, 8)
             state = go.orbit.restart(tx, state, end, choose)
             inside = state[1].inner_state[0]
@@ -152,21 +143,17 @@ def test_a_restarted_twin_stays_a_twin(name: str, pin: bool, x64: None) -> None:
             assert not any(np.any(x) for x in jax.tree.leaves(inside.nu))
             assert any(np.any(x) for x in jax.tree.leaves(inside.mu)) == (choose is not None)
             for _ in range(4):
-                updates, state = tx.update(jax.grad(case.loss)(end), state, end)
-                end = optax.apply_updates(end, updates)
+                end, state, _ = step(end, state)
             losses.append(float(case.loss(end)))
         assert losses[0] == pytest.approx(losses[1], rel=1e-9)
 
 
 def test_a_restart_keeps_the_frame(x64: None) -> None:
-    case = CASES["product/llama"]
-    params = case.params(jax.random.key(1))
-    tx = go.quotient(optax.contrib.schedule_free_adamw(1e-2), case.gauges())
-    end, state = trained(tx, case.loss, params, 8)
+    case: Any = CASES["product/llama"]
+    tx = go.quotient(SCHEDULE_FREE[0], case.gauges())
+    end, state = trained(tx, case.loss, case.params(jax.random.key(1)), 8)
     new = go.orbit.restart(tx, state, end)
-    for a, b in zip(*(jax.tree.leaves(x.frame) for x in (state, new)), strict=True):
-        np.testing.assert_array_equal(a, b)
+    jax.tree.map(np.testing.assert_array_equal, state.frame, new.frame)
     # Its z is the slice point, which the stored weights are by F.
     again = go.orbit.evaluate(lambda s, p: s.z, new, end)
-    for path, leaf in leaves_by_path(again).items():
-        np.testing.assert_allclose(leaf, leaves_by_path(end)[path], rtol=1e-10, atol=1e-12)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-12), again, end)

@@ -20,10 +20,14 @@ TURN = go.head_rotation({"value": "_ head basis", "out": "head basis _"})
 SCALES = [NORM, UNIT, SHIFT]
 
 
-def _params() -> Any:
-    shapes = {"norm": (4,), "up": (4, 5), "down": (5, 3), "head": (4, 6), "value": (4, 2, 3), "out": (2, 3, 4)}
+def _drawn(**shapes: tuple[int, ...]) -> Any:
     keys = jax.random.split(jax.random.key(0), len(shapes))
-    return {n: jax.random.normal(k, s, jnp.float64) + 0.5 for k, (n, s) in zip(keys, shapes.items(), strict=True)}
+    return {n: jax.random.normal(k, s, jnp.float64) for k, (n, s) in zip(keys, shapes.items(), strict=True)}
+
+
+def _params() -> Any:
+    drawn = _drawn(norm=(4,), up=(4, 5), down=(5, 3), head=(4, 6), value=(4, 2, 3), out=(2, 3, 4))
+    return jax.tree.map(lambda x: x + 0.5, drawn)
 
 
 def _loss(p: Any) -> jax.Array:
@@ -33,19 +37,13 @@ def _loss(p: Any) -> jax.Array:
     return jnp.sum(jnp.square(hidden)) + jnp.sum(jnp.square(jax.nn.log_softmax(heads @ p["head"])))
 
 
-def _after(tx: optax.GradientTransformation, params: Any, steps: int) -> tuple[Any, Any]:
-    return trained(tx, _loss, params, steps)
-
-
 def _far(a: Any, b: Any) -> float:
     return max(float(jnp.max(jnp.abs(x - y))) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
 
 
 def test_a_moment_is_moved_by_constants_before_sizes(x64: None) -> None:
     """A norm's bias flows through a kernel that the norm's scale multiplies."""
-    shapes = {"norm": (4,), "shift": (4,), "up": (4, 5), "bias": (5,), "down": (5, 3)}
-    keys = jax.random.split(jax.random.key(0), len(shapes))
-    params = {n: jax.random.normal(k, s, jnp.float64) for k, (n, s) in zip(keys, shapes.items(), strict=True)}
+    params = _drawn(norm=(4,), shift=(4,), up=(4, 5), bias=(5,), down=(5, 3))
     gauges = [
         go.norm_scale({"norm": "channel", "shift": "channel"}, {"up": "channel _"}),
         go.bias_absorption({"shift": "channel"}, {"up": "channel _"}, {"bias": "_"}),
@@ -69,10 +67,9 @@ def test_a_moment_is_moved_by_constants_before_sizes(x64: None) -> None:
 def test_a_state_on_the_slice_goes_on_as_it_is(x64: None) -> None:
     """Where the frame is the identity, the next step is the plain optimizer's, but for coming back to the slice."""
     inner = optax.adamw(1e-5, weight_decay=0.0)
-    group = go.product(SCALES)
-    start = _params()
+    group, start = go.product(SCALES), _params()
     start = group.act(group.inverse(group.read(start)), start)
-    _, state = _after(inner, start, 3)
+    _, state = trained(inner, _loss, start, 3)
     plain, _ = inner.update(jit(jax.grad(_loss))(start), state, start)
     tx = go.quotient(inner, SCALES)
     ours, _ = tx.update(jit(jax.grad(_loss))(start), go.orbit.from_state(state, inner, SCALES, start), start)
@@ -82,7 +79,7 @@ def test_a_state_on_the_slice_goes_on_as_it_is(x64: None) -> None:
 
 def test_heads_keep_their_basis(x64: None) -> None:
     inner = optax.adamw(1e-2)
-    params, state = _after(inner, _params(), 3)
+    params, state = trained(inner, _loss, _params(), 3)
     own = go.orbit.from_state(state, inner, [TURN], params)
     assert _far(own.inner_state, state) == 0.0
     (frame,) = own.frame.elements.values()
@@ -100,31 +97,16 @@ def test_a_state_of_another_optimizer_is_refused(x64: None) -> None:
 def test_what_mixes_entries_is_refused_or_reset(x64: None) -> None:
     linear = go.head_linear({"value": "_ head basis"}, {"out": "head basis _"})
     inner = optax.adamw(1e-2)
-    params, state = _after(inner, _params(), 3)
+    params, state = trained(inner, _loss, _params(), 3)
     with pytest.raises(ValueError, match="second moments"):
         go.orbit.from_state(state, inner, [linear], params)
     own = go.orbit.from_state(state, inner, [linear], params, on_unknown="reset")
     assert float(jnp.max(jnp.abs(own.inner_state[0].nu["value"]))) == 0.0
 
 
-def test_a_quotient_state_moves_by_its_frame(x64: None) -> None:
-    gauges = [*SCALES, TURN]
-    group, tx = go.product(gauges), go.quotient(optax.adamw(1e-2), [*SCALES, TURN])
-    params, state = _after(tx, _params(), 3)
-    g = group.sample(jax.random.key(1), params)
-    twin, moved = group.act(g, params), go.orbit.transport(state, params, gauges, g)
-    assert _far(moved.inner_state, state.inner_state) == 0.0
-    ours, _ = tx.update(jit(jax.grad(_loss))(params), state, params)
-    theirs, _ = tx.update(jit(jax.grad(_loss))(twin), moved, twin)
-    ends = optax.apply_updates(twin, theirs), group.act(g, optax.apply_updates(params, ours))
-    assert _far(*ends) <= tolerance("quotient_twins")
-    with pytest.raises(ValueError, match="a frame of"):
-        go.orbit.transport(state, params, SCALES, group.sample(jax.random.key(1), params)[:3])
-
-
 def test_an_unpinned_run_goes_on_from_a_plain_state(x64: None) -> None:
     inner = optax.adamw(1e-2)
-    params, state = _after(inner, _params(), 3)
+    params, state = trained(inner, _loss, _params(), 3)
     gradient = jit(jax.grad(_loss))(params)
     tx = go.quotient(inner, SCALES, pin=False)
     converted = go.orbit.from_state(state, inner, SCALES, params, pin=False)

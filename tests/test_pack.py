@@ -1,7 +1,7 @@
 """Packed heads: what is saved, that the function stays, round trips, training, checkpoints, errors."""
 
+import functools
 import json
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from gauge_optax.binding import leaves_by_path
 from models import gpt2, lm
 from tests import quick
 from tests.cases import GAUGE_CASES, GaugeCase
+from tests.refusals import refused
 from tests.tolerances import tolerance
 from tests.twins import CONFIGS, loss_of, start_of, stepper, train
 
@@ -37,8 +38,7 @@ def _size(tree: Tree) -> int:
 
 
 def _same_bits(a: Tree, b: Tree) -> bool:
-    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
+    return jax.tree.all(jax.tree.map(lambda x, y: np.asarray(x).tobytes() == np.asarray(y).tobytes(), a, b))
 
 
 # What is saved, and that the function stays -----------------------------------------------------------
@@ -80,50 +80,54 @@ def test_gpt2_saves_two_squares_per_layer_and_head() -> None:
 def test_the_size_keeps_the_block_as_large_as_it_was() -> None:
     params = jax.tree.map(lambda x: 0.01 * x, _normal(0, query=(64, 4, 8), key=(64, 4, 8)))
     packed = go.orbit.pack(params, HEADS)
-    size = go.orbit.packed_rows(packed)["query"]["_ head basis"]["size"]
-    assert np.log2(size) == round(np.log2(size))
+    own = go.orbit.packed_rows(packed)["query"]["_ head basis"]
+    assert np.log2(own["size"]) == round(np.log2(own["size"]))
     ratio = jnp.linalg.norm(go.orbit.unpack(packed)["query"]) / jnp.linalg.norm(params["query"])
     assert 2**-0.5 <= ratio <= 2**0.5
     # Another size than the one that a block has is set, and an odd one is rounded to what the leaf can hold.
     whole = go.orbit.unpack(go.orbit.pack(go.orbit.unpack(packed), HEADS, size=0.1))
     assert _same_bits(go.orbit.unpack(go.orbit.pack(whole, HEADS, size=0.1)), whole)
-    assert float(
-        jnp.max(whole["query"][np.array(go.orbit.packed_rows(packed)["query"]["_ head basis"]["rows"])[0], 0])
-    ) == (float(np.float32(0.1)))
+    assert float(jnp.max(whole["query"][np.array(own["rows"])[0], 0])) == float(np.float32(0.1))
 
 
 @pytest.mark.slow
-def test_scanned_layers_and_fused_leaves() -> None:
-    """A layer axis; queries and values in one leaf with keys, whose entries stay; a block on a part of two axes."""
-    axes = "layer _ head basis"
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_layer_axis(shared: bool) -> None:
     params = _normal(0, query=(2, 6, 2, 3), key=(2, 6, 2, 3))
-    gauge = go.head_linear({"query": axes}, {"key": axes})
-    for shared in (False, True):
-        packed = go.orbit.pack(params, gauge, shared=shared)
-        assert leaves_by_path(packed)["query"].shape == (2, 3, 2, 3)
-        scores = [
-            jnp.einsum("ldhe,lfhe->lhdf", *(p[name] for name in params)) for p in (params, go.orbit.unpack(packed))
-        ]
-        np.testing.assert_allclose(*scores, atol=1e-5)
+    gauge = go.head_linear({"query": "layer _ head basis"}, {"key": "layer _ head basis"})
+    packed = go.orbit.pack(params, gauge, shared=shared)
+    assert leaves_by_path(packed)["query"].shape == (2, 3, 2, 3)
+    scores = [jnp.einsum("ldhe,lfhe->lhdf", p["query"], p["key"]) for p in (params, go.orbit.unpack(packed))]
+    np.testing.assert_allclose(*scores, atol=1e-5)
 
-    # The leaf that is packed may count heads in another order than the gauge.
-    gauge = go.head_linear({"query": axes}, {"key": "head _ layer basis"})
-    params = {"query": jnp.zeros((2, 6, 3, 3)), "key": _normal(0, key=(3, 6, 2, 3))["key"]}
+
+@pytest.mark.slow
+def test_the_packed_leaf_may_count_heads_in_another_order_than_the_gauge() -> None:
+    gauge = go.head_linear({"query": "layer _ head basis"}, {"key": "head _ layer basis"})
+    params = {"query": jnp.zeros((2, 6, 3, 3))} | _normal(0, key=(3, 6, 2, 3))
     rows = go.orbit.packed_rows(go.orbit.pack(params, gauge))["key"]["head _ layer basis"]["rows"]
     whole = go.orbit.unpack(go.orbit.pack(params, gauge, size=1.0))["key"]
     for at, own in enumerate(rows):
         np.testing.assert_array_equal(whole[at % 3, np.array(own), at // 3], np.eye(3))
 
-    fused = _normal(0, qkv=(6, 18), out=(6, 5))
-    gauges = _fused_gauges()
-    packed = go.orbit.pack(fused, gauges)
+
+@pytest.mark.slow_rows("per_head")
+@pytest.mark.parametrize("shared", [False, True], ids=["per_head", "shared"])
+def test_queries_and_values_in_one_leaf_with_keys_whose_entries_stay(shared: bool) -> None:
+    fused, gauges = _normal(0, qkv=(6, 18), out=(6, 5)), _fused_gauges()
+    packed = go.orbit.pack(fused, gauges, shared=shared)
     assert _size(fused) - _size(packed) == 2 * 2 * 9
     assert {path: x.shape for path, x in leaves_by_path(packed).items() if path != "out"} == {
         "qkv/part0": (3, 6), "qkv/part1": (3, 6), "qkv/rest": (6, 6),
     }
-    np.testing.assert_allclose(_fused_outputs(go.orbit.unpack(packed)), _fused_outputs(fused), atol=1e-5)
-    assert _same_bits(go.orbit.unpack(go.orbit.pack(go.orbit.unpack(packed), gauges)), go.orbit.unpack(packed))
+    whole = go.orbit.unpack(packed)
+    for tree in (packed, whole):
+        np.testing.assert_allclose(_fused_outputs(tree), _fused_outputs(fused), atol=1e-5)
+    assert _same_bits(go.orbit.unpack(go.orbit.pack(whole, gauges, shared=shared)), whole)
 
+
+@pytest.mark.slow
+def test_a_block_on_a_part_of_two_axes() -> None:
     part = go.head_linear({"qkv": "qkv=0 _ head=0:2 basis"}, {"qkv": "qkv=1 _ head=0:2 basis"})
     leaf = _normal(0, qkv=(3, 6, 4, 3))
     packed = go.orbit.pack(leaf, part)
@@ -143,9 +147,9 @@ def _fused_gauges() -> list[go.Gauge]:
     ]
 
 
-def _fused_outputs(params: Tree, dot: Callable[..., jax.Array] = go.orbit.packed_dot) -> jax.Array:
+def _fused_outputs(params: Tree) -> jax.Array:
     x = jnp.asarray(np.random.default_rng(1).normal(size=(4, 6)), float)
-    q, k, v = jnp.moveaxis(dot(x, params["qkv"]).reshape(4, 3, 2, 3), 1, 0)
+    q, k, v = jnp.moveaxis(go.orbit.packed_dot(x, params["qkv"]).reshape(4, 3, 2, 3), 1, 0)
     weights = jax.nn.softmax(jnp.einsum("nhe,mhe->hnm", q, k))
     return jnp.einsum("hnm,mhe->nhe", weights, v).reshape(4, 6) @ params["out"]
 
@@ -153,9 +157,8 @@ def _fused_outputs(params: Tree, dot: Callable[..., jax.Array] = go.orbit.packed
 def test_keys_are_packed_where_queries_are_grouped_and_outputs_where_values_are_zero() -> None:
     grouped = go.head_linear({"query": "_ (head _) basis"}, {"key": "_ head basis"})
     assert list(go.orbit.packed_rows(go.orbit.pack(_normal(0, query=(6, 4, 3), key=(6, 2, 3)), grouped))) == ["key"]
-    gauge = go.head_linear({"value": "_ head basis"}, {"out": "head basis _"})
-    params = _normal(0, value=(6, 2, 3), out=(2, 3, 5)) | {"value": jnp.zeros((6, 2, 3))}
-    packed = go.orbit.pack(params, gauge)
+    params = _normal(0, out=(2, 3, 5)) | {"value": jnp.zeros((6, 2, 3))}
+    packed = go.orbit.pack(params, go.head_linear({"value": "_ head basis"}, {"out": "head basis _"}))
     assert list(go.orbit.packed_rows(packed)) == ["out"] and leaves_by_path(packed)["out"].shape == (2, 3, 2)
     assert not jnp.any(go.orbit.unpack(packed)["value"])
 
@@ -178,39 +181,39 @@ def test_twins_have_one_packed_tree(case: GaugeCase, x64: None) -> None:
     gauges = [gauge for gauge in case.gauges() if gauge.name in PACKABLE]
     params, group = case.params(jax.random.key(0)), go.product(gauges)
     packed = go.orbit.pack(params, gauges)
+
+    def close(x: jax.Array, y: jax.Array) -> None:
+        np.testing.assert_allclose(x, y, atol=1e-10 * float(jnp.max(jnp.abs(y))))
+
     for seed in range(3):
         twin = group.act(group.sample(jax.random.key(seed), params), params)
-        again = go.orbit.pack(twin, gauges, rows=go.orbit.packed_rows(packed))
-        assert jax.tree.structure(again) == jax.tree.structure(packed)
-        for x, y in zip(jax.tree.leaves(again), jax.tree.leaves(packed), strict=True):
-            np.testing.assert_allclose(x, y, atol=1e-10 * float(jnp.max(jnp.abs(y))))
+        jax.tree.map(close, go.orbit.pack(twin, gauges, rows=go.orbit.packed_rows(packed)), packed)
 
 
 # Products of activations --------------------------------------------------------------------------------
 
 
-@pytest.mark.slow_rows("per_head")
+LINEAR = functools.partial(go.head_linear, right={"key": "_ head basis"})
+LAYOUTS: dict[str, tuple[go.Gauge, tuple[int, ...], int]] = {  # of a query of this shape, and the axis that is summed
+    "last": (HEADS, (6, 2, 3), 0), "first": (LINEAR({"query": "head basis _"}), (2, 3, 6), 2),
+    "flat": (LINEAR({"query": "_ (head basis)"}), (6, 6), 0),
+    "between": (LINEAR({"query": "basis head _"}), (3, 2, 6), -1),
+    "rotary": (go.rope_linear({"query": "_ head basis"}, {"key": "_ head basis"}, pairing="interleaved"), (6, 2, 4), 0),
+}
+
+
+@pytest.mark.slow_rows("per_head*")
 @pytest.mark.parametrize("shared", [False, True], ids=["per_head", "shared"])
-def test_packed_products_are_plain_ones(shared: bool) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_packed_products_are_plain_ones(layout: str, shared: bool) -> None:
+    gauge, shape, axis = LAYOUTS[layout]
     x = jnp.asarray(np.random.default_rng(1).normal(size=(2, 5, 6)), float)
-    layouts = {
-        "_ head basis": ((6, 2, 3), 0), "head basis _": ((2, 3, 6), 2), "_ (head basis)": ((6, 6), 0),
-        "basis head _": ((3, 2, 6), -1),
-    }
-    for axes, (shape, axis) in layouts.items():
-        params = _normal(0, query=shape, key=(6, 2, 3))
-        packed = go.orbit.pack(params, go.head_linear({"query": axes}, {"key": "_ head basis"}), shared=shared)
-        plain = jnp.tensordot(x, go.orbit.unpack(packed)["query"], ([-1], [axis]))
-        np.testing.assert_allclose(go.orbit.packed_dot(x, packed["query"], axis), plain, atol=1e-5)
-        np.testing.assert_array_equal(
-            go.orbit.packed_dot(x, params["query"], axis), jnp.tensordot(x, params["query"], ([-1], [axis]))
-        )
-    rotary = go.rope_linear({"query": "_ head basis"}, {"key": "_ head basis"}, pairing="interleaved")
-    packed = go.orbit.pack(_normal(0, query=(6, 2, 4), key=(6, 2, 4)), rotary, shared=shared)
-    plain = jnp.tensordot(x, go.orbit.unpack(packed)["query"], 1)
-    np.testing.assert_allclose(go.orbit.packed_dot(x, packed["query"]), plain, atol=1e-5)
-    fused = go.orbit.pack(_normal(0, qkv=(6, 18), out=(6, 5)), _fused_gauges(), shared=shared)
-    np.testing.assert_allclose(_fused_outputs(fused), _fused_outputs(go.orbit.unpack(fused)), atol=1e-5)
+    params = _normal(0, query=shape, key=(6, 2, 4 if layout == "rotary" else 3))
+    packed = go.orbit.pack(params, gauge, shared=shared)
+    plain = jnp.tensordot(x, go.orbit.unpack(packed)["query"], ([-1], [axis]))
+    np.testing.assert_allclose(go.orbit.packed_dot(x, packed["query"], axis), plain, atol=1e-5)
+    whole = go.orbit.packed_dot(x, params["query"], axis)
+    np.testing.assert_array_equal(whole, jnp.tensordot(x, params["query"], ([-1], [axis])))
 
 
 def test_shared_rows_save_multiplications() -> None:
@@ -225,12 +228,6 @@ def test_shared_rows_save_multiplications() -> None:
     assert flops(packed) < 0.8 * flops(params["query"])  # 48 of 64 rows, and one addition per output
 
 
-def test_a_product_along_another_axis_is_refused() -> None:
-    packed = go.orbit.pack(_normal(0, query=(6, 2, 3), key=(6, 2, 3)), HEADS)
-    with pytest.raises(ValueError, match=r"no product with 'query' along axis 1"):
-        go.orbit.packed_dot(jnp.ones((2, 2)), packed["query"], 1)
-
-
 # Training -------------------------------------------------------------------------------------------------
 
 
@@ -238,27 +235,25 @@ def test_a_packed_tree_trains_under_optax() -> None:
     """States mirror it under the plain tree's paths; constant rows stay; one program serves all steps."""
     params, plain_loss = start_of("gpt", "float32"), loss_of("gpt")
     packed = go.orbit.pack(params, WHOLE, size=1.0)
-    mask = go.tools.by_path({"**/kernel": True}, default=False)
-    tx = optax.adamw(1e-2, weight_decay=0.1, mask=mask)
-    state = tx.init(packed)
+    tx = optax.adamw(1e-2, weight_decay=0.1, mask=go.tools.by_path({"**/kernel": True}, default=False))
     assert list(leaves_by_path(packed)) == list(leaves_by_path(params))
-    assert _size(state[0].mu) == _size(packed) == _size(params) - sum(gauge.dim(params) for gauge in WHOLE)
+    assert _size(tx.init(packed)[0].mu) == _size(packed) == _size(params) - sum(gauge.dim(params) for gauge in WHOLE)
     step = stepper(tx, lambda p: plain_loss(go.orbit.unpack(p)))
     trained, losses = train(tx.init, step, packed, 5)
     assert losses[-1] < losses[0] and step._cache_size() == 1
     rows = go.orbit.packed_rows(trained)["blocks/0/attn/query/kernel"]["_ head basis"]["rows"]
-    np.testing.assert_array_equal(
-        go.orbit.unpack(trained)["blocks"][0]["attn"]["query"]["kernel"][np.array(rows[0]), 0], np.eye(3)
-    )
-    # The gradient is the plain one's without the constant rows.
-    weights = _normal(1, query=(6, 2, 3), key=(6, 2, 3))
+    query = leaves_by_path(go.orbit.unpack(trained))["blocks/0/attn/query/kernel"]
+    np.testing.assert_array_equal(query[np.array(rows[0]), 0], np.eye(3))
+
+
+def test_the_gradient_is_the_plain_ones_without_the_constant_rows() -> None:
+    weights = _normal(1, query=(6, 2, 3))["query"]
     packed = go.orbit.pack(_normal(0, query=(6, 2, 3), key=(6, 2, 3)), HEADS)
-    grads = jax.grad(lambda p: jnp.sum(go.orbit.unpack(p)["query"] * weights["query"]))(packed)
+    grads = jax.grad(lambda p: jnp.sum(go.orbit.unpack(p)["query"] * weights))(packed)
     rows = go.orbit.packed_rows(packed)["query"]["_ head basis"]["rows"]
-    kept = np.stack([np.setdiff1d(np.arange(6), row) for row in rows], 1)
-    np.testing.assert_array_equal(
-        leaves_by_path(grads)["query"], jnp.take_along_axis(weights["query"], kept[..., None], 0)
-    )
+    for head, row in enumerate(rows):
+        expected = np.delete(weights[:, head], row, axis=0)
+        np.testing.assert_array_equal(leaves_by_path(grads)["query"][:, head], expected)
 
 
 def test_gauges_that_are_left_go_on_under_quotient(x64: None) -> None:
@@ -278,55 +273,48 @@ def test_gauges_that_are_left_go_on_under_quotient(x64: None) -> None:
             go.quotient(optax.adamw(1e-2), gauge).init(packed)
 
 
-# Checkpoints ----------------------------------------------------------------------------------------------
-
-
 # Errors -----------------------------------------------------------------------------------------------------
 
 
 def test_singular_heads_are_named() -> None:
-    params = _normal(0, query=(6, 2, 3), key=(6, 2, 3))
-    for name in ("query", "key"):
-        params[name] = params[name].at[:, 1, 2].set(params[name][:, 1, 0])
-    with pytest.raises(ValueError, match=r"singular heads in '(query|key)'") as raised:
+    params = {name: x.at[:, 1, 2].set(x[:, 1, 0]) for name, x in _normal(0, query=(6, 2, 3), key=(6, 2, 3)).items()}
+    words = "head=1", "condition number", "leave this layer out"
+    with refused(r"^head_linear: singular heads in '(query|key)'", *words):
         go.orbit.pack(params, HEADS)
-    message = str(raised.value)
-    assert message.startswith("head_linear") and "head=1" in message and "condition number" in message
-    assert "leave this layer out" in message
     # Heads that read disjoint features have rows of their own, but none that both could share.
     eye = jnp.eye(6)
-    params = {"query": jnp.stack([eye[:, :3], eye[:, 3:]], 1), "key": jnp.stack([eye[:, :3], eye[:, 3:]], 1)}
+    params = dict.fromkeys(("query", "key"), jnp.stack([eye[:, :3], eye[:, 3:]], 1))
     with pytest.raises(ValueError, match=r"leave out shared=True"):
         go.orbit.pack(params, HEADS, shared=True)
     assert _same_bits(go.orbit.unpack(go.orbit.pack(params, HEADS)), params)
 
 
-def test_what_cannot_be_packed_is_refused() -> None:
-    params = _normal(0, query=(6, 2, 3), key=(6, 2, 3))
-    rotation = go.head_rotation({"query": "_ head basis", "key": "_ head basis"})
-    with pytest.raises(ValueError, match=r"nothing to pack\n  found:    gauges head_rotation"):
-        go.orbit.pack(params, rotation)
-    with pytest.raises(ValueError, match=r"bad size"):
-        go.orbit.pack(params, HEADS, size=0.0)
-    calls: list[Any] = [
-        jax.jit(lambda p: go.orbit.pack(p, HEADS)),
-        lambda p: jax.eval_shape(lambda q: go.orbit.pack(q, HEADS), p),
-    ]
-    for call in calls:
-        with pytest.raises(ValueError, match=r"no numbers in '(query|key)'"):
-            call(params)
-    with pytest.raises(ValueError, match=r"no numbers in"):
-        go.orbit.pack({name: jax.ShapeDtypeStruct((6, 2, 3), jnp.float32) for name in params}, HEADS)
+TURN = go.head_rotation({"query": "_ head basis", "key": "_ head basis"})
+UNPACKABLE: dict[str, tuple[str, Any]] = {
+    "no linear gauge": (r"nothing to pack\n  found:    gauges head_rotation", lambda p: go.orbit.pack(p, TURN)),
+    "size": (r"bad size", lambda p: go.orbit.pack(p, HEADS, size=0.0)),
+    "in jit": (r"no numbers in '(query|key)'", jax.jit(lambda p: go.orbit.pack(p, HEADS))),
+    "eval_shape": (r"no numbers in '(query|key)'", lambda p: jax.eval_shape(lambda q: go.orbit.pack(q, HEADS), p)),
+    "shapes": (r"no numbers in", lambda p: go.orbit.pack(jax.eval_shape(lambda: p), HEADS)),
+    "another axis": (
+        r"no product with 'query' along axis 1",
+        lambda p: go.orbit.packed_dot(jnp.ones((2, 2)), go.orbit.pack(p, HEADS)["query"], 1),
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [{}, {"key": {"head _ basis": {}}}, {"query": {"_ head basis": {"size": 1.0, "rows": [[0, 1]]}}},
-     {"query": {"_ head basis": {"size": 1.0, "rows": [[0, 1, 6]]}}},
-     {"query": {"_ head basis": {"rows": [[0, 1, 2]]}}},
-     {"query": {"_ head basis": {"size": 1.0, "rows": [[0, 1, 1]]}}},
-     {"query": {"_ head basis": {"size": 1.0, "rows": [[0, 1, 2]] * 3}}}],
-)
+@pytest.mark.parametrize("name", UNPACKABLE)
+def test_what_cannot_be_packed_is_refused(name: str) -> None:
+    match, call = UNPACKABLE[name]
+    with pytest.raises(ValueError, match=match):
+        call(_normal(0, query=(6, 2, 3), key=(6, 2, 3)))
+
+
+@pytest.mark.parametrize("rows", [
+    {}, {"key": {"head _ basis": {}}}, {"query": {"_ head basis": {"rows": [[0, 1, 2]]}}},
+    *({"query": {"_ head basis": {"size": 1.0, "rows": own}}} for own in (
+        [[0, 1]], [[0, 1, 6]], [[0, 1, 1]], [[0, 1, 2]] * 3)),
+])
 def test_rows_of_another_tree_are_refused(rows: Any) -> None:
     with pytest.raises(ValueError, match=r"no rows for 'query'"):
         go.orbit.pack(_normal(0, query=(6, 2, 3), key=(6, 2, 3)), HEADS, rows=rows)
@@ -339,6 +327,5 @@ def test_given_rows_can_be_traced() -> None:
     rows = go.orbit.packed_rows(packed)
     assert json.loads(json.dumps(rows)) == rows
     traced = jax.jit(lambda p: go.orbit.pack(p, HEADS, rows=rows))
-    for x, y in zip(jax.tree.leaves(traced(params)), jax.tree.leaves(packed), strict=True):
-        np.testing.assert_allclose(x, y, atol=1e-5)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), traced(params), packed)
     assert _same_bits(traced(go.orbit.unpack(packed)), packed)

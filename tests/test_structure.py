@@ -66,21 +66,16 @@ def imports(path: Path) -> Iterator[str]:
 
 
 def part_of(path: Path) -> str:
-    """The layer's name of a file."""
-    return part_of_module(".".join(path.relative_to(PACKAGE).with_suffix("").parts))
-
-
-def part_of_module(name: str) -> str:
-    """The layer's name of a module of this package, without the package's."""
-    return ".".join(name.split(".")[:2]) if ".".join(name.split(".")[:2]) in LAYERS else name.split(".")[0]
+    """The layer of a file: its folder, or its own name beside the folders."""
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
 
 
 def imported_parts(path: Path) -> set[str]:
     """The layers of this package that a file imports."""
     names = {name.removeprefix("gauge_optax.") for name in imports(path) if name.startswith("gauge_optax.")}
-    modules = {name for name in names if (PACKAGE / f"{name.replace('.', '/')}.py").exists()}
-    packages = {name for name in names - modules if (PACKAGE / name.replace(".", "/")).is_dir()}
-    return {part_of_module(name) for name in modules | packages} & set(LAYERS)
+    paths = {name: PACKAGE / name.replace(".", "/") for name in names}
+    files = {name for name, path in paths.items() if path.is_dir() or path.with_suffix(".py").exists()}
+    return {name.split(".")[0] for name in files} & set(LAYERS)
 
 
 def test_every_module_has_a_layer() -> None:
@@ -88,51 +83,33 @@ def test_every_module_has_a_layer() -> None:
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_imports_never_go_upwards(path: Path) -> None:
-    layer = LAYERS[part_of(path)]
+def test_a_file_says_what_it_is_and_imports_what_it_may(path: Path) -> None:
+    """Nothing of a higher layer; plain pytrees and public Optax alone; no optimizer where it is a black box."""
+    layer, names = LAYERS[part_of(path)], set(imports(path))
     assert {name for name in imported_parts(path) if LAYERS[name] > layer} == set()
-    if layer < LAYERS["__init__"]:
-        assert "gauge_optax" not in [name for name in imports(path) if name == "gauge_optax"]
-    if part_of(path) in BLACK_BOX:
-        assert not {"optimizers", "ddc"} & imported_parts(path)
+    assert "gauge_optax" not in names or layer == LAYERS["__init__"]
+    assert part_of(path) not in BLACK_BOX or not {"optimizers", "ddc"} & imported_parts(path)
+    for forbidden in ("flax", "optax._src", "jax._src", "models", "tests", "examples"):
+        assert not [name for name in names if f"{name}.".startswith(f"{forbidden}.")]
+    assert ast.get_docstring(ast.parse(path.read_text()))
 
 
 def test_no_two_folders_import_each_other() -> None:
     """Directly or through others; a file beside the folders counts as one."""
     edges: dict[str, set[str]] = {}
     for path in SOURCES:
-        if path.name != "__init__.py" or path.parent != PACKAGE:
+        if path != PACKAGE / "__init__.py":
             edges.setdefault(part_of(path), set()).update(imported_parts(path) - {part_of(path)})
     assert edges["ddc"] >= {"optimizers"} and edges["states"] >= {"optimizers"}
-
-    def reached(start: str) -> set[str]:
-        found: set[str] = set()
-        waiting = list(edges[start])
-        while waiting:
-            part = waiting.pop()
-            if part not in found:
-                found.add(part)
-                waiting += edges[part]
-        return found
-
-    assert [part for part in edges if part in reached(part)] == []
+    reached = {part: set(others) for part, others in edges.items()}
+    for _ in edges:  # so many steps reach whatever can be reached
+        reached = {part: others.union(*(reached[other] for other in others)) for part, others in reached.items()}
+    assert [part for part, others in reached.items() if part in others] == []
 
 
 def test_the_check_sees_imports() -> None:
     assert imported_parts(PACKAGE / "optimizers" / "aliases.py") >= {"norms", "optimizers"}
     assert imported_parts(PACKAGE / "slice.py") == {"binding", "errors", "linalg", "parts", "xla"}
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_the_core_sees_plain_pytrees_and_public_optax(path: Path) -> None:
-    names = set(imports(path))
-    for forbidden in ("flax", "optax._src", "jax._src", "models", "tests", "examples"):
-        assert not [name for name in names if name == forbidden or name.startswith(f"{forbidden}.")]
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_files_say_what_they_are(path: Path) -> None:
-    assert ast.get_docstring(ast.parse(path.read_text()))
 
 
 @functools.cache
@@ -146,13 +123,13 @@ def kinds() -> set[str]:
 def questions(source: str) -> Iterator[str]:
     """Where a source asks of what kind something is: `isinstance` of a kind, or a comparison of `effect`."""
     for node in ast.walk(ast.parse(source)):
+        leaves = list(ast.walk(node))
+        attributes = {leaf.attr for leaf in leaves if isinstance(leaf, ast.Attribute)}
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
-            if kinds() & {leaf.id for leaf in ast.walk(node) if isinstance(leaf, ast.Name)}:
+            if kinds() & {leaf.id for leaf in leaves if isinstance(leaf, ast.Name)}:
                 yield ast.unparse(node)
-        elif isinstance(node, ast.Compare):
-            attributes = {leaf.attr for leaf in ast.walk(node) if isinstance(leaf, ast.Attribute)}
-            if {"effect", "kind"} & attributes and "dtype" not in attributes:
-                yield ast.unparse(node)
+        elif isinstance(node, ast.Compare) and {"effect", "kind"} & attributes and "dtype" not in attributes:
+            yield ast.unparse(node)
 
 
 def test_nobody_but_gauges_and_parts_asks_of_what_kind_a_part_is() -> None:
@@ -163,14 +140,10 @@ def test_nobody_but_gauges_and_parts_asks_of_what_kind_a_part_is() -> None:
         for path in SOURCES if part_of(path) not in ("gauges", "parts", "discovery")
         for question in questions(path.read_text())
     }  # fmt: skip
-    roles = {"slice.py"}
-    moves = {"states/moves.py"}
-    assert {file for file, _ in found} <= roles | moves
-    assert {question for file, question in found if file in roles} == {
-        "isinstance(p, Constant)", "isinstance(p, Size)", "isinstance(p, Turn)",
-        "isinstance(p, Constant | Size | Turn)",
+    roles = ("Constant", "Size", "Turn", "Constant | Size | Turn")
+    assert found == {("slice.py", f"isinstance(p, {role})") for role in roles} | {
+        ("states/moves.py", "moving.effect in effects")
     }
-    assert {question for file, question in found if file in moves} == {"moving.effect in effects"}
     assert list(questions("isinstance(part, Factor) or gauge.effect == 'shift'")) != []
 
 
@@ -223,8 +196,7 @@ def public_functions(module: ModuleType) -> dict[str, Callable[..., object]]:
 MODULES = tuple(getattr(go, name) for name in go._MODULES)
 FUNCTIONS = {
     f"{module.__name__}.{name}": function
-    for module in (go, *MODULES)
-    for name, function in public_functions(module).items()
+    for module in (go, *MODULES) for name, function in public_functions(module).items()
 }
 
 
@@ -232,15 +204,13 @@ def test_all_is_grouped_and_whole_and_the_reference_has_the_same_names() -> None
     grouped = symbols.groups()
     assert len(grouped) > 1 and all(len(names) > 1 for names in grouped.values())
     assert [name for names in grouped.values() for name in names] == go.__all__
-    assert len(set(go.__all__)) == len(go.__all__)
-    assert dir(go) == sorted(go.__all__) and len(go.__all__) <= 40
+    assert dir(go) == sorted(set(go.__all__)) and len(go.__all__) <= 40
     pages = [path for paths in symbols.paths().values() for path in paths]
-    assert len(set(pages)) == len(pages)
-    classes = {f"gauge_optax.measure.{name}" for name in ("EmpiricalFisher", "Fisher", "GGN", "Hessian", "Recorder")}
-    assert set(pages) == set(FUNCTIONS) | {"gauge_optax.Gauge"} | classes
-    assert "gauge_optax.rescale" in FUNCTIONS
-    assert "gauge_optax.measure.vertical_motion" in FUNCTIONS
-    assert "gauge_optax.testing.assert_invariant" in FUNCTIONS
+    classes = [f"gauge_optax.measure.{name}" for name in ("EmpiricalFisher", "Fisher", "GGN", "Hessian", "Recorder")]
+    assert sorted(pages) == sorted([*FUNCTIONS, "gauge_optax.Gauge", *classes])
+    assert FUNCTIONS.keys() >= {
+        "gauge_optax.rescale", "gauge_optax.measure.vertical_motion", "gauge_optax.testing.assert_invariant"
+    }
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -266,24 +236,15 @@ def returning(base: type) -> set[str]:
     return {name for name, hint in hints.items() if inspect.isclass(hint) and issubclass(hint, base)}
 
 
-def test_every_gauge_is_registered() -> None:
-    constructors = returning(Gauge)
-    assert "product" in constructors
-    cases = (*GAUGE_CASES, *FLAT_CASES, *DISCRETE_CASES)
-    assert {case.name.split("/")[0] for case in cases} == constructors | {"user_gauge"}
-
-
-def test_every_transformation_is_registered() -> None:
-    constructors = returning(optax.GradientTransformation)
-    assert "ddc_adamw" in constructors
-    assert {case.name.split("/")[0] for case in TRANSFORM_CASES} == constructors
-
-
-@pytest.mark.parametrize("cases", [GAUGE_CASES, TRANSFORM_CASES], ids=["gauges", "transforms"])
-def test_case_names_are_unique(cases: tuple[typing.Any, ...]) -> None:
+@pytest.mark.parametrize(("base", "cases", "besides"), [
+    (Gauge, (*GAUGE_CASES, *FLAT_CASES, *DISCRETE_CASES), {"user_gauge"}),
+    (optax.GradientTransformation, TRANSFORM_CASES, set()),
+], ids=["gauges", "transforms"])
+def test_everything_public_is_registered_under_a_name_of_its_own(base: type, cases: Any, besides: set[str]) -> None:
+    assert {"product", "ddc_adamw"} & returning(base)
     names = [case.name for case in cases]
-    assert len(set(names)) == len(names) > 0
-    assert all(name.count("/") == 1 for name in names)
+    assert {name.split("/")[0] for name in names} == returning(base) | besides
+    assert len(set(names)) == len(names) and all(name.count("/") == 1 for name in names)
 
 
 # How much of the package one update passes through ------------------------------------------------

@@ -1,6 +1,5 @@
 """Small things that cost trust: what gauges, drifts and plans print, and what a slip of the user's is told."""
 
-import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -50,40 +49,31 @@ def test_every_gauge_prints_as_the_source_that_makes_it() -> None:
 
 def test_sizes_tuples_and_options_are_written_and_defaults_are_not() -> None:
     norm = go.norm_scale({"n": "1+ channel"}, {"q": ("channel (qkv=0 _)", "channel (qkv=1 _)")}, sizes={"qkv": 3})
-    assert repr(norm).splitlines() == [
-        "go.norm_scale(",
-        "  scale={'n': '1+ channel'},",
-        "  into={'q': ('channel (qkv=0 _)', 'channel (qkv=1 _)')},",
-        "  sizes={'qkv': 3},",
-        ")",
+    assert repr(norm).split("\n  ") == [
+        "go.norm_scale(", "scale={'n': '1+ channel'},", "into={'q': ('channel (qkv=0 _)', 'channel (qkv=1 _)')},",
+        "sizes={'qkv': 3},\n)",
     ]
     assert "degree=2," in repr(go.rescale({"u": "_ c"}, {"d": "c _"}, degree=2)) and "degree" not in repr(RELU)
     assert repr(go.product([RELU])).startswith("go.product([\n  go.rescale(\n    up={'up/kernel'")
 
 
+def _hidden(p: Any, x: jax.Array) -> jax.Array:
+    return jax.nn.relu(x @ p["up"]["kernel"] + p["up"]["bias"]) @ p["down"]["kernel"]
+
+
 def test_discover_writes_the_same_source() -> None:
-    x, y = np.random.default_rng(0).normal(size=(2, 4, 3))
-    report = go.discover(lambda p, x: jax.nn.relu(x @ p["up"]["kernel"] + p["up"]["bias"]) @ p["down"]["kernel"],
-                         NET, [x, y], outputs="loss", progress=False)
+    batches = list(np.random.default_rng(0).normal(size=(2, 4, 3)))
+    report = go.discover(_hidden, NET, batches, outputs="loss", progress=False)
     (gauge,) = report.gauges
     assert report.code() == "[\n" + "".join(f"  {line}\n" for line in repr(gauge).splitlines())[:-1] + ",\n]"
 
 
+class Bare(Translation):
+    __repr__ = go.Gauge.__repr__
+
+
 def test_a_users_gauge_prints_its_attributes() -> None:
-    class Bare(Translation):
-        __repr__ = go.Gauge.__repr__
-
-    def shifted(tokens: str) -> go.Gauge:
-        return Bare(tokens, "place")
-
-    name = "test_a_users_gauge_prints_its_attributes.<locals>.Bare"
-    assert repr(shifted("token")) == f"{name}(tokens='token', positions='place')"
-
-
-def test_labels_of_states_are_those_of_before() -> None:
-    """A label has a checksum of what the gauge binds; were it to change, no older state would load."""
-    (part,) = go.bind(RELU, NET).slice.parts
-    assert part.label == "rescale[].dbbd71a7.v4"
+    assert repr(Bare("token", "place")) == "Bare(tokens='token', positions='place')"
 
 
 # What drift prints -------------------------------------------------------------------------------------------
@@ -95,12 +85,10 @@ def test_drift_names_gauge_layer_and_channel() -> None:
         go.head_rotation({"value": "_ head basis", "out": "head basis _"}),
         go.logit_shift({"head": "_ vocab"}),
     ]
-    layer = {"up": jnp.ones((2, 3)), "down": jnp.ones((3, 2))}
-    heads = {"value": jnp.ones((3, 2, 2)), "out": jnp.ones((2, 2, 3))}
-    params = {"layers": [layer, layer], **heads, "head": jnp.ones((3, 5))}
-    element = ({"i=0": jnp.zeros(3), "i=1": jnp.array([0.1, 0.0, -0.25])}, {"": jnp.stack([jnp.eye(2)] * 2)},
-               {"": {"head": jnp.array([0.0, 0.5, 0.0])}})
-    moved = go.product(gauges).act(element, params)
+    layer, heads = {"up": (2, 3), "down": (3, 2)}, {"value": (3, 2, 2), "out": (2, 2, 3), "head": (3, 5)}
+    params = jax.tree.map(jnp.ones, {"layers": [layer, layer], **heads}, is_leaf=lambda x: isinstance(x, tuple))
+    logs, shift = {"i=0": jnp.zeros(3), "i=1": jnp.array([0.1, 0.0, -0.25])}, {"head": jnp.array([0.0, 0.5, 0.0])}
+    moved = go.product(gauges).act((logs, {"": jnp.stack([jnp.eye(2)] * 2)}, {"": shift}), params)
     drift = go.measure.drift(params, moved, gauges)
     rows = [re.split(r"  +", line.strip()) for line in str(drift).splitlines()]
     assert rows[0] == ["gauge", "layer", "largest drift", "where"]
@@ -110,10 +98,9 @@ def test_drift_names_gauge_layer_and_channel() -> None:
     assert rows[4] == ["logit_shift('head')", "5.00e-01", "head, entry 1"]
     # It is the tuple of elements that it was, inside `jit` too.
     compiled = jit(lambda *points: go.measure.drift(*points, gauges))(params, moved)
-    assert isinstance(compiled, tuple) and len(compiled) == 3 and compiled[1] == {}
-    np.testing.assert_allclose(compiled[0]["i=1"], element[0]["i=1"], atol=1e-6)
-    assert str(compiled).splitlines()[2] == str(drift).splitlines()[2]
-    assert jax.tree.structure(compiled) == jax.tree.structure(drift)
+    assert isinstance(compiled, tuple) and jax.tree.structure(compiled) == jax.tree.structure(drift)
+    assert len(compiled) == 3 and compiled[1] == {} and str(compiled).splitlines()[2] == str(drift).splitlines()[2]
+    np.testing.assert_allclose(compiled[0]["i=1"], logs["i=1"], atol=1e-6)
     lost = jax.tree.map(lambda x: x.at[(0,) * x.ndim].set(jnp.nan), drift)
     assert str(lost).splitlines()[2].split()[-3:] == ["nan", "channel", "0"]
     printed = list[str]()
@@ -177,14 +164,14 @@ def test_a_mask_that_splits_a_gauge_treats_twins_alike(name: str, mask: str, x64
     x = jnp.array([[1.0, -0.5, 0.3], [0.4, 0.9, -1.0]])
 
     def loss(p: Any) -> jax.Array:
-        hidden = jax.nn.relu(x @ p["up"]["kernel"] + p["up"]["bias"])
-        return jnp.mean((hidden @ p["down"]["kernel"] + p["down"]["bias"] - 1.0) ** 2)
+        return jnp.mean((_hidden(p, x) + p["down"]["bias"] - 1.0) ** 2)
 
-    ends = []
-    for tx, start in ((tx, p) for tx in (DECAYING[name](MATRICES[mask]), DECAYING[name](None)) for p in (params, twin)):
-        ends.append(float(loss(trained(tx, loss, start, 5)[0])))
-    assert ends[0] == pytest.approx(ends[1], rel=1e-10) and ends[2] == pytest.approx(ends[3], rel=1e-10)
-    assert ends[0] != ends[2] or ("muon" in name and mask != "one side")  # only matrices have Muon's decay
+    masked, plain = (
+        [float(loss(trained(tx, loss, start, 5)[0])) for start in (params, twin)]
+        for tx in (DECAYING[name](MATRICES[mask]), DECAYING[name](None))
+    )
+    assert masked[0] == pytest.approx(masked[1], rel=1e-10) and plain[0] == pytest.approx(plain[1], rel=1e-10)
+    assert masked[0] != plain[0] or ("muon" in name and mask != "one side")  # only matrices have Muon's decay
 
 
 # Slips -------------------------------------------------------------------------------------------------------
@@ -198,15 +185,17 @@ def test_an_empty_list_of_gauges_warns_where_the_user_wrote_it(make: Callable[[]
     assert [warning.filename for warning in caught] == [__file__]
 
 
-def test_swapped_arguments() -> None:
-    for name in ("quotient_adamw", "quotient_muon", "ddc_adamw", "ddc_muon"):
-        heading = f"{name}: learning_rate and gauges are swapped"
-        _says(functools.partial(getattr(go, name), [RELU], 1e-3), heading, f"write go.{name}(0.001, gauges)")
-        swapped = functools.partial(getattr(go, name), RELU, optax.constant_schedule(1e-3))
-        _says(swapped, heading, f"write go.{name}(learning_rate, gauges)")
-    for gauges in (RELU, [RELU]):
-        _says(functools.partial(go.quotient, gauges, optax.adam(1e-3)), "quotient: inner is no transformation",
-              "write go.quotient(optimizer, gauges), in this order")
+@pytest.mark.parametrize("name", ["quotient_adamw", "quotient_muon", "ddc_adamw", "ddc_muon"])
+def test_swapped_arguments(name: str) -> None:
+    make, heading = getattr(go, name), f"{name}: learning_rate and gauges are swapped"
+    _says(lambda: make([RELU], 1e-3), heading, f"write go.{name}(0.001, gauges)")
+    _says(lambda: make(RELU, optax.constant_schedule(1e-3)), heading, f"write go.{name}(learning_rate, gauges)")
+
+
+@pytest.mark.parametrize("gauges", [RELU, [RELU]], ids=["a gauge", "a list"])
+def test_swapped_arguments_of_quotient(gauges: Any) -> None:
+    _says(lambda: go.quotient(gauges, optax.adam(1e-3)), "quotient: inner is no transformation",
+          "write go.quotient(optimizer, gauges), in this order")
 
 
 def test_an_absent_leaf() -> None:

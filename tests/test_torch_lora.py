@@ -130,10 +130,11 @@ def test_experts_in_two_matrices_need_their_number() -> None:
 @pytest.mark.parametrize("size", [1e-12, 1e-30])
 def test_a_step_of_muon_does_not_depend_on_the_size_of_gradients(size: float) -> None:
     start = drawn(SHAPES)
-    step, other = (
-        in_torch(torch_lora.QuotientMuon, start, lambda p, _: scale * sum((x**3).sum() for x in p.values()), 1)
-        for scale in (1.0, size)
-    )
+
+    def after_a_step(scale: float) -> dict[str, np.ndarray]:
+        return in_torch(torch_lora.QuotientMuon, start, lambda p, _: scale * sum((x**3).sum() for x in p.values()), 1)
+
+    step, other = after_a_step(1.0), after_a_step(size)
     for path, x in start.items():
         np.testing.assert_allclose(other[path] - x, step[path] - x, atol=1e-5 * np.abs(step[path] - x).max())
 

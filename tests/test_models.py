@@ -117,7 +117,7 @@ def test_switches_decide_the_gauges() -> None:
 @pytest.mark.parametrize("name", LM_CONFIGS)
 def test_shapes(name: str) -> None:
     config = LM_CONFIGS[name]
-    params, loss = lm_parts(config)
+    params, loss = lm.params_and_loss(config, jax.random.key(0))
     shapes = {path.removeprefix("blocks/0/"): x.shape for path, x in leaves_by_path(params).items()}
     d, h, k, e, f = config.d_model, config.heads, config.kv_heads, config.d_head, config.d_ff
     assert shapes == shapes | {

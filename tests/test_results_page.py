@@ -46,6 +46,28 @@ def test_every_verdict_names_its_coordinate_or_statistic() -> None:
     assert sum(len(verdicts(text)) for text in page.values()) > 50
 
 
+DRIFTS = r" drifts \S+ to \S+ times less than AdamW \(1,000 times or more on all 3 seeds\)"
+
+
+@pytest.mark.parametrize(("name", "words"), [
+    ("row_shift", "In the mean column of the unembedding, DDC" + DRIFTS),
+    ("relu_rescale", "In log‖W1‖ of the layer, DDC block" + DRIFTS),
+    ("relu_rescale", "In log‖W1‖ per unit, DDC channel" + DRIFTS),
+    ("layernorm_scale", "In log γ, DDC" + DRIFTS),
+    ("diagonal_network", r"In log\|u\|, DDC" + DRIFTS),
+    ("kronecker", r"Inside `quotient` twins agree to 1e-10 on all 3 seeds; plain ones are more than 1e-3 apart under all "
+                  r"three optimizers on all 3 seeds"),
+    ("minimum", r"AdamW leaks .* share along the orbit \(above 1e-3\), this shows here on all 3 seeds"),
+    ("minimum", r"DDC pins .* share along the orbit \(below 1e-10\), this shows here on all 3 seeds"),
+    ("minimum", r"by the order k, this shows here in all 36 reads \(within 1 %\)"),
+    ("packed", r"by at most the standard deviation over seeds \(of both runs together\): \*packed\*,"),
+])
+def test_what_is_found_stays_found(name: str, words: str) -> None:
+    """A run that is made again may change numbers, not these sentences, all of which are computed."""
+    (heading,) = (section.heading for section in SECTIONS if section.name == name)
+    assert re.search(words, parts()[heading])
+
+
 def test_a_verdict_without_one_is_found() -> None:
     assert unnamed("Losses differ. The paper: it helps; this shows here on all 3 seeds.", ("test loss",))
     assert unnamed("The test loss is 1. This does NOT show here on NONE of 3 seeds.", ("test loss",))

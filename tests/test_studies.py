@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from examples import merge, quantize
-from examples.studies import baselines, harness, kronecker, lemmas, minimum, packed, probe, report, self_tests, table3
+from examples.studies import baselines, harness, kronecker, lemmas, minimum, probe, report, self_tests, table3
 from examples.studies import twins_benchmark as example
 from models import grokking, modular
 from tests.test_training_studies import KILLED
@@ -63,19 +63,6 @@ def test_a_tiny_study_leaves_json_figure_and_section(
 # What was found ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "ours", "mode"),
-    [
-        ("row_shift", "DDC", "drift"), ("relu_rescale", "DDC block", "block_drift"),
-        ("relu_rescale", "DDC channel", "channel_drift"), ("layernorm_scale", "DDC", "drift"),
-        ("diagonal_network", "DDC", "drift"),
-    ],
-)
-def test_ddc_drifts_a_thousand_times_less_than_adamw(name: str, ours: str, mode: str) -> None:
-    result = _committed(name)
-    assert min(report.ratios(*(report.largest(result, arm, mode) for arm in ("AdamW", ours)))) >= 1000
-
-
 def test_the_radial_coordinate_decides_whether_the_block_survives() -> None:
     def final(arm: str, key: str) -> np.ndarray:
         return np.array(report.final(_committed("sparse_parity"), f"DDC, {arm}", key))
@@ -86,13 +73,9 @@ def test_the_radial_coordinate_decides_whether_the_block_survives() -> None:
     assert min(final("log, decay 0.5", "accuracy")) > 0.99 and min(final("log, decay 2", "loss")) > 0.6
 
 
-def test_the_gauge_holds_what_the_fisher_does_not_see() -> None:
+def test_what_is_called_rounding_at_a_minimum_is_rounding() -> None:
     read = functools.partial(minimum.values, _committed("minimum"))
-    assert max(read(minimum.ISOLATION, "DDC", "share")) < minimum.FLOOR
-    assert minimum.FLOOR < 1e-3 < min(read(minimum.ISOLATION, "AdamW", "share"))
     assert max(read(minimum.ISOLATION, "AdamW", "along_over_largest")) < minimum.DEAD
-    for arm in minimum.STUDIES[minimum.ORDER][1]:
-        assert read(minimum.ORDER, arm, "lowest") == pytest.approx([2.0] * 3, rel=0.01)
     assert max(read(minimum.ONE_STEP, "DDC", "spread")) < 1e-10 < 0.01 < min(read(minimum.ONE_STEP, "AdamW", "spread"))
 
 
@@ -104,13 +87,6 @@ def test_a_statement_that_does_not_show_is_listed() -> None:
     assert not lemmas.ROWS[0][2](result["cells"]["Lemma 17"]["42"] | {"largest_ratio": 1.5})[2]
 
 
-def test_shampoo_and_soap_have_twins_inside_quotient() -> None:
-    result = _committed("kronecker")
-    for name in kronecker.INNER:
-        gaps, plain = (kronecker.values(result, arm, "gap") for arm in (f"quotient({name})", name))
-        assert max(gaps) <= 1e-10 and min(plain) > 1e-3
-
-
 def test_every_gauge_of_the_self_tests_makes_one_run_of_twins() -> None:
     result = _committed("self_tests")
     assert result["arms"] == list(table3.build(table3.Config()))
@@ -118,13 +94,6 @@ def test_every_gauge_of_the_self_tests_makes_one_run_of_twins() -> None:
     for row in result["arms"]:
         ours, adamw = (max(self_tests.last(result, row, "float64", which)) for which in ("ours", "adamw"))
         assert (ours < 1e-13) == (row != "B.8, |v·R|") and adamw > 1e-3
-
-
-def test_packed_heads_end_where_plain_ones_do() -> None:
-    """Within the standard deviation over three seeds."""
-    found = packed.sweeps(_committed("packed"))
-    plain, own = (np.array(found[arm][harness.best(found[arm])]) for arm in ("plain", "packed"))
-    assert len(own) == 3 and abs(own.mean() - plain.mean()) <= np.hypot(own.std(), plain.std())
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama"])
@@ -214,13 +183,11 @@ def test_orthogonal_gradient_turns_and_keeps_its_length() -> None:
 
 def test_one_scalar_for_all_is_adam_on_one_number() -> None:
     """With a single entry, the shared second moment is that entry's."""
-    value = {"x": jnp.float32(3.0)}
-    ours, adam = baselines.shared_scalar_adam(0.1), optax.scale_by_adam()
-    state, theirs = ours.init(value), adam.init(value)
-    for gradient in (1.0, -0.3, 2.0):
-        step, state = ours.update({"x": jnp.float32(gradient)}, state, value)
-        other, theirs = adam.update({"x": jnp.float32(gradient)}, theirs, value)
-        np.testing.assert_allclose(step["x"], -0.1 * other["x"], rtol=1e-5)
+    one, other = (
+        trained(tx, lambda x: jnp.cos(x) + 0.1 * x**2, jnp.float32(3.0), 3)[0]
+        for tx in (baselines.shared_scalar_adam(0.1), optax.adam(0.1))
+    )
+    np.testing.assert_allclose(one, other, rtol=1e-5)
 
 
 # The twins benchmark ----------------------------------------------------------------------------------

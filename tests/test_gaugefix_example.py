@@ -66,25 +66,9 @@ def test_the_gauges_of_every_network_hold(network: str, x64: None) -> None:
         )
 
 
-def test_the_committed_networks_drift_where_their_section_says() -> None:
+def test_the_docstring_has_the_measured_gaps_of_sums_and_of_entries() -> None:
     cells = committed("gaugefix_networks")
-    assert list(cells) == [gaugefix_networks.cell_name(*run) for run in gaugefix_networks.NETWORK_RUNS]
-    small = {
-        "B, every 1": ("ratio", 1e-6), "B, every 1, stale": ("ratio", 1e-6), "quotient": ("anchor", 1e-5),
-        "quotient, balanced": ("sides", 1e-5),
-    }
-    large = {"quotient": "ratio", "quotient, balanced": "anchor"}
-    for network, arm, rate, steps in gaugefix_networks.NETWORK_RUNS:
-        cell = cells[gaugefix_networks.cell_name(network, arm, rate, steps)]
-        assert max(cell["sums"]) < 1e-5
-        assert arm not in small or max(cell[small[arm][0]]) < small[arm][1]
-        assert arm not in large or min(cell[large[arm]]) > 1e-3
-        for key, most in (("ratio", 1e-6), ("entries", 1e-5)) if arm == "C" else ():
-            assert max(cell[key]) < most if network == "plain" else min(cell[key]) > 1e-3
-
-
-def test_the_docstring_has_the_measured_gaps_of_entries() -> None:
-    cells = committed("gaugefix_networks")
+    assert max(max(cell["sums"]) for cell in cells.values()) < 1e-5
     for network, gap in {"plain": 3e-7, "biases": 0.05, "rotary": 0.65, "grouped": 0.55}.items():
         name = gaugefix_networks.cell_name(network, "C", gaugefix_networks.RATE, gaugefix_networks.SHORT)
         assert max(cells[name]["entries"]) == pytest.approx(gap, rel=0.1), network

@@ -86,36 +86,26 @@ def gauges_of(start: dict[str, np.ndarray]) -> Any:
     return go.lora({name: jnp.asarray(x) for name, x in start.items() if "lora" in name})
 
 
-@pytest.mark.parametrize(
-    ("name", "start", "loss", "gauges", "options"),
-    [
-        pytest.param("adamw", START, adapters_loss, gauges_of(START), {}, id="adamw"),
-        pytest.param("muon", START, adapters_loss, gauges_of(START), {}, id="muon"),
-        pytest.param("adamw", ZERO_B, adapters_loss, gauges_of(ZERO_B), {}, id="adamw from B = 0"),
-        pytest.param("muon", ZERO_B, adapters_loss, gauges_of(ZERO_B), {}, id="muon from B = 0"),
-        pytest.param("adamw", EXPERTS, experts_loss, EXPERTS_GAUGES, {"experts": 3}, id="experts"),
-        pytest.param("adamw", CONVOLUTION, convolution_loss, gauges_of(CONVOLUTION), {}, id="convolution"),
-    ],
-)
+@pytest.mark.parametrize(("name", "start", "loss", "gauges", "options"), [
+    pytest.param("adamw", START, adapters_loss, gauges_of(START), {}, id="adamw"),
+    pytest.param("muon", START, adapters_loss, gauges_of(START), {}, id="muon"),
+    pytest.param("adamw", ZERO_B, adapters_loss, gauges_of(ZERO_B), {}, id="adamw from B = 0"),
+    pytest.param("muon", ZERO_B, adapters_loss, gauges_of(ZERO_B), {}, id="muon from B = 0"),
+    pytest.param("adamw", EXPERTS, experts_loss, EXPERTS_GAUGES, {"experts": 3}, id="experts"),
+    pytest.param("adamw", CONVOLUTION, convolution_loss, gauges_of(CONVOLUTION), {}, id="convolution"),
+])
 def test_twenty_steps_are_those_of_the_jax_function(
     x64: None, name: str, start: dict[str, np.ndarray], loss: Any, gauges: Any, options: dict[str, int]
 ) -> None:
+    """Whether bindings are found by names or given as JSON."""
     ours = in_torch(MAKERS[name], start, loss, weight_decay=0.1, **options)
+    from_json = in_torch(MAKERS[name], start, loss, weight_decay=0.1, gauges=go.tools.to_json(gauges))
+    np.testing.assert_equal(from_json, ours)
     tx = getattr(go, f"quotient_{name}")(1e-2, gauges, weight_decay=0.1)
     params = {path: jnp.asarray(x) for path, x in start.items()}
     for path, value in trained(tx, lambda p: loss(p, jnp), params, 20)[0].items():
         np.testing.assert_allclose(ours[path], value, atol=1e-6, err_msg=path)
         assert np.abs(value - start[path]).max() > 1e-2
-
-
-@pytest.mark.parametrize(
-    ("start", "loss", "gauges", "options"),
-    [(START, adapters_loss, gauges_of(START), {}), (EXPERTS, experts_loss, EXPERTS_GAUGES, {"experts": 3})],
-    ids=["adapters", "experts"],
-)
-def test_bindings_from_json_are_those_of_names(start: Any, loss: Any, gauges: Any, options: dict[str, int]) -> None:
-    ours = in_torch(torch_lora.QuotientAdamW, start, loss, 3, **options)
-    np.testing.assert_equal(in_torch(torch_lora.QuotientAdamW, start, loss, 3, gauges=go.tools.to_json(gauges)), ours)
 
 
 def test_experts_in_two_matrices_need_their_number() -> None:
@@ -142,18 +132,15 @@ def test_a_step_of_muon_does_not_depend_on_the_size_of_gradients(size: float) ->
 # What is no product of two factors ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("names", "gauges", "message"),
-    [
-        ("layer.weight", None, "no pair of LoRA factors"),
-        ("q.lora_A.default.weight", None, "a factor without its partner"),
-        ("a", go.logit_shift({"head": "_ vocab"}), "a gauge that is no pair of LoRA factors"),
-        ("a b", go.head_linear({"a": "_ basis"}, {"b": "basis _"}), "factors in another layout"),
-        ("q.lora_A.default q.lora_B.default q.lora_E.default", None, "may stand between"),
-        ("experts.lora_A.default experts.lora_B.default", None, "may be those of all experts"),
-        *[(f"q.{x}_A.default q.{x}_B.default", None, "of another method") for x in ("delora", "gralora", "poly_lora")],
-    ],
-)
+@pytest.mark.parametrize(("names", "gauges", "message"), [
+    ("layer.weight", None, "no pair of LoRA factors"),
+    ("q.lora_A.default.weight", None, "a factor without its partner"),
+    ("a", go.logit_shift({"head": "_ vocab"}), "a gauge that is no pair of LoRA factors"),
+    ("a b", go.head_linear({"a": "_ basis"}, {"b": "basis _"}), "factors in another layout"),
+    ("q.lora_A.default q.lora_B.default q.lora_E.default", None, "may stand between"),
+    ("experts.lora_A.default experts.lora_B.default", None, "may be those of all experts"),
+    *[(f"q.{x}_A.default q.{x}_B.default", None, "of another method") for x in ("delora", "gralora", "poly_lora")],
+])
 def test_what_does_not_fit_says_what_to_pass(names: str, gauges: Any, message: str) -> None:
     with refused(message):
         torch_lora.pairs_of(names.split(), gauges and go.tools.to_json(gauges))

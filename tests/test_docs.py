@@ -94,11 +94,6 @@ def test_the_times_in_the_guide_on_discover_are_measured() -> None:
     assert low - 1 < min(small) and max(small) < high + 1 and abs(cases["d256"]["seconds"] - large) < 5
 
 
-def test_the_index_lists_every_guide() -> None:
-    index = (ROOT / "docs" / "index.md").read_text()
-    assert set(re.findall(r"^guides/(\w+)$", index, re.M)) == {path.stem for path in GUIDES}
-
-
 def test_search_shows_every_guide_before_the_changelog() -> None:
     """The least that Sphinx counts for a hit in a guide, 2, beats the most that it counts in the changelog, 100."""
     weights = re.search(r"WEIGHTS = (\{.*?\});", Path(conf.html_search_scorer).read_text())

@@ -19,26 +19,20 @@ from tests.quick import jit
 
 TINY: dict[str, Any] = dict(vocab=11, d_model=6, layers=1, heads=2, kv_heads=2, d_head=4, d_ff=5, max_len=5)
 
-LM_CONFIGS = {
-    "gpt": lm.LMConfig(**TINY | {"layers": 2}),
-    "gpt/no_bias": lm.LMConfig(**TINY, bias=False),
-    "gpt/one_plus": lm.LMConfig(**TINY, norm_one_plus=True),
-    "gpt/gelu": lm.LMConfig(**TINY, mlp="gelu"),
-    "gpt/relu2": lm.LMConfig(**TINY, mlp="relu2"),
-    "gpt/tied": lm.LMConfig(**TINY, tied=True),
-    "gpt/tied/no_bias": lm.LMConfig(**TINY, tied=True, bias=False),
-    "gpt/qk_norm": lm.LMConfig(**TINY, qk_norm=True),
-    "gpt/mqa": lm.LMConfig(**TINY | {"kv_heads": 1}),
-    "gpt/orthogonal": lm.LMConfig(**TINY | {"d_head": 3}, init="orthogonal"),
-    "gpt/zero_out": lm.LMConfig(**TINY, zero_out=True),
-    "llama": lm.llama_config(**TINY | {"layers": 2}),
-    "llama/gqa": lm.llama_config(**TINY | {"heads": 4}),
-    "llama/bias": lm.llama_config(**TINY, bias=True),
-    "llama/one_plus": lm.llama_config(**TINY, norm_one_plus=True),
-    "llama/qk_norm": lm.llama_config(**TINY | {"heads": 4}, qk_norm=True),
-    "llama/qk_norm/one_plus": lm.llama_config(**TINY, qk_norm=True, norm_one_plus=True, bias=True),
-    "llama/relu2/tied": lm.llama_config(**TINY, mlp="relu2", tied=True),
+GPT: dict[str, dict[str, Any]] = {
+    "gpt": {"layers": 2}, "gpt/no_bias": {"bias": False}, "gpt/one_plus": {"norm_one_plus": True},
+    "gpt/gelu": {"mlp": "gelu"}, "gpt/relu2": {"mlp": "relu2"}, "gpt/tied": {"tied": True},
+    "gpt/tied/no_bias": {"tied": True, "bias": False}, "gpt/qk_norm": {"qk_norm": True}, "gpt/mqa": {"kv_heads": 1},
+    "gpt/orthogonal": {"d_head": 3, "init": "orthogonal"}, "gpt/zero_out": {"zero_out": True},
 }
+LLAMA: dict[str, dict[str, Any]] = {
+    "llama": {"layers": 2}, "llama/gqa": {"heads": 4}, "llama/bias": {"bias": True},
+    "llama/one_plus": {"norm_one_plus": True}, "llama/qk_norm": {"heads": 4, "qk_norm": True},
+    "llama/qk_norm/one_plus": {"qk_norm": True, "norm_one_plus": True, "bias": True},
+    "llama/relu2/tied": {"mlp": "relu2", "tied": True},
+}
+LM_CONFIGS = {name: lm.LMConfig(**TINY | switches) for name, switches in GPT.items()}
+LM_CONFIGS |= {name: lm.llama_config(**TINY | switches) for name, switches in LLAMA.items()}
 MHA_CONFIG = linen_mha.MHAConfig(vocab=11, d_model=6, layers=2, heads=2, d_ff=5, max_len=5)
 GROKKING = {
     "one block": grokking.GrokConfig(p=7, d_model=8, heads=2, d_ff=12),
@@ -47,10 +41,8 @@ GROKKING = {
 MODULAR = twins_benchmark.Config(modulus=7, width=8, heads=2)
 VIT = vit.ViTConfig(side=4, patch=2, channels=2, classes=3, d_model=8, depth=2, heads=2, d_ff=12)
 
-Case = tuple[Any, Callable[[Any], jax.Array], list[Any]]
 
-
-def case(name: str) -> Case:
+def case(name: str) -> tuple[Any, Callable[[Any], jax.Array], list[Any]]:
     """Parameters in general position (no zero bias, no unit scale), the loss or the logits of a batch, the gauges."""
     generator, key = np.random.default_rng(0), jax.random.key(0)
     tokens, config = generator.integers(11, size=(3, 6)), (LM_CONFIGS | GROKKING).get(name)

@@ -14,11 +14,11 @@ from models.weight_standardization import WeightStandardized
 
 def test_a_standardized_layer_sees_neither_size_nor_mean(x64: None) -> None:
     graph, state = nnx.split(WeightStandardized(nnx.Linear(8, 3, rngs=nnx.Rngs(0)), "_ channel"))
-    x, layer = np.random.default_rng(0).normal(size=(5, 8)), nnx.to_pure_dict(state)["layer"]
-    kernel = layer["kernel"]
+    x, params = np.random.default_rng(0).normal(size=(5, 8)), nnx.to_pure_dict(state)
+    layer, kernel = params["layer"], params["layer"]["kernel"]
     expected = x @ (kernel - kernel.mean(0)) + layer["bias"]
     for moved, tolerance in ((kernel, 1e-5), (3.0 * kernel + jnp.array([1.0, -2.0, 0.5]), 1e-6)):
-        found = nnx.merge(graph, {"layer": layer | {"kernel": moved}})(jnp.asarray(x))
+        found = nnx.merge(graph, params | {"layer": layer | {"kernel": moved}})(jnp.asarray(x))
         np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance)
         expected = found
 

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from examples import merge, quantize
-from examples.studies import baselines, harness, kronecker, lemmas, minimum, report, self_tests, table3
+from examples.studies import baselines, harness, kronecker, lemmas, minimum, self_tests, table3
 from examples.studies import twins_benchmark as example
 from models import grokking, modular
 from tests.test_training_studies import KILLED
@@ -61,16 +61,6 @@ def test_a_tiny_study_leaves_json_figure_and_section(
 
 
 # What was found ---------------------------------------------------------------------------------------
-
-
-def test_the_radial_coordinate_decides_whether_the_block_survives() -> None:
-    def final(arm: str, key: str) -> np.ndarray:
-        return np.array(report.final(_committed("sparse_parity"), f"DDC, {arm}", key))
-
-    assert min(final("linear", "accuracy")) > 0.99 and max(final("log", "accuracy")) < 0.9
-    assert np.all(50.0 * final("log", "gain") < final("linear", "gain"))
-    # Decay outweighs the loss on the log scale from √2/2 on.
-    assert min(final("log, decay 0.5", "accuracy")) > 0.99 and min(final("log, decay 2", "loss")) > 0.6
 
 
 def test_what_is_called_rounding_at_a_minimum_is_rounding() -> None:

@@ -98,10 +98,12 @@ def test_a_training_run_that_is_killed_half_way_ends_with_the_same_file(
     options += ["--only", "AdamW | *", "--out"]
 
     def killed_at_the_fourth(*args: Any) -> Any:
+        go_on = advance(*args)
+
         def step(params: Any, state: Any, data: Any, first: int, last: int) -> Any:
             if first == 3:
                 raise KeyboardInterrupt
-            return advance(*args)(params, state, data, first, last)
+            return go_on(params, state, data, first, last)
 
         return step
 
@@ -124,8 +126,8 @@ def test_a_sweep_ends_where_the_best_has_a_worse_neighbour_on_both_sides(tmp_pat
         made.append(cell)
         return {"validation": abs(np.log(cell[2] / 0.04)), "finite": True}
 
-    cells = lambda c, args: harness.swept([one], train)  # noqa: E731
-    study = harness.Study(None, "x", cells, lambda result: "", seeds=(1, 2), partial=True)
+    study = harness.Study(None, "x", lambda c, args: harness.swept([one], train), lambda result: "", seeds=(1, 2),
+                          partial=True)
     result = harness.main(study, ["--out", str(tmp_path)])
     assert harness.best(one.losses(result)) == 0.039 and max(one.losses(result)) == 0.098
     assert len(made) == len(set(made)) == 2 * 6 and not one.missing(result)

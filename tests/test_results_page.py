@@ -57,7 +57,7 @@ DRIFTS = r" drifts \S+ to \S+ times less than AdamW \(1,000 times or more on all
     ("minimum", r"AdamW leaks .* share along the orbit \(above 1e-3\), this shows here on all 3 seeds"),
     ("minimum", r"DDC pins .* share along the orbit \(below 1e-10\), this shows here on all 3 seeds"),
     ("minimum", r"by the order k, this shows here in all 36 reads \(within 1 %\)"),
-    ("sparse_parity", r"linear scale keeps the block at full accuracy; by final accuracy, this shows here on all 3 seeds"),
+    ("sparse_parity", r"linear scale keeps the block at full accuracy; by .*?, this shows here on all 3 seeds"),
     ("sparse_parity", r"units dead the log arm ends at accuracy 0\.\d+ to 0\.8\d+ and gain \S+e-05 to 0\.00\d+;"),
     ("sparse_parity", r"at 0\.5 the log arm ends at accuracy 1\.000, gain .* at 2 the log arm ends at accuracy 0\.7"),
     ("packed", r"by at most the standard deviation over seeds \(of both runs together\): \*packed\*,"),

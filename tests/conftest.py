@@ -72,3 +72,18 @@ def x64() -> Iterator[None]:
     """float64 for the length of one test."""
     with jax.enable_x64(True):
         yield
+
+
+SETTINGS = (
+    "jax_enable_x64", "jax_disable_most_optimizations", "jax_compilation_cache_dir",
+    "jax_persistent_cache_min_compile_time_secs", "jax_persistent_cache_min_entry_size_bytes",
+)
+
+
+@pytest.fixture
+def settings_kept() -> Iterator[None]:
+    """What a notebook or a guide sets in JAX ends with the test."""
+    before = {name: getattr(jax.config, name) for name in SETTINGS}
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)

@@ -10,17 +10,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from benchmarks import (
-    accelerator,
-    compare,
-    counts,
-    exactness,
-    first_step,
-    orbit,
-    peers,
-    sizes,
-    timing,
-)
+from benchmarks import accelerator, compare, counts, exactness, first_step, orbit, peers, sizes, timing
 from benchmarks.certificates import ROWS
 from benchmarks.render import page
 from examples import released
@@ -28,35 +18,32 @@ from examples.studies import harness
 from models import lm
 from tests.test_presets import TREES
 
-SMALL = ["--layers", "1", "--width", "16", "--repeats", "2", "--step-repeats", "1", "--depths", "1", "2"]
+SMALL = ["--layers", "1", "--width", "32", "--repeats", "1"]
 
 
 @pytest.mark.slow
 def test_the_first_step_is_measured_in_a_new_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    small = ["--layers", "1", "--width", "32", "--repeats", "1"]
-    harness.main(first_step.STUDY, [*small, "--only", "optax.adamw", "--out", str(tmp_path)])
+    harness.main(first_step.STUDY, [*SMALL, "--only", "optax.adamw", "--out", str(tmp_path)])
     row = json.loads((tmp_path / "first_step.json").read_text())["rows"]["optax.adamw"]
     (now,), (cached,) = row["now"], row["cached"]
-    assert cached["total"] < now["total"]
-    assert now["total"] == pytest.approx(sum(now[stage] for stage in first_step.STAGES)) and now["programs"] > 0
+    assert cached["total"] < now["total"] == pytest.approx(sum(now[stage] for stage in first_step.STAGES))
     page = (tmp_path / "first_step.md").read_text()
-    assert page in capsys.readouterr().out and f"**{now['total']:.1f}**" in page
+    assert now["programs"] > 0 and page in capsys.readouterr().out and f"**{now['total']:.1f}**" in page
 
 
 @pytest.mark.slow
 def test_a_comparison_is_printed_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A later run of other rows adds to the file what it took, and leaves the rest."""
-    out = [*SMALL, "--out", str(tmp_path)]
-    compare.main([*out, "--sizes", "toy", "--tables", "compile", "--only", "contrib.muon, per head", "optax.adamw"])
-    compare.main([*out, "--sizes", "attention", "--tables", "orthogonalisers", "--only", "ddc_muon"])
-    compare.main([*out, "--sizes", "attention", "--tables", "--only", "contrib.muon, per head"])
+    out = ["--layers", "1", "--width", "16", "--repeats", "2", "--step-repeats", "1", "--depths", "1", "2"]
+    out += ["--out", str(tmp_path), "--sizes"]
+    compare.main([*out, "toy", "--tables", "compile", "--only", "contrib.muon, per head", "optax.adamw"])
+    compare.main([*out, "attention", "--tables", "orthogonalisers", "--only", "ddc_muon"])
+    compare.main([*out, "attention", "--tables", "--only", "contrib.muon, per head"])
     found = json.loads((tmp_path / "compare_cpu.json").read_text())["sections"]
-    assert set(found) == {"toy", "compile", "attention", "orthogonalisers"}
-    assert list(found["toy"]["blocks"]["muon"]) == ["optax.contrib.muon", "optax.contrib.muon, per head"]
-    assert set(found["attention"]["blocks"]["muon"]) == {
-        "optax.contrib.muon", "optax.contrib.muon, per head", "ddc_muon",
-    }
-    for block in found["toy"]["blocks"].values():
+    toy, plain = found["toy"]["blocks"], ["optax.contrib.muon", "optax.contrib.muon, per head"]
+    assert set(found) == {"toy", "compile", "attention", "orthogonalisers"} and list(toy["muon"]) == plain
+    assert set(found["attention"]["blocks"]["muon"]) == {*plain, "ddc_muon"}
+    for block in toy.values():
         base, *_ = block.values()
         assert base["ratio"] == base["step_ratio"] == [1.0, 1.0, 1.0]
         assert all(row[column] > 0 for row in block.values() for column in ("ms", "step_ms", "peak_mb", "compile_s"))
@@ -67,30 +54,23 @@ def test_a_comparison_is_printed_and_kept(tmp_path: Path, capsys: pytest.Capture
 
 def test_what_an_accelerator_is_asked_runs_here_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A cell of each kind, in small."""
-    small = ["--width", "32", "--layers", "1", "--repeats", "1", "--step-repeats", "1", "--steps", "2"]
     kinds = ["update | toy | adam", "step | gpt2 | adam", "train | AdamW | 0.001", "twins | highest"]
-    harness.main(accelerator.STUDY, [*small, "--out", str(tmp_path), "--only", *kinds])
-    cells = json.loads((tmp_path / "accelerator_cpu.json").read_text())["cells"]
-    assert set(cells) == set(kinds)
+    small = [*SMALL, "--step-repeats", "1", "--steps", "2", "--out", str(tmp_path)]
+    cells = harness.main(accelerator.STUDY, [*small, "--only", *kinds])["cells"]
     twins = cells["twins | highest"]
     assert twins["optax.adamw"] > 100 * max(twins["quotient(optax.adamw)"], twins["quotient_muon"])
     page = (tmp_path / "accelerator_cpu.md").read_text()
-    assert "Not run yet" not in page and "| quotient(optax.adamw) |" in page
+    assert set(cells) == set(kinds) and "Not run yet" not in page and "| quotient(optax.adamw) |" in page
     assert "**Twins.**" in capsys.readouterr().out
 
 
 def test_a_page_says_what_was_missed() -> None:
     def row(ratio: float, peak: float) -> dict[str, Any]:
-        middle = [ratio, ratio, ratio]
-        return {"ms": 10.0 * ratio, "ratio": middle, "peak_mb": peak, "state_mb": 2.0, "compile_s": 1.0}
+        return {"ms": 10.0 * ratio, "ratio": [ratio] * 3, "peak_mb": peak, "state_mb": 2.0, "compile_s": 1.0}
 
-    section = {
-        "about": "48 kernels", "parameters": 10, "parameters_mb": 1.0, "repeats": 9,
-        "blocks": {
-            "adam": {"optax.adamw": row(1.0, 4.0)},
-            "muon": {"optax.contrib.muon": row(1.0, 6.0), "ddc_muon": row(0.2, 4.4)},
-        },
-    }
+    muon = {"optax.contrib.muon": row(1.0, 6.0), "ddc_muon": row(0.2, 4.4)}
+    section = {"about": "48 kernels", "parameters": 10, "parameters_mb": 1.0, "repeats": 9}
+    section["blocks"] = {"adam": {"optax.adamw": row(1.0, 4.0)}, "muon": muon}
     result = {"host": "h", "device": "cpu", "versions": {"jax": "1"}, "sections": {"attention": section}}
     text = page(result)
     assert "`ddc_muon`'s update, of `optax.contrib.muon`'s | 0.15 | 0.20 | **missed** |" in text
@@ -118,19 +98,14 @@ def test_a_peer_takes_steps() -> None:
 @pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
 def test_both_muons_have_the_same_leaves(mlp: str) -> None:
     """Adam keeps two moments of a leaf, Muon one: arrays of every matrix's shape are counted in the states."""
-    config = lm.LMConfig(
-        vocab=23, d_model=16, layers=2, heads=2, kv_heads=2, d_head=8, d_ff=40, max_len=29, mlp=mlp,
-    )
+    sizes_of_it = {"vocab": 23, "d_model": 16, "layers": 2, "heads": 2, "kv_heads": 2, "d_head": 8, "d_ff": 40}
+    config = lm.LMConfig(**sizes_of_it, max_len=29, mlp=mlp)
     params, _ = lm.params_and_loss(config, jax.random.key(0))
-    axes = sizes.muon_axes(params)
-    assert len(jax.tree.leaves(axes, is_leaf=lambda x: hasattr(x, "output_axis"))) == config.layers * (
-        7 if mlp == "swiglu" else 6
-    )
+    axes = jax.tree.leaves(sizes.muon_axes(params), is_leaf=lambda x: hasattr(x, "output_axis"))
+    assert len(axes) == config.layers * (7 if mlp == "swiglu" else 6)
     case = sizes.Case(params, params, lm.gauges(config), labels=sizes.LABELS)
-    wanted, found = (
-        Counter(x.shape for x in jax.tree.leaves(jax.eval_shape(tx.init, params)))
-        for tx in (case.muon(1e-3), case.ddc_muon(1e-3))
-    )
+    states = [jax.eval_shape(tx.init, params) for tx in (case.muon(1e-3), case.ddc_muon(1e-3))]
+    wanted, found = (Counter(x.shape for x in jax.tree.leaves(state)) for state in states)
     for shape in {x.shape for x in jax.tree.leaves(params) if x.ndim > 1 and min(x.shape) > 8}:
         assert found[shape] == wanted[shape], shape
 
@@ -138,47 +113,45 @@ def test_both_muons_have_the_same_leaves(mlp: str) -> None:
 def test_a_device_that_counts_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is filled up to the old peak before the call, so that what the call adds shows."""
 
-    class Device:
-        peak = 10**6
+    peak, run, params = [10**6], timing.Update.run, {"w": jnp.ones(8)}
 
+    class Device:
         def memory_stats(self) -> dict[str, int]:
             held = sum(x.nbytes for x in jax.live_arrays())
-            Device.peak = max(Device.peak, held)
-            return {"bytes_in_use": held, "peak_bytes_in_use": Device.peak}
-
-    params = {"w": jnp.ones(8)}
-    own = timing.prepared(optax.sgd(0.1), params, params)
-    assert timing.device_peak(own, params) is None
-    device, run = Device(), timing.Update.run
+            peak[0] = max(peak[0], held)
+            return {"bytes_in_use": held, "peak_bytes_in_use": peak[0]}
 
     def counted(self: timing.Update, given: Any) -> float:
-        Device.peak = max(Device.peak, sum(x.nbytes for x in jax.live_arrays()) + 1000)
+        peak[0] = max(peak[0], sum(x.nbytes for x in jax.live_arrays()) + 1000)
         return run(self, given)
 
-    monkeypatch.setattr(jax, "devices", lambda *_: [device])
+    own = timing.prepared(optax.sgd(0.1), params, params)
+    assert timing.device_peak(own, params) is None
+    monkeypatch.setattr(jax, "devices", lambda *_: [Device()])
     monkeypatch.setattr(timing.Update, "run", counted)
     assert timing.device_peak(own, params) == 2 * 32 + 1000
 
 
+def committed(name: str) -> Any:
+    return json.loads((timing.RESULTS / f"{name}.json").read_text())
+
+
 def test_discover_rejects_nothing() -> None:
-    result = json.loads((timing.RESULTS / "discover.json").read_text())
-    assert all(not row["rejected"] for row in result["cases"].values())
+    assert all(not row["rejected"] for row in committed("discover")["cases"].values())
 
 
 def test_outputs_of_gpt2_stay_at_every_point() -> None:
-    result = json.loads((timing.RESULTS / "orbit.json").read_text())
-    assert list(result["rows"]) == list(orbit.ROWS) and all(row["change"] <= 1e-5 for row in result["rows"].values())
+    rows = committed("orbit")["rows"]
+    assert list(rows) == list(orbit.ROWS) and all(row["change"] <= 1e-5 for row in rows.values())
 
 
 def test_outputs_stay_at_every_point_of_every_tree() -> None:
-    """The committed cells: two are over their limits, each by less than a factor of two, and the page says so."""
-    result = json.loads((timing.RESULTS / "exactness.json").read_text())
-    assert len(result["rows"]) == len(ROWS) + len(TREES) + len(released.MODELS) + 1
+    """Two cells are over their limits, each by less than a factor of two, and the page says so."""
+    rows = committed("exactness")["rows"]
+    assert len(rows) == len(ROWS) + len(TREES) + len(released.MODELS) + 1
     for dtype, limit in exactness.LIMITS.items():
-        cells = [x for row in result["rows"].values() for x in row[dtype].values() if isinstance(x, float)]
+        cells = [x for row in rows.values() for x in row[dtype].values() if isinstance(x, float)]
         assert len(cells) >= 200 and max(cells) <= 2 * limit and sum(x > limit for x in cells) <= 1
-
-
 
 
 def test_what_a_program_moves_is_counted() -> None:

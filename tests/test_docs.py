@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 import nbformat
 import pytest
 
@@ -20,12 +19,8 @@ from docs import conf, symbols
 from tests import quick
 
 ROOT = Path(__file__).resolve().parent.parent
-CACHE_OPTIONS = (
-    "jax_compilation_cache_dir",
-    "jax_persistent_cache_min_compile_time_secs",
-    "jax_persistent_cache_min_entry_size_bytes",
-)
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 BACKGROUND = [ROOT / "docs" / "architecture.md", ROOT / "docs" / "design.md"]
 NEEDED = {"trainers": ("torch", "transformers", "peft", "accelerate", "tunix", "qwix")}
 """Packages of a guide that are no part of the environment for development; these warn of much as they are imported."""
@@ -49,6 +44,7 @@ FIGURE = re.compile(r"\d(\.\d+)?e[+-]\d+")  # the last digits depend on the mach
 
 @pytest.mark.slow_rows("pretrain")
 @pytest.mark.notebook
+@pytest.mark.usefixtures("settings_kept")
 @pytest.mark.parametrize("guide", RUN)
 def test_blocks_of_a_guide_run_and_print_what_is_shown(
     guide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -56,23 +52,17 @@ def test_blocks_of_a_guide_run_and_print_what_is_shown(
     """One after the other; a block of text shows what the block of Python before it prints."""
     for package in NEEDED.get(guide.stem, ()):
         pytest.importorskip(package)
-    blocks = re.findall(r"```(python|text)\n(.*?)```", guide.read_text(), re.S)
-    assert any(language == "python" for language, _ in blocks)
-    names: dict[str, Any] = {"__name__": "guide"}
-    printed = ""
+    names, printed = {"__name__": "guide"}, ""
     monkeypatch.syspath_prepend(ROOT)
     monkeypatch.chdir(tmp_path)  # a guide may name a folder that it writes to
-    kept = {name: getattr(jax.config, name) for name in CACHE_OPTIONS}
-    try:
-        for language, block in blocks:
-            if language == "python":
-                exec(compile(block, str(guide), "exec"), names)
-                printed = capsys.readouterr().out
-            else:
-                assert block and FIGURE.sub("…", block) in FIGURE.sub("…", printed)
-    finally:
-        for name, value in kept.items():
-            jax.config.update(name, value)
+    blocks = re.findall(r"```(python|text)\n(.*?)```", guide.read_text(), re.S)
+    assert "python" in dict(blocks)
+    for language, block in blocks:
+        if language == "python":
+            exec(compile(block, str(guide), "exec"), names)
+            printed = capsys.readouterr().out
+        else:
+            assert block and FIGURE.sub("…", block) in FIGURE.sub("…", printed)
 
 
 @pytest.mark.notebook
@@ -104,11 +94,6 @@ def test_the_times_in_the_guide_on_discover_are_measured() -> None:
     assert low - 1 < min(small) and max(small) < high + 1 and abs(cases["d256"]["seconds"] - large) < 5
 
 
-def test_the_index_lists_every_guide() -> None:
-    index = (ROOT / "docs" / "index.md").read_text()
-    assert set(re.findall(r"^guides/(\w+)$", index, re.M)) == {path.stem for path in GUIDES}
-
-
 def test_search_shows_every_guide_before_the_changelog() -> None:
     """The least that Sphinx counts for a hit in a guide, 2, beats the most that it counts in the changelog, 100."""
     weights = re.search(r"WEIGHTS = (\{.*?\});", Path(conf.html_search_scorer).read_text())
@@ -117,19 +102,18 @@ def test_search_shows_every_guide_before_the_changelog() -> None:
     assert 2 * by_place["guides/"] > max(2, 100 * by_place["changelog"]) and by_place["results/"] < 1
 
 
-def titles(folder: Path) -> Iterator[str]:
-    """What the site's menu shows: the heading of every page, and the labels of symbols."""
-    yield from re.findall(r"^(\S+) <.*>$", (folder / "index.md").read_text(), re.M)
-    results = [ROOT / source for source in conf.COPIED if source != "README.md"]
-    for page in (*GUIDES, *BACKGROUND, *results):
-        yield page.read_text().splitlines()[0].removeprefix("# ")
-    for path in (ROOT / "notebooks").glob("*.ipynb"):
-        yield nbformat.read(path, as_version=4).cells[0].source.splitlines()[0].removeprefix("# ")
+def cells(notebook: Path) -> Any:
+    return nbformat.read(notebook, as_version=4).cells
 
 
 def test_titles_fit_the_menu_of_a_phone(tmp_path: Path) -> None:
+    """The heading of every page, and the labels of symbols."""
     symbols.write(tmp_path / "api")
-    listed = list(titles(tmp_path / "api"))
+    listed = re.findall(r"^(\S+) <.*>$", (tmp_path / "api" / "index.md").read_text(), re.M)
+    results = [ROOT / source for source in conf.COPIED if source != "README.md"]
+    first = [page.read_text().splitlines()[0] for page in (*GUIDES, *BACKGROUND, *results)]
+    first += [cells(path)[0].source.splitlines()[0] for path in NOTEBOOKS]
+    listed += [line.removeprefix("# ") for line in first]
     assert len(listed) > 150 and [title for title in listed if len(title) > 31] == []
 
 
@@ -142,16 +126,15 @@ def test_lines_are_no_longer_than_120(page: Path) -> None:
 def code(page: Path) -> Iterator[str]:
     """Lines that a page shows as code or as printed output."""
     if page.suffix == ".ipynb":
-        for cell in nbformat.read(page, as_version=4).cells:
-            if cell.cell_type == "code":
-                yield from cell.source.splitlines()
-                yield from "".join(output.get("text", "") for output in cell.outputs).splitlines()
+        for cell in (x for x in cells(page) if x.cell_type == "code"):
+            yield from cell.source.splitlines()
+            yield from "".join(output.get("text", "") for output in cell.outputs).splitlines()
     else:
         for block in re.findall(r"```\w*\n(.*?)```|\n\n((?:    [^\n]*\n)+)", page.read_text(), re.S):
             yield from "".join(block).splitlines()
 
 
-PAGES = [ROOT / "README.md", *BACKGROUND, *GUIDES, *sorted((ROOT / "notebooks").glob("*.ipynb"))]
+PAGES = [ROOT / "README.md", *BACKGROUND, *GUIDES, *NOTEBOOKS]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)

@@ -1,6 +1,5 @@
-"""The grokking testbed: its network beside a plain one, its gauges, its queue when it is killed."""
+"""The grokking testbed: its network beside a plain one, its summary of a run, its queue of runs."""
 
-import functools
 from typing import Any
 
 import jax
@@ -8,26 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import gauge_optax as go
 from examples.studies import grokking as example
 from models import grokking
-from models.grokking import GrokConfig
 from models.lm import ACTIVATIONS, rotary
-
-SMALL = [
-    GrokConfig(p=7, d_model=8, heads=2, d_ff=12),
-    GrokConfig(p=7, d_model=8, heads=2, d_ff=12, mlp="relu2", layers=2, rope=True),
-]
-by_depth = pytest.mark.parametrize("c", SMALL, ids=["one block", "two blocks, rotary"])
+from tests.test_models import GROKKING, case
 
 
-def _generic(c: GrokConfig) -> Any:
-    start = grokking.init(c, jax.random.key(0))
-    keys = iter(jax.random.split(jax.random.key(1), 99))
-    return jax.tree.map(lambda x: x + 0.3 * jax.random.normal(next(keys), x.shape, x.dtype), start)
-
-
-def _plainly(c: GrokConfig, p: Any, tokens: jax.Array) -> jax.Array:
+def _plainly(c: grokking.GrokConfig, p: Any, tokens: jax.Array) -> jax.Array:
     """The same network with every projection made for every pair and position."""
 
     def norm(q: Any, x: jax.Array) -> jax.Array:
@@ -49,37 +35,13 @@ def _plainly(c: GrokConfig, p: Any, tokens: jax.Array) -> jax.Array:
 
 
 @pytest.mark.slow_rows("one block")
-@by_depth
-def test_each_number_is_projected_once_and_the_logits_are_the_plain_ones(c: GrokConfig, x64: None) -> None:
-    params, (train, _) = _generic(c), grokking.data(c, 0)
-    expected = _plainly(c, params, train[0])
-    np.testing.assert_allclose(grokking.logits(c, params, train[0]), expected, rtol=1e-11, atol=1e-12)
+@pytest.mark.parametrize("name", GROKKING)
+def test_each_number_is_projected_once_and_the_logits_are_the_plain_ones(name: str, x64: None) -> None:
+    c, params = GROKKING[name], case(name)[0]
+    (tokens, _), _ = grokking.data(c, 0)
+    expected = _plainly(c, params, tokens)
+    np.testing.assert_allclose(grokking.logits(c, params, tokens), expected, rtol=1e-11, atol=1e-12)
     assert float(jnp.std(expected)) > 0.1
-
-
-@pytest.mark.slow_rows("one block")
-@by_depth
-def test_its_gauges_are_symmetries_and_a_full_rotation_is_none_under_rotary(c: GrokConfig, x64: None) -> None:
-    params, (train, _) = _generic(c), grokking.data(c, 0)
-    loss = functools.partial(grokking.loss, c, pairs=train)
-    go.testing.assert_invariant(loss, params, grokking.gauges(c), jax.random.key(2), rtol=1e-12)
-    if c.rope:
-        with pytest.raises(AssertionError, match="head_rotation"):
-            go.testing.assert_invariant(loss, params, grokking.gauges(c, full_rotation=True), jax.random.key(2))
-
-
-def test_pairs_are_split_and_sums_are_modulo_p() -> None:
-    c = GrokConfig(p=11)
-    (tokens, sums), (others, _) = grokking.data(c, 3)
-    assert len(tokens) == round(0.3 * 121) and len(tokens) + len(others) == 121
-    assert len({tuple(x) for x in np.concatenate([tokens, others]).tolist()}) == 121
-    assert np.array_equal(sums, tokens.sum(1) % 11)
-
-
-# Controls ---------------------------------------------------------------------------------------------
-
-
-# The queue --------------------------------------------------------------------------------------------
 
 
 def test_grokking_is_sustained_and_falls_after_it_are_collapses() -> None:

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import pkgutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,25 +14,12 @@ import numpy as np
 import pytest
 
 import benchmarks
-from benchmarks import (
-    accelerator,
-    certificates,
-    counts,
-    discover_times,
-    exactness,
-    first_step,
-    lora,
-    orbit,
-    rates,
-    render,
-    tuned,
-    unprepared,
-)
+from benchmarks import rates, tuned
 from examples import released
 from examples.studies import diagonal_network, harness, tables
+from tests.refusals import refused
 
-BENCHMARKS = Path(certificates.__file__).parent / "results"
-TINY = ["--samples", "16", "--modes", "8", "--nonzero", "2", "--seeds", "42"]
+BENCHMARKS = Path(tuned.__file__).parent / "results"
 
 
 # A study that is made up --------------------------------------------------------------------------------
@@ -45,71 +33,69 @@ class Config:
     doubled: bool = False
 
 
-def made_up(made: list[Any], partial: bool = False) -> harness.Study:
-    """Two arms; notes what is made."""
+class MadeUp:
+    """A study of two arms and two seeds in a folder, which notes what it makes."""
 
-    def cell(c: Config, arm: str, seed: int) -> Any:
-        made.append((arm, seed))
+    def __init__(self, folder: Path, partial: bool = False) -> None:
+        self.out = folder
+        self.made: list[str] = []
+        self.study = harness.Study(
+            "help", "tiny", harness.by_seed(["a", "b"], self.cell), lambda result: "a section",
+            lambda result, path: path.write_bytes(b"png"), config=Config(), seeds=(1, 2), digits=3, partial=partial,
+        )
+
+    def cell(self, c: Config, arm: str, seed: int) -> Any:
+        self.made.append(f"{arm}{seed}")
         return {"loss": c.rate * seed / 3.0, "curve": np.arange(3.0) * (1 + c.doubled)}
 
-    return harness.Study(
-        "help", "tiny", harness.by_seed(["a", "b"], cell), lambda result: "a section",
-        lambda result, path: path.write_bytes(b"png"), config=Config(), seeds=(1, 2), digits=3, partial=partial,
-    )
+    def run(self, *options: str) -> Any:
+        return harness.main(self.study, ["--out", str(self.out), *options])
 
 
 def test_a_stopped_study_goes_on_and_is_drawn_when_it_is_done(tmp_path: Path) -> None:
-    made: list[Any] = []
-    study, out = made_up(made), ["--out", str(tmp_path)]
-    harness.main(study, [*out, "--stop-after", "3"])
-    assert made == [("a", 1), ("a", 2), ("b", 1)] and not (tmp_path / "tiny.png").exists()
-    result = harness.main(study, out)
-    assert made[3:] == [("b", 2)] and (tmp_path / "tiny.png").exists()
+    tiny = MadeUp(tmp_path)
+    tiny.run("--stop-after", "3")
+    assert tiny.made == ["a1", "a2", "b1"] and not (tmp_path / "tiny.png").exists()
+    result = tiny.run()
     assert result["cells"]["b"]["2"] == {"loss": 0.667, "curve": [0.0, 1.0, 2.0]}
     assert json.loads((tmp_path / "tiny.json").read_text()) == result
     assert {path.name for path in tmp_path.iterdir()} == {"tiny.json", "tiny.png"}
-    harness.main(study, [*out, "--show", "--rate", "2"])  # whatever made it
-    assert len(made) == 4
+    tiny.run("--show", "--rate", "2")  # whatever made it
+    assert tiny.made == ["a1", "a2", "b1", "b2"]
 
 
 def test_runs_of_other_sizes_or_seeds_are_not_mixed(tmp_path: Path) -> None:
-    study, out = made_up([]), ["--out", str(tmp_path)]
-    harness.main(study, out)
-    with pytest.raises(ValueError, match=r"other settings(.|\n)*found(.|\n)*expected(.|\n)*remedy"):
-        harness.main(study, [*out, "--rate", "2", "--doubled"])
-    with pytest.raises(ValueError, match="other seeds"):
-        harness.main(study, [*out, "--seeds", "1"])
+    tiny = MadeUp(tmp_path)
+    tiny.run()
+    with refused("other settings"):
+        tiny.run("--rate", "2", "--doubled")
+    with refused("other seeds"):
+        tiny.run("--seeds", "1")
 
 
 def test_some_cells_can_be_made_and_a_name_that_fits_none_is_refused(tmp_path: Path) -> None:
-    made: list[Any] = []
-    out = ["--out", str(tmp_path)]
-    harness.main(made_up(made, partial=True), [*out, "--only", "b | *", "--doubled"])
-    assert made == [("b", 1), ("b", 2)] and (tmp_path / "tiny.png").exists()
+    tiny = MadeUp(tmp_path, partial=True)
+    tiny.run("--only", "b | *", "--doubled")
+    assert tiny.made == ["b1", "b2"] and (tmp_path / "tiny.png").exists()
     with pytest.raises(SystemExit, match=r"no cell is called \['c'\]; cells are \['a \| 1'"):
-        harness.main(made_up([]), [*out, "--only", "c", "--doubled"])
+        tiny.run("--only", "c", "--doubled")
 
 
 def test_a_cell_that_another_process_makes_is_left_to_it(tmp_path: Path) -> None:
     """A process that holds a cell's lock is met half-way; the other cells are made."""
-    made: list[Any] = []
-    name = f"tiny-{harness.zlib.crc32(b'a | 2'):08x}.lock"
-    with harness._locked(tmp_path / name) as held:
-        assert held
-        result = harness.main(made_up(made), ["--out", str(tmp_path)])
-        assert made == [("a", 1), ("b", 1), ("b", 2)] and list(result["cells"]["a"]) == ["1"]
-    harness.main(made_up(made), ["--out", str(tmp_path)])
-    assert made[3:] == [("a", 2)]
+    tiny = MadeUp(tmp_path)
+    with harness._locked(tmp_path / f"tiny-{harness.zlib.crc32(b'a | 2'):08x}.lock") as held:
+        assert held and list(tiny.run()["cells"]["a"]) == ["1"]
+    tiny.run()
+    assert tiny.made == ["a1", "b1", "b2", "a2"]
 
 
 def test_a_training_run_that_is_killed_half_way_ends_with_the_same_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = [*TINY, "--steps", "6", "--only", "AdamW | *"]
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    harness.main(diagonal_network.STUDY, [*options, "--out", str(whole)])
-    monkeypatch.setattr(harness, "SAVE_EVERY", 0.0)
-    advance = harness.advance
+    whole, broken, advance = tmp_path / "whole", tmp_path / "broken", harness.advance
+    options = ["--samples", "16", "--modes", "8", "--nonzero", "2", "--seeds", "42", "--steps", "6"]
+    options += ["--only", "AdamW | *", "--out"]
 
     def killed_at_the_fourth(*args: Any) -> Any:
         go_on = advance(*args)
@@ -121,14 +107,16 @@ def test_a_training_run_that_is_killed_half_way_ends_with_the_same_file(
 
         return step
 
+    harness.main(diagonal_network.STUDY, [*options, str(whole)])
+    monkeypatch.setattr(harness, "SAVE_EVERY", 0.0)
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(harness, "advance", killed_at_the_fourth)
-        harness.main(diagonal_network.STUDY, [*options, "--out", str(broken)])
+        harness.main(diagonal_network.STUDY, [*options, str(broken)])
     (saved,) = broken.glob("*.npz")
     assert len(harness.restore(saved, (jnp.zeros(()),) * 0)[1]) == 4
-    harness.main(diagonal_network.STUDY, [*options, "--out", str(broken)])
-    name = "diagonal_network.json"
-    assert (broken / name).read_text() == (whole / name).read_text() and not list(broken.glob("*.npz"))
+    harness.main(diagonal_network.STUDY, [*options, str(broken)])
+    one, two = ((folder / "diagonal_network.json").read_text() for folder in (whole, broken))
+    assert one == two and not list(broken.glob("*.npz"))
 
 
 def test_a_sweep_ends_where_the_best_has_a_worse_neighbour_on_both_sides(tmp_path: Path) -> None:
@@ -138,19 +126,11 @@ def test_a_sweep_ends_where_the_best_has_a_worse_neighbour_on_both_sides(tmp_pat
         made.append(cell)
         return {"validation": abs(np.log(cell[2] / 0.04)), "finite": True}
 
-    study = harness.Study(
-        None, "x", lambda c, args: harness.swept([one], train), lambda result: "", seeds=(1, 2), partial=True
-    )
+    study = harness.Study(None, "x", lambda c, args: harness.swept([one], train), lambda result: "", seeds=(1, 2),
+                          partial=True)
     result = harness.main(study, ["--out", str(tmp_path)])
     assert harness.best(one.losses(result)) == 0.039 and max(one.losses(result)) == 0.098
     assert len(made) == len(set(made)) == 2 * 6 and not one.missing(result)
-
-
-def test_the_command_line_lists_all_studies() -> None:
-    run = [sys.executable, "-m", "examples.studies"]
-    listed = subprocess.run(run, capture_output=True, text=True).stderr.split(": ")[1].strip().split(", ")
-    assert {section.name for section in tables.SECTIONS} - NO_STUDY <= set(listed)
-    assert all(isinstance(harness.find(name), harness.Study) for name in listed)
 
 
 # Stored results -----------------------------------------------------------------------------------------
@@ -166,6 +146,15 @@ STORED = {
     **dict.fromkeys(SIZES, (tables.RESULTS, STUDIES["grokking"])),
     **{study.name: (BENCHMARKS, study) for study in (tuned.STUDY, rates.STUDY)},
 }
+
+
+def test_the_command_line_lists_all_studies_and_reads_their_arguments() -> None:
+    run = [sys.executable, "-m", "examples.studies"]
+    listed = subprocess.run(run, capture_output=True, text=True).stderr.split(": ")[1].strip().split(", ")
+    assert set(STUDIES) <= set(listed)
+    for study in map(harness.find, listed):
+        config, args = harness.parse(study, ["--stop-after", "1"])
+        assert isinstance(args, argparse.Namespace) and args.stop_after == 1 and config == study.config
 
 
 @pytest.mark.parametrize("name", STORED)
@@ -190,19 +179,16 @@ def test_cells_and_settings_that_are_stored_are_those_of_the_study(name: str) ->
     assert name in UNFINISHED or all(harness.done(result, address) for address in wanted)
 
 
-PAGES = {
-    "certificates": certificates.page, "counts": counts.page, "discover": discover_times.render,
-    "exactness": exactness.page, "first_step": first_step.page, "lora": lora.render, "orbit": orbit.page,
-    **{f"accelerator_{device}": accelerator.STUDY.page for device in ("h200", "h100_80gb_hbm3", "cpu")},
-    "compare_cpu": render.page,
-    "tuned": tuned.STUDY.page, "rates": rates.STUDY.page,
-    "census_large": certificates.large_page, "unprepared": unprepared.render,
-}
+PAGES = {name: f"{name}:page" for name in ("certificates", "counts", "exactness", "first_step", "orbit")}
+PAGES |= {f"accelerator_{device}": "accelerator:STUDY.page" for device in ("h200", "h100_80gb_hbm3", "cpu")}
+PAGES |= {name: f"{name}:STUDY.page" for name in ("tuned", "rates")} | {"census_large": "certificates:large_page"}
+PAGES |= {name: f"{name}:render" for name in ("lora", "unprepared")}
+PAGES |= {"discover": "discover_times:render", "compare_cpu": "render:page"}
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_is_that_of_its_json(name: str) -> None:
-    page: Any = PAGES[name]
+    page = pkgutil.resolve_name(f"benchmarks.{PAGES[name]}")
     assert (BENCHMARKS / f"{name}.md").read_text() == page(json.loads((BENCHMARKS / f"{name}.json").read_text()))
 
 
@@ -214,16 +200,9 @@ def test_every_result_of_a_benchmark_has_a_page_or_a_reason() -> None:
     assert all((BENCHMARKS / f"{name}.md").exists() and f"`{name}.md`" in str(benchmarks.__doc__) for name in settled)
 
 
-def test_the_page_on_released_architectures_is_that_of_its_json() -> None:
+def test_pages_of_examples_are_those_of_their_results() -> None:
+    """Every result has a section of the page of results."""
     found = json.loads((tables.RESULTS / "released.json").read_text())
     assert (tables.RESULTS / "released.md").read_text() == released.markdown(found)
-
-
-def test_the_page_of_results_is_that_of_its_results() -> None:
+    assert {path.stem for path in tables.RESULTS.glob("*.json")} <= {section.name for section in tables.SECTIONS}
     assert (tables.RESULTS / "README.md").read_text() == tables.page(tables.RESULTS)
-
-
-def test_arguments_of_all_studies_can_be_read() -> None:
-    for study in STUDIES.values():
-        config, args = harness.parse(study, ["--stop-after", "1"])
-        assert isinstance(args, argparse.Namespace) and args.stop_after == 1 and config == study.config

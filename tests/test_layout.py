@@ -48,24 +48,18 @@ def _steps(tx: optax.GradientTransformation, params: Tree, gradient: Tree) -> tu
     return params, state
 
 
-@pytest.mark.slow_rows(
-    "gauge_project", "track", "scale_by_scaled_polar", "gauge_retract", "ddc_adamw", "add_gauge_decay"
-)
+@pytest.mark.slow_rows("gauge_[!f]*", "track", "scale_by_scaled_polar", "ddc_adamw", "add_gauge_decay")
 @pytest.mark.parametrize("name", ROWS)
 def test_explicit_axes_change_nothing(name: str) -> None:
+    """The last axis of every leaf is dealt out."""
     params, _ = lm.params_and_loss(LLAMA, jax.random.key(0))
     gradient = jax.tree.map(jnp.sin, params)
     expected = _steps(ROWS[name](), params, gradient)
     mesh = jax.make_mesh((1,), ("tp",), axis_types=(AxisType.Explicit,))
-    laid = [jax.tree.map(lambda x: jax.device_put(x, _last(mesh, x)), tree) for tree in (params, gradient)]
+    last = jax.tree.map(lambda x: NamedSharding(mesh, PartitionSpec(*[None] * (x.ndim - 1), "tp")), params)
     with jax.set_mesh(mesh):
-        found = _steps(ROWS[name](), *laid)
+        found = _steps(ROWS[name](), jax.device_put(params, last), jax.device_put(gradient, last))
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6)
-    for x, y in zip(jax.tree.leaves(found[0]), jax.tree.leaves(laid[0]), strict=True):
-        assert x.sharding.spec == y.sharding.spec
-
-
-def _last(mesh: jax.sharding.Mesh, x: jax.Array) -> NamedSharding:
-    """The last axis dealt out."""
-    return NamedSharding(mesh, PartitionSpec(*[None] * (x.ndim - 1), "tp"))
+    for x, sharding in zip(jax.tree.leaves(found[0]), jax.tree.leaves(last), strict=True):
+        assert x.sharding.spec == sharding.spec

@@ -9,12 +9,10 @@ import contextlib
 import io
 import math
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 import matplotlib
 import nbformat
 import pytest
@@ -23,18 +21,12 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 FOLDER = Path(__file__).parent.parent / "notebooks"
-NAMES = [
-    "a_scalar_failure", "b_muon_explosion", "c_sphere_is_not_balance", "d_random_gauges", "e_diagnostic",
-    "f_dead_directions", "g_rotational_equilibrium", "h_learnable_multipliers",
-    "i_leakage", "j_whole_model", "k_one_function_many_weights",
-    "l_measuring_a_minimum", "m_grokking",
-]
+NAMES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
 MOST_BYTES = 300_000
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?")
 # Another machine rounds otherwise: a last digit of two may differ, and so may all of what is rounding and nothing else.
 RELATIVE, ABSOLUTE = 0.06, 1e-9
 ROUNDING = "rounding"
-SETTINGS = ("jax_enable_x64", "jax_disable_most_optimizations")
 
 Cell = Any
 
@@ -73,7 +65,7 @@ def _unprinted(prose: str, printed: str) -> list[str]:
 
 @pytest.fixture
 def shown(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """How many figures every `plt.show()` drew; JAX's and Matplotlib's settings are put back at the end."""
+    """How many figures every `plt.show()` drew; Matplotlib's settings are put back at the end."""
     counts: list[int] = []
 
     def show() -> None:
@@ -82,40 +74,32 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         counts.append(len(plt.get_fignums()))
         plt.close("all")
 
-    before = {name: jax.config.values[name] for name in SETTINGS}
     monkeypatch.setattr(plt, "show", show)
     with matplotlib.rc_context():
         yield counts
     plt.close("all")
-    for name, value in before.items():
-        jax.config.update(name, value)
 
 
 @pytest.mark.notebook
+@pytest.mark.usefixtures("settings_kept")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_fresh_run_prints_what_is_stored(name: str, shown: list[int]) -> None:
     namespace: dict[str, Any] = {"__name__": "__main__"}
-    start = time.monotonic()
     for n, cell in enumerate(_cells(name, "code")):
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
             exec(compile(cell.source, f"{name}, code cell {n}", "exec"), namespace)
         assert not plt.get_fignums(), f"code cell {n} draws a figure and does not show it"
         assert sum(shown) == _figures(cell), f"code cell {n} stores {_figures(cell)} figures and shows {sum(shown)}"
         shown.clear()
         assert not (difference := _difference(_text(cell), printed.getvalue())), f"code cell {n}: {difference}"
-    seconds = time.monotonic() - start
-    print(f"{name}: {seconds:.1f} s")
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_it_is_stored_executed_and_small(name: str) -> None:
-    path = FOLDER / f"{name}.ipynb"
+    path, code = FOLDER / f"{name}.ipynb", _cells(name, "code")
     nbformat.validate(nbformat.read(path, as_version=4))
-    assert path.stat().st_size <= MOST_BYTES
-    code = _cells(name, "code")
+    assert path.stat().st_size <= MOST_BYTES and sum(map(_figures, code)) in (1, 2, 3)
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
-    assert sum(map(_figures, code)) in (1, 2, 3)
     for output in (output for cell in code for output in cell.outputs):
         printed = output.output_type == "stream" and output.name == "stdout"
         assert printed or "image/png" in output.get("data", {}), f"neither text nor a figure: {output}"
@@ -125,52 +109,40 @@ def test_it_is_stored_executed_and_small(name: str) -> None:
 def test_it_reads_like_an_article_and_opens_on_colab(name: str) -> None:
     title, setup, style, *_, end = cells = _cells(name)
     assert len(cells) <= 25
-    assert title.cell_type == "markdown" and title.source.startswith("# ")
+    assert title.cell_type == "markdown" and title.source.startswith("# ") and "](https://" in title.source
     guard, first = (cell.source.split("\n\nimport jax\n")[0] for cell in (_cells(NAMES[0], "code")[0], setup))
     assert first == guard and first.startswith("try:\n    import gauge_optax as go\nexcept ImportError:")
     assert 'jax.config.update("jax_enable_x64", True)' in setup.source and "rcParams" not in setup.source
     assert "gauge_optax-*.whl" in first and '"gauge_optax"' not in first, "no name is fetched that we do not own"
     assert style.source.startswith("plt.rcParams.update") and "hide-input" in style.metadata["tags"]
-    assert "](https://" in title.source, "its source is linked"
     assert end.cell_type == "markdown" and end.source.startswith("## What was seen\n")
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_it_asserts_what_it_claims_and_quotes_what_it_printed(name: str) -> None:
-    code = _cells(name, "code")
-    claims = [
-        node
-        for cell in code
-        for node in ast.walk(ast.parse(cell.source))
-        if isinstance(node, ast.Assert) or (isinstance(node, ast.Attribute) and node.attr.startswith("assert_"))
-    ]
-    assert len(claims) >= 4
-    prose, printed = _cells(name)[-1].source, "\n".join(map(_text, code))
+    code, prose = _cells(name, "code"), _cells(name)[-1].source
+    nodes = [node for cell in code for node in ast.walk(ast.parse(cell.source))]
+    calls = [node for node in nodes if isinstance(node, ast.Attribute) and node.attr.startswith("assert_")]
+    assert len(calls) + sum(isinstance(node, ast.Assert) for node in nodes) >= 4
     assert len(re.findall(r"`[^`]*\d[^`]*`", prose)) >= 3
-    assert _unprinted(prose, printed) == []
+    assert _unprinted(prose, "\n".join(map(_text, code))) == []
 
 
-def test_all_are_listed() -> None:
-    assert sorted(path.stem for path in FOLDER.glob("*.ipynb")) == NAMES
+def test_the_readme_lists_all() -> None:
+    listed = re.findall(r"\w+(?=\.ipynb)", (FOLDER / "README.md").read_text())
+    assert NAMES == sorted(set(listed))
 
 
 # That these checks can fail ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("stored", "fresh"),
-    [("loss 1.00", "loss 1.20"), ("loss 1.00", "gain 1.00"), ("1\n2", "1"), ("1e-07", "1e-06"), ("K^4.00", "K^3.00")],
-)
-def test_a_changed_printout_is_seen(stored: str, fresh: str) -> None:
-    assert _difference(stored, fresh)
-
-
-@pytest.mark.parametrize(
-    ("stored", "fresh"),
-    [("loss  0.48", "loss 0.47"), ("4e-14", "9e-16"), ("by rounding, 1e-08", "by rounding, 4e-09"), ("", "")],
-)
-def test_another_machine_is_not_a_change(stored: str, fresh: str) -> None:
-    assert not _difference(stored, fresh)
+@pytest.mark.parametrize(("stored", "fresh", "is_change"), [
+    ("loss 1.00", "loss 1.20", True), ("loss 1.00", "gain 1.00", True), ("1\n2", "1", True),
+    ("1e-07", "1e-06", True), ("K^4.00", "K^3.00", True), ("loss  0.48", "loss 0.47", False),
+    ("4e-14", "9e-16", False), ("by rounding, 1e-08", "by rounding, 4e-09", False), ("", "", False),
+])
+def test_a_changed_printout_is_seen_and_another_machine_is_none(stored: str, fresh: str, is_change: bool) -> None:
+    assert bool(_difference(stored, fresh)) == is_change
 
 
 def test_a_number_that_was_not_printed_is_seen() -> None:

@@ -13,18 +13,19 @@ from examples import lora_weights, measure_weights, qwix_weights, weights
 from examples import released_weights as jobs
 
 
+def rounded(x: jax.Array, axes: Any) -> jax.Array:
+    """To four bits, on one grid for the entries along these axes."""
+    step = jnp.max(jnp.abs(x), axes, keepdims=True) / 7
+    return jnp.round(x / step) * step
+
+
 def test_a_grid_spans_what_a_product_sums() -> None:
     """One grid per token, over all heads, and one per output; 16 bits round nothing."""
     x = jax.random.normal(jax.random.key(0), (2, 3, 4, 5)) * jnp.arange(1, 4)[:, None, None]
-    kernel = jax.random.normal(jax.random.key(1), (4, 5, 6)) * jnp.arange(1, 7)
-    equation = "bthe,hed->btd"
+    kernel, equation = jax.random.normal(jax.random.key(1), (4, 5, 6)) * jnp.arange(1, 7), "bthe,hed->btd"
     exact = jnp.einsum(equation, x, kernel)
     np.testing.assert_allclose(jobs.rounding((16, 16, 16))(equation, x, kernel), exact, rtol=1e-6)
-    by_hand = []
-    for array, axes in ((x, (2, 3)), (kernel, (0, 1))):
-        step = jnp.max(jnp.abs(array), axes, keepdims=True) / 7
-        by_hand.append(jnp.round(array / step) * step)
-    found = jobs.rounding((4, 4, 16))(equation, x, kernel)
+    found, by_hand = jobs.rounding((4, 4, 16))(equation, x, kernel), (rounded(x, (2, 3)), rounded(kernel, (0, 1)))
     np.testing.assert_allclose(found, jnp.einsum(equation, *by_hand), rtol=1e-4, atol=1e-4)
     assert float(jnp.max(jnp.abs(found - exact))) > 0.1
 
@@ -32,15 +33,13 @@ def test_a_grid_spans_what_a_product_sums() -> None:
 def tiny() -> Any:
     """A Llama of random weights in SmolLM2's tree."""
     layers, d, heads, groups, e, f = 2, 8, 4, 2, 4, 12
-    shapes = {
-        "embed/embedding": (16, d), "final_norm/scale": (d,),
-        "blocks/norm1/scale": (layers, d), "blocks/norm2/scale": (layers, d),
-        "blocks/attn/query/kernel": (layers, d, heads, e), "blocks/attn/key/kernel": (layers, d, groups, e),
-        "blocks/attn/value/kernel": (layers, d, groups, e), "blocks/attn/out/kernel": (layers, heads, e, d),
-        "blocks/mlp/gate/kernel": (layers, d, f), "blocks/mlp/up/kernel": (layers, d, f),
-        "blocks/mlp/down/kernel": (layers, f, d),
+    block = {
+        "norm1/scale": (d,), "norm2/scale": (d,), "attn/query/kernel": (d, heads, e), "attn/key/kernel": (d, groups, e),
+        "attn/value/kernel": (d, groups, e), "attn/out/kernel": (heads, e, d), "mlp/gate/kernel": (d, f),
+        "mlp/up/kernel": (d, f), "mlp/down/kernel": (f, d),
     }
-    draw = np.random.default_rng(0)
+    shapes = {f"blocks/{path}": (layers, *shape) for path, shape in block.items()}
+    shapes, draw = {"embed/embedding": (16, d), "final_norm/scale": (d,), **shapes}, np.random.default_rng(0)
     return weights.nested({path: draw.standard_normal(x).astype(np.float32) / 2 for path, x in shapes.items()})
 
 
@@ -48,16 +47,15 @@ def test_factors_are_added_to_their_kernels(monkeypatch: pytest.MonkeyPatch) -> 
     """At B = 0 they change nothing; the loss with other factors is that of kernels with the product in them."""
     params, tokens = tiny(), jnp.arange(12) % 16
     monkeypatch.setattr(jobs, "smollm2", lambda: (params, None))
-    factors = lora_weights.adapters(3, seed=0)
-    assert lora_weights.loss(params, factors, tokens) == lora_weights.loss(params, {}, tokens)
-    factors = jax.tree.map(lambda x: x + 0.1, factors)
-    merged = jax.tree.map(lambda x: x, params)
+    factors, plain = lora_weights.adapters(3, seed=0), lora_weights.loss(params, {}, tokens)
+    assert lora_weights.loss(params, factors, tokens) == plain
+    factors, merged = jax.tree.map(lambda x: x + 0.1, factors), jax.tree.map(lambda x: x, params)
     for name, pair in factors.items():
-        kernel = merged["blocks"]["attn"][name]["kernel"]
-        merged["blocks"]["attn"][name]["kernel"] = kernel + (pair["lora_a"] @ pair["lora_b"]).reshape(kernel.shape)
+        layer = merged["blocks"]["attn"][name]
+        layer["kernel"] = layer["kernel"] + (pair["lora_a"] @ pair["lora_b"]).reshape(layer["kernel"].shape)
     expected = lora_weights.loss(merged, {}, tokens)
     np.testing.assert_allclose(lora_weights.loss(params, factors, tokens), expected, rtol=1e-5)
-    assert abs(float(expected - lora_weights.loss(params, {}, tokens))) > 1e-3
+    assert abs(float(expected - plain)) > 1e-3
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -85,9 +83,8 @@ def test_a_cache_is_rounded_after_positions_have_turned_keys() -> None:
     seen: list[jax.Array] = []
 
     def by_hand(x: jax.Array) -> jax.Array:
-        step = jnp.max(jnp.abs(x), -1, keepdims=True) / 7
         seen.append(x)
-        return jnp.round(x / step) * step
+        return rounded(x, -1)
 
     expected = weights.llama_logits(params, tokens, cache=by_hand)
     np.testing.assert_allclose(jobs.logits(params, tokens, (16, 16, 4)), expected, rtol=1e-4, atol=1e-4)

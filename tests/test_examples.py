@@ -19,7 +19,7 @@ from examples import (
     train_linen,
     train_nnx,
 )
-from examples.studies import harness, packed, probe, self_tests, tables
+from examples.studies import harness, packed, self_tests, tables
 from examples.studies.table3 import Config, build
 
 TINY = ["--batch", "2", "--length", "8", "--width", "8", "--layers", "1"]
@@ -135,16 +135,6 @@ def test_rotations_spread_an_outlier_of_the_stream() -> None:
         assert np.all(found["R1"] < found["plain"]) and np.mean(found["folded"]) > np.mean(found["plain"])
 
 
-def test_a_probe_is_carried_to_a_twin() -> None:
-    """The committed runs: exactly to a twin, by alignment and by canonical weights; not by permutations."""
-    result = json.loads((tables.RESULTS / "probe.json").read_text())
-    found = probe.accuracies(result, "twins")
-    for arm in ("all gauges", "canonical"):
-        assert np.all(np.abs(found[arm] - found["trained there"]) <= 2e-3)
-    assert np.all(found["permutations"] < 0.8 * found["trained there"])
-    assert len(probe.accuracies(result, "seeds")["as it is"]) == 3
-
-
 @pytest.mark.slow
 def test_the_demo_keeps_its_promise(tmp_path: Path) -> None:
     runs = demo.main(["--out", str(tmp_path)])
@@ -160,7 +150,6 @@ TINY_STUDIES: dict[Any, tuple[list[str], str]] = {
     packed: (["--only", "plain | *", "packed | *", "--seeds", "42", "--steps", "2"], "packed"),
     merge: (["--only", "digits: seeds 42, 142", "digits: fine-tunings of 42", "--steps", "20"], "all gauges"),
     quantize: (["--only", "muon: 42", "--steps", "10", "--searched", "2"], "quarot"),
-    probe: (["--only", "twins of 42", "--steps", "10"], "twins:"),
 }
 
 

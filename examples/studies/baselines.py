@@ -1,7 +1,7 @@
 """What others do, to compare with: Z-loss, scales stored less one, orthogonal gradients, Optax's Muon."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -89,40 +89,6 @@ def muon(
         learning_rate, weight_decay=weight_decay, adam_learning_rate=learning_rate, adam_weight_decay=weight_decay,
         consistent_rms=0.2, muon_weight_dimension_numbers=matrices,
     )
-
-
-class SharedScalarState(NamedTuple):
-    """Of `shared_scalar_adam`: steps, the first moments, and the mean of all squared gradients."""
-
-    number: jax.Array
-    mu: Any
-    nu: jax.Array
-
-
-def shared_scalar_adam(learning_rate: float, b1: float = 0.9, b2: float = 0.999) -> optax.GradientTransformation:
-    """Adam with one second moment for all entries of all leaves: it commutes with every rotation.
-
-    Reference: Singh 2026, arXiv 2608.05136, section 7 (the dial at p = 0, root mean square).
-
-    Args:
-      learning_rate: a number.
-      b1: decay of first moments.
-      b2: decay of the second moment.
-    """
-
-    def init(params: Any) -> SharedScalarState:
-        return SharedScalarState(jnp.int32(0), jax.tree.map(jnp.zeros_like, params), jnp.zeros(()))
-
-    def update(updates: Any, state: SharedScalarState, params: Any = None) -> tuple[Any, SharedScalarState]:
-        leaves, number = jax.tree.leaves(updates), state.number + 1
-        square = sum(jnp.sum(jnp.square(x)) for x in leaves) / sum(x.size for x in leaves)
-        mu = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, state.mu, updates)
-        nu = b2 * state.nu + (1 - b2) * square
-        size = jnp.sqrt(nu / (1 - b2**number)) + 1e-8
-        step = jax.tree.map(lambda m: -learning_rate * m / (1 - b1**number) / size, mu)
-        return step, SharedScalarState(number, mu, nu)
-
-    return optax.GradientTransformation(init, update)
 
 
 def more_decay(rate: float, chosen: Callable[[str], bool]) -> optax.GradientTransformation:

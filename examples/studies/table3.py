@@ -177,16 +177,10 @@ class BodyFrameState(NamedTuple):
     bases: tuple[jax.Array, ...]
 
 
-def b8(transport: str, share: str = "entry", project: bool = True) -> optax.GradientTransformation:
+def b8(transport: str) -> optax.GradientTransformation:
     """The reference's body frame on `attention`: a new eigenbasis at each step, its signs pinned to the last one's.
 
-    Args:
-      transport: one of TRANSPORTS.
-      share: what has one second moment: an "entry" (B.8), a "tensor" per head, or a "head" with both of its tensors.
-      project: whether to remove the part along rotations, from the gradient and from the step.
-
-    Returns:
-      A transformation of gradients into tangents.
+    `transport` is one of TRANSPORTS. Gradients become tangents without a part along rotations.
     """
 
     def init(params: Params) -> BodyFrameState:
@@ -202,15 +196,14 @@ def b8(transport: str, share: str = "entry", project: bool = True) -> optax.Grad
             overlap = jnp.sum(old * new, axis=-2, keepdims=True)
             new = new * jnp.where(overlap < 0, -1.0, 1.0)
             turn = matmul(transpose(old), new)
-            seen = horizontal(params, grads, pair) if project else grads
-            body = {name: matmul(seen[name], new) for name in pair}
-            squares = _shared({name: jnp.square(x) for name, x in body.items()}, share)
+            seen = horizontal(params, grads, pair)
             for name in pair:
-                mu[name] = 0.9 * matmul(state.mu[name], turn) + 0.1 * body[name]
-                nu[name] = 0.999 * TRANSPORTS[transport](state.nu[name], turn) + 0.001 * squares[name]
+                body = matmul(seen[name], new)
+                mu[name] = 0.9 * matmul(state.mu[name], turn) + 0.1 * body
+                nu[name] = 0.999 * TRANSPORTS[transport](state.nu[name], turn) + 0.001 * jnp.square(body)
                 step = mu[name] / (1 - 0.9**count) / (jnp.sqrt(nu[name] / (1 - 0.999**count)) + 1e-8)
                 out[name] = matmul(step, transpose(new))
-            out |= horizontal(params, out, pair) if project else {}
+            out |= horizontal(params, out, pair)
             bases.append(new)
         return out, BodyFrameState(count, mu, nu, tuple(bases))
 
@@ -222,16 +215,6 @@ TRANSPORTS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "v·|R|": lambda nu, turn: matmul(nu, jnp.abs(turn)),
     "v·(R∘R)": lambda nu, turn: matmul(nu, jnp.square(turn)),
 }
-
-
-def _shared(squares: Params, share: str) -> Params:
-    """Squares, or their means over what shares one second moment; leaves are (head, d, basis)."""
-    if share == "entry":
-        return squares
-    means = {name: jnp.mean(x, (-2, -1), keepdims=True) for name, x in squares.items()}
-    if share == "head":
-        means = dict.fromkeys(means, sum(means.values(), start=jnp.zeros(())) / len(means))
-    return {name: jnp.broadcast_to(means[name], x.shape) for name, x in squares.items()}
 
 
 def gram(a: Params, b: Params, pair: Sequence[str]) -> jax.Array:

@@ -15,6 +15,7 @@ from examples import cli, demo
 from examples.studies import grokking, harness, table4
 
 RESULTS = Path(__file__).parents[1] / "results"
+LAST_COMMIT = "7c6ca5f"  # that has the code of the settled studies
 
 INTRODUCTION = """# Results
 
@@ -45,6 +46,7 @@ class Section(NamedTuple):
       by: the coordinates and statistics of its verdicts: each sentence with "shows" or "does not show" has one of them.
       markdown: its text, from the parsed JSON, where that is not what the study of this name says.
       command: what makes the JSON, where that is not the study of this name.
+      settled: whether the code is gone; the text is then what it last wrote, and stands beside the JSON.
     """
 
     name: str
@@ -52,13 +54,18 @@ class Section(NamedTuple):
     by: tuple[str, ...] = ()
     markdown: Callable[[Any], str] | None = None
     command: str = ""
+    settled: bool = False
 
-    def text(self, result: Any) -> str:
+    def text(self, results: Path) -> str:
         """Command and text."""
+        if self.settled:
+            text = (results / f"{self.name}.md").read_text().strip()
+            made = f"in commit {LAST_COMMIT} `python -m examples.studies {self.name}` made this section"
+            return f"The question is settled and its code gone; {made}. {text}"
         command = self.command or f"{self.name}.py"
         folder = "examples/studies" if (Path(__file__).parent / command.split()[0]).exists() else "examples"
         say = self.markdown or harness.find(self.name).section
-        return f"`{folder}/{command}`. {say(result)}"
+        return f"`{folder}/{command}`. {say(json.loads((results / f'{self.name}.json').read_text()))}"
 
 
 def _demo(runs: Any) -> str:
@@ -71,10 +78,11 @@ def _demo(runs: Any) -> str:
 
 SECTIONS = [
     Section("demo", "Twins of a small language model", markdown=_demo),
-    Section("twins_benchmark", "Twins by the protocol of arXiv 2608.05136", ("relative distance of the logits",)),
+    Section("twins_benchmark", "Twins by the protocol of arXiv 2608.05136", ("relative distance of the logits",),
+            settled=True),
     Section("starts", "From three usual starts"),
-    Section("kronecker", "Shampoo and SOAP inside quotient"),
-    Section("whole_model", "Every symmetry of a decoder on the quotient"),
+    Section("kronecker", "Shampoo and SOAP inside quotient", settled=True),
+    Section("whole_model", "Every symmetry of a decoder on the quotient", settled=True),
     Section("lora", "Fine-tuning with LoRA: rules, ranks and starts"),
     Section("merge", "Merging networks after alignment"),
     Section("quantize", "Rounding to few bits from other points of the orbit", ("rise of the held-out loss",)),
@@ -82,7 +90,7 @@ SECTIONS = [
     Section("lora_weights", "LoRA on a released model: one rate for all ranks?"),
     Section("qwix_weights", "Qwix rounds a released model at points of one orbit"),
     Section("measure_weights", "A released model, counted, fine-tuned and merged"),
-    Section("probe", "One probe for two networks"),
+    Section("probe", "One probe for two networks", settled=True),
     Section("packed", "Packed heads: training what a gauge leaves"),
     Section("rotational_walk", "Rotational equilibrium: a random walk", ("norm and rotation over the prediction",)),
     Section(
@@ -145,7 +153,7 @@ SECTIONS = [
         "minimum", "C.1, C.4 and §5.8 read at a minimum",
         ("share along the orbit", "order k", "directional Fisher", "rotation of heads", "gap of twins"),
     ),
-    Section("lemmas", "Theorem 1, Lemmas 17 and 23, Remarks 8 and 12"),
+    Section("lemmas", "Theorem 1, Lemmas 17 and 23, Remarks 8 and 12", settled=True),
     Section("released", "What discover finds in released architectures"),
     Section("radial_equilibrium", "B.7 Where decay and loss balance"),
 ]
@@ -163,7 +171,7 @@ def page(results: Path) -> str:
     for section in SECTIONS:
         path = results / f"{section.name}.json"
         if path.exists():
-            parts += [f"## {section.heading}", section.text(json.loads(path.read_text()))]
+            parts += [f"## {section.heading}", section.text(results)]
             parts += [f"![{section.heading}]({section.name}.png)"] * path.with_suffix(".png").exists()
     parts += [f"## {TABLE4.heading}", table4.section(results)]
     return "\n\n".join(parts) + "\n"

@@ -20,21 +20,6 @@ TINY = {"vocab": 64, "d_model": 8, "layers": 1, "heads": 2, "kv_heads": 2, "d_he
 FULL = gpt2.config
 
 
-@pytest.fixture
-def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both sizes of the example on a net of some hundred parameters."""
-    tiny_config = lambda vocab=64, **_: FULL(**(TINY | {"vocab": vocab}))  # noqa: E731
-    monkeypatch.setattr(gaugefix_lrm.gpt2, "config", tiny_config)
-    monkeypatch.setattr(gaugefix_lrm, "LENGTH", 8)
-
-
-def test_a_batch_that_does_not_divide_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "tokens.bin"
-    np.zeros(4_000, np.uint16).tofile(path)
-    with pytest.raises(ValueError, match="does not divide a batch of 480"):
-        gaugefix_lrm.full([path, path], 2, 7)
-
-
 def test_the_committed_table_says_what_is_written_below_it() -> None:
     cells = json.loads(RESULT.read_text())["cells"]
     assert all(np.isfinite(cell["loss"]).all() and len(cell["loss"]) == 3 for cell in cells.values())

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from examples.studies import harness, report
-from examples.studies.gaugefix_lrm import SEEDS, Arm, Cell, program, small
+from examples.studies.gaugefix_lrm import SEEDS, Arm, Cell, program, small, trained
 from examples.studies.harness import Result
 from models import lm
 
@@ -90,13 +90,9 @@ def network_cell(name: str, arm: str, rate: float, steps: int, seeds: Sequence[i
     compiled = program(task, NETWORK_ARMS[arm], "float32", observed(task.config))
     out: Cell = {key: [] for key in ("loss", "product", "entries", "sums")}
     for seed in seeds:
-        carry = compiled.start(seed)
-        start = observed(task.config)(carry[0], carry[0], carry[0])
-        recorded = []
-        for n in range(steps):
-            carry, figures = compiled.step(carry, task.batches(n, seed))
-            recorded.append(figures)
-        kept = jax.tree.map(lambda *x: np.stack(x), *jax.device_get(recorded))
+        params = compiled.start(seed)[0]
+        start = observed(task.config)(params, params, params)
+        kept, losses = trained(task, compiled, seed, steps)
         ratio, anchor = kept["query"] - kept["key"], kept["query"] - start["query"]
         places = {"ratio": ratio, "anchor": anchor, "sides": kept["sides"] - start["sides"]}
         drifts = {key: np.abs(np.asarray(x)).max((1, 2)) for key, x in places.items()}
@@ -107,7 +103,7 @@ def network_cell(name: str, arm: str, rate: float, steps: int, seeds: Sequence[i
         # A head whose gradient vanishes has no direction to compare: the median over heads, layers and steps.
         out["entries"].append(float(np.median(kept["entries"])))
         out["sums"].append(float(np.median(kept["sums"])))
-        out["loss"].append(float(compiled.evaluate(carry[0], task.held_out)))
+        out["loss"].append(float(losses[0]))
         if seed == seeds[0]:
             out["curves"] = {key: drift[:: max(1, steps // 100)] for key, drift in drifts.items()}
     return out

@@ -12,11 +12,10 @@ from examples.studies import (
     depth8,
     report,
     rotational_variants,
-    table4,
     tables,
 )
 
-SECTIONS = [*tables.SECTIONS, tables.TABLE4]
+SECTIONS = tables.SECTIONS
 VERDICT = re.compile(r"\b(shows?|does not show)\b", re.I)
 SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z*\"(])|\n+")
 
@@ -60,14 +59,6 @@ def test_a_verdict_without_one_is_found() -> None:
     assert unnamed("The test loss is 1. This does NOT show here on NONE of 3 seeds.", ("test loss",))
     assert not unnamed(report.paper("it helps", [True], "test loss"), ("test loss",))
     assert unnamed(report.paper("it helps", [True], "test loss"), ())
-
-
-def test_table_4_has_a_verdict_for_each_finding() -> None:
-    assert [finding.name for finding in table4.FINDINGS] == [f"F{n}" for n in range(1, 8)]
-    for finding in table4.FINDINGS:
-        assert re.match(r"(shows|does NOT show|not run, because) \w+", finding.whole) and finding.by
-    page = parts()[tables.TABLE4.heading]
-    assert all(f"| {finding.name} |" in page for finding in table4.FINDINGS)
 
 
 # Verdicts turn with the numbers ----------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from examples import cli, demo
-from examples.studies import grokking, harness, table4
+from examples.studies import grokking, harness
 
 RESULTS = Path(__file__).parents[1] / "results"
 LAST_COMMIT = "7c6ca5f"  # that has the code of the settled studies
@@ -60,7 +60,7 @@ class Section(NamedTuple):
         """Command and text."""
         if self.settled:
             text = (results / f"{self.name}.md").read_text().strip()
-            made = f"in commit {LAST_COMMIT} `python -m examples.studies {self.name}` made this section"
+            made = f"in commit {LAST_COMMIT} `examples/studies/{self.name}.py` made this section"
             return f"The question is settled and its code gone; {made}. {text}"
         command = self.command or f"{self.name}.py"
         folder = "examples/studies" if (Path(__file__).parent / command.split()[0]).exists() else "examples"
@@ -155,14 +155,14 @@ SECTIONS = [
     ),
     Section("lemmas", "Theorem 1, Lemmas 17 and 23, Remarks 8 and 12", settled=True),
     Section("released", "What discover finds in released architectures"),
-    Section("radial_equilibrium", "B.7 Where decay and loss balance"),
+    Section("radial_equilibrium", "B.7 Where decay and loss balance", settled=True),
+    Section(  # from the JSON files of other studies
+        "table4", "DDC's Table 4, finding by finding",
+        ("validation loss", "accuracy on held-out pairs", "the smallest eigenvalue of the Fisher", "readable cells",
+         "axis alignment of the hidden layer's dead directions"),
+        settled=True,
+    ),
 ]
-TABLE4 = Section(
-    "table4", "DDC's Table 4, finding by finding",
-    ("validation loss", "accuracy on held-out pairs", "the smallest eigenvalue of the Fisher", "readable cells",
-     "axis alignment of the hidden layer's dead directions"),
-)
-"""It has no JSON of its own: its text is made from those of other studies."""
 
 
 def page(results: Path) -> str:
@@ -170,10 +170,9 @@ def page(results: Path) -> str:
     parts = [INTRODUCTION]
     for section in SECTIONS:
         path = results / f"{section.name}.json"
-        if path.exists():
+        if path.exists() or section.settled:
             parts += [f"## {section.heading}", section.text(results)]
             parts += [f"![{section.heading}]({section.name}.png)"] * path.with_suffix(".png").exists()
-    parts += [f"## {TABLE4.heading}", table4.section(results)]
     return "\n\n".join(parts) + "\n"
 
 

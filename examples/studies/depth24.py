@@ -121,15 +121,13 @@ def _verdicts(result: Result) -> str:
     """C.6: seeds to full accuracy, and the stream's smallest singular value."""
     pairs = zip(_of_all(result, TORUS, "test_accuracy"), _of_all(result, MUON, "test_accuracy"), strict=True)
     times = report.ratios(_of_all(result, TORUS, "activations"), _of_all(result, MUON, "activations"), least=1e-30)
-    sentences = [
-        seeds_that_grok(result),
-        grok_readings.swings(result),
-        report.paper("the gauge ends at the higher accuracy", [ours > theirs for ours, theirs in pairs],
-                     "accuracy on held-out pairs, the median over the last quarter, seed by seed", "runs"),
-        report.paper("the gauge compresses the activations inside", [x < 1 for x in times],
-                     "the smallest singular value of the stream behind the middle block", "runs"),
-        f"It is {report.listed(times)} times Muon's.",
-    ]
+    sentences = [seeds_that_grok(result),
+                 grok_readings.swings(result),
+                 report.paper("the gauge ends at the higher accuracy", [ours > theirs for ours, theirs in pairs],
+                              "accuracy on held-out pairs, the median over the last quarter, seed by seed", "runs"),
+                 report.paper("the gauge compresses the activations inside", [x < 1 for x in times],
+                              "the smallest singular value of the stream behind the middle block", "runs"),
+                 f"It is {report.listed(times)} times Muon's."]
     return " ".join(sentences)
 
 STUDY = harness.Study(

@@ -70,10 +70,8 @@ def build(c: Config, rates: Rates) -> Training:
         POLAR: Arm(baselines.muon(polar, decay, per_head=True)),
         FULL_ROTATION: Arm(grok_readings.gauged(polar, decay, grokking.rotations(network, full_rotation=True))),
         TORUS: Arm(grok_readings.gauged(polar, decay, grokking.rotations(network)), observe=fisher),
-        MASKED: Arm(
-            baselines.dead_directions_masked(muon, lambda path: "blocks" in path and path.endswith("kernel")),
-            observe=fisher,
-        ),
+        MASKED: Arm(baselines.dead_directions_masked(muon, lambda path: "blocks" in path and path.endswith("kernel")),
+                    observe=fisher),
     }
     make, loss = functools.partial(grok_readings.make, network), functools.partial(grok_readings.loss, c=network)
     return Training(arms, make, loss, functools.partial(grok_readings.reading, c=network, block=c.layers - 1))
@@ -134,9 +132,7 @@ def _decomposition(result: Result) -> str:
         "the RoPE-torus gauge ends above the full rotation": (FULL_ROTATION, TORUS),
     }
     said = [*(_higher(result, finding, *arms) for finding, arms in steps.items()), torus_above_muon(result)]
-    torus, full = (
-        statistics.pvariance(report.settled(result, arm, "test_accuracy")) for arm in (TORUS, FULL_ROTATION)
-    )
+    torus, full = (statistics.pvariance(report.settled(result, arm, "test_accuracy")) for arm in (TORUS, FULL_ROTATION))
     halved = [torus <= 0.5 * full]
     by = f"the variance of that accuracy, {report.number(torus)} and {report.number(full)}"
     return " ".join([*said, report.paper("the torus halves the variance between seeds", halved, by, "studies")])
@@ -147,14 +143,12 @@ def _grokking(result: Result) -> str:
     groks = {arm: [x < float("inf") for x in grok_readings.grokked_at(result, arm)] for arm in result["arms"]}
     by = f"whether {GROKKED:.0%} stay for {grok_readings.KEPT} readings"
     each = ", ".join(f"{arm} {sum(count)}" for arm, count in groks.items())
-    return " ".join([
-        report.paper("with the RoPE-torus gauge all seeds grok", groks[TORUS], by),
-        report.paper("with the full rotation too", groks[FULL_ROTATION], by),
-        report.paper("Muon fails on two of three seeds", [not x for x in groks[MUON]], by),
-        f"Seeds that grok, of {len(result['seeds'])}: {each}.",
-        grok_readings.swings(result),
-        "Beside such swings a difference of some hundredths between medians says little.",
-    ])
+    return " ".join([report.paper("with the RoPE-torus gauge all seeds grok", groks[TORUS], by),
+                     report.paper("with the full rotation too", groks[FULL_ROTATION], by),
+                     report.paper("Muon fails on two of three seeds", [not x for x in groks[MUON]], by),
+                     f"Seeds that grok, of {len(result['seeds'])}: {each}.",
+                     grok_readings.swings(result),
+                     "Beside such swings a difference of some hundredths between medians says little."])
 
 
 def off_the_floor(result: Result) -> str:

@@ -286,12 +286,11 @@ def _told(cells: dict[str, Cell], dtype: str) -> str:
     ends = {name: np.mean(cells[f"{name}, {dtype}"]["product"]) for name in ("A", "C", *HELD)}
     gaps = {name: _gaps(cells, name, dtype) for name in arms(1.0) if name != "A"}
     apart = [name for name, x in gaps.items() if abs(np.mean(x)) > 2.0 * np.std(x, ddof=1)]
-    return (
-        f"**{dtype}.** Largest drift: A {most('A', 'drift'):.1e}, C {most('C', 'drift'):.1e}, B at N = 1, 10, 100, "
-        f"1000 {between} along the run, at most {max(most(name, 'end') for name in fixed):.1e} at its end, right after "
-        f"a fix. Product at the end, from 1: {', '.join(f'{name} {x:.3f}' for name, x in ends.items())} (cap is at "
-        f"{CAP}). Further from A's loss than two standard deviations of the gap: {', '.join(apart) or 'no arm'}."
-    )
+    return (f"**{dtype}.** Largest drift: A {most('A', 'drift'):.1e}, C {most('C', 'drift'):.1e}, B at N = 1, 10, 100, "
+            f"1000 {between} along the run, at most {max(most(name, 'end') for name in fixed):.1e} at its end, right "
+            f"after a fix. Product at the end, from 1: {', '.join(f'{name} {x:.3f}' for name, x in ends.items())} (cap "
+            f"is at {CAP}). Further from A's loss than two standard deviations of the gap: "
+            f"{', '.join(apart) or 'no arm'}.")
 
 
 def _verdicts(cells: dict[str, Cell]) -> str:
@@ -337,7 +336,5 @@ def cells(c: Config, args: argparse.Namespace) -> harness.Cells:
     }
 
 
-STUDY = harness.Study(
-    __doc__, "gaugefix_lrm", cells, section, figure, config=Config(), seeds=SEEDS, digits=5,
-    settings=lambda c: {"steps": c.steps, "rate": 3e-3, "width": 48, "layers": 2},
-)
+STUDY = harness.Study(__doc__, "gaugefix_lrm", cells, section, figure, config=Config(), seeds=SEEDS, digits=5,
+                      settings=lambda c: {"steps": c.steps, "rate": 3e-3, "width": 48, "layers": 2})

@@ -250,17 +250,15 @@ def _on_quotients(cells: dict[str, Cell]) -> str:
         gaps = [per_seed(cells, run, one, "loss") - per_seed(cells, run, other, "loss") for run in SHOWN]
         return float(np.abs(gaps).max())
 
-    return (
-        "`quotient` holds what its gauge reads: log s_Q changes by at most "
-        f"{max(most(cells, 'quotient', 'anchor').values()):.1e}. By |log(s_Q/s_K)| it moves by "
-        f"{report.span(list(ratio.values()), '.1e')}, further than C in {sum(ratio[x] > free[x] for x in SHOWN)} of "
-        f"{len(SHOWN)} runs: keys take all growth of the product. `rest=\"balanced\"` holds log‖Q side‖ − log‖K side‖ "
-        f"to {max(most(cells, 'quotient, balanced', 'sides').values()):.1e}. Without biases that is |log(s_Q/s_K)|, "
-        f"which stays within {max(balanced[x] for x in SHOWN if x not in biased):.1e}; with biases it is not, and "
-        f"reaches {max(balanced[x] for x in biased):.1e}. Losses under both rests differ by "
-        f"{apart('quotient', 'quotient, balanced'):.1e} at most, from C's by {apart('quotient', 'C'):.1e}: multipliers "
-        "start at 1, which is their point on the slice."
-    )
+    return ("`quotient` holds what its gauge reads: log s_Q changes by at most "
+            f"{max(most(cells, 'quotient', 'anchor').values()):.1e}. By |log(s_Q/s_K)| it moves by "
+            f"{report.span(list(ratio.values()), '.1e')}, further than C in {sum(ratio[x] > free[x] for x in SHOWN)} "
+            f"of {len(SHOWN)} runs: keys take all growth of the product. `rest=\"balanced\"` holds log‖Q side‖ − log‖K "
+            f"side‖ to {max(most(cells, 'quotient, balanced', 'sides').values()):.1e}. Without biases that is "
+            f"|log(s_Q/s_K)|, which stays within {max(balanced[x] for x in SHOWN if x not in biased):.1e}; with biases "
+            f"it is not, and reaches {max(balanced[x] for x in biased):.1e}. Losses under both rests differ by "
+            f"{apart('quotient', 'quotient, balanced'):.1e} at most, from C's by {apart('quotient', 'C'):.1e}: "
+            "multipliers start at 1, which is their point on the slice.")
 
 
 RUNS = {cell_name(*run): run for run in NETWORK_RUNS}

@@ -326,11 +326,9 @@ def figure(result: Result, path: Path) -> None:
 def section(result: Result) -> str:
     """The table, and what it says."""
     c = Config(**result["settings"])
-    heads = (
-        "arm", "rate, decay", "seeds", "grokked at", "collapses", "readings below 95 %", "lowest after",
-        "final accuracy", "shift of logits", "drift, ours", "drift, paper's", "effective rank", "dead units",
-        "alignment",
-    )
+    heads = ("arm", "rate, decay", "seeds", "grokked at", "collapses", "readings below 95 %", "lowest after",
+             "final accuracy", "shift of logits", "drift, ours", "drift, paper's", "effective rank", "dead units",
+             "alignment")
     rows: list[Sequence[Any]] = [heads]
     for arm, cells in result["cells"].items():
         finals = [cell["final"] for cell in cells.values()]
@@ -347,12 +345,10 @@ def section(result: Result) -> str:
             shown("dead_units", ".2f"), shown("alignment", ".2f"),
         ])
     rates, decays = (", ".join(f"{x:g}" for x in numbers) for numbers in (RATES, DECAYS))
-    about = (
-        f"Addition modulo {c.p} from {GrokConfig().share:.0%} of all pairs, full batch, one block of width "
-        f"{GrokConfig().d_model} with {c.hidden} units ({c.mlp}), {c.steps:,} steps, a reading every {c.every}. Rates "
-        f"{rates} and decays {decays}, chosen per arm by the mean accuracy along {c.grid_steps:,} steps with seed "
-        f"{BEST_SEED}. A number per seed. {report.made_with(result)}"
-    )
+    about = (f"Addition modulo {c.p} from {GrokConfig().share:.0%} of all pairs, full batch, one block of width "
+             f"{GrokConfig().d_model} with {c.hidden} units ({c.mlp}), {c.steps:,} steps, a reading every {c.every}. "
+             f"Rates {rates} and decays {decays}, chosen per arm by the mean accuracy along {c.grid_steps:,} steps "
+             f"with seed {BEST_SEED}. A number per seed. {report.made_with(result)}")
     return "\n\n".join([about, report.bare(rows), " ".join(sentences(result))])
 
 
@@ -394,10 +390,9 @@ def sentences(result: Result) -> Iterator[str]:
     if {HELD, TURNING} <= cells.keys():
         last = [finals(arm, "test_accuracy") for arm in (HELD, TURNING)]
         more = sum(x > y for x, y in zip(*last, strict=False))
-        yield (
-            f"Muon inside quotient ends at a test accuracy of {report.span(last[0])} where rotations of heads are held "
-            f"and {report.span(last[1])} where they are not: higher with them held on {more} of {len(last[0])} seeds."
-        )
+        yield (f"Muon inside quotient ends at a test accuracy of {report.span(last[0])} where rotations of heads are "
+               f"held and {report.span(last[1])} where they are not: higher with them held on {more} of {len(last[0])} "
+               "seeds.")
     yield on_the_grids(result)
     yield f"Test accuracy falls below {GROKKED:.0%} again after grokking: {', '.join(falls) or 'in no arm'}."
     yield f"Arms that grok with every seed and stay there: {', '.join(steady) or 'none'}."
@@ -415,10 +410,8 @@ def on_the_grids(result: Result) -> str:
         if len(cells) == len(grid_cells(arm)):
             told.append(f"{arm} {len(finals)} and {sum(x['collapses'] == 0 for x in finals)}")
     steps = result["settings"]["grid_steps"]
-    return (
-        f"Cells of the grid (of {len(RATES) * len(DECAYS)}) that grok in {steps:,} steps with seed {BEST_SEED}, and "
-        f"those of them that never collapse: {'; '.join(told) or 'no grid is done'}."
-    )
+    return (f"Cells of the grid (of {len(RATES) * len(DECAYS)}) that grok in {steps:,} steps with seed {BEST_SEED}, "
+            f"and those of them that never collapse: {'; '.join(told) or 'no grid is done'}.")
 
 
 HELD, TURNING = "quotient Muon", "quotient Muon, rotations not held"
@@ -429,10 +422,8 @@ def verdict(result: Result) -> str:
     """Table 4's F2; needs both arms."""
     both = [[x["final"]["alignment"] for x in result["cells"][arm].values()] for arm in ("DDC-Muon", MATCHED)]
     higher = [a > b for a, b in zip(*both, strict=False)]
-    return report.paper(
-        "the gauge's dead directions lie nearer to axes than those of Muon with matched decay", higher,
-        "axis alignment of the hidden layer's dead directions",
-    )
+    return report.paper("the gauge's dead directions lie nearer to axes than those of Muon with matched decay", higher,
+                        "axis alignment of the hidden layer's dead directions")
 
 
 STUDY = harness.Study(__doc__, lambda c: c.name, queue, section, figure, config=Config(), partial=True)

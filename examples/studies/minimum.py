@@ -103,12 +103,10 @@ def isolation(c: Config, name: str, seed: int) -> Cell:
         along = jnp.ones_like(exact["unembed"]) * jnp.arange(1.0, c.width + 1)[:, None]  # one vector on every column
         steepness = float(go.measure.directional_fisher(fisher, exact | {"unembed": along}))
         shares = [float(go.measure.gauge_fraction(exact, SHIFT, x)["unembed"]) for x in (exact, in_float64(step))]
-    return _numbers(
-        share=shares[0], share_of_step=shares[1], kernel=kernel.shape[1],
-        share_of_kernel=np.sum((kernel.T @ flat) ** 2) / np.sum(flat**2),
-        along_over_largest=abs(steepness) / values[-1], labels=fisher.samples,
-        **{key: x for key, x in case.observe(start, params, data).items() if key.startswith("t")},
-    )
+    return _numbers(share=shares[0], share_of_step=shares[1], kernel=kernel.shape[1],
+                    share_of_kernel=np.sum((kernel.T @ flat) ** 2) / np.sum(flat**2),
+                    along_over_largest=abs(steepness) / values[-1], labels=fisher.samples,
+                    **{key: x for key, x in case.observe(start, params, data).items() if key.startswith("t")})
 
 
 # C.4: the order at the dead point -----------------------------------------------------------------------
@@ -145,11 +143,9 @@ def order(c: Config, name: str, seed: int) -> Cell:
             live.append(go.measure.kl_order(LENGTHS, curvature).readable)
             alive_kl.append(go.measure.kl_order(LENGTHS, kl, of="kl").order)
     drift = diagonal_network.observe(start, trained, data)["ratio"]
-    return _numbers(
-        lowest=min(fisher.order for fisher, _ in dead), highest=max(fisher.order for fisher, _ in dead),
-        by_kl=float(np.mean([kl.order for _, kl in dead])), live_by_kl=float(np.mean(alive_kl)),
-        live_readable=sum(live), pairs=len(dead), drift=drift,
-    )
+    return _numbers(lowest=min(fisher.order for fisher, _ in dead), highest=max(fisher.order for fisher, _ in dead),
+                    by_kl=float(np.mean([kl.order for _, kl in dead])), live_by_kl=float(np.mean(alive_kl)),
+                    live_readable=sum(live), pairs=len(dead), drift=drift)
 
 
 def _walk(end: Tree, x: jax.Array, at: int, center: float) -> tuple[list[float], list[float]]:
@@ -262,11 +258,9 @@ def one_step(c: Config, name: str, seed: int) -> Cell:
             move: _gap(go.product(gauges), case.whole[name], params, batches)
             for move, gauges in (("rotation", case.rotations), ("rescale", case.rescales))
         }
-        return _numbers(
-            before=before[0], after=after[0], spread=np.ptp(before) / before[0],
-            turned=optax.tree.norm(motion) / optax.tree.norm(_of_attention(plain)),
-            loss=case.loss(params, batches[0]), **gaps,
-        )
+        return _numbers(before=before[0], after=after[0], spread=np.ptp(before) / before[0],
+                        turned=optax.tree.norm(motion) / optax.tree.norm(_of_attention(plain)),
+                        loss=case.loss(params, batches[0]), **gaps)
 
 
 def _of_attention(step: Tree) -> Tree:
@@ -284,9 +278,7 @@ def _gap(group: Any, step: Callable[..., Tree], params: Tree, batches: jax.Array
     ours = group.act(element, jax.tree.map(jnp.add, params, step(params, batches)))
     theirs = jax.tree.map(jnp.add, twin, step(twin, batches))
     leaves = zip(*(map(np.asarray, jax.tree.leaves(tree)) for tree in (ours, theirs, twin)), strict=True)
-    return max(
-        float(np.linalg.norm(b - a)) / max(float(np.linalg.norm(a - start)), 1e-30) for a, b, start in leaves
-    )
+    return max(float(np.linalg.norm(b - a)) / max(float(np.linalg.norm(a - start)), 1e-30) for a, b, start in leaves)
 
 
 # Cells --------------------------------------------------------------------------------------------------
@@ -385,24 +377,19 @@ def _isolation_verdict(result: Result) -> str:
 
 
 def _order_verdict(result: Result) -> str:
-    within = [
-        abs(x - 2.0) < 0.02
-        for arm in STUDIES[ORDER][1]
-        for key in ("lowest", "highest", "by_kl")
-        for x in values(result, ORDER, arm, key)
-    ]
+    within = [abs(x - 2.0) < 0.02
+              for arm in STUDIES[ORDER][1]
+              for key in ("lowest", "highest", "by_kl")
+              for x in values(result, ORDER, arm, key)]
     control = [x == 0 for arm in STUDIES[ORDER][1] for x in values(result, ORDER, arm, "live_readable")]
     drifts = [values(result, ORDER, arm, "drift") for arm in STUDIES[ORDER][1]]
     apart = max(map(max, drifts)) / max(min(map(min, drifts)), report.ROUNDING)
     verdict = "shows here in all" if all(within) else f"shows here in {sum(within)} of"
-    return (
-        "The paper: read by Gauss–Newton at the dead point along the balanced mode, the order is one number, k = 2 for "
-        f"a product of two, whatever the optimizer; by the order k, this {verdict} {len(within)} reads (within 1 %). "
-        f"The drift of the "
-        f"gauge differs by a factor of {report.number(apart)} between the arms. The control "
-        f"{'holds' if all(control) else 'FAILS'}: the curvature of live pairs is no falling power of ℓ "
-        f"{'in any run' if all(control) else 'in some runs only'}."
-    )
+    return ("The paper: read by Gauss–Newton at the dead point along the balanced mode, the order is one number, k = 2 "
+            f"for a product of two, whatever the optimizer; by the order k, this {verdict} {len(within)} reads (within "
+            f"1 %). The drift of the gauge differs by a factor of {report.number(apart)} between the arms. The control "
+            f"{'holds' if all(control) else 'FAILS'}: the curvature of live pairs is no falling power of ℓ "
+            f"{'in any run' if all(control) else 'in some runs only'}.")
 
 
 def _step_verdict(result: Result) -> str:
@@ -434,10 +421,8 @@ def _step_verdict(result: Result) -> str:
         report.paper("the Adam base composes with rotations", kept["DDC", "rotation"], gap),
         report.paper("the Adam base composes with rescales", kept["DDC", "rescale"], gap),
         report.paper("the Muon base composes with rotations", kept["DDC-Muon", "rotation"], gap),
-        report.paper(
-            "Muon's orthogonaliser by itself does not compose with rescales",
-            [not x for x in kept[PER_HEAD, "rescale"]], gap,
-        ),
+        report.paper("Muon's orthogonaliser by itself does not compose with rescales",
+                     [not x for x in kept[PER_HEAD, "rescale"]], gap),
         f"On the slice it does: the gap of the library's `ddc_muon` under rescales is below 1e-10 "
         f"{report.on_seeds(kept['DDC-Muon', 'rescale'])}, where Table 6 has a no.",
     ])

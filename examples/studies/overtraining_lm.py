@@ -93,9 +93,7 @@ def build(c: Config) -> Training:
         MUON: Arm(baselines.muon(c.muon_rate, c.decay)),
         POLAR: Arm(baselines.muon(c.muon_rate, c.decay, per_head=True)),
         DDC_MUON: Arm(
-            go.ddc_muon(
-                c.muon_rate, gauges, weight_decay=c.decay, adam_weight_decay=c.decay, consistent_rms=0.2
-            )
+            go.ddc_muon(c.muon_rate, gauges, weight_decay=c.decay, adam_weight_decay=c.decay, consistent_rms=0.2)
         ),
     }
     rest = [gauge for gauge in gauges if gauge.name != "norm_scale"]
@@ -106,10 +104,8 @@ def build(c: Config) -> Training:
     }
     graph, _ = nnx.split(lm.build(c.network, nnx.Rngs(0)))
     _, loss = lm.params_and_loss(c.network, jax.random.key(0))
-    return Training(
-        arms, functools.partial(make, c), loss, functools.partial(observe, graph),
-        functools.partial(batch, c),
-    )
+    return Training(arms, functools.partial(make, c), loss, functools.partial(observe, graph),
+                    functools.partial(batch, c))
 
 
 @functools.cache
@@ -212,11 +208,10 @@ def section(result: Result) -> str:
         "effective rank": report.column(result, f"rank {last}", ".1f"),
         f"readable cells of {2 * c.layers}": lambda arm: report.listed(readable(result, arm), ".0f"),
     })
-    about = (
-        f"{c.layers} blocks of width {c.width}, {c.heads} query and {c.kv_heads} key-value heads; {c.text:,} bytes, "
-        f"{c.steps:,} steps of {c.batch} × {c.length} ({c.steps * c.batch * c.length / c.text:.0f} epochs), decay "
-        f"{c.decay:g}, rates {c.adam_rate:g} (Adam) and {c.muon_rate:g} (Muon). {report.made_with(result)}"
-    )
+    about = (f"{c.layers} blocks of width {c.width}, {c.heads} query and {c.kv_heads} key-value heads; {c.text:,} "
+             f"bytes, {c.steps:,} steps of {c.batch} × {c.length} ({c.steps * c.batch * c.length / c.text:.0f} "
+             f"epochs), decay {c.decay:g}, rates {c.adam_rate:g} (Adam) and {c.muon_rate:g} (Muon). "
+             f"{report.made_with(result)}")
     return "\n\n".join([about, table, " ".join(sentences(result))])
 
 
@@ -252,12 +247,10 @@ def controls(result: Result) -> str:
     def near(one: str, other: str) -> str:
         return report.on_seeds(level(result, one, other, NEAR))
 
-    return (
-        f"Where it comes from, to {NEAR:.0%} of the validation loss at the end: {NO_DECAY}, ends at DDC-AdamW's "
-        f"{near(NO_DECAY, DDC)}; {NO_NORMS}, ends at AdamW's {near(NO_NORMS, ADAMW)}, and {QUOTIENT} too "
-        f"{near(QUOTIENT, ADAMW)}. A norm and its reader share one scale. DDC decays it once, AdamW on both sides: so "
-        f"AdamW decays the size of the logits twice."
-    )
+    return (f"Where it comes from, to {NEAR:.0%} of the validation loss at the end: {NO_DECAY}, ends at DDC-AdamW's "
+            f"{near(NO_DECAY, DDC)}; {NO_NORMS}, ends at AdamW's {near(NO_NORMS, ADAMW)}, and {QUOTIENT} too "
+            f"{near(QUOTIENT, ADAMW)}. A norm and its reader share one scale. DDC decays it once, AdamW on both sides: "
+            "so AdamW decays the size of the logits twice.")
 
 
 def verdict(result: Result) -> str:

@@ -117,11 +117,9 @@ def table(result: Result) -> str:
         cells = [result["cells"][key((arm, rate, seed))] for rate in losses for seed in result["seeds"]]
         at = np.array(losses[best(losses)])
         change = 100 * (at / plain - 1)
-        lines.append([
-            arm, f"{cells[0]['parameters']:,}", f"{best(losses):g}", f"{at.mean():.4f} ± {at.std():.4f}",
-            "" if arm == REFERENCE else f"{change.mean():+.2f} ± {change.std():.2f}",
-            f"{sum(not cell['finite'] for cell in cells)} of {len(cells)}",
-        ])
+        lines.append([arm, f"{cells[0]['parameters']:,}", f"{best(losses):g}", f"{at.mean():.4f} ± {at.std():.4f}",
+                      "" if arm == REFERENCE else f"{change.mean():+.2f} ± {change.std():.2f}",
+                      f"{sum(not cell['finite'] for cell in cells)} of {len(cells)}"])
     return report.markdown(lines)
 
 
@@ -132,22 +130,17 @@ def section(result: Result) -> str:
     ends = {arm: np.array(losses[best(losses)]) for arm, losses in found.items() if arm != REFERENCE}
     within = {arm: abs(np.mean(x) - np.mean(plain)) <= np.hypot(np.std(x), np.std(plain)) for arm, x in ends.items()}
     saved = 2 * CONFIG.layers * CONFIG.heads * CONFIG.d_head**2
-    about = (
-        "A decoder of 2 layers and 4 heads of 16 (GELU, learned positions) on bytes of text, "
-        f"{result['settings']['steps']} steps, {len(result['seeds'])} seeds, {result['machine']}, float32. "
-        "`go.orbit.pack` "
-        f"leaves 2 · layers · heads · d_h² = {saved:,} numbers out, and AdamW trains what is left. By default every "
-        "head leaves out rows of its own, and `pack` chooses the number on the diagonal. *Shared*: all heads leave out "
-        "the same rows (`shared=True`). *Identity*: that number is 1 (`size=1.0`). *Quotient*: AdamW inside "
-        "`go.quotient`, with the gauges that bind no packed leaf. Every arm at the best rate of its own sweep (rates "
-        f"are a factor of {RATIO} apart), mean ± standard deviation over seeds."
-    )
+    about = ("A decoder of 2 layers and 4 heads of 16 (GELU, learned positions) on bytes of text, "
+             f"{result['settings']['steps']} steps, {len(result['seeds'])} seeds, {result['machine']}, float32. "
+             f"`go.orbit.pack` leaves 2 · layers · heads · d_h² = {saved:,} numbers out, and AdamW trains what is "
+             "left. By default every head leaves out rows of its own, and `pack` chooses the number on the diagonal. "
+             "*Shared*: all heads leave out the same rows (`shared=True`). *Identity*: that number is 1 (`size=1.0`). "
+             "*Quotient*: AdamW inside `go.quotient`, with the gauges that bind no packed leaf. Every arm at the best "
+             f"rate of its own sweep (rates are a factor of {RATIO} apart), mean ± standard deviation over seeds.")
     inside = ", ".join(f"*{arm}*" for arm, holds in within.items() if holds) or "no arm"
     outside = ", ".join(f"*{arm}*" for arm, holds in within.items() if not holds) or "no arm"
-    said = (
-        "An arm's mean loss differs from the plain one's by at most the standard deviation over seeds (of both runs "
-        f"together): {inside}. By more: {outside}."
-    )
+    said = ("An arm's mean loss differs from the plain one's by at most the standard deviation over seeds (of both "
+            f"runs together): {inside}. By more: {outside}.")
     return f"{about}\n\n{table(result)}\n\n{said}"
 
 

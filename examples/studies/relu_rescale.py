@@ -107,12 +107,10 @@ def build(c: Config) -> Training:
     return Training(arms, functools.partial(make, c), loss, observe)
 
 
-figure = report.figure(
-    "ReLU teacher and student: scale traded between two layers",
-    Panel("loss", "Training loss", ylabel="mean squared error"),
-    Panel("block_drift", "Drift of what the layers' gauge reads", drift=True),
-    Panel("channel_drift", "Drift of what the units' gauge reads, rms", drift=True),
-)
+figure = report.figure("ReLU teacher and student: scale traded between two layers",
+                       Panel("loss", "Training loss", ylabel="mean squared error"),
+                       Panel("block_drift", "Drift of what the layers' gauge reads", drift=True),
+                       Panel("channel_drift", "Drift of what the units' gauge reads, rms", drift=True))
 
 
 def section(result: Result) -> str:

@@ -139,11 +139,9 @@ def containment(
     """
     times = ratios(largest(result, theirs, mode), largest(result, ours, mode))
     losses = [a / b for a, b in zip(at(result, ours, loss), at(result, theirs, loss), strict=True)]
-    return (
-        f"In {coordinate}, {ours} drifts {span(times)} times less than {theirs} (1,000 times or more "
-        f"{on_seeds([x >= 1000 for x in times])}); its {'final' if at is final else 'settled'} loss is {span(losses)} "
-        f"times {theirs}'s (matched {on_seeds([x <= MATCHED for x in losses])})."
-    )
+    return (f"In {coordinate}, {ours} drifts {span(times)} times less than {theirs} (1,000 times or more "
+            f"{on_seeds([x >= 1000 for x in times])}); its {'final' if at is final else 'settled'} loss is "
+            f"{span(losses)} times {theirs}'s (matched {on_seeds([x <= MATCHED for x in losses])}).")
 
 
 def farther(result: Result, ours: str, theirs: str, mode: str) -> str:

@@ -133,9 +133,7 @@ def section(result: Result) -> str:
     cells = result["cells"]
     rows = []
     for name, cell in cells.items():
-        apart = [
-            report.span(cell[key], ".2f") if key in cell else "" for key in ("layers_apart", "neurons_apart")
-        ]
+        apart = [report.span(cell[key], ".2f") if key in cell else "" for key in ("layers_apart", "neurons_apart")]
         rate, decay = cell["best"]
         right = f"{np.mean(cell['accuracy']):.2%}"
         rows.append([name, report.spread(cell["loss"], ".4f"), right, f"{rate:g}, {decay:g}", *apart])
@@ -151,10 +149,8 @@ def section(result: Result) -> str:
         report.plain([head, *rows]),
         report.paper("AdamW is better than Adam + ℓ₂", list(gap > 0), "test loss")
         + f" The gap is {report.spread(list(gap), '+.4f')} here.",
-        report.paper(
-            "Adam + ℓ₂'s direction at AdamW's angle is as good as AdamW", list(closed < np.abs(gap)),
-            "test loss, nearer to AdamW's than Adam + ℓ₂'s is or below it",
-        )
+        report.paper("Adam + ℓ₂'s direction at AdamW's angle is as good as AdamW", list(closed < np.abs(gap)),
+                     "test loss, nearer to AdamW's than Adam + ℓ₂'s is or below it")
         + f" It is {report.spread(list(closed), '+.4f')} away with the l2 that is Adam + ℓ₂'s best; with AdamW's decay "
         "for an l2, as in the paper, l2 swamps these gradients.",
         report.paper("balanced rotation is better than imbalanced, tuned", list(worst > even), "test loss")

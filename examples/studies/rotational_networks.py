@@ -211,20 +211,14 @@ def _verdicts(cells: Mapping[str, Cell]) -> list[str]:
 
     others = [name for name in cells if NETS[name].weight_decay and name not in INVARIANT]
     said = [
-        report.paper(
-            "scale-invariant layers rest where Table 1 says", list(off(INVARIANT, k, False) <= np.log1p(NEAR)),
-            f"{key} over its prediction, within {NEAR:.0%}", cases,
-        )
+        report.paper("scale-invariant layers rest where Table 1 says", list(off(INVARIANT, k, False) <= np.log1p(NEAR)),
+                     f"{key} over its prediction, within {NEAR:.0%}", cases)
         for k, key in enumerate(("norm", "rotation"))
     ]
-    said += [
-        report.paper(
-            "other layers are off by the radial part of their gradient",
-            list(off(others, k, True) < off(others, k, False)),
-            f"{key} over its prediction, nearer to 1 when corrected by λ_e and C_err", cases,
-        )
-        for k, key in enumerate(("norm", "rotation"))
-    ]
+    said += [report.paper("other layers are off by the radial part of their gradient",
+                          list(off(others, k, True) < off(others, k, False)),
+                          f"{key} over its prediction, nearer to 1 when corrected by λ_e and C_err", cases)
+             for k, key in enumerate(("norm", "rotation"))]
     aligned = [np.asarray(layer["gradient_momentum"]) < 0 for layer in cells["LM"]["layers"].values()]
     negative = list(np.concatenate(aligned))
     return [*said, report.paper("a transformer's gradient is aligned negatively with its momentum", negative,
@@ -233,10 +227,8 @@ def _verdicts(cells: Mapping[str, Cell]) -> list[str]:
 
 def _left(cells: Mapping[str, Cell]) -> list[bool]:
     """Whether a layer without decay nearly stopped turning."""
-    curves = [
-        np.asarray(layer["curves"]["rotation"])
-        for name, cell in cells.items() if not NETS[name].weight_decay for layer in cell["layers"].values()
-    ]
+    curves = [np.asarray(layer["curves"]["rotation"])
+              for name, cell in cells.items() if not NETS[name].weight_decay for layer in cell["layers"].values()]
     return [bool(x[-1] < STILL * x[len(x) // 20]) for x in curves]
 
 

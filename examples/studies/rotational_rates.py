@@ -159,21 +159,15 @@ def section(result: Result) -> str:
         out.append(report.plain([["", *(f"{rate:g}" for rate in rates)], *rows]))
         by_seed = [finite(cells[f"product, {task}, {name}"]) for name in names]
         wide = [x.max(0) / x.min(0) - 1.0 for x in by_seed]
-        out.append(
-            report.paper(
-                "the rotational variant depends less on the rate at a fixed product",
-                list(wide[1] < wide[0]),
-                f"the {LOSSES[task]} loss of the worst over that of the best rate",
-            )
-            + f" It is AdamW {report.span([100 * x for x in wide[0]], '+.1f')} %, RV-AdamW "
-            f"{report.span([100 * x for x in wide[1]], '+.1f')} %, smallest to largest seed."
-        )
+        out.append(report.paper("the rotational variant depends less on the rate at a fixed product",
+                                list(wide[1] < wide[0]),
+                                f"the {LOSSES[task]} loss of the worst over that of the best rate")
+                   + f" It is AdamW {report.span([100 * x for x in wide[0]], '+.1f')} %, RV-AdamW "
+                   f"{report.span([100 * x for x in wide[1]], '+.1f')} %, smallest to largest seed.")
     for task, rates, names in (("LM", WARM_RATES, ("AdamW", "RV-AdamW")), ("digits", SGD_RATES, ("SGDM", "RV-SGDM"))):
-        rows = [
-            [f"{name}, {said}", *(f"{x:.4f}" for x in means(cells[f"warm-up {warmup:g}, {task}, {name}"]))]
-            for name in names
-            for warmup, said in ((0.0, "without"), (0.1, "with"))
-        ]
+        rows = [[f"{name}, {said}", *(f"{x:.4f}" for x in means(cells[f"warm-up {warmup:g}, {task}, {name}"]))]
+                for name in names
+                for warmup, said in ((0.0, "without"), (0.1, "with"))]
         out.append(f"{task}, with and without warm-up over a tenth of the run, by rate:")
         out.append(report.plain([["", *(f"{rate:g}" for rate in rates)], *rows]))
         gains, best = zip(*(gains_of_warmup(cells, task, name) for name in names), strict=True)

@@ -128,10 +128,8 @@ def section(result: Result) -> str:
         zero, few, none = (np.mean(cell[column]) / base - 1 for column in ("zero-shot", "few-shot", "no decay"))
         said.append(f"{name} {zero:+.1%} zero-shot, {few:+.1%} few-shot, {none:+.1%} without decay")
     level = "held-out loss, at most a standard deviation over seeds above the baseline's"
-    options = [
-        [name, *(report.spread(cells[f"{task}: {name}"]["loss"], ".4f") for task in ("digits", "LM"))]
-        for name in OPTIONS
-    ]
+    options = [[name, *(report.spread(cells[f"{task}: {name}"]["loss"], ".4f") for task in ("digits", "LM"))]
+               for name in OPTIONS]
     return "\n\n".join([
         f"{len(result['seeds'])} seeds, float32, {result['machine']}; loss on held-out data.",
         report.plain([["rate and decay of the baseline", *COLUMNS, "few-shot decay"], *rows]),
@@ -164,11 +162,9 @@ def _stable(cells: dict[str, Cell], task: str) -> str:
     """Whether options matter on one task."""
     means = {name: float(np.mean(cells[f"{task}: {name}"]["loss"])) for name in OPTIONS}
     default, *others = means.values()
-    return report.paper(
-        f"on {task}, results stay stable over β, centring and granularity",
-        [abs(x / default - 1.0) <= STABLE for x in others],
-        f"held-out loss, within {STABLE:.0%} of the default's", "options",
-    )
+    return report.paper(f"on {task}, results stay stable over β, centring and granularity",
+                        [abs(x / default - 1.0) <= STABLE for x in others],
+                        f"held-out loss, within {STABLE:.0%} of the default's", "options")
 
 
 CELLS: dict[str, Callable[[Sequence[int]], Cell]] = {

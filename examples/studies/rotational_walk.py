@@ -233,10 +233,8 @@ def section(result: Result) -> str:
         report.plain([["", "norm", "rotation", "step", "transient"], *rows]),
         "Eq. (16) takes v to be what g² is on average. With β₂ = 0.999 v remembers 1,000 steps, twice as long as the "
         "norm takes to change, so that a shrinking gradient is divided by too much and the norm grows more slowly.",
-        report.paper(
-            "predictions \"accurately describe the steady state\"", accurate,
-            f"norm and rotation over the prediction, within {NEAR:.0%} on all seeds", "rows",
-        )
+        report.paper("predictions \"accurately describe the steady state\"", accurate,
+                     f"norm and rotation over the prediction, within {NEAR:.0%} on all seeds", "rows")
         + " Adam + ℓ₂ is not at rest after 15,000 steps: neurons of large gradients take longest, and four times the "
         "steps bring it nearer to its prediction.",
         "Lion: the sign acts coordinate by coordinate, so that coordinates of different variance change nothing: the "

@@ -176,10 +176,8 @@ def _parted(result: Result) -> str:
         losses = zip(ours["curves"]["train_loss"], theirs["curves"]["train_loss"], strict=True)
         apart = [n for n, (a, b) in zip(ours["curves"]["step"], losses, strict=True) if abs(a / b - 1) > 0.1]
         steps.append(apart[0] if apart else ours["curves"]["step"][-1])
-    return (
-        "Without rounding the two would have one loss curve, since the step's other part is AdamW's "
-        f"(a test has it in float64); in float32 they agree within 10 % up to step {report.listed(steps, ',d')}."
-    )
+    return ("Without rounding the two would have one loss curve, since the step's other part is AdamW's (a test has it "
+            f"in float64); in float32 they agree within 10 % up to step {report.listed(steps, ',d')}.")
 
 
 def _leak(result: Result, c: Config) -> str:
@@ -196,14 +194,10 @@ def _z_losses(result: Result) -> str:
     return " ".join([
         f"The mode ends {report.span(growth[palm])} times as large under PaLM's Z-loss as under plain AdamW, "
         f"{report.span(growth[strong])} times under the strong one, which fails to grok {report.on_seeds(fails)}.",
-        report.paper(
-            "PaLM's Z-loss grows the mode more than no remedy at all", [x > 1 for x in growth[palm]],
-            f"the norm of {MODE} at the end",
-        ),
-        report.paper(
-            "strong Z-loss contains the mode only by failing to grok", contained,
-            f"that norm, below AdamW's, and test accuracy, below {GROKKED}",
-        ),
+        report.paper("PaLM's Z-loss grows the mode more than no remedy at all", [x > 1 for x in growth[palm]],
+                     f"the norm of {MODE} at the end"),
+        report.paper("strong Z-loss contains the mode only by failing to grok", contained,
+                     f"that norm, below AdamW's, and test accuracy, below {GROKKED}"),
     ])
 
 

@@ -133,10 +133,8 @@ def lines(result: Result) -> Iterator[list[str]]:
 def section(result: Result) -> str:
     """For a page."""
     rows = [[cell.replace("|", r"\|") for cell in row] for row in lines(result)]
-    said = (
-        f"Twins θ and g·θ; the largest relative gap of a leaf after the last step, mapped back by g, over seeds "
-        f"{', '.join(map(str, result['seeds']))} (for AdamW the smallest, in float64). {_verdict(result)}"
-    )
+    said = ("Twins θ and g·θ; the largest relative gap of a leaf after the last step, mapped back by g, over seeds "
+            f"{', '.join(map(str, result['seeds']))} (for AdamW the smallest, in float64). {_verdict(result)}")
     return f"{said}\n\n{report.plain(rows)}"
 
 
@@ -144,10 +142,8 @@ def _verdict(result: Result) -> str:
     library = [row for row in result["arms"] if kind(row) == LIBRARY]
     worst = [max(max(last(result, row, precision, "ours")) for row in library) for precision in PRECISIONS]
     readings = [f"{how}: {report.span(last(result, f'B.8, {how}', 'float64', 'ours'))}" for how in TRANSPORTS]
-    return (
-        f"The library's worst is {worst[0]:.1e} in float64, {worst[1]:.1e} in float32. In float64, B.8 with its second "
-        f"moment carried as {'; as '.join(readings)}."
-    )
+    return (f"The library's worst is {worst[0]:.1e} in float64, {worst[1]:.1e} in float32. In float64, B.8 with its "
+            f"second moment carried as {'; as '.join(readings)}.")
 
 
 # Figure -------------------------------------------------------------------------------------------------

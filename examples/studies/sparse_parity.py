@@ -129,12 +129,10 @@ def figure(result: Result, path: Path) -> None:
     DRAWN(result | {"arms": [arm for arm in result["arms"] if "decay" not in arm]}, path)
 
 
-DRAWN = report.figure(
-    "Sparse parity: a block that the task needs, under weight decay",
-    Panel("accuracy", "Accuracy", "linear"),
-    Panel("gain", "Gain: joint scale, mean over units"),
-    Panel("live_drift", "Drift of log|γ|, rms over live units", drift=True),
-)
+DRAWN = report.figure("Sparse parity: a block that the task needs, under weight decay",
+                      Panel("accuracy", "Accuracy", "linear"),
+                      Panel("gain", "Gain: joint scale, mean over units"),
+                      Panel("live_drift", "Drift of log|γ|, rms over live units", drift=True))
 
 
 def section(result: Result) -> str:
@@ -163,8 +161,7 @@ def _muon(result: Result) -> str:
     accuracy, dead, gain = (report.final(result, "DDC-Muon, log", key) for key in ("accuracy", "dead", "gain"))
     return " ".join([
         report.paper("on a Muon base the linear scale keeps the block", kept, "final accuracy"),
-        report.paper("there the log scale drops accuracy to chance", [x < CHANCE for x in accuracy],
-                     "final accuracy"),
+        report.paper("there the log scale drops accuracy to chance", [x < CHANCE for x in accuracy], "final accuracy"),
         f"The log arm ends at accuracy {report.span(accuracy, '.3f')}, gain {report.span(gain)}, "
         f"{report.span(dead, '.0%')} of units dead.",
     ])
@@ -195,11 +192,9 @@ def _printed(result: Result) -> str:
         if min(log) >= CHANCE
         else "So our steps across a channel, which do not shrink with its length, are what ends the fall."
     )
-    return (
-        "With appendix B as printed, where all steps are relative to a channel's length, the log arm ends at accuracy "
-        f"{report.span(log, '.3f')} and gain {report.span(gain)}, the linear one at {report.span(linear, '.3f')}. "
-        f"{cause}"
-    )
+    return ("With appendix B as printed, where all steps are relative to a channel's length, the log arm ends at "
+            f"accuracy {report.span(log, '.3f')} and gain {report.span(gain)}, the linear one at "
+            f"{report.span(linear, '.3f')}. {cause}")
 
 
 def _sweep(result: Result) -> str:
@@ -220,10 +215,8 @@ def _leak(result: Result) -> str:
     kept = [x > SOLVED for x in report.final(result, "AdamW, 1 + γ", "accuracy")]
     leaks = report.final(result, "AdamW, 1 + γ", "live_drift")
     times = report.ratios(leaks, report.final(result, "DDC, linear", "live_drift"))
-    return (
-        f"AdamW with 1 + γ keeps the block {report.on_seeds(kept)}, and in {LEAK} drifts {report.span(times)} times as "
-        "far as DDC on the linear scale. "
-        f"{report.paper('four orders of magnitude further', [x > 1e4 for x in times], LEAK)}"
-    )
+    return (f"AdamW with 1 + γ keeps the block {report.on_seeds(kept)}, and in {LEAK} drifts {report.span(times)} "
+            "times as far as DDC on the linear scale. "
+            f"{report.paper('four orders of magnitude further', [x > 1e4 for x in times], LEAK)}")
 
 STUDY = harness.Study(__doc__, "sparse_parity", harness.trained(build), section, figure, config=Config(), full=FULL)

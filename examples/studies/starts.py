@@ -60,12 +60,10 @@ class Arm(NamedTuple):
 
 def relative(rate: Schedule, gauges: Sequence[go.Gauge]) -> optax.GradientTransformation:
     """AdamW with steps in units of the kernels they step."""
-    return optax.chain(
-        optax.scale_by_adam(),
-        go.links.scale_by_relative_rms(gauges),
-        optax.add_decayed_weights(DECAY),
-        optax.scale_by_learning_rate(rate),
-    )
+    return optax.chain(optax.scale_by_adam(),
+                       go.links.scale_by_relative_rms(gauges),
+                       optax.add_decayed_weights(DECAY),
+                       optax.scale_by_learning_rate(rate))
 
 
 adamw = functools.partial(optax.adamw, weight_decay=DECAY)
@@ -229,17 +227,13 @@ def section(result: Result) -> str:
     """Its part of the page of all results."""
     steps = " and ".join(f"{n} steps at d = {d}" for d, n in result["settings"]["steps"].items())
     about = f"A Llama of 2 layers on bytes of text, {steps}, {len(result['seeds'])} seeds, {result['machine']}."
-    terms = (
-        "The starts: LeCun-normal kernels; standard deviation 0.02 in every kernel; zero in the head and in the "
-        "kernels that write into the residual stream. *Plain* is the optimizer of Optax without this library. *Muon* "
-        "steps each kernel as one matrix, *muon-heads* each head as one. An arm with *free* in its name runs with "
-        "`pin=False`, which is the default of `quotient_muon`; *pinned* says `pin=True`."
-    )
+    terms = ("The starts: LeCun-normal kernels; standard deviation 0.02 in every kernel; zero in the head and in the "
+             "kernels that write into the residual stream. *Plain* is the optimizer of Optax without this library. "
+             "*Muon* steps each kernel as one matrix, *muon-heads* each head as one. An arm with *free* in its name "
+             "runs with `pin=False`, which is the default of `quotient_muon`; *pinned* says `pin=True`.")
     grid = f"Rates are a factor of {RATIO} apart: a finer sweep would move differences of a percent or two."
-    short = (
-        "Every optimizer at the best rate of its own sweep; the last column is its difference to the plain one's loss, "
-        "seed by seed; less is better."
-    )
+    short = ("Every optimizer at the best rate of its own sweep; the last column is its difference to the plain one's "
+             "loss, seed by seed; less is better.")
     ratio = "All arms. *By plain's*: the ratio of an arm's best to that of the plain arm's own sweep, seed by seed."
     return f"{about} {terms} {grid}\n\n{short}\n\n{summary(result)}\n\n{ratio}\n\n{table(result)}"
 

@@ -69,10 +69,8 @@ class Section(NamedTuple):
 
 
 def _demo(runs: Any) -> str:
-    said = (
-        "Every optimizer trains twice, from two sets of weights that compute the same function. One "
-        "seed, float32, 2-core CPU; losses in nats per byte, the first three columns on the same training batch."
-    )
+    said = ("Every optimizer trains twice, from two sets of weights that compute the same function. One seed, float32, "
+            "2-core CPU; losses in nats per byte, the first three columns on the same training batch.")
     return f"{said}\n\n```\n{demo.table(runs)}\n```"
 
 
@@ -93,66 +91,42 @@ SECTIONS = [
     Section("probe", "One probe for two networks", settled=True),
     Section("packed", "Packed heads: training what a gauge leaves"),
     Section("rotational_walk", "Rotational equilibrium: a random walk", ("norm and rotation over the prediction",)),
-    Section(
-        "rotational_networks", "Rotational equilibrium: trained networks",
-        ("norm over its prediction", "rotation over its prediction", "cos(g, m)", "rotation at the end"),
-    ),
+    Section("rotational_networks", "Rotational equilibrium: trained networks",
+            ("norm over its prediction", "rotation over its prediction", "cos(g, m)", "rotation at the end")),
     Section("rotational_balance", "Rotational equilibrium: what imbalance costs", ("test loss",)),
     Section("rotational_rates", "Rotational equilibrium: rate, decay and warm-up", ("test loss", "validation loss")),
     Section("rotational_variants", "Rotational equilibrium: variants and their options", ("held-out loss",)),
-    Section(
-        "gaugefix_lrm", "GaugeFix-LRM: learnable multipliers, fixed, held and free",
-        ("|log(s_Q/s_K)|", "s_Q·s_K", "validation loss", "gradient norm"),
-    ),
-    Section(
-        "gaugefix_networks", "GaugeFix-LRM: where multipliers drift",
-        ("|log(s_Q/s_K)|", "s_Q·s_K", "validation loss"),
-    ),
+    Section("gaugefix_lrm", "GaugeFix-LRM: learnable multipliers, fixed, held and free",
+            ("|log(s_Q/s_K)|", "s_Q·s_K", "validation loss", "gradient norm")),
+    Section("gaugefix_networks", "GaugeFix-LRM: where multipliers drift",
+            ("|log(s_Q/s_K)|", "s_Q·s_K", "validation loss")),
     Section("row_shift", "C.1 Logit shift of a grokking transformer", ("norm of the mean column", "that norm")),
     Section("relu_rescale", "C.2 ReLU rescale, teacher and student"),
     Section("layernorm_scale", "C.3 LayerNorm scale"),
     Section("diagonal_network", "C.4 Diagonal linear network", ("log|u| − log|v|",)),
-    Section(
-        "grokking", "Grokking, and whether it stays",
-        ("norm of the output kernel's mean", "axis alignment of the hidden layer's dead directions"),
-    ),
-    Section(
-        "grokking_59", "Grokking at p = 59: with the projection, and without",
-        ("norm of the output kernel's mean", "axis alignment of the hidden layer's dead directions"),
-        grokking.STUDY.section, "grokking.py --p 59 --steps 8000 --grid-steps 2500",
-    ),
-    Section(
-        "grokking_59_128", "C.9 Grokking at p = 59 with 128 hidden units",
-        ("axis alignment of the hidden layer's dead directions",), grokking.STUDY.section,
-        "grokking.py --p 59 --hidden 128 --steps 8000 --grid-steps 2500",
-    ),
-    Section(
-        "overtraining_lm", "C.5 Over-training a language model",
-        ("gap at the end", "validation loss", "number of readable cells"),
-    ),
+    Section("grokking", "Grokking, and whether it stays",
+            ("norm of the output kernel's mean", "axis alignment of the hidden layer's dead directions")),
+    Section("grokking_59", "Grokking at p = 59: with the projection, and without",
+            ("norm of the output kernel's mean", "axis alignment of the hidden layer's dead directions"),
+            grokking.STUDY.section, "grokking.py --p 59 --steps 8000 --grid-steps 2500"),
+    Section("grokking_59_128", "C.9 Grokking at p = 59 with 128 hidden units",
+            ("axis alignment of the hidden layer's dead directions",), grokking.STUDY.section,
+            "grokking.py --p 59 --hidden 128 --steps 8000 --grid-steps 2500"),
+    Section("overtraining_lm", "C.5 Over-training a language model",
+            ("gap at the end", "validation loss", "number of readable cells")),
     Section("depth24", "C.6 Grokking with 24 blocks", ("accuracy on held-out pairs", "the smallest singular value")),
-    Section(
-        "depth8", "C.7 and C.8 Grokking with 8 rotary blocks",
-        ("accuracy on held-out pairs", "the variance of that accuracy", "whether 95% stay",
-         "the smallest eigenvalue of the Fisher", "test loss", "the smallest singular value"),
-    ),
-    Section(
-        "vit", "C.10 A vision transformer under weight decay",
-        ("validation loss at the end", "number of dead units", "smallest singular value", "effective rank"),
-    ),
-    Section(
-        "digit_addition", "C.13 Effective rank and the feed-forward block",
-        ("effective rank before the block", "effective rank behind the block", "scale of the block"),
-    ),
-    Section(
-        "sparse_parity", "C.14 Keeping or shedding a block: sparse parity",
-        ("final accuracy", "final loss", "log|γ|"),
-    ),
+    Section("depth8", "C.7 and C.8 Grokking with 8 rotary blocks",
+            ("accuracy on held-out pairs", "the variance of that accuracy", "whether 95% stay",
+             "the smallest eigenvalue of the Fisher", "test loss", "the smallest singular value")),
+    Section("vit", "C.10 A vision transformer under weight decay",
+            ("validation loss at the end", "number of dead units", "smallest singular value", "effective rank")),
+    Section("digit_addition", "C.13 Effective rank and the feed-forward block",
+            ("effective rank before the block", "effective rank behind the block", "scale of the block")),
+    Section("sparse_parity", "C.14 Keeping or shedding a block: sparse parity",
+            ("final accuracy", "final loss", "log|γ|")),
     Section("self_tests", "C.15 Equivariance self-tests"),
-    Section(
-        "minimum", "C.1, C.4 and §5.8 read at a minimum",
-        ("share along the orbit", "order k", "directional Fisher", "rotation of heads", "gap of twins"),
-    ),
+    Section("minimum", "C.1, C.4 and §5.8 read at a minimum",
+            ("share along the orbit", "order k", "directional Fisher", "rotation of heads", "gap of twins")),
     Section("lemmas", "Theorem 1, Lemmas 17 and 23, Remarks 8 and 12", settled=True),
     Section("released", "What discover finds in released architectures"),
     Section("radial_equilibrium", "B.7 Where decay and loss balance", settled=True),

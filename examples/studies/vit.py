@@ -191,11 +191,10 @@ def section(result: Result) -> str:
         "effective rank": report.column(result, "effective_rank", ".1f"),
     })
     data = f"images of {Path(c.images).name}" if c.images else "797 digits of 8 × 8, the other 1,000 held out"
-    about = (
-        f"{data}; {c.depth} blocks of width {c.width}, {c.hidden} hidden units each, {c.steps:,} steps of {c.batch} "
-        f"images at the rate {c.learning_rate:g}. {report.made_with(result)} Singular values are of the stream behind "
-        f"the last block, a row per patch of {READ} training images, over the square root of the rows."
-    )
+    about = (f"{data}; {c.depth} blocks of width {c.width}, {c.hidden} hidden units each, {c.steps:,} steps of "
+             f"{c.batch} images at the rate {c.learning_rate:g}. {report.made_with(result)} Singular values are of the "
+             f"stream behind the last block, a row per patch of {READ} training images, over the square root of the "
+             "rows.")
     return "\n\n".join([about, table, " ".join(sentences(result))])
 
 
@@ -221,10 +220,8 @@ def sentences(result: Result) -> Iterator[str]:
         name: min(np.mean(report.final(result, arm, "loss")) for arm in result["arms"] if arm.startswith(name))
         for name in ("DDC-AdamW", "AdamW")
     }
-    yield (
-        f"Each at its best decay, the mean validation loss is {best['DDC-AdamW']:.3f} with DDC and {best['AdamW']:.3f} "
-        f"with AdamW."
-    )
+    yield (f"Each at its best decay, the mean validation loss is {best['DDC-AdamW']:.3f} with DDC and "
+           f"{best['AdamW']:.3f} with AdamW.")
     dead = [more for ours, theirs in PAIRS for more in report.less(result, theirs, ours, "dead_units")]
     yield report.paper("DDC compresses harder at matched decay", dead, "number of dead units", CASES)
     for key, by in (("smallest", "smallest singular value"), ("effective_rank", "effective rank")):

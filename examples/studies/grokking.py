@@ -213,45 +213,27 @@ DEAD = 1e-8  # of the largest eigenvalue of the activations' Gram matrix
 
 
 def run_cell(run: Run, config: Config, cell: Cell, of_grid: bool = False) -> dict[str, Any]:
-    """Trains one run to its end, from its checkpoint if there is one.
-
-    Args:
-      run: where the checkpoint is.
-      config: sizes.
-      cell: the run.
-      of_grid: whether it is one of the grid, which is shorter and keeps no curves.
-    """
+    """Trains one run to its end, from its checkpoint if there is one; one of the grid is shorter and keeps no curves."""
     c, (init, advance) = config.network, program(config, cell.arm)
-    steps = config.grid_steps if of_grid else config.steps
     knobs = jnp.asarray(cell.rate, jnp.float32), jnp.asarray(cell.decay, jnp.float32)
     start = jax.jit(functools.partial(grokking.init, c))(jax.random.key(cell.seed))
     train, test = grokking.data(c, cell.seed)
+    at = range(0, (config.grid_steps if of_grid else config.steps) + config.every, config.every)
     (params, _), curves = harness.along(
-        range(0, steps + config.every, config.every)[: 1 + math.ceil(steps / config.every)],
-        (start, init(start, *knobs)), lambda carry, first, last: advance(*carry, train, *knobs),
+        at, (start, init(start, *knobs)), lambda carry, first, last: advance(*carry, train, *knobs),
         lambda carry: {key: float(x) for key, x in reading(c, start, carry[0], train, test).items()}, run.saved,
     )
-    last = {key: float(x) for key, x in last_reading(c, params).items()}
-    return record(config, cell, curves, last, with_curves=not of_grid)
+    final = summary([x["test_accuracy"] for x in curves], config.every) | curves[-1] | last_reading(c, params)
+    kept: dict[str, Any] = {"final": {key: _number(float(x)) for key, x in final.items()}}
+    kept["final"] |= {"rate": cell.rate, "decay": cell.decay}
+    if not of_grid:
+        points = np.unique(np.linspace(0, len(curves) - 1, min(POINTS, len(curves))).astype(int)).tolist()
+        kept["curves"] = {"step": [k * config.every for k in points]}
+        kept["curves"] |= {key: [harness.rounded(curves[k][key]) for k in points] for key in curves[0]}
+    return kept
 
 
 # What a run says --------------------------------------------------------------------------------------
-
-
-def record(
-    config: Config, cell: Cell, curves: Sequence[Mapping[str, float]], last: Mapping[str, float], with_curves: bool
-) -> dict[str, Any]:
-    """One run as the JSON keeps it: `final` in numbers, and thinned curves."""
-    final = {**summary([x["test_accuracy"] for x in curves], config.every), **curves[-1], **last}
-    kept: dict[str, Any] = {
-        "final": {key: _number(x) for key, x in final.items()} | {"rate": cell.rate, "decay": cell.decay}
-    }
-    if with_curves:
-        at = np.unique(np.linspace(0, len(curves) - 1, min(POINTS, len(curves))).astype(int)).tolist()
-        kept["curves"] = {"step": [k * config.every for k in at]} | {
-            key: [harness.rounded(curves[k][key]) for k in at] for key in curves[0]
-        }
-    return kept
 
 
 def summary(accuracy: Sequence[float], every: int) -> dict[str, float]:

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from PIL import Image
 
 import gauge_optax as go
 from examples.studies import depth8, depth24, digit_addition, overtraining_lm, vit
@@ -21,33 +20,6 @@ from models import vit as vit_model
 from models.vit import ViTConfig
 
 # The vision transformer -------------------------------------------------------------------------------
-
-
-def _folder(path: Path) -> Path:
-    rng = np.random.default_rng(0)
-    for name, count in (("cat", 6), ("dog", 4)):
-        (path / name).mkdir(parents=True)
-        for n in range(count):
-            pixels = rng.integers(0, 255, (9, 7, 3), np.uint8)
-            Image.fromarray(pixels).save(path / name / f"{n}.png")
-    return path
-
-
-def test_a_folder_of_images_is_read_and_split(tmp_path: Path) -> None:
-    train, test, classes = vit.load(str(_folder(tmp_path / "images")), 8, 0.2)
-    assert train[0].shape == (8, 8, 8, 3) and test[0].shape == (2, 8, 8, 3) and classes == 2
-    labels = np.concatenate([train[1], test[1]])
-    assert sorted(labels.tolist()) == [0] * 6 + [1] * 4
-    pixels = np.concatenate([train[0], test[0]])
-    assert abs(pixels.mean()) < 1e-5 and abs(pixels.std() - 1.0) < 1e-5
-
-
-def test_what_cannot_be_read_says_what_is_expected(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="one folder per class is expected"):
-        vit.load(str(tmp_path), 8, 0.2)
-    with pytest.raises(ValueError, match="digits have a side of 8, not 16: pass --images DIR, or --side 8"):
-        vit.load("", 16, 0.1)
 
 
 SMALL = ViTConfig(side=4, patch=2, channels=2, classes=3, d_model=8, depth=2, heads=2, d_ff=12)

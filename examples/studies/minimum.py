@@ -97,12 +97,10 @@ def isolation(c: Config, name: str, seed: int) -> Cell:
         along = jnp.ones_like(exact["unembed"]) * jnp.arange(1.0, c.width + 1)[:, None]  # one vector on every column
         steepness = float(go.measure.directional_fisher(fisher, exact | {"unembed": along}))
         shares = [float(go.measure.gauge_fraction(exact, SHIFT, x)["unembed"]) for x in (exact, in_float64(step))]
-    return _numbers(
-        share=shares[0], share_of_step=shares[1], kernel=kernel.shape[1],
-        share_of_kernel=np.sum((kernel.T @ flat) ** 2) / np.sum(flat**2),
-        along_over_largest=abs(steepness) / values[-1], labels=fisher.samples,
-        **{key: x for key, x in case.observe(start, params, data).items() if key.startswith("t")},
-    )
+    return _numbers(share=shares[0], share_of_step=shares[1], kernel=kernel.shape[1],
+                    share_of_kernel=np.sum((kernel.T @ flat) ** 2) / np.sum(flat**2),
+                    along_over_largest=abs(steepness) / values[-1], labels=fisher.samples,
+                    **{key: x for key, x in case.observe(start, params, data).items() if key.startswith("t")})
 
 
 # C.4: the order at the dead point -----------------------------------------------------------------------
@@ -133,12 +131,10 @@ def order(c: Config, name: str, seed: int) -> Cell:
         centers = jnp.sqrt(jnp.abs(end["u"] * end["v"]))
         dead = [_orders(end, x, at, 0.0) for at in range(small.nonzero, small.modes, APART)]
         live = [_orders(end, x, at, float(centers[at])) for at in range(0, small.nonzero, APART // 2)]
-    return _numbers(
-        lowest=min(fisher.order for fisher, _ in dead), highest=max(fisher.order for fisher, _ in dead),
-        by_kl=np.mean([kl.order for _, kl in dead]), live_by_kl=np.mean([kl.order for _, kl in live]),
-        live_readable=sum(fisher.readable for fisher, _ in live), pairs=len(dead),
-        drift=diagonal_network.observe(start, trained, data)["ratio"],
-    )
+    return _numbers(lowest=min(fisher.order for fisher, _ in dead), highest=max(fisher.order for fisher, _ in dead),
+                    by_kl=np.mean([kl.order for _, kl in dead]), live_by_kl=np.mean([kl.order for _, kl in live]),
+                    live_readable=sum(fisher.readable for fisher, _ in live), pairs=len(dead),
+                    drift=diagonal_network.observe(start, trained, data)["ratio"])
 
 
 def _orders(end: Tree, x: jax.Array, at: int, center: float) -> tuple[Any, Any]:

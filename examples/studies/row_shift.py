@@ -50,17 +50,9 @@ FULL = Config(steps=8000, modulus=113, width=128, hidden=512, train_share=0.3)
 
 def weights(c: Config, key: jax.Array) -> Params:
     """Normal matrices of variance 1/fan-in; every LayerNorm has a scale and a bias."""
-    shapes = {
-        "embed": (c.modulus, c.width),
-        "position": (2, c.width),
-        "query": (c.width, c.width),
-        "key": (c.width, c.width),
-        "value": (c.width, c.width),
-        "out": (c.width, c.width),
-        "up": (c.width, c.hidden),
-        "down": (c.hidden, c.width),
-        "unembed": (c.width, c.modulus),
-    }
+    square = dict.fromkeys(("query", "key", "value", "out"), (c.width, c.width))
+    shapes = {"embed": (c.modulus, c.width), "position": (2, c.width), **square, "up": (c.width, c.hidden),
+              "down": (c.hidden, c.width), "unembed": (c.width, c.modulus)}
     fan_in = {name: c.width if name in ("embed", "position") else shape[0] for name, shape in shapes.items()}
     keys = dict(zip(shapes, jax.random.split(key, len(shapes)), strict=True))
     params = {name: jax.random.normal(keys[name], shape) * fan_in[name] ** -0.5 for name, shape in shapes.items()}

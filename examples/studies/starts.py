@@ -208,18 +208,14 @@ def table(result: Result) -> str:
 def summary(result: Result) -> str:
     """Markdown: a row per size, start and plain arm, what those of `SHOWN` gain on it."""
     lines = [["d", "start", "plain", "loss", "beside it: best of its own sweep"]]
-    for size, start, arm in groups(result):
-        if ARMS[arm].plain != arm:
-            continue
-        plain = swept((size, start, arm)).losses(result)
-        base = np.array(plain[best(plain)])
-        gains = []
-        for other in (name for name, other_arm in ARMS.items() if other_arm.plain == arm != name and name in SHOWN):
-            losses = swept((size, start, other)).losses(result)
-            if losses:
-                ratio = np.array(losses[best(losses)]) / base
-                gains.append(f"`{other}` {100 * (ratio.mean() - 1):+.1f} ± {100 * ratio.std():.1f} %")
-        lines.append([str(size), start, f"`{arm}`", f"{base.mean():.3f} ± {base.std():.3f}", "; ".join(gains) or "–"])
+    for size, start, plain in (group for group in groups(result) if ARMS[group[2]].plain == group[2]):
+        arms = [plain, *(arm for arm in SHOWN if ARMS[arm].plain == plain)]
+        sweeps = {arm: swept((size, start, arm)).losses(result) for arm in arms}
+        ends = {arm: np.array(losses[best(losses)]) for arm, losses in sweeps.items() if losses}
+        base = ends.pop(plain)
+        ratios = {arm: 100 * (losses / base - 1) for arm, losses in ends.items()}
+        gains = [f"`{arm}` {x.mean():+.1f} ± {x.std():.1f} %" for arm, x in ratios.items()]
+        lines.append([str(size), start, f"`{plain}`", f"{base.mean():.3f} ± {base.std():.3f}", "; ".join(gains) or "–"])
     return report.plain(lines)
 
 

@@ -117,6 +117,11 @@ def train(
     return Trained(*jax.device_get(trained))
 
 
+def best(losses: np.ndarray) -> int:
+    """The number of the pair with the least mean over seeds, of those whose runs are all finite."""
+    return int(np.argmin(np.where(np.isfinite(losses), losses, np.inf).mean(1)))
+
+
 def _targets(labels: np.ndarray, noise: float, seed: int) -> np.ndarray:
     draw = np.random.default_rng([seed, 1])
     other = draw.integers(0, digits.CLASSES, labels.shape)

@@ -194,6 +194,13 @@ def rows(axis: Axes, names: Iterable[str]) -> None:
     axis.invert_yaxis()
 
 
+def by_row(axis: Axes, values: Mapping[str, Sequence[float]]) -> None:
+    """Means and deviations over seeds, from the bottom to the top."""
+    for k, of_name in enumerate(values.values()):
+        axis.errorbar(np.mean(of_name), k, xerr=np.std(of_name, ddof=1), fmt="o", color="black")
+    axis.set_yticks(range(len(values)), list(values), fontsize=7)
+
+
 def grid_of_panels(count: int, title: str, columns: int = 4, common: bool = True) -> tuple[Figure, list[Axes]]:
     """Rows of small panels under one title, with common axes or each with its own."""
     columns = min(columns, count)

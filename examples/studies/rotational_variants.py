@@ -63,12 +63,12 @@ def compared(name: str, seeds: Sequence[int]) -> Cell:
     task, make, variant, rates, decays = PAIRS[name]
     pairs = list(itertools.product(rates, decays))
     swept = losses(task, make, pairs, seeds)
-    at = int(np.argmin(np.where(np.isfinite(swept), swept, np.inf).mean(1)))
+    at = digits.best(swept)
     rate, decay = pairs[at]
     few = list(LM_FEW if task == "LM" else decays)
     few += [decay] if decay not in few else []
     by_decay = losses(task, variant, [(rate, other) for other in few], seeds)
-    best = int(np.argmin(np.where(np.isfinite(by_decay), by_decay, np.inf).mean(1)))
+    best = digits.best(by_decay)
     return {
         "pair": [rate, decay], "baseline": swept[at], "no decay": losses(task, make, [(rate, 0.0)], seeds)[0],
         "zero-shot": by_decay[few.index(decay)], "few-shot": by_decay[best], "few-shot decay": few[best],
@@ -88,7 +88,7 @@ def optioned(name: str, task: str, seeds: Sequence[int]) -> Cell:
 
     decays = (DECAY,) if task == "LM" else (0.01, 0.03, DECAY, 0.3, 1.0)
     by_decay = losses(task, make, [(RATE, decay) for decay in decays], seeds)
-    at = int(np.argmin(by_decay.mean(1)))
+    at = digits.best(by_decay)
     return {"loss": by_decay[at], "decay": decays[at]}
 
 
@@ -108,10 +108,7 @@ def figure(result: Result, path: Path) -> None:
     axes[0].set(title="loss over the baseline's", ylim=(0.8, 1.4))
     axes[0].legend(fontsize=7)
     for axis, task in zip(axes[1:], ("digits", "LM"), strict=True):
-        for k, name in enumerate(OPTIONS):
-            values = np.asarray(result["cells"][f"{task}: {name}"]["loss"])
-            axis.errorbar(values.mean(), k, xerr=values.std(ddof=1), fmt="o", color="black")
-        axis.set_yticks(range(len(OPTIONS)), list(OPTIONS), fontsize=7)
+        report.by_row(axis, {name: result["cells"][f"{task}: {name}"]["loss"] for name in OPTIONS})
         axis.set(title=f"{task}, RV-AdamW: loss by option")
     report.save_as_is(fig, path)
 

@@ -46,19 +46,13 @@ def grokked_at(result: Result, arm: str) -> list[float]:
     return [math.inf if at is None else curve["step"][at] for at, curve in zip(readings, curves, strict=True)]
 
 
-def grokked_column(result: Result) -> Column:
-    """The same for a table."""
-    return lambda arm: " / ".join("never" if at == math.inf else f"{at:,.0f}" for at in grokked_at(result, arm))
-
-
 def swings(result: Result) -> str:
     """How high accuracy gets along the runs, and how low it falls after that."""
     said = []
     for arm in result["arms"]:
         curves = [cell["curves"]["test_accuracy"] for cell in result["cells"][arm].values()]
-        after = [min(curve[curve.index(max(curve)) :]) for curve in curves]
-        said.append(f"{arm} {report.listed([max(curve) for curve in curves], '.2f')}, then "
-                    f"{report.listed(after, '.2f')}")
+        highest, after = [max(x) for x in curves], [min(x[x.index(max(x)) :]) for x in curves]
+        said.append(f"{arm} {report.listed(highest, '.2f')}, then {report.listed(after, '.2f')}")
     return f"The highest accuracy of each run and the lowest after it: {'; '.join(said)}."
 
 
@@ -184,8 +178,12 @@ def swept(result: Result) -> str:
 def columns(result: Result) -> dict[str, Column]:
     """Those of a deep network: when it groks, then medians over the last quarter of the run."""
     settled = functools.partial(report.column, result, at=report.settled)
+
+    def grokked(arm: str) -> str:
+        return " / ".join("never" if at == math.inf else f"{at:,.0f}" for at in grokked_at(result, arm))
+
     return {
-        f"{GROKKED:.0%} from step": grokked_column(result),
+        f"{GROKKED:.0%} from step": grokked,
         "accuracy": settled("test_accuracy", ".3f"),
         "train loss": settled("train_loss"),
         "test loss": settled("test_loss"),

@@ -22,7 +22,8 @@ INTRODUCTION = """# Results
 This page has the training runs of the project: the demo, comparisons of optimizers, and small studies that test what
 papers claim. Every number is read from a JSON file beside it (`python -m examples.studies.tables` writes this page).
 Every sentence that says whether a finding shows is computed from the numbers, and names the coordinate or statistic
-that it was read from: many findings are true in one coordinate and false in another.
+that it was read from: many findings are true in one coordinate and false in another. A section whose question is
+settled stands as it was last written, and names the commit that has its code.
 
 *The paper* is *Dead-Direction Conditioners*, whose appendix C has the studies C.1 to C.15, or, in sections of those
 names, *Rotational Equilibrium* or *GaugeFix-LRM*. `python -m examples.studies <name> --out examples/results` makes a

@@ -79,10 +79,7 @@ class Trained(NamedTuple):
 
 
 def train(
-    task: Task,
-    make: Make,
-    pairs: Sequence[tuple[float, float]],
-    seeds: Sequence[int],
+    task: Task, make: Make, pairs: Sequence[tuple[float, float]], seeds: Sequence[int],
     observe: Callable[..., Any] | None = None,
 ) -> Trained:
     """Trains all.

@@ -108,7 +108,8 @@ def _verdicts(result: Result) -> str:
         return [[x for activation in ACTIVATIONS for x in report.settled(result, arm_of(optimizer, activation), key)]
                 for optimizer in (TORUS, MUON)]
 
-    accuracies, times = of_both("test_accuracy"), report.ratios(*of_both("activations"), least=1e-30)
+    accuracies, streams = of_both("test_accuracy"), of_both("activations")
+    times = report.ratios(streams[0], streams[1], least=1e-30)
     ours, theirs = ([x >= FULL_ACCURACY for x in of_arm] for of_arm in accuracies)
     sentences = [
         report.paper("with the gauge nearly every seed groks to full accuracy", ours, ACCURACY, "runs"),

@@ -147,7 +147,7 @@ def _minimum(result: Result) -> str:
     """C.8: what minimum, and is it the gauge's doing?"""
 
     def beside_muon(key: str, arm: str = TORUS) -> list[float]:
-        return report.ratios(*(report.settled(result, which, key) for which in (arm, MUON)), least=1e-30)
+        return report.ratios(report.settled(result, arm, key), report.settled(result, MUON, key), least=1e-30)
 
     accuracies = (report.settled(result, arm, "test_accuracy") for arm in (MASKED, MUON))
     apart, times = [abs(a - b) for a, b in zip(*accuracies, strict=True)], beside_muon("fisher")

@@ -305,7 +305,8 @@ def _verdicts(cells: dict[str, Cell]) -> str:
         return np.array([np.mean(x) < -2.0 * np.std(x, ddof=1) for x in gaps])
 
     always, rarely = "B, every 1", "B, every 100"
-    grown = [np.subtract(*(np.mean(cells[f"{arm}, {x}"]["product"]) for arm in (always, "A"))) > 0 for x in PRECISIONS]
+    ends = [[np.mean(cells[f"{arm}, {dtype}"]["product"]) for arm in (always, "A")] for dtype in PRECISIONS]
+    grown = [fixed > decayed for fixed, decayed in ends]
     spikes = [max(cells[f"{always}, {dtype}"]["spike"]) >= 50.0 for dtype in PRECISIONS]
     better = less(rarely, "A") & less(rarely, always)
     hardly = (drift("A") > 0.5 * drift("C")) & (0.5 * drift("C") > 5e-7)

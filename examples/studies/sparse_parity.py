@@ -206,7 +206,8 @@ def _sweep(result: Result) -> str:
 def _leak(result: Result) -> str:
     """What the 1 + γ reparametrisation pays."""
     kept = [x > SOLVED for x in report.final(result, "AdamW, 1 + γ", "accuracy")]
-    times = report.ratios(*(report.final(result, arm, "live_drift") for arm in ("AdamW, 1 + γ", "DDC, linear")))
+    leaks, ours = (report.final(result, arm, "live_drift") for arm in ("AdamW, 1 + γ", "DDC, linear"))
+    times = report.ratios(leaks, ours)
     return (f"AdamW with 1 + γ keeps the block {report.on_seeds(kept)}, and in {LEAK} drifts {report.span(times)} "
             "times as far as DDC on the linear scale. "
             f"{report.paper('four orders of magnitude further', [x > 1e4 for x in times], LEAK)}")

@@ -167,12 +167,12 @@ def program(arm: str, size: int, steps: int) -> Callable[..., Any]:
     return harness.at_rates(lambda rate: ARMS[arm].build(rate, gauges), lambda _: loss, inputs, WARMUP)
 
 
-def train_cell(cell: Group, steps: dict[int, int]) -> dict[str, Any]:
+def train_cell(cell: Group, steps: int) -> dict[str, Any]:
     """Train once."""
     size, start, arm, rate, seed = cell
-    inputs = initial(size, start, seed), batches(steps[size], seed), held_out()
+    inputs = initial(size, start, seed), batches(steps, seed), held_out()
     keys = "validation", "training", "finite", "seconds", "cpu_seconds"
-    return harness.scored(program(arm, size, steps[size]), inputs, rate, keys)
+    return harness.scored(program(arm, size, steps), inputs, rate, keys)
 
 
 # Results ------------------------------------------------------------------------------------------
@@ -260,21 +260,15 @@ class Config:
 
     steps: int = 0
 
-    @property
-    def by_size(self) -> dict[int, int]:
-        """Size → steps."""
-        return {size: self.steps or default for size, default in STEPS.items()}
-
 
 def cells(c: Config, args: argparse.Namespace) -> Callable[[Result], harness.Cells]:
     """What the sweeps need next."""
     sweeps = [swept((size, start, arm)) for size in STEPS for start in STARTS for arm in ARMS]
-    return harness.swept(sweeps, lambda cell: train_cell(cell, c.by_size))
+    return harness.swept(sweeps, lambda cell: train_cell(cell, c.steps or STEPS[cell[0]]))
 
 
 STUDY = harness.Study(
     __doc__, "starts", cells, section, figure, config=Config(), partial=True,
-    settings=lambda c: {
-        "steps": {str(d): n for d, n in c.by_size.items()}, "batch": BATCH, "length": LENGTH, "held_out": HELD_OUT,
-    },
+    settings=lambda c: {"steps": {str(d): c.steps or n for d, n in STEPS.items()}, "batch": BATCH, "length": LENGTH,
+                        "held_out": HELD_OUT},
 )

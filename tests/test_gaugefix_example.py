@@ -23,13 +23,6 @@ def committed(name: str) -> Any:
     return cells
 
 
-def test_a_batch_that_does_not_divide_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "tokens.bin"
-    np.zeros(4_000, np.uint16).tofile(path)
-    with pytest.raises(ValueError, match="does not divide a batch of 480"):
-        gaugefix_lrm.full([path, path], 2, 7)
-
-
 def test_the_committed_table_says_what_is_written_below_it() -> None:
     cells = committed("gaugefix_lrm")
     for every in (1, 10, 100):

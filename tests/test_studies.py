@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from examples import merge, quantize
-from examples.studies import baselines, harness, kronecker, lemmas, minimum, self_tests, table3
+from examples.studies import baselines, harness, kronecker, minimum, self_tests, table3
 from examples.studies import twins_benchmark as example
 from models import grokking, modular
 from tests.test_training_studies import KILLED
@@ -28,7 +28,6 @@ TINY: dict[str, list[str]] = {
     **KILLED,
 }
 OTHERS: dict[str, tuple[str, list[str]]] = {  # what the section says, and options
-    "lemmas": ("lemma 17", ["--toggled", "30", "--seeds", "42"]),
     "minimum": ("| ddc |", [
         "--steps", "40", "--modulus", "5", "--width", "4", "--hidden", "8", "--modes", "16", "--pretraining", "2",
         "--warmup", "1", "--twins", "2", "--seeds", "42",
@@ -36,7 +35,6 @@ OTHERS: dict[str, tuple[str, list[str]]] = {  # what the section says, and optio
     "packed": ("packed", ["--only", "plain | *", "packed | *", "--seeds", "42", "--steps", "2"]),
     "merge": ("all gauges", ["--only", "digits: seeds 42, 142", "digits: fine-tunings of 42", "--steps", "20"]),
     "quantize": ("quarot", ["--only", "muon: 42", "--steps", "10", "--searched", "2"]),
-    "probe": ("twins:", ["--only", "twins of 42", "--steps", "10"]),
 }
 
 
@@ -69,14 +67,6 @@ def test_what_is_called_rounding_at_a_minimum_is_rounding() -> None:
     assert max(read(minimum.ONE_STEP, "DDC", "spread")) < 1e-10 < 0.01 < min(read(minimum.ONE_STEP, "AdamW", "spread"))
 
 
-def test_a_statement_that_does_not_show_is_listed() -> None:
-    result = _committed("lemmas")
-    text = lemmas.section(result)
-    assert "SGD's run reads k = 2 of all pairs together (NONE of 3 seeds)" in text
-    assert "Lemma 17: (i)" in text and "(NONE of 3 seeds); Lemma 17" not in text
-    assert not lemmas.ROWS[0][2](result["cells"]["Lemma 17"]["42"] | {"largest_ratio": 1.5})[2]
-
-
 def test_every_gauge_of_the_self_tests_makes_one_run_of_twins() -> None:
     result = _committed("self_tests")
     assert result["arms"] == list(table3.build(table3.Config()))
@@ -104,23 +94,6 @@ def test_rotations_help_with_planted_and_with_grown_outliers(name: str) -> None:
 
 
 # Baselines --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow_rows("entry")
-@pytest.mark.parametrize("share", ["entry", "tensor", "head"])
-@pytest.mark.usefixtures("x64")
-def test_only_one_second_moment_per_head_needs_no_projection(share: str) -> None:
-    """Lemma 10 (ii): the step of a gradient that is horizontal stays so only if both tensors are divided alike."""
-    problem = table3.attention(table3.Config())
-    params, _, _ = self_tests.start(problem, 42)
-    tx = table3.b8("v·(R∘R)", share, project=False)
-    step, _ = tx.update(jax.grad(problem.loss)(params), tx.init(params), params)
-    apart = max(
-        float(jnp.linalg.norm(step[name] - part) / jnp.linalg.norm(step[name]))
-        for pair in table3.PAIRS
-        for name, part in table3.horizontal(params, step, pair).items()
-    )
-    assert apart < 1e-12 if share == "head" else apart > 1e-3
 
 
 @pytest.mark.usefixtures("x64")

@@ -9,30 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 
-from examples.studies import digit_addition, overtraining_lm, vit
-
-
-def test_a_folder_of_images_is_read_and_split(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    for name, count in (("cat", 6), ("dog", 4)):
-        (tmp_path / name).mkdir()
-        for n in range(count):
-            Image.fromarray(rng.integers(0, 255, (9, 7, 3), np.uint8)).save(tmp_path / name / f"{n}.png")
-    train, test, classes = vit.load(str(tmp_path), 8, 0.2)
-    assert train[0].shape == (8, 8, 8, 3) and test[0].shape == (2, 8, 8, 3) and classes == 2
-    assert sorted(np.concatenate([train[1], test[1]]).tolist()) == [0] * 6 + [1] * 4
-    pixels = np.concatenate([train[0], test[0]])
-    assert abs(pixels.mean()) < 1e-5 and abs(pixels.std() - 1.0) < 1e-5
-
-
-def test_what_cannot_be_read_says_what_is_expected(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="one folder per class is expected"):
-        vit.load(str(tmp_path), 8, 0.2)
-    with pytest.raises(ValueError, match="digits have a side of 8, not 16: pass --images DIR, or --side 8"):
-        vit.load("", 16, 0.1)
+from examples.studies import digit_addition, overtraining_lm
 
 
 def test_rows_of_digits_are_sums() -> None:

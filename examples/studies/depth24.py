@@ -100,37 +100,31 @@ def section(result: Result) -> str:
     ])
 
 
-def _of_all(result: Result, optimizer: str, key: str) -> list[float]:
-    return [x for activation in ACTIVATIONS for x in report.settled(result, arm_of(optimizer, activation), key)]
-
-
-def seeds_that_grok(result: Result) -> str:
-    """Table 4's F4."""
-    read = {optimizer: _of_all(result, optimizer, "test_accuracy") for optimizer in (MUON, TORUS)}
-    full = {optimizer: [x >= FULL_ACCURACY for x in accuracies] for optimizer, accuracies in read.items()}
-    sentences = [
-        report.paper("with the gauge nearly every seed groks to full accuracy", full[TORUS], ACCURACY, "runs"),
-        report.paper("with Muon none does", [not x for x in full[MUON]], ACCURACY, "runs"),
-        f"Runs that do, of {len(full[MUON])}: {sum(full[TORUS])} with the gauge and {sum(full[MUON])} with Muon.",
-        "" if any(full[TORUS] + full[MUON]) else "So this size does not tell the arms apart by that count.",
-    ]
-    return " ".join(filter(None, sentences))
-
-
 def _verdicts(result: Result) -> str:
     """C.6: seeds to full accuracy, and the stream's smallest singular value."""
-    pairs = zip(_of_all(result, TORUS, "test_accuracy"), _of_all(result, MUON, "test_accuracy"), strict=True)
-    times = report.ratios(_of_all(result, TORUS, "activations"), _of_all(result, MUON, "activations"), least=1e-30)
+
+    def of_both(key: str) -> list[list[float]]:
+        """Under the gauge and under Muon, all activations and seeds."""
+        return [[x for activation in ACTIVATIONS for x in report.settled(result, arm_of(optimizer, activation), key)]
+                for optimizer in (TORUS, MUON)]
+
+    accuracies, streams = of_both("test_accuracy"), of_both("activations")
+    times = report.ratios(streams[0], streams[1], least=1e-30)
+    ours, theirs = ([x >= FULL_ACCURACY for x in of_arm] for of_arm in accuracies)
     sentences = [
-        seeds_that_grok(result),
+        report.paper("with the gauge nearly every seed groks to full accuracy", ours, ACCURACY, "runs"),
+        report.paper("with Muon none does", [not x for x in theirs], ACCURACY, "runs"),
+        f"Runs that do, of {len(theirs)}: {sum(ours)} with the gauge and {sum(theirs)} with Muon.",
+        "" if any(ours + theirs) else "So this size does not tell the arms apart by that count.",
         grok_readings.swings(result),
-        report.paper("the gauge ends at the higher accuracy", [ours > theirs for ours, theirs in pairs],
+        report.paper("the gauge ends at the higher accuracy", [a > b for a, b in zip(*accuracies, strict=True)],
                      "accuracy on held-out pairs, the median over the last quarter, seed by seed", "runs"),
         report.paper("the gauge compresses the activations inside", [x < 1 for x in times],
                      "the smallest singular value of the stream behind the middle block", "runs"),
         f"It is {report.listed(times)} times Muon's.",
     ]
-    return " ".join(sentences)
+    return " ".join(filter(None, sentences))
+
 
 STUDY = harness.Study(
     __doc__, "depth24", functools.partial(grok_readings.cells, build, BASES), section, figure, config=Config(),

@@ -70,10 +70,8 @@ def build(c: Config, rates: Rates) -> Training:
         POLAR: Arm(baselines.muon(polar, decay, per_head=True)),
         FULL_ROTATION: Arm(grok_readings.gauged(polar, decay, grokking.rotations(network, full_rotation=True))),
         TORUS: Arm(grok_readings.gauged(polar, decay, grokking.rotations(network)), observe=fisher),
-        MASKED: Arm(
-            baselines.dead_directions_masked(muon, lambda path: "blocks" in path and path.endswith("kernel")),
-            observe=fisher,
-        ),
+        MASKED: Arm(baselines.dead_directions_masked(muon, lambda path: "blocks" in path and path.endswith("kernel")),
+                    observe=fisher),
     }
     make, loss = functools.partial(grok_readings.make, network), functools.partial(grok_readings.loss, c=network)
     return Training(arms, make, loss, functools.partial(grok_readings.reading, c=network, block=c.layers - 1))
@@ -114,32 +112,22 @@ def section(result: Result) -> str:
     ])
 
 
-def _higher(result: Result, finding: str, below: str, above: str) -> str:
-    return report.paper(finding, report.less(result, below, above, "test_accuracy", report.settled), ACCURACY)
-
-
-def torus_above_muon(result: Result) -> str:
-    """Table 4's F3, and the comparison that isolates the gauge."""
-    isolated = "the RoPE-torus gauge ends above the polar factor without a gauge"
-    return " ".join([
-        _higher(result, "the RoPE-torus gauge ends above Muon", MUON, TORUS), _higher(result, isolated, POLAR, TORUS)
-    ])
-
-
 def _decomposition(result: Result) -> str:
     """C.7: does each part of the gauge add accuracy?"""
     steps = {
         "the scaled polar factor without a gauge ends at a higher accuracy than Muon": (MUON, POLAR),
         "the full-rotation gauge adds to that": (POLAR, FULL_ROTATION),
         "the RoPE-torus gauge ends above the full rotation": (FULL_ROTATION, TORUS),
+        "the RoPE-torus gauge ends above Muon": (MUON, TORUS),
+        "the RoPE-torus gauge ends above the polar factor without a gauge": (POLAR, TORUS),
     }
-    said = [*(_higher(result, finding, *arms) for finding, arms in steps.items()), torus_above_muon(result)]
-    torus, full = (
-        statistics.pvariance(report.settled(result, arm, "test_accuracy")) for arm in (TORUS, FULL_ROTATION)
-    )
-    halved = [torus <= 0.5 * full]
-    by = f"the variance of that accuracy, {report.number(torus)} and {report.number(full)}"
-    return " ".join([*said, report.paper("the torus halves the variance between seeds", halved, by, "studies")])
+    torus, full = (statistics.pvariance(report.settled(result, arm, "test_accuracy")) for arm in (TORUS, FULL_ROTATION))
+    return " ".join([
+        *(report.paper(finding, report.less(result, *arms, "test_accuracy", report.settled), ACCURACY)
+          for finding, arms in steps.items()),
+        report.paper("the torus halves the variance between seeds", [torus <= 0.5 * full],
+                     f"the variance of that accuracy, {report.number(torus)} and {report.number(full)}", "studies"),
+    ])
 
 
 def _grokking(result: Result) -> str:
@@ -147,38 +135,26 @@ def _grokking(result: Result) -> str:
     groks = {arm: [x < float("inf") for x in grok_readings.grokked_at(result, arm)] for arm in result["arms"]}
     by = f"whether {GROKKED:.0%} stay for {grok_readings.KEPT} readings"
     each = ", ".join(f"{arm} {sum(count)}" for arm, count in groks.items())
-    return " ".join([
-        report.paper("with the RoPE-torus gauge all seeds grok", groks[TORUS], by),
-        report.paper("with the full rotation too", groks[FULL_ROTATION], by),
-        report.paper("Muon fails on two of three seeds", [not x for x in groks[MUON]], by),
-        f"Seeds that grok, of {len(result['seeds'])}: {each}.",
-        grok_readings.swings(result),
-        "Beside such swings a difference of some hundredths between medians says little.",
-    ])
-
-
-def off_the_floor(result: Result) -> str:
-    """Table 4's F5."""
-    ours, theirs = (report.settled(result, arm, "fisher") for arm in (TORUS, MUON))
-    times = report.ratios(ours, theirs, least=1e-30)
-    claim = f"the RoPE-torus gauge ends {FARTHER:g} times further off the singular floor than Muon"
-    verdict = report.paper(claim, [x >= FARTHER for x in times], f"{FISHER} in the logits")
-    return f"{verdict} It is {report.listed(times)} times Muon's."
+    return " ".join([report.paper("with the RoPE-torus gauge all seeds grok", groks[TORUS], by),
+                     report.paper("with the full rotation too", groks[FULL_ROTATION], by),
+                     report.paper("Muon fails on two of three seeds", [not x for x in groks[MUON]], by),
+                     f"Seeds that grok, of {len(result['seeds'])}: {each}.",
+                     grok_readings.swings(result),
+                     "Beside such swings a difference of some hundredths between medians says little."])
 
 
 def _minimum(result: Result) -> str:
     """C.8: what minimum, and is it the gauge's doing?"""
-    read = {
-        key: {arm: report.settled(result, arm, key) for arm in READ_AT_THE_MINIMUM}
-        for key in ("fisher", "test_loss", "activations", "test_accuracy")
-    }
 
     def beside_muon(key: str, arm: str = TORUS) -> list[float]:
-        return report.ratios(read[key][arm], read[key][MUON], least=1e-30)
+        return report.ratios(report.settled(result, arm, key), report.settled(result, MUON, key), least=1e-30)
 
-    apart = [abs(a - b) for a, b in zip(*(read["test_accuracy"][arm] for arm in (MASKED, MUON)), strict=True)]
+    accuracies = (report.settled(result, arm, "test_accuracy") for arm in (MASKED, MUON))
+    apart, times = [abs(a - b) for a, b in zip(*accuracies, strict=True)], beside_muon("fisher")
     return " ".join([
-        off_the_floor(result),
+        report.paper(f"the RoPE-torus gauge ends {FARTHER:g} times further off the singular floor than Muon",
+                     [x >= FARTHER for x in times], f"{FISHER} in the logits"),
+        f"It is {report.listed(times)} times Muon's.",
         report.paper("the gauge ends at a lower loss than Muon", [x < 1 for x in beside_muon("test_loss")],
                      "test loss"),
         report.paper("the gauge compresses the activations", [x < 1 for x in beside_muon("activations")],
@@ -187,6 +163,7 @@ def _minimum(result: Result) -> str:
                      f"{ACCURACY}, to {NEAR}"),
         f"The masked arm's smallest eigenvalue is {report.listed(beside_muon('fisher', MASKED))} times Muon's.",
     ])
+
 
 STUDY = harness.Study(
     __doc__, "depth8", functools.partial(grok_readings.cells, build, BASES), section, figure, config=Config(), full=FULL

@@ -96,11 +96,9 @@ def build(c: Config) -> Training:
     return Training(arms, functools.partial(make, c), loss, observe)
 
 
-figure = report.figure(
-    "Diagonal linear network: scale traded between u and v",
-    Panel("loss", "Training loss", ylabel="mean squared error"),
-    Panel("drift", "Drift of what the gauge reads, rms over coordinates", drift=True),
-)
+figure = report.figure("Diagonal linear network: scale traded between u and v",
+                       Panel("loss", "Training loss", ylabel="mean squared error"),
+                       Panel("drift", "Drift of what the gauge reads, rms over coordinates", drift=True))
 
 
 def section(result: Result) -> str:

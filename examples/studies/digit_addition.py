@@ -129,10 +129,8 @@ def sums(c: Config, seed: int) -> tuple[jax.Array, jax.Array]:
     def written(x: np.ndarray, places: int) -> np.ndarray:
         return x[:, None] // 10 ** np.arange(places)[::-1] % 10
 
-    columns = [
-        written(numbers[:, 0], c.places), np.full((len(numbers), 1), PLUS), written(numbers[:, 1], c.places),
-        np.full((len(numbers), 1), EQUALS), written(numbers.sum(1), c.places + 1),
-    ]
+    columns = [written(numbers[:, 0], c.places), np.full((len(numbers), 1), PLUS), written(numbers[:, 1], c.places),
+               np.full((len(numbers), 1), EQUALS), written(numbers.sum(1), c.places + 1)]
     rows = jnp.asarray(np.concatenate(columns, 1))
     return rows[: c.sums], rows[c.sums :]
 
@@ -182,13 +180,11 @@ def observe(
 SPARE = 0.05  # how much accuracy the pruned network may lose for the block to count as dispensable
 
 
-figure = report.figure(
-    "Addition modulo a prime and of digits: the feed-forward block under weight decay",
-    Panel("rank_after", "Effective rank behind the block", "linear"),
-    Panel("scale", "Scale of the block"),
-    Panel("test_accuracy", "Accuracy held out", "linear"),
-    Panel("pruned_accuracy", "Training accuracy without the block", "linear"),
-)
+figure = report.figure("Addition modulo a prime and of digits: the feed-forward block under weight decay",
+                       Panel("rank_after", "Effective rank behind the block", "linear"),
+                       Panel("scale", "Scale of the block"),
+                       Panel("test_accuracy", "Accuracy held out", "linear"),
+                       Panel("pruned_accuracy", "Training accuracy without the block", "linear"))
 
 
 def section(result: Result) -> str:
@@ -203,12 +199,10 @@ def section(result: Result) -> str:
         "rank before the block": report.column(result, "rank_before", ".1f", report.settled),
         "rank behind it": report.column(result, "rank_after", ".1f", report.settled),
     })
-    about = (
-        f"Addition modulo {c.p} from {c.share:.0%} of all pairs, and of two numbers of {c.places} digits from {c.sums} "
-        f"examples; one block of width {c.width}, {c.steps:,} steps with all examples, rate {c.rate:g}, decay "
-        f"{c.decay:g}. Ranks are medians over the last quarter of the run, of activations on the training data. "
-        f"{report.made_with(result)}"
-    )
+    about = (f"Addition modulo {c.p} from {c.share:.0%} of all pairs, and of two numbers of {c.places} digits from "
+             f"{c.sums} examples; one block of width {c.width}, {c.steps:,} steps with all examples, rate {c.rate:g}, "
+             f"decay {c.decay:g}. Ranks are medians over the last quarter of the run, of activations on the training "
+             f"data. {report.made_with(result)}")
     return "\n\n".join([about, table, " ".join(sentences(result))])
 
 
@@ -225,10 +219,8 @@ def sentences(result: Result) -> Iterator[str]:
     for arm in result["arms"]:
         pairs = zip(report.final(result, arm, "accuracy"), report.final(result, arm, "pruned_accuracy"), strict=True)
         lost = [a - b for a, b in pairs]
-        yield (
-            f"Without its block, {arm} loses {report.span(lost, '.2f')} of training accuracy: at most {SPARE:g} "
-            f"{report.on_seeds([x <= SPARE for x in lost])}."
-        )
+        yield (f"Without its block, {arm} loses {report.span(lost, '.2f')} of training accuracy: at most {SPARE:g} "
+               f"{report.on_seeds([x <= SPARE for x in lost])}.")
     smaller = report.less(result, f"{MODULAR}, {DDC}", f"{MODULAR}, {ADAMW}", "scale")
     yield report.paper("the gauge lets weight decay collapse the block", smaller, "scale of the block, beside AdamW's")
 

@@ -79,10 +79,7 @@ class Trained(NamedTuple):
 
 
 def train(
-    task: Task,
-    make: Make,
-    pairs: Sequence[tuple[float, float]],
-    seeds: Sequence[int],
+    task: Task, make: Make, pairs: Sequence[tuple[float, float]], seeds: Sequence[int],
     observe: Callable[..., Any] | None = None,
 ) -> Trained:
     """Trains all.
@@ -115,6 +112,11 @@ def train(
     rates, decays = (jnp.asarray(x) for x in zip(*pairs, strict=True))
     trained = jax.jit(jax.vmap(seeded, (None, None, 0, 0)))(params, (order, targets), rates, decays)
     return Trained(*jax.device_get(trained))
+
+
+def best(losses: np.ndarray) -> int:
+    """The number of the pair with the least mean over seeds, of those whose runs are all finite."""
+    return int(np.argmin(np.where(np.isfinite(losses), losses, np.inf).mean(1)))
 
 
 def _targets(labels: np.ndarray, noise: float, seed: int) -> np.ndarray:

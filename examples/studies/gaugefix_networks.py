@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from examples.studies import harness, report
-from examples.studies.gaugefix_lrm import SEEDS, Arm, Cell, program, small
+from examples.studies.gaugefix_lrm import SEEDS, Arm, Cell, program, small, trained
 from examples.studies.harness import Result
 from models import lm
 
@@ -90,13 +90,9 @@ def network_cell(name: str, arm: str, rate: float, steps: int, seeds: Sequence[i
     compiled = program(task, NETWORK_ARMS[arm], "float32", observed(task.config))
     out: Cell = {key: [] for key in ("loss", "product", "entries", "sums")}
     for seed in seeds:
-        carry = compiled.start(seed)
-        start = observed(task.config)(carry[0], carry[0], carry[0])
-        recorded = []
-        for n in range(steps):
-            carry, figures = compiled.step(carry, task.batches(n, seed))
-            recorded.append(figures)
-        kept = jax.tree.map(lambda *x: np.stack(x), *jax.device_get(recorded))
+        params = compiled.start(seed)[0]
+        start = observed(task.config)(params, params, params)
+        kept, losses = trained(task, compiled, seed, steps)
         ratio, anchor = kept["query"] - kept["key"], kept["query"] - start["query"]
         places = {"ratio": ratio, "anchor": anchor, "sides": kept["sides"] - start["sides"]}
         drifts = {key: np.abs(np.asarray(x)).max((1, 2)) for key, x in places.items()}
@@ -107,7 +103,7 @@ def network_cell(name: str, arm: str, rate: float, steps: int, seeds: Sequence[i
         # A head whose gradient vanishes has no direction to compare: the median over heads, layers and steps.
         out["entries"].append(float(np.median(kept["entries"])))
         out["sums"].append(float(np.median(kept["sums"])))
-        out["loss"].append(float(compiled.evaluate(carry[0], task.held_out)))
+        out["loss"].append(float(losses[0]))
         if seed == seeds[0]:
             out["curves"] = {key: drift[:: max(1, steps // 100)] for key, drift in drifts.items()}
     return out
@@ -163,18 +159,14 @@ def most(cells: dict[str, Cell], arm: str, key: str) -> dict[str, float]:
 def section(result: Result) -> str:
     """Tables of the three coordinates, and what they say beside the paper's claims."""
     cells = result["cells"]
-    rows = [
-        [run, arm, *(f"{most(cells, arm, key)[run]:.1e}" for key in ("ratio", "ratio_end", "anchor", "sides")),
-         report.spread(per_seed(cells, run, arm, "product").tolist()),
-         report.spread(per_seed(cells, run, arm, "loss").tolist(), ".4f"),
-         report.spread(_less_a(cells, run, arm).tolist(), "+.4f").replace("± +", "± ")]
-        for run in SHOWN for arm in NETWORK_ARMS
-    ]
-    why = [
-        [network, *(f"{most(cells, 'C', key)[network]:.1e}" for key in ("entries", "sums")),
-         *(report.listed(per_seed(cells, network, "C", "ratio", rate).tolist(), ".1e") for rate in (RATE, FAST))]
-        for network in NETWORKS
-    ]
+    rows = [[run, arm, *(f"{most(cells, arm, key)[run]:.1e}" for key in ("ratio", "ratio_end", "anchor", "sides")),
+             report.spread(per_seed(cells, run, arm, "product").tolist()),
+             report.spread(per_seed(cells, run, arm, "loss").tolist(), ".4f"),
+             report.spread(_less_a(cells, run, arm).tolist(), "+.4f").replace("± +", "± ")]
+            for run in SHOWN for arm in NETWORK_ARMS]
+    why = [[network, *(f"{most(cells, 'C', key)[network]:.1e}" for key in ("entries", "sums")),
+            *(report.listed(per_seed(cells, network, "C", "ratio", rate).tolist(), ".1e") for rate in (RATE, FAST))]
+           for network in NETWORKS]
     head = ["network", "arm", "log(s_Q/s_K)", "at the end", "log s_Q", "log‖Q side‖ − log‖K side‖", "s_Q·s_K",
             "validation loss", "less A's"]
     return "\n\n".join([
@@ -198,7 +190,7 @@ def section(result: Result) -> str:
 
 def _less_a(cells: dict[str, Cell], run: str, arm: str) -> np.ndarray:
     """Losses less A's, by seed."""
-    return np.subtract(*(per_seed(cells, run, name, "loss") for name in (arm, "A")))
+    return per_seed(cells, run, arm, "loss") - per_seed(cells, run, "A", "loss")
 
 
 def _apart(gaps: np.ndarray) -> bool:
@@ -210,18 +202,16 @@ def _on_drift(cells: dict[str, Cell]) -> str:
     """The paper's claims on the ratio of multipliers, and on their product."""
     ratio = {arm: most(cells, arm, "ratio") for arm in NETWORK_ARMS}
     drifting = [run for run, x in ratio["C"].items() if x >= 1e-3]
-    every_step = [x for arm in ("B, every 1", "B, every 1, stale") for x in ratio[arm].values()]
+    every_step = [x <= 1e-6 for arm in ("B, every 1", "B, every 1, stale") for x in ratio[arm].values()]
     between = ratio["B, every 100"].values()
-    grown = [
-        np.mean(np.subtract(*(per_seed(cells, run, arm, "product") for arm in ("B, every 1", "A")))) for run in SHOWN
-    ]
+    products = [[per_seed(cells, run, arm, "product") for arm in ("B, every 1", "A")] for run in SHOWN]
     by, cases = "|log(s_Q/s_K)|", "runs"
     return " ".join([
         report.paper("without control multipliers of queries and keys drift apart",
                      [run in drifting for run in SHOWN], f"{by} under C, 1e-3 or more", cases),
         f"The runs are: {', '.join(drifting) or 'none'}.",
-        report.paper("a fix at every step leaves 3.5e-7", [x <= 1e-6 for x in every_step],
-                     f"{by}, at most 1e-6", "runs, half of them with stale moments"),
+        report.paper("a fix at every step leaves 3.5e-7", every_step, f"{by}, at most 1e-6",
+                     "runs, half of them with stale moments"),
         report.paper("so do fixes 100 steps apart", [x <= 1e-6 for x in between],
                      f"{by} between fixes, at most 1e-6", cases),
         f"Right after the last of these fixes it is {max(most(cells, 'B, every 100', 'ratio_end').values()):.1e} at "
@@ -229,7 +219,7 @@ def _on_drift(cells: dict[str, Cell]) -> str:
         report.paper("decay of 2e-3 hardly holds the drift back",
                      [ratio["A"][run] > 0.5 * ratio["C"][run] for run in drifting],
                      f"{by}, under A more than half of that under C", "runs that drift"),
-        report.paper("without decay products grow further", [x > 0 for x in grown],
+        report.paper("without decay products grow further", [np.mean(a - b) > 0 for a, b in products],
                      "the mean of s_Q·s_K at the end, under B above that under A", cases),
     ])
 
@@ -237,43 +227,38 @@ def _on_drift(cells: dict[str, Cell]) -> str:
 def _on_losses(cells: dict[str, Cell]) -> str:
     """The paper's claims on what fixing does to the loss."""
     gaps = {arm: {run: _less_a(cells, run, arm) for run in SHOWN} for arm in NETWORK_ARMS if arm != "A"}
-    rarely, always = gaps["B, every 100"], gaps["B, every 1"]
-    best = [x.mean() < min(0.0, y.mean()) and _apart(x) and _apart(x - y)
-            for x, y in zip(rarely.values(), always.values(), strict=True)]
-    far = {arm: [run for run, x in by_run.items() if _apart(x)] for arm, by_run in gaps.items()}
-    named = [f"{arm} ({', '.join(runs)})" for arm, runs in far.items() if runs]
+    rarely, always = (list(gaps[f"B, every {n}"].values()) for n in (100, 1))
+    best = [x.mean() < min(0.0, y.mean()) and _apart(x) and _apart(x - y) for x, y in zip(rarely, always, strict=True)]
+    far = {arm: ", ".join(run for run, x in by_run.items() if _apart(x)) for arm, by_run in gaps.items()}
+    named = "; ".join(f"{arm} ({runs})" for arm, runs in far.items() if runs)
     by, cases = "validation loss, by two standard deviations of the gap", "runs"
     return " ".join([
         report.paper("fixes 100 steps apart have a lower loss than A and than fixes at every step", best, by, cases),
         report.paper("fixes at every step have a higher loss than A",
-                     [x.mean() > 0.0 and _apart(x) for x in always.values()], by, cases),
-        "Further from A's validation loss than two standard deviations of the gap: "
-        f"{'; '.join(named) or 'no arm'}. The largest gap "
-        f"of a mean is {max(abs(x.mean()) for by_run in gaps.values() for x in by_run.values()):.4f}.",
+                     [x.mean() > 0.0 and _apart(x) for x in always], by, cases),
+        f"Further from A's validation loss than two standard deviations of the gap: {named or 'no arm'}. The largest "
+        f"gap of a mean is {max(abs(x.mean()) for by_run in gaps.values() for x in by_run.values()):.4f}.",
     ])
 
 
 def _on_quotients(cells: dict[str, Cell]) -> str:
     """What `quotient` holds, in which coordinate."""
-    ratio, free = (most(cells, arm, "ratio") for arm in ("quotient", "C"))
-    further = sum(ratio[run] > free[run] for run in SHOWN)
-    balanced = most(cells, "quotient, balanced", "ratio")
-    parted = {biased: [balanced[run] for run, (name, _) in SHOWN.items() if ("bias" in NETWORKS[name]) == biased]
-              for biased in (False, True)}
-    rests = [per_seed(cells, run, arm, "loss") for run in SHOWN for arm in ("quotient", "quotient, balanced")]
-    gap = max(float(np.abs(a - b).max()) for a, b in zip(rests[::2], rests[1::2], strict=True))
-    from_c = max(float(np.abs(x - per_seed(cells, run, "C", "loss")).max())
-                 for x, run in zip(rests[::2], SHOWN, strict=True))
-    return (
-        "`quotient` holds what its gauge reads: log s_Q changes by at most "
-        f"{max(most(cells, 'quotient', 'anchor').values()):.1e}. By |log(s_Q/s_K)| it moves by "
-        f"{report.span(list(ratio.values()), '.1e')}, further than C in {further} of {len(SHOWN)} runs: keys take all "
-        'growth of the product. `rest="balanced"` holds log‖Q side‖ − log‖K side‖ to '
-        f"{max(most(cells, 'quotient, balanced', 'sides').values()):.1e}. Without biases that is |log(s_Q/s_K)|, "
-        f"which stays within {max(parted[False]):.1e}; with biases it is not, and reaches {max(parted[True]):.1e}. "
-        f"Losses under both rests differ by {gap:.1e} at most, from C's by {from_c:.1e}: multipliers start at 1, which "
-        "is their point on the slice."
-    )
+    ratio, free, balanced = (most(cells, arm, "ratio") for arm in ("quotient", "C", "quotient, balanced"))
+    biased = {run for run, (network, _) in SHOWN.items() if "bias" in NETWORKS[network]}
+
+    def apart(one: str, other: str) -> float:
+        gaps = [per_seed(cells, run, one, "loss") - per_seed(cells, run, other, "loss") for run in SHOWN]
+        return float(np.abs(gaps).max())
+
+    return ("`quotient` holds what its gauge reads: log s_Q changes by at most "
+            f"{max(most(cells, 'quotient', 'anchor').values()):.1e}. By |log(s_Q/s_K)| it moves by "
+            f"{report.span(list(ratio.values()), '.1e')}, further than C in {sum(ratio[x] > free[x] for x in SHOWN)} "
+            f"of {len(SHOWN)} runs: keys take all growth of the product. `rest=\"balanced\"` holds log‖Q side‖ − log‖K "
+            f"side‖ to {max(most(cells, 'quotient, balanced', 'sides').values()):.1e}. Without biases that is "
+            f"|log(s_Q/s_K)|, which stays within {max(balanced[x] for x in SHOWN if x not in biased):.1e}; with biases "
+            f"it is not, and reaches {max(balanced[x] for x in biased):.1e}. Losses under both rests differ by "
+            f"{apart('quotient', 'quotient, balanced'):.1e} at most, from C's by {apart('quotient', 'C'):.1e}: "
+            "multipliers start at 1, which is their point on the slice.")
 
 
 RUNS = {cell_name(*run): run for run in NETWORK_RUNS}

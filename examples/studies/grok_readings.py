@@ -46,20 +46,13 @@ def grokked_at(result: Result, arm: str) -> list[float]:
     return [math.inf if at is None else curve["step"][at] for at, curve in zip(readings, curves, strict=True)]
 
 
-def grokked_column(result: Result) -> Column:
-    """The same for a table."""
-    return lambda arm: " / ".join("never" if at == math.inf else f"{at:,.0f}" for at in grokked_at(result, arm))
-
-
 def swings(result: Result) -> str:
     """How high accuracy gets along the runs, and how low it falls after that."""
     said = []
     for arm in result["arms"]:
         curves = [cell["curves"]["test_accuracy"] for cell in result["cells"][arm].values()]
-        after = [min(curve[curve.index(max(curve)) :]) for curve in curves]
-        said.append(
-            f"{arm} {report.listed([max(curve) for curve in curves], '.2f')}, then {report.listed(after, '.2f')}"
-        )
+        highest, after = [max(x) for x in curves], [min(x[x.index(max(x)) :]) for x in curves]
+        said.append(f"{arm} {report.listed(highest, '.2f')}, then {report.listed(after, '.2f')}")
     return f"The highest accuracy of each run and the lowest after it: {'; '.join(said)}."
 
 
@@ -78,10 +71,8 @@ def gauged(rate: float, decay: float, gauges: Sequence[go.Gauge]) -> optax.Gradi
 
     No gauge binds the MLPs' kernels; Muon takes them all the same.
     """
-    return go.ddc_muon(
-        rate, gauges, weight_decay=decay, adam_weight_decay=decay, consistent_rms=0.2,
-        labels={f"blocks/{{i}}/mlp/{name}/kernel": "muon" for name in ("up", "down")},
-    )
+    return go.ddc_muon(rate, gauges, weight_decay=decay, adam_weight_decay=decay, consistent_rms=0.2,
+                       labels={f"blocks/{{i}}/mlp/{name}/kernel": "muon" for name in ("up", "down")})
 
 
 def reading(start: Params, params: Params, data: Data, c: GrokConfig, block: int) -> dict[str, jax.Array]:
@@ -176,23 +167,23 @@ def cells(
 def swept(result: Result) -> str:
     """How the rates were chosen, in words."""
     chosen = best(result["rates"])
-    each = [
-        f"{base} {chosen[base]:g} ({', '.join(f'{x:.3f} at {rate}' for rate, x in scores.items())})"
-        for base, scores in result["rates"].items()
-    ]
+    each = [f"{base} {chosen[base]:g} ({', '.join(f'{x:.3f} at {rate}' for rate, x in scores.items())})"
+            for base, scores in result["rates"].items()]
     edges = [base for base, rate in chosen.items() if rate == max(RATES)]
     beyond = f" Larger rates were not tried, although the largest is best for {' and '.join(edges)}." if edges else ""
-    return (
-        f"Learning rate by mean test accuracy along {result['settings']['sweep_steps']:,} steps with seed "
-        f"{SWEEP_SEED}: {'; '.join(each)}.{beyond}"
-    )
+    return (f"Learning rate by mean test accuracy along {result['settings']['sweep_steps']:,} steps with seed "
+            f"{SWEEP_SEED}: {'; '.join(each)}.{beyond}")
 
 
 def columns(result: Result) -> dict[str, Column]:
     """Those of a deep network: when it groks, then medians over the last quarter of the run."""
     settled = functools.partial(report.column, result, at=report.settled)
+
+    def grokked(arm: str) -> str:
+        return " / ".join("never" if at == math.inf else f"{at:,.0f}" for at in grokked_at(result, arm))
+
     return {
-        f"{GROKKED:.0%} from step": grokked_column(result),
+        f"{GROKKED:.0%} from step": grokked,
         "accuracy": settled("test_accuracy", ".3f"),
         "train loss": settled("train_loss"),
         "test loss": settled("test_loss"),
@@ -202,7 +193,5 @@ def columns(result: Result) -> dict[str, Column]:
 
 def sizes(c: GrokConfig) -> str:
     """The network and its task, in words."""
-    return (
-        f"Addition modulo {c.p} from {c.share:.0%} of all pairs, full batch, {c.layers} blocks with rotary positions, "
-        f"width {c.d_model}, {c.heads} heads, hidden {c.d_ff}"
-    )
+    return (f"Addition modulo {c.p} from {c.share:.0%} of all pairs, full batch, {c.layers} blocks with rotary "
+            f"positions, width {c.d_model}, {c.heads} heads, hidden {c.d_ff}")

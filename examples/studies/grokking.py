@@ -90,10 +90,6 @@ def _adamw(rate: Knob, decay: Knob) -> optax.GradientTransformation:
     return optax.adamw(rate, b2=B2, weight_decay=decay)
 
 
-def _muon(rate: Knob, decay: Knob, per_head: bool = False) -> optax.GradientTransformation:
-    return baselines.muon(rate, decay, per_head=per_head)
-
-
 NEURONS: Mapping[str, str] = {
     **{f"blocks/{{i}}/attn/{name}/kernel": "_ head channel" for name in ("query", "key", "value")},
     "blocks/{i}/attn/out/kernel": "_ _ channel",
@@ -109,20 +105,20 @@ ARMS: Mapping[str, Maker] = {
         rate, grokking.gauges(c), b2=B2, weight_decay=decay, preset="paper"
     ),
     "rotational AdamW": lambda c, rate, decay: go.norms.rotational_adamw(rate, NEURONS, b2=B2, weight_decay=decay),
-    "Muon": lambda c, rate, decay: _muon(rate, decay),
-    "Muon, per head": lambda c, rate, decay: _muon(rate, decay, per_head=True),
-    "Muon, logit shift alone": lambda c, rate, decay: go.quotient(_muon(rate, decay), grokking.shift()),
+    "Muon": lambda c, rate, decay: baselines.muon(rate, decay),
+    "Muon, per head": lambda c, rate, decay: baselines.muon(rate, decay, per_head=True),
+    "Muon, logit shift alone": lambda c, rate, decay: go.quotient(baselines.muon(rate, decay), grokking.shift()),
     "Muon, attention decay doubled": lambda c, rate, decay: optax.chain(
-        _muon(rate, decay), baselines.more_decay(rate * decay, lambda path: "/attn/" in path)
+        baselines.muon(rate, decay), baselines.more_decay(rate * decay, lambda path: "/attn/" in path)
     ),
     "Muon, dead directions masked": lambda c, rate, decay: baselines.dead_directions_masked(
-        _muon(rate, decay), lambda path: "blocks" in path and path.endswith("kernel")
+        baselines.muon(rate, decay), lambda path: "blocks" in path and path.endswith("kernel")
     ),
-    "quotient Muon": lambda c, rate, decay: go.quotient(_muon(rate, decay), grokking.gauges(c), pin=False),
+    "quotient Muon": lambda c, rate, decay: go.quotient(baselines.muon(rate, decay), grokking.gauges(c), pin=False),
     "quotient Muon, rotations not held": lambda c, rate, decay: go.quotient(
-        _muon(rate, decay), grokking.gauges(c), pin=False, hold=False
+        baselines.muon(rate, decay), grokking.gauges(c), pin=False, hold=False
     ),
-    "quotient Muon, pinned": lambda c, rate, decay: go.quotient(_muon(rate, decay), grokking.gauges(c)),
+    "quotient Muon, pinned": lambda c, rate, decay: go.quotient(baselines.muon(rate, decay), grokking.gauges(c)),
     "DDC-Muon": lambda c, rate, decay: go.ddc_muon(
         rate, grokking.gauges(c), weight_decay=decay, adam_weight_decay=decay, consistent_rms=0.2
     ),
@@ -213,45 +209,27 @@ DEAD = 1e-8  # of the largest eigenvalue of the activations' Gram matrix
 
 
 def run_cell(run: Run, config: Config, cell: Cell, of_grid: bool = False) -> dict[str, Any]:
-    """Trains one run to its end, from its checkpoint if there is one.
-
-    Args:
-      run: where the checkpoint is.
-      config: sizes.
-      cell: the run.
-      of_grid: whether it is one of the grid, which is shorter and keeps no curves.
-    """
+    """Trains one run to its end, from its checkpoint if there is one; those of a grid are short and keep no curves."""
     c, (init, advance) = config.network, program(config, cell.arm)
-    steps = config.grid_steps if of_grid else config.steps
     knobs = jnp.asarray(cell.rate, jnp.float32), jnp.asarray(cell.decay, jnp.float32)
     start = jax.jit(functools.partial(grokking.init, c))(jax.random.key(cell.seed))
     train, test = grokking.data(c, cell.seed)
+    at = range(0, (config.grid_steps if of_grid else config.steps) + config.every, config.every)
     (params, _), curves = harness.along(
-        range(0, steps + config.every, config.every)[: 1 + math.ceil(steps / config.every)],
-        (start, init(start, *knobs)), lambda carry, first, last: advance(*carry, train, *knobs),
+        at, (start, init(start, *knobs)), lambda carry, first, last: advance(*carry, train, *knobs),
         lambda carry: {key: float(x) for key, x in reading(c, start, carry[0], train, test).items()}, run.saved,
     )
-    last = {key: float(x) for key, x in last_reading(c, params).items()}
-    return record(config, cell, curves, last, with_curves=not of_grid)
+    final = summary([x["test_accuracy"] for x in curves], config.every) | curves[-1] | last_reading(c, params)
+    kept: dict[str, Any] = {"final": {key: _number(float(x)) for key, x in final.items()}}
+    kept["final"] |= {"rate": cell.rate, "decay": cell.decay}
+    if not of_grid:
+        points = np.unique(np.linspace(0, len(curves) - 1, min(POINTS, len(curves))).astype(int)).tolist()
+        kept["curves"] = {"step": [k * config.every for k in points]}
+        kept["curves"] |= {key: [harness.rounded(curves[k][key]) for k in points] for key in curves[0]}
+    return kept
 
 
 # What a run says --------------------------------------------------------------------------------------
-
-
-def record(
-    config: Config, cell: Cell, curves: Sequence[Mapping[str, float]], last: Mapping[str, float], with_curves: bool
-) -> dict[str, Any]:
-    """One run as the JSON keeps it: `final` in numbers, and thinned curves."""
-    final = {**summary([x["test_accuracy"] for x in curves], config.every), **curves[-1], **last}
-    kept: dict[str, Any] = {
-        "final": {key: _number(x) for key, x in final.items()} | {"rate": cell.rate, "decay": cell.decay}
-    }
-    if with_curves:
-        at = np.unique(np.linspace(0, len(curves) - 1, min(POINTS, len(curves))).astype(int)).tolist()
-        kept["curves"] = {"step": [k * config.every for k in at]} | {
-            key: [harness.rounded(curves[k][key]) for k in at] for key in curves[0]
-        }
-    return kept
 
 
 def summary(accuracy: Sequence[float], every: int) -> dict[str, float]:
@@ -326,38 +304,33 @@ def figure(result: Result, path: Path) -> None:
 def section(result: Result) -> str:
     """The table, and what it says."""
     c = Config(**result["settings"])
-    heads = (
-        "arm", "rate, decay", "seeds", "grokked at", "collapses", "readings below 95 %", "lowest after",
-        "final accuracy", "shift of logits", "drift, ours", "drift, paper's", "effective rank", "dead units",
-        "alignment",
-    )
-    rows: list[Sequence[Any]] = [heads]
+    rows: list[Sequence[Any]] = [["arm", "rate, decay", "seeds", *COLUMNS]]
     for arm, cells in result["cells"].items():
         finals = [cell["final"] for cell in cells.values()]
-
-        def shown(key: str, form: str, finals: Sequence[Mapping[str, Any]] = finals) -> str:
-            # What is read from weights that are NaN means nothing, even where a formula returns zero.
-            void = [x[key] is None or (diverged(x) and key not in OF_THE_CURVE) for x in finals]
-            return ", ".join("–" if no else format(x[key], form) for no, x in zip(void, finals, strict=True))
-
-        rows.append([
-            arm, f"{finals[0]['rate']:g}, {finals[0]['decay']:g}", len(finals), shown("grokked", ".0f"),
-            shown("collapses", ".0f"), shown("below", ".0f"), shown("lowest", ".3f"), shown("test_accuracy", ".3f"),
-            shown("shift", ".1e"), shown("anchor", ".1e"), shown("ratio", ".1e"), shown("effective_rank", ".1f"),
-            shown("dead_units", ".2f"), shown("alignment", ".2f"),
-        ])
+        shown = (", ".join(_shown(x, key, form) for x in finals) for key, form in COLUMNS.values())
+        rows.append([arm, f"{finals[0]['rate']:g}, {finals[0]['decay']:g}", len(finals), *shown])
     rates, decays = (", ".join(f"{x:g}" for x in numbers) for numbers in (RATES, DECAYS))
-    about = (
-        f"Addition modulo {c.p} from {GrokConfig().share:.0%} of all pairs, full batch, one block of width "
-        f"{GrokConfig().d_model} with {c.hidden} units ({c.mlp}), {c.steps:,} steps, a reading every {c.every}. Rates "
-        f"{rates} and decays {decays}, chosen per arm by the mean accuracy along {c.grid_steps:,} steps with seed "
-        f"{BEST_SEED}. A number per seed. {report.made_with(result)}"
-    )
+    about = (f"Addition modulo {c.p} from {GrokConfig().share:.0%} of all pairs, full batch, one block of width "
+             f"{GrokConfig().d_model} with {c.hidden} units ({c.mlp}), {c.steps:,} steps, a reading every {c.every}. "
+             f"Rates {rates} and decays {decays}, chosen per arm by the mean accuracy along {c.grid_steps:,} steps "
+             f"with seed {BEST_SEED}. A number per seed. {report.made_with(result)}")
     return "\n\n".join([about, report.bare(rows), " ".join(sentences(result))])
 
 
+COLUMNS = {
+    "grokked at": ("grokked", ".0f"), "collapses": ("collapses", ".0f"), "readings below 95 %": ("below", ".0f"),
+    "lowest after": ("lowest", ".3f"), "final accuracy": ("test_accuracy", ".3f"), "shift of logits": ("shift", ".1e"),
+    "drift, ours": ("anchor", ".1e"), "drift, paper's": ("ratio", ".1e"), "effective rank": ("effective_rank", ".1f"),
+    "dead units": ("dead_units", ".2f"), "alignment": ("alignment", ".2f"),
+}
 OF_THE_CURVE = ("grokked", "collapses", "below", "lowest")
 """Statistics that a run has before it diverges; the others are read from its last weights."""
+
+
+def _shown(final: Mapping[str, Any], key: str, form: str) -> str:
+    """A number of a run; what is read from weights that are NaN means nothing, even where a formula returns zero."""
+    void = final[key] is None or (diverged(final) and key not in OF_THE_CURVE)
+    return "–" if void else format(final[key], form)
 
 
 def diverged(final: Mapping[str, Any]) -> bool:
@@ -366,6 +339,8 @@ def diverged(final: Mapping[str, Any]) -> bool:
 
 
 SHIFT = "the norm of the output kernel's mean over classes"
+HELD, TURNING = "quotient Muon", "quotient Muon, rotations not held"
+MATCHED = "Muon, attention decay doubled"
 
 
 def sentences(result: Result) -> Iterator[str]:
@@ -376,8 +351,8 @@ def sentences(result: Result) -> Iterator[str]:
         return [x["final"][key] for x in cells.get(arm, {}).values()]
 
     if {"AdamW", "DDC-AdamW"} <= cells.keys():
-        limit = [1e-4 * x for x in finals("AdamW", "shift")]
-        held = [x <= y for x, y in zip(finals("DDC-AdamW", "shift"), limit, strict=False)]
+        pairs = zip(finals("DDC-AdamW", "shift"), finals("AdamW", "shift"), strict=False)
+        held = [ours <= 1e-4 * theirs for ours, theirs in pairs]
         yield report.paper("DDC holds the logit shift", held, f"{SHIFT}, to 1e-4 of AdamW's")
     never, falls, steady = [], [], []
     for arm in cells:
@@ -390,14 +365,15 @@ def sentences(result: Result) -> Iterator[str]:
         elif all(grokked):
             steady.append(arm)
     if {"DDC-Muon", MATCHED} <= cells.keys():
-        yield verdict(result)
+        pairs = zip(finals("DDC-Muon", "alignment"), finals(MATCHED, "alignment"), strict=False)
+        yield report.paper("the gauge's dead directions lie nearer to axes than those of Muon with matched decay",
+                           [a > b for a, b in pairs], "axis alignment of the hidden layer's dead directions")
     if {HELD, TURNING} <= cells.keys():
         last = [finals(arm, "test_accuracy") for arm in (HELD, TURNING)]
         more = sum(x > y for x, y in zip(*last, strict=False))
-        yield (
-            f"Muon inside quotient ends at a test accuracy of {report.span(last[0])} where rotations of heads are held "
-            f"and {report.span(last[1])} where they are not: higher with them held on {more} of {len(last[0])} seeds."
-        )
+        yield (f"Muon inside quotient ends at a test accuracy of {report.span(last[0])} where rotations of heads are "
+               f"held and {report.span(last[1])} where they are not: higher with them held on {more} of {len(last[0])} "
+               "seeds.")
     yield on_the_grids(result)
     yield f"Test accuracy falls below {GROKKED:.0%} again after grokking: {', '.join(falls) or 'in no arm'}."
     yield f"Arms that grok with every seed and stay there: {', '.join(steady) or 'none'}."
@@ -415,24 +391,8 @@ def on_the_grids(result: Result) -> str:
         if len(cells) == len(grid_cells(arm)):
             told.append(f"{arm} {len(finals)} and {sum(x['collapses'] == 0 for x in finals)}")
     steps = result["settings"]["grid_steps"]
-    return (
-        f"Cells of the grid (of {len(RATES) * len(DECAYS)}) that grok in {steps:,} steps with seed {BEST_SEED}, and "
-        f"those of them that never collapse: {'; '.join(told) or 'no grid is done'}."
-    )
-
-
-HELD, TURNING = "quotient Muon", "quotient Muon, rotations not held"
-MATCHED = "Muon, attention decay doubled"
-
-
-def verdict(result: Result) -> str:
-    """Table 4's F2; needs both arms."""
-    both = [[x["final"]["alignment"] for x in result["cells"][arm].values()] for arm in ("DDC-Muon", MATCHED)]
-    higher = [a > b for a, b in zip(*both, strict=False)]
-    return report.paper(
-        "the gauge's dead directions lie nearer to axes than those of Muon with matched decay", higher,
-        "axis alignment of the hidden layer's dead directions",
-    )
+    return (f"Cells of the grid (of {len(RATES) * len(DECAYS)}) that grok in {steps:,} steps with seed {BEST_SEED}, "
+            f"and those of them that never collapse: {'; '.join(told) or 'no grid is done'}.")
 
 
 STUDY = harness.Study(__doc__, lambda c: c.name, queue, section, figure, config=Config(), partial=True)

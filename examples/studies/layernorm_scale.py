@@ -91,11 +91,9 @@ def build(c: Config) -> Training:
     return Training(arms, functools.partial(make, c), loss, observe)
 
 
-figure = report.figure(
-    "LayerNorm and readout: scale traded between γ and W",
-    Panel("loss", "Training loss", ylabel="mean squared error"),
-    Panel("drift", "Drift of what the gauge reads, rms over channels", drift=True),
-)
+figure = report.figure("LayerNorm and readout: scale traded between γ and W",
+                       Panel("loss", "Training loss", ylabel="mean squared error"),
+                       Panel("drift", "Drift of what the gauge reads, rms over channels", drift=True))
 
 
 def section(result: Result) -> str:

@@ -13,9 +13,9 @@ The Fisher information takes 100 labels per parameter that the model draws. Trai
 reading in float64.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ Cell = dict[str, Any]
 Arms = dict[str, optax.GradientTransformation]
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Config:
     """Sizes; those of the first two studies are C.1's and C.4's here."""
 
@@ -71,44 +71,36 @@ SHIFT = go.logit_shift({"unembed": "_ vocab"})
 
 
 @functools.cache
-def _readout(c: Config) -> tuple[row_shift.Config, Training, dict[str, Arm], dict[str, Callable[..., Any]]]:
-    """C.1's sizes, its study, the arms, and their compiled runs."""
+def _readout(c: Config) -> tuple[row_shift.Config, Training, dict[str, Callable[..., Any]]]:
+    """C.1's sizes, its study with the arms of this one, and their compiled runs."""
     small = row_shift.Config(steps=c.steps, modulus=c.modulus, width=c.width, hidden=c.hidden)
     case = row_shift.build(small)
     adamw = optax.adamw(small.learning_rate, b2=small.b2, weight_decay=small.weight_decay)
-    arms = {
-        "SGD": Arm(optax.sgd(0.1)),
-        "AdamW": case.arms["AdamW"],
-        "DDC": case.arms["DDC"],
-        "quotient(adamw)": Arm(go.quotient(adamw, SHIFT)),
-    }
-    return small, case, arms, {name: harness.advance(case, arm) for name, arm in arms.items()}
+    arms = {"SGD": Arm(optax.sgd(0.1)), "quotient(adamw)": Arm(go.quotient(adamw, SHIFT))}
+    case = dataclasses.replace(case, arms={**case.arms, **arms})
+    return small, case, {name: harness.advance(case, case.arms[name]) for name in STUDIES[ISOLATION][1]}
 
 
 def isolation(c: Config, name: str, seed: int) -> Cell:
     """Train; then split the readout and its last step by the kernel of the sampled Fisher, and by the gauge."""
-    small, case, arms, runs = _readout(c)
+    small, case, runs = _readout(c)
     start, data = case.make(seed)
     start |= {"unembed": start["unembed"] - jnp.mean(start["unembed"], 1, keepdims=True)}
-    tx = arms[name].tx
+    tx = case.arms[name].tx
     params, state = runs[name](start, tx.init(start), data, 0, c.steps)
     step, _ = tx.update(jax.grad(case.loss)(params, data), state, params)
     with jax.enable_x64(True):
         exact, fn = in_float64(params), functools.partial(row_shift.logits, heads=small.heads)
-        pairs = np.asarray(data["train"])
-        fisher = go.measure.Fisher(fn, exact, [pairs], jax.random.key(seed), only="unembed")
+        fisher = go.measure.Fisher(fn, exact, [np.asarray(data["train"])], jax.random.key(seed), only="unembed")
         values, vectors = np.linalg.eigh(np.asarray(fisher.dense()))
-        flat = np.asarray(exact["unembed"]).ravel()
-        kernel = vectors[:, values < DEAD * values[-1]]
+        kernel, flat = vectors[:, values < DEAD * values[-1]], np.asarray(exact["unembed"]).ravel()
         along = jnp.ones_like(exact["unembed"]) * jnp.arange(1.0, c.width + 1)[:, None]  # one vector on every column
         steepness = float(go.measure.directional_fisher(fisher, exact | {"unembed": along}))
         shares = [float(go.measure.gauge_fraction(exact, SHIFT, x)["unembed"]) for x in (exact, in_float64(step))]
-    return _numbers(
-        share=shares[0], share_of_step=shares[1], kernel=kernel.shape[1],
-        share_of_kernel=np.sum((kernel.T @ flat) ** 2) / np.sum(flat**2),
-        along_over_largest=abs(steepness) / values[-1], labels=fisher.samples,
-        **{key: x for key, x in case.observe(start, params, data).items() if key.startswith("t")},
-    )
+    return _numbers(share=shares[0], share_of_step=shares[1], kernel=kernel.shape[1],
+                    share_of_kernel=np.sum((kernel.T @ flat) ** 2) / np.sum(flat**2),
+                    along_over_largest=abs(steepness) / values[-1], labels=fisher.samples,
+                    **{key: x for key, x in case.observe(start, params, data).items() if key.startswith("t")})
 
 
 # C.4: the order at the dead point -----------------------------------------------------------------------
@@ -123,10 +115,10 @@ def _pairs(p: Tree, x: jax.Array) -> jax.Array:
 
 @functools.cache
 def _diagonal(c: Config) -> tuple[diagonal_network.Config, Training, dict[str, Callable[..., Any]]]:
+    """C.4's sizes, its study, and the compiled runs."""
     small = diagonal_network.Config(steps=c.steps, modes=c.modes)
     case = diagonal_network.build(small)
-    arms = {name: case.arms[name] for name in ("SGD", "AdamW", "DDC", diagonal_network.BALANCED)}
-    return small, case, {name: harness.advance(case, arm) for name, arm in arms.items()}
+    return small, case, {name: harness.advance(case, case.arms[name]) for name in STUDIES[ORDER][1]}
 
 
 def order(c: Config, name: str, seed: int) -> Cell:
@@ -134,39 +126,31 @@ def order(c: Config, name: str, seed: int) -> Cell:
     small, case, runs = _diagonal(c)
     start, data = case.make(seed)
     trained, _ = runs[name](start, case.arms[name].tx.init(start), data, 0, c.steps)
-    dead, live, alive_kl = [], [], []
     with jax.enable_x64(True):
         x, end = jnp.asarray(np.asarray(data["whitened"], np.float64)), in_float64(trained)
-        for at in range(small.nonzero, small.modes, APART):
-            curvature, kl = _walk(end, x, at, 0.0)
-            dead.append((go.measure.kl_order(LENGTHS, curvature), go.measure.kl_order(LENGTHS, kl, of="kl")))
-        for at in range(0, small.nonzero, APART // 2):
-            curvature, kl = _walk(end, x, at, float(jnp.sqrt(jnp.abs(end["u"][at] * end["v"][at]))))
-            live.append(go.measure.kl_order(LENGTHS, curvature).readable)
-            alive_kl.append(go.measure.kl_order(LENGTHS, kl, of="kl").order)
-    drift = diagonal_network.observe(start, trained, data)["ratio"]
-    return _numbers(
-        lowest=min(fisher.order for fisher, _ in dead), highest=max(fisher.order for fisher, _ in dead),
-        by_kl=float(np.mean([kl.order for _, kl in dead])), live_by_kl=float(np.mean(alive_kl)),
-        live_readable=sum(live), pairs=len(dead), drift=drift,
-    )
+        centers = jnp.sqrt(jnp.abs(end["u"] * end["v"]))
+        dead = [_orders(end, x, at, 0.0) for at in range(small.nonzero, small.modes, APART)]
+        live = [_orders(end, x, at, float(centers[at])) for at in range(0, small.nonzero, APART // 2)]
+    return _numbers(lowest=min(fisher.order for fisher, _ in dead), highest=max(fisher.order for fisher, _ in dead),
+                    by_kl=np.mean([kl.order for _, kl in dead]), live_by_kl=np.mean([kl.order for _, kl in live]),
+                    live_readable=sum(fisher.readable for fisher, _ in live), pairs=len(dead),
+                    drift=diagonal_network.observe(start, trained, data)["ratio"])
 
 
-def _walk(end: Tree, x: jax.Array, at: int, center: float) -> tuple[list[float], list[float]]:
-    """The Gauss–Newton along the joint mode of pair `at`, and the KL divergence, at every length from the center."""
+def _orders(end: Tree, x: jax.Array, at: int, center: float) -> tuple[Any, Any]:
+    """The order of pair `at`, walking along its joint mode: by the Gauss–Newton, and by the KL divergence."""
 
     def point(length: float) -> Tree:
         return {name: leaf.at[at].set(center + length / 2**0.5) for name, leaf in end.items()}
 
     direction = {name: jnp.zeros_like(leaf).at[at].set(2**-0.5) for name, leaf in end.items()}
-    target = _pairs(point(0.0), x)
-    curvature, kl = [], []
+    target, curvature, kl = _pairs(point(0.0), x), [], []
     for length in LENGTHS:
         there = point(float(length))
         ggn = go.measure.GGN(_pairs, there, [x], "gaussian")
         curvature.append(float(go.measure.directional_fisher(ggn, direction)))
         kl.append(float(0.5 * jnp.mean(jnp.square(_pairs(there, x) - target))))
-    return curvature, kl
+    return go.measure.kl_order(LENGTHS, curvature), go.measure.kl_order(LENGTHS, kl, of="kl")
 
 
 # §5.8: one step -----------------------------------------------------------------------------------------
@@ -190,7 +174,7 @@ class OneStep:
         self.rotations = [gauge for gauge in gauges if gauge.name == "head_rotation"]
         self.rescales = [gauge for gauge in gauges if gauge.name == "rescale"]
         adam, polar = 1e-3, 1e-2
-        self.arms: Arms = {  # with rotations alone: what the gauge changes, and nothing else
+        arms: Arms = {  # with rotations alone: what the gauge changes, and nothing else
             "AdamW": optax.adamw(adam),
             "DDC": go.ddc_adamw(adam, self.rotations),
             TEXTBOOK: starts.muon(lambda _: polar),
@@ -198,7 +182,7 @@ class OneStep:
             "DDC-Muon": go.ddc_muon(polar, self.rotations),
         }
         whole: Arms = {"DDC": go.ddc_adamw(adam, gauges), "DDC-Muon": go.ddc_muon(polar, gauges)}
-        self.steps = {name: self._step(tx) for name, tx in self.arms.items()}
+        self.steps = {name: self._step(tx) for name, tx in arms.items()}
         self.whole = self.steps | {name: self._step(tx) for name, tx in whole.items()}
         self.train = jax.jit(self._train)
 
@@ -262,11 +246,9 @@ def one_step(c: Config, name: str, seed: int) -> Cell:
             move: _gap(go.product(gauges), case.whole[name], params, batches)
             for move, gauges in (("rotation", case.rotations), ("rescale", case.rescales))
         }
-        return _numbers(
-            before=before[0], after=after[0], spread=np.ptp(before) / before[0],
-            turned=optax.tree.norm(motion) / optax.tree.norm(_of_attention(plain)),
-            loss=case.loss(params, batches[0]), **gaps,
-        )
+        return _numbers(before=before[0], after=after[0], spread=np.ptp(before) / before[0],
+                        turned=optax.tree.norm(motion) / optax.tree.norm(_of_attention(plain)),
+                        loss=case.loss(params, batches[0]), **gaps)
 
 
 def _of_attention(step: Tree) -> Tree:
@@ -284,9 +266,7 @@ def _gap(group: Any, step: Callable[..., Tree], params: Tree, batches: jax.Array
     ours = group.act(element, jax.tree.map(jnp.add, params, step(params, batches)))
     theirs = jax.tree.map(jnp.add, twin, step(twin, batches))
     leaves = zip(*(map(np.asarray, jax.tree.leaves(tree)) for tree in (ours, theirs, twin)), strict=True)
-    return max(
-        float(np.linalg.norm(b - a)) / max(float(np.linalg.norm(a - start)), 1e-30) for a, b, start in leaves
-    )
+    return max(float(np.linalg.norm(b - a)) / max(float(np.linalg.norm(a - start)), 1e-30) for a, b, start in leaves)
 
 
 # Cells --------------------------------------------------------------------------------------------------
@@ -371,80 +351,64 @@ def section(result: Result) -> str:
 def _isolation_verdict(result: Result) -> str:
     share = {arm: values(result, ISOLATION, arm, "share") for arm in STUDIES[ISOLATION][1]}
     pinned = {arm: [x < FLOOR for x in share[arm]] for arm in ("DDC", "quotient(adamw)")}
+    by = "the readout's share along the orbit"
+    largest = max(x for arm in share for x in values(result, ISOLATION, arm, "along_over_largest"))
     return " ".join([
-        report.paper(
-            "AdamW leaks the readout along the orbit, on the Fisher's zeros", [x > 1e-3 for x in share["AdamW"]],
-            "the readout's share along the orbit (above 1e-3)",
-        ),
-        report.paper(
-            "DDC pins this share at the floor", pinned["DDC"], f"the readout's share along the orbit (below {FLOOR:g})"
-        ),
+        report.paper("AdamW leaks the readout along the orbit, on the Fisher's zeros",
+                     [x > 1e-3 for x in share["AdamW"]], f"{by} (above 1e-3)"),
+        report.paper("DDC pins this share at the floor", pinned["DDC"], f"{by} (below {FLOOR:g})"),
         f"The same of `quotient(adamw)`, {report.on_seeds(pinned['quotient(adamw)'])}. The Fisher along the orbit is "
-        f"at most {_largest(result, ISOLATION, 'along_over_largest'):.0e} of its largest eigenvalue, roundoff.",
+        f"at most {largest:.0e} of its largest eigenvalue, roundoff.",
     ])
 
 
 def _order_verdict(result: Result) -> str:
-    within = [
-        abs(x - 2.0) < 0.02
-        for arm in STUDIES[ORDER][1]
-        for key in ("lowest", "highest", "by_kl")
-        for x in values(result, ORDER, arm, key)
-    ]
-    control = [x == 0 for arm in STUDIES[ORDER][1] for x in values(result, ORDER, arm, "live_readable")]
-    drifts = [values(result, ORDER, arm, "drift") for arm in STUDIES[ORDER][1]]
-    apart = max(map(max, drifts)) / max(min(map(min, drifts)), report.ROUNDING)
-    verdict = "shows here in all" if all(within) else f"shows here in {sum(within)} of"
-    return (
-        "The paper: read by Gauss–Newton at the dead point along the balanced mode, the order is one number, k = 2 for "
-        f"a product of two, whatever the optimizer; by the order k, this {verdict} {len(within)} reads (within 1 %). "
-        f"The drift of the "
-        f"gauge differs by a factor of {report.number(apart)} between the arms. The control "
-        f"{'holds' if all(control) else 'FAILS'}: the curvature of live pairs is no falling power of ℓ "
-        f"{'in any run' if all(control) else 'in some runs only'}."
-    )
+    def of_all(*keys: str) -> list[float]:
+        return [x for arm in STUDIES[ORDER][1] for key in keys for x in values(result, ORDER, arm, key)]
+
+    within = [abs(x - 2.0) < 0.02 for x in of_all("lowest", "highest", "by_kl")]
+    control, drifts = [x == 0 for x in of_all("live_readable")], of_all("drift")
+    apart = max(drifts) / max(min(drifts), report.ROUNDING)
+    return ("The paper: read by Gauss–Newton at the dead point along the balanced mode, the order is one number, k = 2 "
+            "for a product of two, whatever the optimizer; by the order k, this shows here in "
+            f"{'all' if all(within) else f'{sum(within)} of'} {len(within)} reads (within 1 %). The drift of the gauge "
+            f"differs by a factor of {report.number(apart)} between the arms. The control "
+            f"{'holds' if all(control) else 'FAILS'}: the curvature of live pairs is no falling power of ℓ "
+            f"{'in any run' if all(control) else 'in some runs only'}.")
 
 
 def _step_verdict(result: Result) -> str:
+    def of(arm: str, key: str) -> list[float]:
+        return values(result, ONE_STEP, arm, key)
+
     def ratio(ours: str, theirs: str, key: str) -> list[float]:
-        pairs = zip(values(result, ONE_STEP, ours, key), values(result, ONE_STEP, theirs, key), strict=True)
-        return [a / b for a, b in pairs]
+        return [a / b for a, b in zip(of(ours, key), of(theirs, key), strict=True)]
+
+    def small(arm: str, key: str) -> list[bool]:
+        return [x < 1e-10 for x in of(arm, key)]
 
     muon = [ratio("DDC-Muon", PER_HEAD, key) for key in ("before", "after")]
     adam = [ratio("DDC", "AdamW", key) for key in ("before", "after")]
-    textbook = ratio("DDC-Muon", TEXTBOOK, "before")
     same = [all(abs(x - 1) <= SAME for x in pair) for pair in zip(*muon, strict=True)]
-    kept = {
-        (arm, move): [x < 1e-10 for x in values(result, ONE_STEP, arm, move)]
-        for arm in ("DDC", "DDC-Muon", PER_HEAD) for move in ("rotation", "rescale")
-    }
-    turned = zip(*(values(result, ONE_STEP, arm, "turned") for arm in ("DDC", "DDC-Muon")), strict=True)
-    held, gap = [max(both) < 1e-10 for both in turned], "the gap of twins after a step (1e-10)"
+    held = [all(both) for both in zip(small("DDC", "turned"), small("DDC-Muon", "turned"), strict=True)]
+    gap = "the gap of twins after a step (1e-10)"
     return " ".join([
-        report.paper(
-            "on a Muon base the gauge leaves the curvature along a step where Muon without the gauge leaves it", same,
-            f"the directional Fisher (both ends within {SAME:.0%})",
-        ),
+        report.paper("on a Muon base the gauge leaves the curvature along a step where Muon without the gauge leaves "
+                     "it", same, f"the directional Fisher (both ends within {SAME:.0%})"),
         f"The ratios are {report.span([x for pair in muon for x in pair], '.3f')} beside Muon per head. Beside "
-        f"textbook Muon, which takes the polar factor of all heads at once, it is {report.span(textbook, '.2f')}: "
-        f"the other matrices do that, not the gauge. On the Adam base the ratios are "
-        f"{report.span([x for pair in adam for x in pair], '.3f')}; AdamW's own curvature differs by "
-        f"{report.span(values(result, ONE_STEP, 'AdamW', 'spread'), '.0%')} between twins, DDC's by rounding.",
+        f"textbook Muon, which takes the polar factor of all heads at once, it is "
+        f"{report.span(ratio('DDC-Muon', TEXTBOOK, 'before'), '.2f')}: the other matrices do that, not the gauge. On "
+        f"the Adam base the ratios are {report.span([x for pair in adam for x in pair], '.3f')}; AdamW's own curvature "
+        f"differs by {report.span(of('AdamW', 'spread'), '.0%')} between twins, DDC's by rounding.",
         report.paper("Table 6, the orbit is held on both bases", held, "the rotation of heads (below 1e-10)"),
-        report.paper("the Adam base composes with rotations", kept["DDC", "rotation"], gap),
-        report.paper("the Adam base composes with rescales", kept["DDC", "rescale"], gap),
-        report.paper("the Muon base composes with rotations", kept["DDC-Muon", "rotation"], gap),
-        report.paper(
-            "Muon's orthogonaliser by itself does not compose with rescales",
-            [not x for x in kept[PER_HEAD, "rescale"]], gap,
-        ),
-        f"On the slice it does: the gap of the library's `ddc_muon` under rescales is below 1e-10 "
-        f"{report.on_seeds(kept['DDC-Muon', 'rescale'])}, where Table 6 has a no.",
+        report.paper("the Adam base composes with rotations", small("DDC", "rotation"), gap),
+        report.paper("the Adam base composes with rescales", small("DDC", "rescale"), gap),
+        report.paper("the Muon base composes with rotations", small("DDC-Muon", "rotation"), gap),
+        report.paper("Muon's orthogonaliser by itself does not compose with rescales",
+                     [not x for x in small(PER_HEAD, "rescale")], gap),
+        "On the slice it does: the gap of the library's `ddc_muon` under rescales is below 1e-10 "
+        f"{report.on_seeds(small('DDC-Muon', 'rescale'))}, where Table 6 has a no.",
     ])
-
-
-def _largest(result: Result, name: str, key: str) -> float:
-    return max(x for arm in STUDIES[name][1] for x in values(result, name, arm, key))
 
 
 # Figure -------------------------------------------------------------------------------------------------

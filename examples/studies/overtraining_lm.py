@@ -93,9 +93,7 @@ def build(c: Config) -> Training:
         MUON: Arm(baselines.muon(c.muon_rate, c.decay)),
         POLAR: Arm(baselines.muon(c.muon_rate, c.decay, per_head=True)),
         DDC_MUON: Arm(
-            go.ddc_muon(
-                c.muon_rate, gauges, weight_decay=c.decay, adam_weight_decay=c.decay, consistent_rms=0.2
-            )
+            go.ddc_muon(c.muon_rate, gauges, weight_decay=c.decay, adam_weight_decay=c.decay, consistent_rms=0.2)
         ),
     }
     rest = [gauge for gauge in gauges if gauge.name != "norm_scale"]
@@ -106,10 +104,8 @@ def build(c: Config) -> Training:
     }
     graph, _ = nnx.split(lm.build(c.network, nnx.Rngs(0)))
     _, loss = lm.params_and_loss(c.network, jax.random.key(0))
-    return Training(
-        arms, functools.partial(make, c), loss, functools.partial(observe, graph),
-        functools.partial(batch, c),
-    )
+    return Training(arms, functools.partial(make, c), loss, functools.partial(observe, graph),
+                    functools.partial(batch, c))
 
 
 @functools.cache
@@ -212,57 +208,45 @@ def section(result: Result) -> str:
         "effective rank": report.column(result, f"rank {last}", ".1f"),
         f"readable cells of {2 * c.layers}": lambda arm: report.listed(readable(result, arm), ".0f"),
     })
-    about = (
-        f"{c.layers} blocks of width {c.width}, {c.heads} query and {c.kv_heads} key-value heads; {c.text:,} bytes, "
-        f"{c.steps:,} steps of {c.batch} × {c.length} ({c.steps * c.batch * c.length / c.text:.0f} epochs), decay "
-        f"{c.decay:g}, rates {c.adam_rate:g} (Adam) and {c.muon_rate:g} (Muon). {report.made_with(result)}"
-    )
+    about = (f"{c.layers} blocks of width {c.width}, {c.heads} query and {c.kv_heads} key-value heads; {c.text:,} "
+             f"bytes, {c.steps:,} steps of {c.batch} × {c.length} ({c.steps * c.batch * c.length / c.text:.0f} "
+             f"epochs), decay {c.decay:g}, rates {c.adam_rate:g} (Adam) and {c.muon_rate:g} (Muon). "
+             f"{report.made_with(result)}")
     return "\n\n".join([about, table, " ".join(sentences(result))])
 
 
 def sentences(result: Result) -> Iterator[str]:
-    """The paper's findings."""
-    less = functools.partial(report.less, result, key="loss")
+    """The paper's findings, and which part of DDC changes the validation loss on the Adam base."""
+
+    def level(one: str, other: str, within: float) -> list[bool]:
+        """Whether two arms end at one validation loss, seed by seed."""
+        ratios = report.ratios(report.final(result, one, "loss"), report.final(result, other, "loss"))
+        return [abs(x - 1.0) <= within for x in ratios]
+
+    def near(one: str, other: str) -> str:
+        return report.on_seeds(level(one, other, NEAR))
+
     gaps = [a / b for a, b in zip(gap(result, DDC), gap(result, ADAMW), strict=True)]
     yield report.paper("DDC holds the gap between validation and training loss to a ninth of AdamW's (0.67 and 5.88)",
                        [x <= 0.2 for x in gaps], "gap at the end, at most a fifth of AdamW's")
     yield f"The gap under DDC is {report.span(gaps)} times AdamW's."
-    yield report.paper("DDC ends at a lower validation loss than AdamW", less(DDC, ADAMW), "validation loss")
-    yield report.paper("on Muon the gauge ends at a lower validation loss than the textbook's",
-                       less(DDC_MUON, MUON), "validation loss")
-    yield report.paper("on Muon the gauge ends at a lower validation loss than its orthogonaliser alone",
-                       less(DDC_MUON, POLAR), "validation loss")
-    yield report.paper("the orthogonaliser alone ends at the textbook's validation loss",
-                       level(result, POLAR, MUON, SAME), f"validation loss, to {SAME:.0%}")
-    yield verdict(result)
-    if not any(map(any, (readable(result, arm) for arm in result["arms"]))):
+    for claim, ours, theirs in (
+        ("DDC ends at a lower validation loss than AdamW", DDC, ADAMW),
+        ("on Muon the gauge ends at a lower validation loss than the textbook's", DDC_MUON, MUON),
+        ("on Muon the gauge ends at a lower validation loss than its orthogonaliser alone", DDC_MUON, POLAR),
+    ):
+        yield report.paper(claim, report.less(result, ours, theirs, "loss"), "validation loss")
+    yield report.paper("the orthogonaliser alone ends at the textbook's validation loss", level(POLAR, MUON, SAME),
+                       f"validation loss, to {SAME:.0%}")
+    cells = {arm: readable(result, arm) for arm in result["arms"]}
+    yield report.paper("rates can be read in more cells under DDC than under AdamW",
+                       [a > b for a, b in zip(cells[DDC], cells[ADAMW], strict=True)], "number of readable cells")
+    if not any(map(any, cells.values())):
         yield "No cell of any arm is readable, so this statistic does not separate the arms at this size."
-    yield controls(result)
+    yield (f"Where it comes from, to {NEAR:.0%} of the validation loss at the end: {NO_DECAY}, ends at DDC-AdamW's "
+           f"{near(NO_DECAY, DDC)}; {NO_NORMS}, ends at AdamW's {near(NO_NORMS, ADAMW)}, and {QUOTIENT} too "
+           f"{near(QUOTIENT, ADAMW)}. A norm and its reader share one scale. DDC decays it once, AdamW on both sides: "
+           "so AdamW decays the size of the logits twice.")
 
-
-def level(result: Result, one: str, other: str, within: float) -> list[bool]:
-    """Whether two arms end at one validation loss, seed by seed."""
-    ratios = report.ratios(report.final(result, one, "loss"), report.final(result, other, "loss"))
-    return [abs(x - 1.0) <= within for x in ratios]
-
-
-def controls(result: Result) -> str:
-    """Which part of DDC changes the validation loss on the Adam base."""
-
-    def near(one: str, other: str) -> str:
-        return report.on_seeds(level(result, one, other, NEAR))
-
-    return (
-        f"Where it comes from, to {NEAR:.0%} of the validation loss at the end: {NO_DECAY}, ends at DDC-AdamW's "
-        f"{near(NO_DECAY, DDC)}; {NO_NORMS}, ends at AdamW's {near(NO_NORMS, ADAMW)}, and {QUOTIENT} too "
-        f"{near(QUOTIENT, ADAMW)}. A norm and its reader share one scale. DDC decays it once, AdamW on both sides: so "
-        f"AdamW decays the size of the logits twice."
-    )
-
-
-def verdict(result: Result) -> str:
-    """Table 4's F1."""
-    more = [a > b for a, b in zip(readable(result, DDC), readable(result, ADAMW), strict=True)]
-    return report.paper("rates can be read in more cells under DDC than under AdamW", more, "number of readable cells")
 
 STUDY = harness.Study(__doc__, "overtraining_lm", harness.trained(build), section, figure, config=Config(), full=FULL)

@@ -34,7 +34,6 @@ from models import lm
 
 CONFIG = lm.LMConfig(vocab=data.VOCAB, mlp="gelu")
 FIRST = 1.6e-3
-REFERENCE = "plain"
 
 
 class Arm(NamedTuple):
@@ -108,47 +107,33 @@ def sweeps(result: Result) -> dict[str, dict[float, list[float]]]:
     return {arm: losses for arm, losses in found.items() if losses}
 
 
-def table(result: Result) -> str:
-    """Markdown: every arm at its best rate, beside the plain one at its own."""
-    lines = [["arm", "parameters", "rate", "validation loss", "to plain's, %", "not finite"]]
-    found = sweeps(result)
-    plain = np.array(found[REFERENCE][best(found[REFERENCE])]) if REFERENCE in found else np.nan
-    for arm, losses in found.items():
-        cells = [result["cells"][key((arm, rate, seed))] for rate in losses for seed in result["seeds"]]
-        at = np.array(losses[best(losses)])
-        change = 100 * (at / plain - 1)
-        lines.append([
-            arm, f"{cells[0]['parameters']:,}", f"{best(losses):g}", f"{at.mean():.4f} ± {at.std():.4f}",
-            "" if arm == REFERENCE else f"{change.mean():+.2f} ± {change.std():.2f}",
-            f"{sum(not cell['finite'] for cell in cells)} of {len(cells)}",
-        ])
-    return report.markdown(lines)
-
-
 def section(result: Result) -> str:
-    """Its part of the page of all results."""
+    """Its part of the page of all results: every arm at its best rate, beside the plain one at its own."""
     found = sweeps(result)
-    plain = np.array(found[REFERENCE][best(found[REFERENCE])])
-    ends = {arm: np.array(losses[best(losses)]) for arm, losses in found.items() if arm != REFERENCE}
-    within = {arm: abs(np.mean(x) - np.mean(plain)) <= np.hypot(np.std(x), np.std(plain)) for arm, x in ends.items()}
+    ends = {arm: np.array(losses[best(losses)]) for arm, losses in found.items()}
+    plain = ends["plain"]
+    lines = [["arm", "parameters", "rate", "validation loss", "to plain's, %", "not finite"]]
+    for arm, at in ends.items():
+        cells = [result["cells"][key((arm, rate, seed))] for rate in found[arm] for seed in result["seeds"]]
+        change = 100 * (at / plain - 1)
+        lines.append([arm, f"{cells[0]['parameters']:,}", f"{best(found[arm]):g}", f"{at.mean():.4f} ± {at.std():.4f}",
+                      "" if arm == "plain" else f"{change.mean():+.2f} ± {change.std():.2f}",
+                      f"{sum(not cell['finite'] for cell in cells)} of {len(cells)}"])
     saved = 2 * CONFIG.layers * CONFIG.heads * CONFIG.d_head**2
-    about = (
-        "A decoder of 2 layers and 4 heads of 16 (GELU, learned positions) on bytes of text, "
-        f"{result['settings']['steps']} steps, {len(result['seeds'])} seeds, {result['machine']}, float32. "
-        "`go.orbit.pack` "
-        f"leaves 2 · layers · heads · d_h² = {saved:,} numbers out, and AdamW trains what is left. By default every "
-        "head leaves out rows of its own, and `pack` chooses the number on the diagonal. *Shared*: all heads leave out "
-        "the same rows (`shared=True`). *Identity*: that number is 1 (`size=1.0`). *Quotient*: AdamW inside "
-        "`go.quotient`, with the gauges that bind no packed leaf. Every arm at the best rate of its own sweep (rates "
-        f"are a factor of {RATIO} apart), mean ± standard deviation over seeds."
-    )
-    inside = ", ".join(f"*{arm}*" for arm, holds in within.items() if holds) or "no arm"
-    outside = ", ".join(f"*{arm}*" for arm, holds in within.items() if not holds) or "no arm"
-    said = (
-        "An arm's mean loss differs from the plain one's by at most the standard deviation over seeds (of both runs "
-        f"together): {inside}. By more: {outside}."
-    )
-    return f"{about}\n\n{table(result)}\n\n{said}"
+    about = ("A decoder of 2 layers and 4 heads of 16 (GELU, learned positions) on bytes of text, "
+             f"{result['settings']['steps']} steps, {len(result['seeds'])} seeds, {result['machine']}, float32. "
+             f"`go.orbit.pack` leaves 2 · layers · heads · d_h² = {saved:,} numbers out, and AdamW trains what is "
+             "left. By default every head leaves out rows of its own, and `pack` chooses the number on the diagonal. "
+             "*Shared*: all heads leave out the same rows (`shared=True`). *Identity*: that number is 1 (`size=1.0`). "
+             "*Quotient*: AdamW inside `go.quotient`, with the gauges that bind no packed leaf. Every arm at the best "
+             f"rate of its own sweep (rates are a factor of {RATIO} apart), mean ± standard deviation over seeds.")
+    within: dict[bool, list[str]] = {True: [], False: []}
+    for arm, at in list(ends.items())[1:]:
+        near = abs(at.mean() - plain.mean()) <= np.hypot(at.std(), plain.std())
+        within[bool(near)].append(f"*{arm}*")
+    said = ("An arm's mean loss differs from the plain one's by at most the standard deviation over seeds (of both "
+            f"runs together): {', '.join(within[True]) or 'no arm'}. By more: {', '.join(within[False]) or 'no arm'}.")
+    return f"{about}\n\n{report.markdown(lines)}\n\n{said}"
 
 
 def figure(result: Result, path: Path) -> None:

@@ -97,9 +97,9 @@ def build(c: Config) -> Training:
     """AdamW, DDC with either binding, at rest where both layers share growth, and as the paper prints it."""
     rate, decay = c.learning_rate, c.weight_decay
     arms = {
-        "AdamW": Arm(optax.adamw(c.learning_rate, weight_decay=c.weight_decay)),
-        "DDC block": Arm(go.ddc_adamw(c.learning_rate, GAUGES["block"], weight_decay=c.weight_decay)),
-        "DDC channel": Arm(go.ddc_adamw(c.learning_rate, GAUGES["channel"], weight_decay=c.weight_decay)),
+        "AdamW": Arm(optax.adamw(rate, weight_decay=decay)),
+        "DDC block": Arm(go.ddc_adamw(rate, GAUGES["block"], weight_decay=decay)),
+        "DDC channel": Arm(go.ddc_adamw(rate, GAUGES["channel"], weight_decay=decay)),
         BALANCED: Arm(go.ddc_adamw(rate, GAUGES["channel"], weight_decay=decay, rest="balanced")),
         PRINTED: Arm(go.ddc_adamw(rate, GAUGES["block"], weight_decay=decay, preset="paper")),
         PRINTED_UNITS: Arm(go.ddc_adamw(rate, GAUGES["channel"], weight_decay=decay, preset="paper")),
@@ -107,12 +107,10 @@ def build(c: Config) -> Training:
     return Training(arms, functools.partial(make, c), loss, observe)
 
 
-figure = report.figure(
-    "ReLU teacher and student: scale traded between two layers",
-    Panel("loss", "Training loss", ylabel="mean squared error"),
-    Panel("block_drift", "Drift of what the layers' gauge reads", drift=True),
-    Panel("channel_drift", "Drift of what the units' gauge reads, rms", drift=True),
-)
+figure = report.figure("ReLU teacher and student: scale traded between two layers",
+                       Panel("loss", "Training loss", ylabel="mean squared error"),
+                       Panel("block_drift", "Drift of what the layers' gauge reads", drift=True),
+                       Panel("channel_drift", "Drift of what the units' gauge reads, rms", drift=True))
 
 
 def section(result: Result) -> str:

@@ -139,11 +139,9 @@ def containment(
     """
     times = ratios(largest(result, theirs, mode), largest(result, ours, mode))
     losses = [a / b for a, b in zip(at(result, ours, loss), at(result, theirs, loss), strict=True)]
-    return (
-        f"In {coordinate}, {ours} drifts {span(times)} times less than {theirs} (1,000 times or more "
-        f"{on_seeds([x >= 1000 for x in times])}); its {'final' if at is final else 'settled'} loss is {span(losses)} "
-        f"times {theirs}'s (matched {on_seeds([x <= MATCHED for x in losses])})."
-    )
+    return (f"In {coordinate}, {ours} drifts {span(times)} times less than {theirs} (1,000 times or more "
+            f"{on_seeds([x >= 1000 for x in times])}); its {'final' if at is final else 'settled'} loss is "
+            f"{span(losses)} times {theirs}'s (matched {on_seeds([x <= MATCHED for x in losses])}).")
 
 
 def farther(result: Result, ours: str, theirs: str, mode: str) -> str:
@@ -194,6 +192,13 @@ def rows(axis: Axes, names: Iterable[str]) -> None:
     shown = list(names)
     axis.set_yticks(range(len(shown)), shown)
     axis.invert_yaxis()
+
+
+def by_row(axis: Axes, values: Mapping[str, Sequence[float]]) -> None:
+    """Means and deviations over seeds, from the bottom to the top."""
+    for k, of_name in enumerate(values.values()):
+        axis.errorbar(np.mean(of_name), k, xerr=np.std(of_name, ddof=1), fmt="o", color="black")
+    axis.set_yticks(range(len(values)), list(values), fontsize=7)
 
 
 def grid_of_panels(count: int, title: str, columns: int = 4, common: bool = True) -> tuple[Figure, list[Axes]]:

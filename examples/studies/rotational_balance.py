@@ -84,7 +84,7 @@ def measured(name: str, seeds: Sequence[int]) -> Cell:
     net, make, decays = ARMS[name]
     pairs, task = list(itertools.product(RATES, decays)), digits.Task(net=net)
     swept = digits.train(task, make, pairs, seeds)
-    at = int(np.argmin(np.where(np.isfinite(swept.loss), swept.loss, np.inf).mean(1)))
+    at = digits.best(swept.loss)
     out: Cell = {
         "sweep": swept.loss.mean(1).reshape(len(RATES), -1), "best": list(pairs[at]), "loss": swept.loss[at],
         "accuracy": swept.accuracy[at],
@@ -95,7 +95,6 @@ def measured(name: str, seeds: Sequence[int]) -> Cell:
         out["layers_apart"] = late[:, :, 0].max(1) / late[:, :, 0].min(1)
         out["neurons_apart"] = (late[:, :, 1] / late[:, :, 0]).mean(1)
         out["rotation"] = observed[0, ::10, :, 0].T
-        out["spread"] = observed[0, ::10, :, 1].T
     return out
 
 
@@ -120,10 +119,7 @@ def figure(result: Result, path: Path) -> None:
     axes[2].set(title="mean rotation; layer 1 solid, 2 dashed", xlabel="step", ylabel="rad", yscale="log")
     axes[2].legend(fontsize=7)
     names = [name for name in cells if name.startswith(("slowed", "RV"))]
-    for k, name in enumerate(names):
-        losses = np.asarray(cells[name]["loss"])
-        axes[3].errorbar(losses.mean(), k, xerr=losses.std(ddof=1), fmt="o", color="black")
-    axes[3].set_yticks(range(len(names)), names, fontsize=7)
+    report.by_row(axes[3], {name: cells[name]["loss"] for name in names})
     axes[3].set(title="best test loss", xlabel="mean and deviation over seeds")
     report.save_as_is(fig, path)
 
@@ -133,28 +129,23 @@ def section(result: Result) -> str:
     cells = result["cells"]
     rows = []
     for name, cell in cells.items():
-        apart = [
-            report.span(cell[key], ".2f") if key in cell else "" for key in ("layers_apart", "neurons_apart")
-        ]
-        rate, decay = cell["best"]
-        right = f"{np.mean(cell['accuracy']):.2%}"
-        rows.append([name, report.spread(cell["loss"], ".4f"), right, f"{rate:g}, {decay:g}", *apart])
+        apart = [report.span(cell[key], ".2f") if key in cell else "" for key in ("layers_apart", "neurons_apart")]
+        rows.append([name, report.spread(cell["loss"], ".4f"), f"{np.mean(cell['accuracy']):.2%}",
+                     "{:g}, {:g}".format(*cell["best"]), *apart])
     head = ["", "test loss", "accuracy", "rate, decay", "fastest over slowest layer", "spread over neurons"]
-    gap = np.subtract(cells["Adam + l2"]["loss"], cells["AdamW"]["loss"])
-    closed = np.subtract(cells["special RV, l2 = 1e-4"]["loss"], cells["AdamW"]["loss"])
-    even, worst = np.asarray(cells["RV-AdamW"]["loss"]), np.asarray(cells["slowed, p = 0.5, f = 10"]["loss"])
-    half = np.asarray(cells["RV-AdamW, width 32"]["loss"])
-    plain, wrapped = np.asarray(cells["AdamW"]["loss"]), np.asarray(cells["AdamW, standardized"]["loss"])
+    loss = {name: np.asarray(cell["loss"]) for name, cell in cells.items()}
+    plain, even = loss["AdamW"], loss["RV-AdamW"]
+    gap, closed = loss["Adam + l2"] - plain, loss["special RV, l2 = 1e-4"] - plain
+    worst, half = loss["slowed, p = 0.5, f = 10"], loss["RV-AdamW, width 32"]
+    wrapped = loss["AdamW, standardized"]
     return "\n\n".join([
         f"{len(result['seeds'])} seeds, float32, {result['machine']}; best of {len(RATES)} rates and {len(DECAYS)} "
         "decays each. Rotation over the middle half of the run.",
         report.plain([head, *rows]),
         report.paper("AdamW is better than Adam + ℓ₂", list(gap > 0), "test loss")
         + f" The gap is {report.spread(list(gap), '+.4f')} here.",
-        report.paper(
-            "Adam + ℓ₂'s direction at AdamW's angle is as good as AdamW", list(closed < np.abs(gap)),
-            "test loss, nearer to AdamW's than Adam + ℓ₂'s is or below it",
-        )
+        report.paper("Adam + ℓ₂'s direction at AdamW's angle is as good as AdamW", list(closed < np.abs(gap)),
+                     "test loss, nearer to AdamW's than Adam + ℓ₂'s is or below it")
         + f" It is {report.spread(list(closed), '+.4f')} away with the l2 that is Adam + ℓ₂'s best; with AdamW's decay "
         "for an l2, as in the paper, l2 swamps these gradients.",
         report.paper("balanced rotation is better than imbalanced, tuned", list(worst > even), "test loss")

@@ -99,38 +99,28 @@ def measured(name: str, seeds: Sequence[int]) -> Cell:
         return optax.adamw(rate, weight_decay=decay, mask=text.kernels)
 
     if net.cnn is None:
-        axes = _unrolled(text.neurons(net.standardized), 2)
+        axes = {path.replace("{i}", str(i)): x for i in range(2) for path, x in text.neurons(net.standardized).items()}
         task = text.Task(steps=LM_STEPS, constant=True, warmup=0.0, standardized=net.standardized)
         _, kept = text.train(task, make, pair, seeds, observer(net, axes), EVERY)
-        entries = {path: int(np.prod([64 if "mlp/down" not in path else 256])) for path in axes}
+        entries = {path: 256 if "mlp/down" in path else 64 for path in axes}
     else:
         axes = neurons(net.cnn)
         nets = digits.Task(net=net.cnn, steps=DIGITS_STEPS, constant=True, warmup=0.0, label_noise=0.3)
         kept = digits.train(nets, make, pair, seeds, observer(net, axes)).observed
-        kept = {path: _windows(x) for path, x in kept.items()}
+        kept = {path: x.reshape(*x.shape[:2], -1, EVERY, x.shape[-1]).mean(3) for path, x in kept.items()}
         entries = {path: 9 if "/0/" in path else 9 * net.cnn.width for path in axes}
     out: Cell = {"layers": {}}
     for path, curves in kept.items():
-        last = curves.shape[2] * 2 // 3
         rest = go.measure.predict_equilibrium(
             "adamw", learning_rate=net.learning_rate, weight_decay=net.weight_decay or np.nan, dim=entries[path],
             second_order=True,
         )
-        means = curves[0, :, last:].mean(1)
+        means = curves[0, :, curves.shape[2] * 2 // 3 :].mean(1)
         out["layers"][path] = {key: means[:, k] for k, key in enumerate(FIGURES)} | {
             "predicted": [float(rest.norm), float(rest.rotation)] if net.weight_decay else [],
             "curves": {"norm": curves[0, 0, :, 0], "rotation": curves[0, 0, :, 1]},
         }
     return out
-
-
-def _unrolled(axes: Mapping[str, str], count: int) -> dict[str, str]:
-    return {path.replace("{i}", str(i)): axes_of_path for i in range(count) for path, axes_of_path in axes.items()}
-
-
-def _windows(x: np.ndarray) -> np.ndarray:
-    """(1, seeds, steps, figures) to means over windows."""
-    return x.reshape(*x.shape[:2], -1, EVERY, x.shape[-1]).mean(3)
 
 
 def ratios(layer: Cell, corrected: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -202,42 +192,32 @@ INVARIANT = ("LM, standardized", "digits, batch norm", "digits, standardized")
 
 def _verdicts(cells: Mapping[str, Cell]) -> list[str]:
     """What the paper says of layers with decay, case by case: a case is a layer and a seed."""
-    cases = "layers and seeds"
 
     def off(names: Sequence[str], which: int, corrected: bool) -> np.ndarray:
         """How far norm (0) or rotation (1) is from its prediction, as |log|."""
         found = [ratios(layer, corrected)[which] for name in names for layer in cells[name]["layers"].values()]
         return np.abs(np.log(np.concatenate(found)))
 
-    others = [name for name in cells if NETS[name].weight_decay and name not in INVARIANT]
-    said = [
-        report.paper(
-            "scale-invariant layers rest where Table 1 says", list(off(INVARIANT, k, False) <= np.log1p(NEAR)),
-            f"{key} over its prediction, within {NEAR:.0%}", cases,
-        )
-        for k, key in enumerate(("norm", "rotation"))
-    ]
-    said += [
-        report.paper(
-            "other layers are off by the radial part of their gradient",
-            list(off(others, k, True) < off(others, k, False)),
-            f"{key} over its prediction, nearer to 1 when corrected by λ_e and C_err", cases,
-        )
-        for k, key in enumerate(("norm", "rotation"))
-    ]
-    aligned = [np.asarray(layer["gradient_momentum"]) < 0 for layer in cells["LM"]["layers"].values()]
-    negative = list(np.concatenate(aligned))
-    return [*said, report.paper("a transformer's gradient is aligned negatively with its momentum", negative,
-                                "the sign of cos(g, m) of the LM", cases)]
+    others, said = [name for name in cells if NETS[name].weight_decay and name not in INVARIANT], []
+    for k, key in enumerate(("norm", "rotation")):
+        near = off(INVARIANT, k, False) <= np.log1p(NEAR)
+        said.append(("scale-invariant layers rest where Table 1 says", near,
+                     f"{key} over its prediction, within {NEAR:.0%}"))
+    for k, key in enumerate(("norm", "rotation")):
+        said.append(("other layers are off by the radial part of their gradient",
+                     off(others, k, True) < off(others, k, False),
+                     f"{key} over its prediction, nearer to 1 when corrected by λ_e and C_err"))
+    aligned = np.concatenate([layer["gradient_momentum"] for layer in cells["LM"]["layers"].values()])
+    said.append(("a transformer's gradient is aligned negatively with its momentum", aligned < 0,
+                 "the sign of cos(g, m) of the LM"))
+    return [report.paper(finding, list(holds), by, "layers and seeds") for finding, holds, by in said]
 
 
 def _left(cells: Mapping[str, Cell]) -> list[bool]:
     """Whether a layer without decay nearly stopped turning."""
-    curves = [
-        np.asarray(layer["curves"]["rotation"])
-        for name, cell in cells.items() if not NETS[name].weight_decay for layer in cell["layers"].values()
-    ]
-    return [bool(x[-1] < STILL * x[len(x) // 20]) for x in curves]
+    layers = [x for name, cell in cells.items() if not NETS[name].weight_decay for x in cell["layers"].values()]
+    turned = [layer["curves"]["rotation"] for layer in layers]
+    return [bool(x[-1] < STILL * x[len(x) // 20]) for x in turned]
 
 
 STUDY = harness.Study(

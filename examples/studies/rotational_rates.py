@@ -7,7 +7,8 @@ fast all else steps, and the way to rest. `RV` turns by that angle from the firs
 """
 
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,21 +72,17 @@ def cells() -> dict[str, Callable[[Sequence[int]], Cell]]:
     """By name: the arm, its rates, with warm-up or without, as functions of the seeds."""
     made: dict[str, Any] = {}
     for name, make, make_lm in (("AdamW", adamw, adamw), ("RV-AdamW", rotational, lm_rotational)):
-        made[f"product, digits, {name}"] = functools.partial(
-            on_digits, make, [(rate, PRODUCT / rate) for rate in DIGITS_RATES], 0.1
-        )
-        made[f"product, LM, {name}"] = functools.partial(
-            on_text, make_lm, [(rate, PRODUCT / rate) for rate in LM_RATES], 0.1
-        )
-        for warmup in (0.0, 0.1):
-            made[f"warm-up {warmup:g}, LM, {name}"] = functools.partial(
-                on_text, make_lm, [(rate, LM_DECAY) for rate in WARM_RATES], warmup
-            )
-    for name, make in (("SGDM", sgdm), ("RV-SGDM", rotational_sgdm)):
-        for warmup in (0.0, 0.1):
-            made[f"warm-up {warmup:g}, digits, {name}"] = functools.partial(
-                on_digits, make, [(rate, SGD_DECAY) for rate in SGD_RATES], warmup
-            )
+        for task, on, arm, rates in (("digits", on_digits, make, DIGITS_RATES), ("LM", on_text, make_lm, LM_RATES)):
+            pairs = [(rate, PRODUCT / rate) for rate in rates]
+            made[f"product, {task}, {name}"] = functools.partial(on, arm, pairs, 0.1)
+    warmed = {
+        "LM, AdamW": (on_text, adamw, WARM_RATES, LM_DECAY),
+        "LM, RV-AdamW": (on_text, lm_rotational, WARM_RATES, LM_DECAY),
+        "digits, SGDM": (on_digits, sgdm, SGD_RATES, SGD_DECAY),
+        "digits, RV-SGDM": (on_digits, rotational_sgdm, SGD_RATES, SGD_DECAY),
+    }
+    for (name, (on, arm, rates, decay)), warmup in itertools.product(warmed.items(), (0.0, 0.1)):
+        made[f"warm-up {warmup:g}, {name}"] = functools.partial(on, arm, [(rate, decay) for rate in rates], warmup)
     return made
 
 
@@ -98,9 +95,10 @@ def finite(cell: Cell) -> np.ndarray:
     return np.where(np.isfinite(losses), losses, np.inf)
 
 
-def means(cell: Cell) -> np.ndarray:
-    """Over seeds, infinite where a run was lost."""
-    return finite(cell).mean(1)
+def _table(rates: Sequence[float], cells: Mapping[str, Cell]) -> str:
+    """A row per name, a column per rate: means over seeds."""
+    rows = [[name, *(f"{x:.4f}" for x in finite(cell).mean(1))] for name, cell in cells.items()]
+    return report.plain([["", *(f"{rate:g}" for rate in rates)], *rows])
 
 
 def gains_of_warmup(cells: dict[str, Cell], task: str, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -154,28 +152,19 @@ def section(result: Result) -> str:
     cells, out = result["cells"], [f"{len(result['seeds'])} seeds, float32, {result['machine']}."]
     for task, rates in (("digits", DIGITS_RATES), ("LM", LM_RATES)):
         names = ("AdamW", "RV-AdamW")
-        rows = [[name, *(f"{x:.4f}" for x in means(cells[f"product, {task}, {name}"]))] for name in names]
         out.append(f"{task}, rate times decay {PRODUCT:g}, by rate:")
-        out.append(report.plain([["", *(f"{rate:g}" for rate in rates)], *rows]))
+        out.append(_table(rates, {name: cells[f"product, {task}, {name}"] for name in names}))
         by_seed = [finite(cells[f"product, {task}, {name}"]) for name in names]
         wide = [x.max(0) / x.min(0) - 1.0 for x in by_seed]
-        out.append(
-            report.paper(
-                "the rotational variant depends less on the rate at a fixed product",
-                list(wide[1] < wide[0]),
-                f"the {LOSSES[task]} loss of the worst over that of the best rate",
-            )
-            + f" It is AdamW {report.span([100 * x for x in wide[0]], '+.1f')} %, RV-AdamW "
-            f"{report.span([100 * x for x in wide[1]], '+.1f')} %, smallest to largest seed."
-        )
+        out.append(report.paper("the rotational variant depends less on the rate at a fixed product",
+                                list(wide[1] < wide[0]),
+                                f"the {LOSSES[task]} loss of the worst over that of the best rate")
+                   + f" It is AdamW {report.span([100 * x for x in wide[0]], '+.1f')} %, RV-AdamW "
+                   f"{report.span([100 * x for x in wide[1]], '+.1f')} %, smallest to largest seed.")
     for task, rates, names in (("LM", WARM_RATES, ("AdamW", "RV-AdamW")), ("digits", SGD_RATES, ("SGDM", "RV-SGDM"))):
-        rows = [
-            [f"{name}, {said}", *(f"{x:.4f}" for x in means(cells[f"warm-up {warmup:g}, {task}, {name}"]))]
-            for name in names
-            for warmup, said in ((0.0, "without"), (0.1, "with"))
-        ]
         out.append(f"{task}, with and without warm-up over a tenth of the run, by rate:")
-        out.append(report.plain([["", *(f"{rate:g}" for rate in rates)], *rows]))
+        out.append(_table(rates, {f"{name}, {said}": cells[f"warm-up {warmup}, {task}, {name}"] for name in names
+                                  for warmup, said in (("0", "without"), ("0.1", "with"))}))
         gains, best = zip(*(gains_of_warmup(cells, task, name) for name in names), strict=True)
         by = f"{LOSSES[task]} loss without warm-up over that with it, each at its best rate"
         out.append(

@@ -63,12 +63,12 @@ def compared(name: str, seeds: Sequence[int]) -> Cell:
     task, make, variant, rates, decays = PAIRS[name]
     pairs = list(itertools.product(rates, decays))
     swept = losses(task, make, pairs, seeds)
-    at = int(np.argmin(np.where(np.isfinite(swept), swept, np.inf).mean(1)))
+    at = digits.best(swept)
     rate, decay = pairs[at]
     few = list(LM_FEW if task == "LM" else decays)
     few += [decay] if decay not in few else []
     by_decay = losses(task, variant, [(rate, other) for other in few], seeds)
-    best = int(np.argmin(np.where(np.isfinite(by_decay), by_decay, np.inf).mean(1)))
+    best = digits.best(by_decay)
     return {
         "pair": [rate, decay], "baseline": swept[at], "no decay": losses(task, make, [(rate, 0.0)], seeds)[0],
         "zero-shot": by_decay[few.index(decay)], "few-shot": by_decay[best], "few-shot decay": few[best],
@@ -88,7 +88,7 @@ def optioned(name: str, task: str, seeds: Sequence[int]) -> Cell:
 
     decays = (DECAY,) if task == "LM" else (0.01, 0.03, DECAY, 0.3, 1.0)
     by_decay = losses(task, make, [(RATE, decay) for decay in decays], seeds)
-    at = int(np.argmin(by_decay.mean(1)))
+    at = digits.best(by_decay)
     return {"loss": by_decay[at], "decay": decays[at]}
 
 
@@ -108,10 +108,7 @@ def figure(result: Result, path: Path) -> None:
     axes[0].set(title="loss over the baseline's", ylim=(0.8, 1.4))
     axes[0].legend(fontsize=7)
     for axis, task in zip(axes[1:], ("digits", "LM"), strict=True):
-        for k, name in enumerate(OPTIONS):
-            values = np.asarray(result["cells"][f"{task}: {name}"]["loss"])
-            axis.errorbar(values.mean(), k, xerr=values.std(ddof=1), fmt="o", color="black")
-        axis.set_yticks(range(len(OPTIONS)), list(OPTIONS), fontsize=7)
+        report.by_row(axis, {name: result["cells"][f"{task}: {name}"]["loss"] for name in OPTIONS})
         axis.set(title=f"{task}, RV-AdamW: loss by option")
     report.save_as_is(fig, path)
 
@@ -128,10 +125,8 @@ def section(result: Result) -> str:
         zero, few, none = (np.mean(cell[column]) / base - 1 for column in ("zero-shot", "few-shot", "no decay"))
         said.append(f"{name} {zero:+.1%} zero-shot, {few:+.1%} few-shot, {none:+.1%} without decay")
     level = "held-out loss, at most a standard deviation over seeds above the baseline's"
-    options = [
-        [name, *(report.spread(cells[f"{task}: {name}"]["loss"], ".4f") for task in ("digits", "LM"))]
-        for name in OPTIONS
-    ]
+    options = [[name, *(report.spread(cells[f"{task}: {name}"]["loss"], ".4f") for task in ("digits", "LM"))]
+               for name in OPTIONS]
     return "\n\n".join([
         f"{len(result['seeds'])} seeds, float32, {result['machine']}; loss on held-out data.",
         report.plain([["rate and decay of the baseline", *COLUMNS, "few-shot decay"], *rows]),
@@ -164,11 +159,9 @@ def _stable(cells: dict[str, Cell], task: str) -> str:
     """Whether options matter on one task."""
     means = {name: float(np.mean(cells[f"{task}: {name}"]["loss"])) for name in OPTIONS}
     default, *others = means.values()
-    return report.paper(
-        f"on {task}, results stay stable over β, centring and granularity",
-        [abs(x / default - 1.0) <= STABLE for x in others],
-        f"held-out loss, within {STABLE:.0%} of the default's", "options",
-    )
+    return report.paper(f"on {task}, results stay stable over β, centring and granularity",
+                        [abs(x / default - 1.0) <= STABLE for x in others],
+                        f"held-out loss, within {STABLE:.0%} of the default's", "options")
 
 
 CELLS: dict[str, Callable[[Sequence[int]], Cell]] = {

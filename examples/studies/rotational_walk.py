@@ -90,7 +90,8 @@ def readings(c: Config, arm: Arm, seed: int) -> dict[str, np.ndarray]:
             signed = _signed(arm, state, grads["w"])
             # The step without its decay.
             pure = updates["w"] + (arm.learning_rate * arm.weight_decay * params["w"] if arm.kind != "sgdm" else 0.0)
-            figures |= {"unit": unit, "first": jnp.abs(signed), "second": jnp.square(signed), "pure": _square(pure)}
+            figures |= {"unit": unit, "first": jnp.abs(signed), "second": jnp.square(signed)}
+            figures["pure"] = jnp.sum(jnp.square(pure), 1)
             squares = {name: jnp.square(figures[name]) for name in ("norm", "rms_update")}
             return (optax.apply_updates(params, updates), after), figures | squares
 
@@ -105,10 +106,6 @@ def readings(c: Config, arm: Arm, seed: int) -> dict[str, np.ndarray]:
     stacked = {name: np.stack([one[name] for one in kept]) for name in kept[0]}
     stacked |= {name: np.sqrt(stacked[name]) for name in ("norm", "rms_update", "pure")}
     return stacked | {"start": np.linalg.norm(weights, axis=1)}
-
-
-def _square(x: jax.Array) -> jax.Array:
-    return jnp.sum(jnp.square(x), 1)
 
 
 def _signed(arm: Arm, state: Any, gradient: jax.Array) -> jax.Array:
@@ -137,37 +134,29 @@ def predicted(c: Config, arm: Arm, at: dict[str, np.ndarray], aligned: bool = Fa
 
 def measured(c: Config, name: str, seeds: Sequence[int]) -> dict[str, Any]:
     """Curves of the first seed, and the last third's means over predictions, for every seed."""
-    arm = ARMS[name]
-    out: dict[str, Any] = {}
+    arm, out = ARMS[name], dict[str, Any]()
     for seed in seeds:
         curves = readings(c, arm, seed)
-        last = len(curves["norm"]) * 2 // 3
-        at = {key: x[last:].mean(0) for key, x in curves.items() if key != "start"}
+        at = {key: x[len(x) * 2 // 3 :].mean(0) for key, x in curves.items() if key != "start"}
         plain, aligned = predicted(c, arm, at), predicted(c, arm, at, aligned=True)
-        predictions = {
+        law = None if arm.kind == "adam_l2" else _law(arm, curves, plain)
+        found = {
             "norm": at["norm"].mean() / np.mean(plain.norm),
             "rotation": at["rotation"].mean() / np.mean(plain.rotation),
             "step": at["pure"].mean() / np.mean(plain.rms_update),
             "aligned_norm": at["norm"].mean() / np.mean(aligned.norm),
             "aligned_rotation": at["rotation"].mean() / np.mean(aligned.rotation),
-            "transient": _transient(arm, curves, plain),
+            "transient": np.nan if law is None else np.max(np.abs(curves["norm"].mean(1) / law - 1.0)),
         }
         if arm.kind == "lion":
-            second = at["second"].mean(-1)
-            predictions["alignment"] = np.sqrt(np.mean(at["first"] ** 2 / at["second"]))
-            predictions["pooled_alignment"] = np.mean(at["first"].mean(-1) / np.sqrt(second))
-        for key, x in predictions.items():
+            found["alignment"] = np.sqrt(np.mean(at["first"] ** 2 / at["second"]))
+            found["pooled_alignment"] = np.mean(at["first"].mean(-1) / np.sqrt(at["second"].mean(-1)))
+        for key, x in found.items():
             out.setdefault(key, []).append(float(x))
         if seed == seeds[0]:
-            out["curves"] = {
-                key: {
-                    "neurons": curves[key][:, :NEURONS].T, "mean": curves[key].mean(1),
-                    "predicted": float(np.mean(getattr(plain, key))),
-                }
-                for key in ("norm", "rotation")
-            }
-            if arm.kind != "adam_l2":
-                out["curves"]["norm"]["transient"] = _law(arm, curves, plain)
+            out["curves"] = {key: {"neurons": curves[key][:, :NEURONS].T, "mean": curves[key].mean(1),
+                                   "predicted": float(np.mean(getattr(plain, key)))} for key in ("norm", "rotation")}
+            out["curves"]["norm"] |= {} if law is None else {"transient": law}
     return out
 
 
@@ -178,13 +167,6 @@ def _law(arm: Arm, curves: dict[str, np.ndarray], rest: Equilibrium) -> np.ndarr
         power, kept = 4, 1 - arm.learning_rate * arm.weight_decay / 0.1
     share = kept ** (power * (np.arange(len(curves["norm"])) + 0.5) * WINDOW)[:, None]
     return np.mean((share * curves["start"] ** power + (1 - share) * rest.norm**power) ** (1 / power), 1)
-
-
-def _transient(arm: Arm, curves: dict[str, np.ndarray], rest: Equilibrium) -> float:
-    """How far the mean norm is from Eq. (16), at most, over the run."""
-    if arm.kind == "adam_l2":
-        return float("nan")
-    return float(np.max(np.abs(curves["norm"].mean(1) / _law(arm, curves, rest) - 1.0)))
 
 
 def figure(result: Result, path: Path) -> None:
@@ -214,13 +196,9 @@ def figure(result: Result, path: Path) -> None:
 
 def section(result: Result) -> str:
     """The table, and what it says."""
-    rows = []
-    for name, cell in result["cells"].items():
-        if np.isfinite(cell["transient"][0]):
-            transient = f"{max(cell['transient']):.1%}"
-        else:
-            transient = "no closed form"
-        rows.append([name, *(report.span(cell[key], ".3f") for key in ("norm", "rotation", "step")), transient])
+    rows = [[name, *(report.span(cell[key], ".3f") for key in ("norm", "rotation", "step")),
+             f"{max(cell['transient']):.1%}" if np.isfinite(cell["transient"][0]) else "no closed form"]
+            for name, cell in result["cells"].items()]
     accurate = [
         all(abs(x - 1.0) <= NEAR for key in ("norm", "rotation") for x in cell[key])
         for name, cell in result["cells"].items() if name != "Muon"  # which the paper does not have
@@ -233,10 +211,8 @@ def section(result: Result) -> str:
         report.plain([["", "norm", "rotation", "step", "transient"], *rows]),
         "Eq. (16) takes v to be what g² is on average. With β₂ = 0.999 v remembers 1,000 steps, twice as long as the "
         "norm takes to change, so that a shrinking gradient is divided by too much and the norm grows more slowly.",
-        report.paper(
-            "predictions \"accurately describe the steady state\"", accurate,
-            f"norm and rotation over the prediction, within {NEAR:.0%} on all seeds", "rows",
-        )
+        report.paper("predictions \"accurately describe the steady state\"", accurate,
+                     f"norm and rotation over the prediction, within {NEAR:.0%} on all seeds", "rows")
         + " Adam + ℓ₂ is not at rest after 15,000 steps: neurons of large gradients take longest, and four times the "
         "steps bring it nearer to its prediction.",
         "Lion: the sign acts coordinate by coordinate, so that coordinates of different variance change nothing: the "

@@ -50,17 +50,9 @@ FULL = Config(steps=8000, modulus=113, width=128, hidden=512, train_share=0.3)
 
 def weights(c: Config, key: jax.Array) -> Params:
     """Normal matrices of variance 1/fan-in; every LayerNorm has a scale and a bias."""
-    shapes = {
-        "embed": (c.modulus, c.width),
-        "position": (2, c.width),
-        "query": (c.width, c.width),
-        "key": (c.width, c.width),
-        "value": (c.width, c.width),
-        "out": (c.width, c.width),
-        "up": (c.width, c.hidden),
-        "down": (c.hidden, c.width),
-        "unembed": (c.width, c.modulus),
-    }
+    square = dict.fromkeys(("query", "key", "value", "out"), (c.width, c.width))
+    shapes = {"embed": (c.modulus, c.width), "position": (2, c.width), **square, "up": (c.width, c.hidden),
+              "down": (c.hidden, c.width), "unembed": (c.width, c.modulus)}
     fan_in = {name: c.width if name in ("embed", "position") else shape[0] for name, shape in shapes.items()}
     keys = dict(zip(shapes, jax.random.split(key, len(shapes)), strict=True))
     params = {name: jax.random.normal(keys[name], shape) * fan_in[name] ** -0.5 for name, shape in shapes.items()}
@@ -176,10 +168,8 @@ def _parted(result: Result) -> str:
         losses = zip(ours["curves"]["train_loss"], theirs["curves"]["train_loss"], strict=True)
         apart = [n for n, (a, b) in zip(ours["curves"]["step"], losses, strict=True) if abs(a / b - 1) > 0.1]
         steps.append(apart[0] if apart else ours["curves"]["step"][-1])
-    return (
-        "Without rounding the two would have one loss curve, since the step's other part is AdamW's "
-        f"(a test has it in float64); in float32 they agree within 10 % up to step {report.listed(steps, ',d')}."
-    )
+    return ("Without rounding the two would have one loss curve, since the step's other part is AdamW's (a test has it "
+            f"in float64); in float32 they agree within 10 % up to step {report.listed(steps, ',d')}.")
 
 
 def _leak(result: Result, c: Config) -> str:
@@ -196,14 +186,10 @@ def _z_losses(result: Result) -> str:
     return " ".join([
         f"The mode ends {report.span(growth[palm])} times as large under PaLM's Z-loss as under plain AdamW, "
         f"{report.span(growth[strong])} times under the strong one, which fails to grok {report.on_seeds(fails)}.",
-        report.paper(
-            "PaLM's Z-loss grows the mode more than no remedy at all", [x > 1 for x in growth[palm]],
-            f"the norm of {MODE} at the end",
-        ),
-        report.paper(
-            "strong Z-loss contains the mode only by failing to grok", contained,
-            f"that norm, below AdamW's, and test accuracy, below {GROKKED}",
-        ),
+        report.paper("PaLM's Z-loss grows the mode more than no remedy at all", [x > 1 for x in growth[palm]],
+                     f"the norm of {MODE} at the end"),
+        report.paper("strong Z-loss contains the mode only by failing to grok", contained,
+                     f"that norm, below AdamW's, and test accuracy, below {GROKKED}"),
     ])
 
 

@@ -104,13 +104,13 @@ def program(c: Config, row: str, precision: str, which: str) -> Callable[[Params
 
 def cell(c: Config, row: str, seed: int) -> Gaps:
     """One construction from one seed, and AdamW beside it, in both precisions."""
-    gaps_by_precision: Gaps = {}
+    found: Gaps = {}
     for precision in PRECISIONS:
         with jax.enable_x64(precision == "float64"):
             begin = start(build(c)[row].problem, seed)
             runs = {which: program(c, row, precision, which)(*begin) for which in ("ours", "adamw")}
-        gaps_by_precision[precision] = {which: np.asarray(gaps).tolist() for which, gaps in runs.items()}
-    return gaps_by_precision
+        found[precision] = {which: np.asarray(gaps).tolist() for which, gaps in runs.items()}
+    return found
 
 
 # Results ------------------------------------------------------------------------------------------------
@@ -133,21 +133,14 @@ def lines(result: Result) -> Iterator[list[str]]:
 def section(result: Result) -> str:
     """For a page."""
     rows = [[cell.replace("|", r"\|") for cell in row] for row in lines(result)]
-    said = (
-        f"Twins θ and g·θ; the largest relative gap of a leaf after the last step, mapped back by g, over seeds "
-        f"{', '.join(map(str, result['seeds']))} (for AdamW the smallest, in float64). {_verdict(result)}"
-    )
-    return f"{said}\n\n{report.plain(rows)}"
-
-
-def _verdict(result: Result) -> str:
     library = [row for row in result["arms"] if kind(row) == LIBRARY]
     worst = [max(max(last(result, row, precision, "ours")) for row in library) for precision in PRECISIONS]
     readings = [f"{how}: {report.span(last(result, f'B.8, {how}', 'float64', 'ours'))}" for how in TRANSPORTS]
-    return (
-        f"The library's worst is {worst[0]:.1e} in float64, {worst[1]:.1e} in float32. In float64, B.8 with its second "
-        f"moment carried as {'; as '.join(readings)}."
-    )
+    said = (f"Twins θ and g·θ; the largest relative gap of a leaf after the last step, mapped back by g, over seeds "
+            f"{', '.join(map(str, result['seeds']))} (for AdamW the smallest, in float64). The library's worst is "
+            f"{worst[0]:.1e} in float64, {worst[1]:.1e} in float32. In float64, B.8 with its second moment carried as "
+            f"{'; as '.join(readings)}.")
+    return f"{said}\n\n{report.plain(rows)}"
 
 
 # Figure -------------------------------------------------------------------------------------------------
@@ -170,23 +163,19 @@ def figure(result: Result, path: Path) -> None:
     for axis, precision in zip(runs, PRECISIONS, strict=True):
         _along(axis, result, precision)
     _at_the_end(ends, result)
-    handles = [Line2D([], [], color=color, lw=2, label=_named(name)) for name, color in COLORS.items()]
+    named = {f"B.8 with v ← {name}" if name in TRANSPORTS else name: color for name, color in COLORS.items()}
+    handles = [Line2D([], [], color=color, lw=2, label=name) for name, color in named.items()]
     handles.append(Line2D([], [], color="gray", ls=":", label="what the tests allow: 1e-8, 1e-4"))
     fig.legend(handles=handles, loc="outside lower center", ncols=len(handles))
     report.save_as_is(fig, path)
 
 
-def _named(name: str) -> str:
-    return f"B.8 with v ← {name}" if name in TRANSPORTS else name
-
-
 def _along(axis: Axes, result: Result, precision: str) -> None:
     for row in result["arms"]:
-        for cell_gaps in result["cells"][row].values():
-            lines = {ADAMW: "adamw", kind(row): "ours"} if kind(row) == LIBRARY else {kind(row): "ours"}
+        lines = {kind(row): "ours"} | ({ADAMW: "adamw"} if kind(row) == LIBRARY else {})
+        for gaps in result["cells"][row].values():
             for name, which in lines.items():
-                gaps = np.maximum(cell_gaps[precision][which], LEAST)
-                axis.plot(gaps, color=COLORS[name], lw=1, alpha=0.5)
+                axis.plot(np.maximum(gaps[precision][which], LEAST), color=COLORS[name], lw=1, alpha=0.5)
     axis.axhline(LIMITS[precision], color="gray", ls=":")
     axis.set(title=f"{precision}, every seed", xlabel="step", yscale="log", ylim=(LEAST, 10))
     axis.set_ylabel("largest relative gap of a leaf, mapped back by g")

@@ -129,12 +129,10 @@ def figure(result: Result, path: Path) -> None:
     DRAWN(result | {"arms": [arm for arm in result["arms"] if "decay" not in arm]}, path)
 
 
-DRAWN = report.figure(
-    "Sparse parity: a block that the task needs, under weight decay",
-    Panel("accuracy", "Accuracy", "linear"),
-    Panel("gain", "Gain: joint scale, mean over units"),
-    Panel("live_drift", "Drift of log|γ|, rms over live units", drift=True),
-)
+DRAWN = report.figure("Sparse parity: a block that the task needs, under weight decay",
+                      Panel("accuracy", "Accuracy", "linear"),
+                      Panel("gain", "Gain: joint scale, mean over units"),
+                      Panel("live_drift", "Drift of log|γ|, rms over live units", drift=True))
 
 
 def section(result: Result) -> str:
@@ -157,73 +155,62 @@ def section(result: Result) -> str:
     ])
 
 
+def _ends(result: Result, arm: str, between: str = ", ") -> str:
+    """How an arm ends, in words."""
+    accuracy, gain = (report.final(result, arm, key) for key in ("accuracy", "gain"))
+    return f"accuracy {report.span(accuracy, '.3f')}{between}gain {report.span(gain)}"
+
+
+def _by_scale(result: Result, ours: str) -> tuple[list[bool], list[bool], str]:
+    """Whether the linear scale keeps the block, whether the log scale leaves it at chance, and its dead units."""
+    kept = [x > SOLVED for x in report.final(result, f"{ours}, linear", "accuracy")]
+    lost = [x < CHANCE for x in report.final(result, f"{ours}, log", "accuracy")]
+    return kept, lost, report.span(report.final(result, f"{ours}, log", "dead"), ".0%")
+
+
 def _muon(result: Result) -> str:
     """Does it on a Muon base too?"""
-    kept = [x > SOLVED for x in report.final(result, "DDC-Muon, linear", "accuracy")]
-    accuracy, dead, gain = (report.final(result, "DDC-Muon, log", key) for key in ("accuracy", "dead", "gain"))
-    return " ".join([
-        report.paper("on a Muon base the linear scale keeps the block", kept, "final accuracy"),
-        report.paper("there the log scale drops accuracy to chance", [x < CHANCE for x in accuracy],
-                     "final accuracy"),
-        f"The log arm ends at accuracy {report.span(accuracy, '.3f')}, gain {report.span(gain)}, "
-        f"{report.span(dead, '.0%')} of units dead.",
-    ])
+    kept, lost, dead = _by_scale(result, "DDC-Muon")
+    return " ".join([report.paper("on a Muon base the linear scale keeps the block", kept, "final accuracy"),
+                     report.paper("there the log scale drops accuracy to chance", lost, "final accuracy"),
+                     f"The log arm ends at {_ends(result, 'DDC-Muon, log')}, {dead} of units dead."])
 
 
 def _split(result: Result) -> str:
-    """Does the radial coordinate decide, as in the paper?"""
-    kept = [x > SOLVED for x in report.final(result, "DDC, linear", "accuracy")]
-    lost = [abs(x / CHANCE_LOSS - 1) < NEAR for x in report.final(result, "DDC, log", "loss")]
-    accuracy, dead, gain = (report.final(result, "DDC, log", key) for key in ("accuracy", "dead", "gain"))
+    """Does the radial coordinate decide, as in the paper? Is it our deviation from the paper that ends the fall?"""
+    kept, lost, dead = _by_scale(result, "DDC")
+    coin = [abs(x / CHANCE_LOSS - 1) < NEAR for x in report.final(result, "DDC, log", "loss")]
+    linear, log = (report.final(result, f"DDC as printed, {radial}", "accuracy") for radial in ("linear", "log"))
+    cause = ("So it is not the size of our steps across a channel, which does not shrink with its length, that ends "
+             "the fall; the cause is open." if min(log) >= CHANCE else
+             "So our steps across a channel, which do not shrink with its length, are what ends the fall.")
     return " ".join([
         report.paper("the linear scale keeps the block at full accuracy", kept, "final accuracy"),
-        report.paper("the log scale collapses the block", lost, "final loss, at that of a coin, log 2"),
-        report.paper("there accuracy drops to chance too", [x < CHANCE for x in accuracy], "final accuracy"),
-        f"With {report.span(dead, '.0%')} of its units dead the log arm ends at accuracy "
-        f"{report.span(accuracy, '.3f')} and gain {report.span(gain)}; the larger of two logits can be read off "
-        "however small they are. " + _printed(result),
+        report.paper("the log scale collapses the block", coin, "final loss, at that of a coin, log 2"),
+        report.paper("there accuracy drops to chance too", lost, "final accuracy"),
+        f"With {dead} of its units dead the log arm ends at {_ends(result, 'DDC, log', ' and ')}; the larger of "
+        "two logits can be read off however small they are. With appendix B as printed, where all steps are relative "
+        f"to a channel's length, the log arm ends at {_ends(result, 'DDC as printed, log', ' and ')}, the "
+        f"linear one at {report.span(linear, '.3f')}. {cause}",
     ])
-
-
-def _printed(result: Result) -> str:
-    """Is it our deviation from the paper that ends the fall?"""
-    linear, log = (report.final(result, f"DDC as printed, {radial}", "accuracy") for radial in ("linear", "log"))
-    gain = report.final(result, "DDC as printed, log", "gain")
-    cause = (
-        "So it is not the size of our steps across a channel, which does not shrink with its length, that ends the "
-        "fall; the cause is open."
-        if min(log) >= CHANCE
-        else "So our steps across a channel, which do not shrink with its length, are what ends the fall."
-    )
-    return (
-        "With appendix B as printed, where all steps are relative to a channel's length, the log arm ends at accuracy "
-        f"{report.span(log, '.3f')} and gain {report.span(gain)}, the linear one at {report.span(linear, '.3f')}. "
-        f"{cause}"
-    )
 
 
 def _sweep(result: Result) -> str:
     """Where decay takes the block, by its strength."""
     c = Config(**result["settings"])
-    sentences = []
-    for radial in ("linear", "log"):
-        for decay in (c.weak_decay, c.strong_decay):
-            arm = _swept(radial, decay)
-            accuracy, gain = (report.final(result, arm, key) for key in ("accuracy", "gain"))
-            sentences.append(f"at {decay:g} the {radial} arm ends at accuracy {report.span(accuracy, '.3f')}, "
-                         f"gain {report.span(gain)}")
-    return f"By strength of decay: {'; '.join(sentences)}."
+    said = [f"at {decay:g} the {radial} arm ends at {_ends(result, _swept(radial, decay))}"
+            for radial in ("linear", "log") for decay in (c.weak_decay, c.strong_decay)]
+    return f"By strength of decay: {'; '.join(said)}."
 
 
 def _leak(result: Result) -> str:
     """What the 1 + γ reparametrisation pays."""
     kept = [x > SOLVED for x in report.final(result, "AdamW, 1 + γ", "accuracy")]
-    leaks = report.final(result, "AdamW, 1 + γ", "live_drift")
-    times = report.ratios(leaks, report.final(result, "DDC, linear", "live_drift"))
-    return (
-        f"AdamW with 1 + γ keeps the block {report.on_seeds(kept)}, and in {LEAK} drifts {report.span(times)} times as "
-        "far as DDC on the linear scale. "
-        f"{report.paper('four orders of magnitude further', [x > 1e4 for x in times], LEAK)}"
-    )
+    leaks, ours = (report.final(result, arm, "live_drift") for arm in ("AdamW, 1 + γ", "DDC, linear"))
+    times = report.ratios(leaks, ours)
+    return (f"AdamW with 1 + γ keeps the block {report.on_seeds(kept)}, and in {LEAK} drifts {report.span(times)} "
+            "times as far as DDC on the linear scale. "
+            f"{report.paper('four orders of magnitude further', [x > 1e4 for x in times], LEAK)}")
+
 
 STUDY = harness.Study(__doc__, "sparse_parity", harness.trained(build), section, figure, config=Config(), full=FULL)

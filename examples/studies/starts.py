@@ -60,12 +60,10 @@ class Arm(NamedTuple):
 
 def relative(rate: Schedule, gauges: Sequence[go.Gauge]) -> optax.GradientTransformation:
     """AdamW with steps in units of the kernels they step."""
-    return optax.chain(
-        optax.scale_by_adam(),
-        go.links.scale_by_relative_rms(gauges),
-        optax.add_decayed_weights(DECAY),
-        optax.scale_by_learning_rate(rate),
-    )
+    return optax.chain(optax.scale_by_adam(),
+                       go.links.scale_by_relative_rms(gauges),
+                       optax.add_decayed_weights(DECAY),
+                       optax.scale_by_learning_rate(rate))
 
 
 adamw = functools.partial(optax.adamw, weight_decay=DECAY)
@@ -169,12 +167,12 @@ def program(arm: str, size: int, steps: int) -> Callable[..., Any]:
     return harness.at_rates(lambda rate: ARMS[arm].build(rate, gauges), lambda _: loss, inputs, WARMUP)
 
 
-def train_cell(cell: Group, steps: dict[int, int]) -> dict[str, Any]:
+def train_cell(cell: Group, steps: int) -> dict[str, Any]:
     """Train once."""
     size, start, arm, rate, seed = cell
-    inputs = initial(size, start, seed), batches(steps[size], seed), held_out()
+    inputs = initial(size, start, seed), batches(steps, seed), held_out()
     keys = "validation", "training", "finite", "seconds", "cpu_seconds"
-    return harness.scored(program(arm, size, steps[size]), inputs, rate, keys)
+    return harness.scored(program(arm, size, steps), inputs, rate, keys)
 
 
 # Results ------------------------------------------------------------------------------------------
@@ -210,18 +208,14 @@ def table(result: Result) -> str:
 def summary(result: Result) -> str:
     """Markdown: a row per size, start and plain arm, what those of `SHOWN` gain on it."""
     lines = [["d", "start", "plain", "loss", "beside it: best of its own sweep"]]
-    for size, start, arm in groups(result):
-        if ARMS[arm].plain != arm:
-            continue
-        plain = swept((size, start, arm)).losses(result)
-        base = np.array(plain[best(plain)])
-        gains = []
-        for other in (name for name, other_arm in ARMS.items() if other_arm.plain == arm != name and name in SHOWN):
-            losses = swept((size, start, other)).losses(result)
-            if losses:
-                ratio = np.array(losses[best(losses)]) / base
-                gains.append(f"`{other}` {100 * (ratio.mean() - 1):+.1f} ± {100 * ratio.std():.1f} %")
-        lines.append([str(size), start, f"`{arm}`", f"{base.mean():.3f} ± {base.std():.3f}", "; ".join(gains) or "–"])
+    for size, start, plain in (group for group in groups(result) if ARMS[group[2]].plain == group[2]):
+        arms = [plain, *(arm for arm in SHOWN if ARMS[arm].plain == plain)]
+        sweeps = {arm: swept((size, start, arm)).losses(result) for arm in arms}
+        ends = {arm: np.array(losses[best(losses)]) for arm, losses in sweeps.items() if losses}
+        base = ends.pop(plain)
+        ratios = {arm: 100 * (losses / base - 1) for arm, losses in ends.items()}
+        gains = [f"`{arm}` {x.mean():+.1f} ± {x.std():.1f} %" for arm, x in ratios.items()]
+        lines.append([str(size), start, f"`{plain}`", f"{base.mean():.3f} ± {base.std():.3f}", "; ".join(gains) or "–"])
     return report.plain(lines)
 
 
@@ -229,17 +223,13 @@ def section(result: Result) -> str:
     """Its part of the page of all results."""
     steps = " and ".join(f"{n} steps at d = {d}" for d, n in result["settings"]["steps"].items())
     about = f"A Llama of 2 layers on bytes of text, {steps}, {len(result['seeds'])} seeds, {result['machine']}."
-    terms = (
-        "The starts: LeCun-normal kernels; standard deviation 0.02 in every kernel; zero in the head and in the "
-        "kernels that write into the residual stream. *Plain* is the optimizer of Optax without this library. *Muon* "
-        "steps each kernel as one matrix, *muon-heads* each head as one. An arm with *free* in its name runs with "
-        "`pin=False`, which is the default of `quotient_muon`; *pinned* says `pin=True`."
-    )
+    terms = ("The starts: LeCun-normal kernels; standard deviation 0.02 in every kernel; zero in the head and in the "
+             "kernels that write into the residual stream. *Plain* is the optimizer of Optax without this library. "
+             "*Muon* steps each kernel as one matrix, *muon-heads* each head as one. An arm with *free* in its name "
+             "runs with `pin=False`, which is the default of `quotient_muon`; *pinned* says `pin=True`.")
     grid = f"Rates are a factor of {RATIO} apart: a finer sweep would move differences of a percent or two."
-    short = (
-        "Every optimizer at the best rate of its own sweep; the last column is its difference to the plain one's loss, "
-        "seed by seed; less is better."
-    )
+    short = ("Every optimizer at the best rate of its own sweep; the last column is its difference to the plain one's "
+             "loss, seed by seed; less is better.")
     ratio = "All arms. *By plain's*: the ratio of an arm's best to that of the plain arm's own sweep, seed by seed."
     return f"{about} {terms} {grid}\n\n{short}\n\n{summary(result)}\n\n{ratio}\n\n{table(result)}"
 
@@ -270,21 +260,15 @@ class Config:
 
     steps: int = 0
 
-    @property
-    def by_size(self) -> dict[int, int]:
-        """Size → steps."""
-        return {size: self.steps or default for size, default in STEPS.items()}
-
 
 def cells(c: Config, args: argparse.Namespace) -> Callable[[Result], harness.Cells]:
     """What the sweeps need next."""
     sweeps = [swept((size, start, arm)) for size in STEPS for start in STARTS for arm in ARMS]
-    return harness.swept(sweeps, lambda cell: train_cell(cell, c.by_size))
+    return harness.swept(sweeps, lambda cell: train_cell(cell, c.steps or STEPS[cell[0]]))
 
 
 STUDY = harness.Study(
     __doc__, "starts", cells, section, figure, config=Config(), partial=True,
-    settings=lambda c: {
-        "steps": {str(d): n for d, n in c.by_size.items()}, "batch": BATCH, "length": LENGTH, "held_out": HELD_OUT,
-    },
+    settings=lambda c: {"steps": {str(d): c.steps or n for d, n in STEPS.items()}, "batch": BATCH, "length": LENGTH,
+                        "held_out": HELD_OUT},
 )

@@ -57,13 +57,13 @@ class Construction(NamedTuple):
 # Problems -------------------------------------------------------------------------------------------
 
 
-def _fixed(*shape: int) -> np.ndarray:
-    """The same inputs, targets and teachers for every seed."""
-    return np.random.default_rng(0).normal(size=shape)
+def _fixed(like: jax.Array, *shape: int) -> jax.Array:
+    """The same inputs, targets and teachers for every seed, in the precision of a leaf."""
+    return jnp.asarray(np.random.default_rng(0).normal(size=shape), like.dtype)
 
 
 def _distance(x: jax.Array) -> jax.Array:
-    return jnp.mean(jnp.square(x - jnp.asarray(_fixed(*x.shape), x.dtype)))
+    return jnp.mean(jnp.square(x - _fixed(x, *x.shape)))
 
 
 def _cross_entropy(logits: jax.Array) -> jax.Array:
@@ -75,7 +75,7 @@ def bias_shift(c: Config) -> Problem:
     """A softmax with an output bias: all logits may shift alike."""
 
     def loss(p: Params) -> jax.Array:
-        return _cross_entropy(jnp.asarray(_fixed(c.samples, 9), p["bias"].dtype) + p["bias"])
+        return _cross_entropy(_fixed(p["bias"], c.samples, 9) + p["bias"])
 
     return Problem({"bias": (9,)}, loss, [go.logit_shift({"bias": "vocab"})])
 
@@ -84,7 +84,7 @@ def row_shift(c: Config) -> Problem:
     """A softmax without one: one vector may be added to every column of the unembedding."""
 
     def loss(p: Params) -> jax.Array:
-        return _cross_entropy(jnp.asarray(_fixed(c.samples, c.width), p["kernel"].dtype) @ p["kernel"])
+        return _cross_entropy(_fixed(p["kernel"], c.samples, c.width) @ p["kernel"])
 
     return Problem({"kernel": (c.width, 9)}, loss, [go.logit_shift({"kernel": "_ vocab"})])
 
@@ -93,7 +93,7 @@ def relu_rescale(c: Config) -> Problem:
     """A hidden layer: its units trade factors with what reads them."""
 
     def loss(p: Params) -> jax.Array:
-        x = jnp.asarray(_fixed(c.samples, c.width), p["up"].dtype)
+        x = _fixed(p["up"], c.samples, c.width)
         return _distance(jax.nn.relu(x @ p["up"] + p["bias"]) @ p["down"])
 
     gauge = go.rescale({"up": "_ channel", "bias": "channel"}, {"down": "channel _"})
@@ -104,7 +104,7 @@ def swiglu_rescale(c: Config) -> Problem:
     """A gated layer (A.6, Lemma 28): units trade factors between the linear branch and what reads them."""
 
     def loss(p: Params) -> jax.Array:
-        x = jnp.asarray(_fixed(c.samples, c.width), p["up"].dtype)
+        x = _fixed(p["up"], c.samples, c.width)
         return _distance((jax.nn.silu(x @ p["gate"]) * (x @ p["up"])) @ p["down"])
 
     gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
@@ -115,7 +115,7 @@ def norm_scale(c: Config) -> Problem:
     """A LayerNorm: its scale and bias trade factors with the rows that read them."""
 
     def loss(p: Params) -> jax.Array:
-        x = jax.nn.standardize(jnp.asarray(_fixed(c.samples, c.width), p["scale"].dtype))
+        x = jax.nn.standardize(_fixed(p["scale"], c.samples, c.width))
         return _distance(jnp.tanh((x * p["scale"] + p["bias"]) @ p["kernel"]))
 
     gauge = go.norm_scale({"scale": "channel", "bias": "channel"}, {"kernel": "channel _"})
@@ -127,7 +127,7 @@ def chain(c: Config, up: str, down: str) -> Problem:
     shapes = {"w0": (c.width, 8), "w1": (8, 8), "w2": (8, 8), "w3": (8, 3)}
 
     def loss(p: Params) -> jax.Array:
-        x = jnp.asarray(_fixed(c.samples, c.width), p["w0"].dtype)
+        x = _fixed(p["w0"], c.samples, c.width)
         for n in range(3):
             x = jax.nn.relu(x @ p[f"w{n}"])
         return _distance(x @ p["w3"])
@@ -146,7 +146,7 @@ def attention(c: Config, rotary: bool = False, queries: int = 1) -> Problem:
     whole, shared = (c.heads * queries, c.width, c.head_size), (c.heads, c.width, c.head_size)
 
     def loss(p: Params) -> jax.Array:
-        x = jnp.asarray(_fixed(c.samples // 8, 8, c.width), p["query"].dtype)
+        x = _fixed(p["query"], c.samples // 8, 8, c.width)
         query, key, value = (jnp.einsum("btd,hde->bhte", x, p[name]) for name in ("query", "key", "value"))
         if rotary:
             query, key = (lm.rotary(y.swapaxes(1, 2)).swapaxes(1, 2) for y in (query, key))
@@ -177,16 +177,10 @@ class BodyFrameState(NamedTuple):
     bases: tuple[jax.Array, ...]
 
 
-def b8(transport: str, share: str = "entry", project: bool = True) -> optax.GradientTransformation:
+def b8(transport: str) -> optax.GradientTransformation:
     """The reference's body frame on `attention`: a new eigenbasis at each step, its signs pinned to the last one's.
 
-    Args:
-      transport: one of TRANSPORTS.
-      share: what has one second moment: an "entry" (B.8), a "tensor" per head, or a "head" with both of its tensors.
-      project: whether to remove the part along rotations, from the gradient and from the step.
-
-    Returns:
-      A transformation of gradients into tangents.
+    `transport` is one of TRANSPORTS. Gradients become tangents without a part along rotations.
     """
 
     def init(params: Params) -> BodyFrameState:
@@ -202,15 +196,14 @@ def b8(transport: str, share: str = "entry", project: bool = True) -> optax.Grad
             overlap = jnp.sum(old * new, axis=-2, keepdims=True)
             new = new * jnp.where(overlap < 0, -1.0, 1.0)
             turn = matmul(transpose(old), new)
-            seen = horizontal(params, grads, pair) if project else grads
-            body = {name: matmul(seen[name], new) for name in pair}
-            squares = _shared({name: jnp.square(x) for name, x in body.items()}, share)
+            seen = horizontal(params, grads, pair)
             for name in pair:
-                mu[name] = 0.9 * matmul(state.mu[name], turn) + 0.1 * body[name]
-                nu[name] = 0.999 * TRANSPORTS[transport](state.nu[name], turn) + 0.001 * squares[name]
+                body = matmul(seen[name], new)
+                mu[name] = 0.9 * matmul(state.mu[name], turn) + 0.1 * body
+                nu[name] = 0.999 * TRANSPORTS[transport](state.nu[name], turn) + 0.001 * jnp.square(body)
                 step = mu[name] / (1 - 0.9**count) / (jnp.sqrt(nu[name] / (1 - 0.999**count)) + 1e-8)
                 out[name] = matmul(step, transpose(new))
-            out |= horizontal(params, out, pair) if project else {}
+            out |= horizontal(params, out, pair)
             bases.append(new)
         return out, BodyFrameState(count, mu, nu, tuple(bases))
 
@@ -222,16 +215,6 @@ TRANSPORTS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "v·|R|": lambda nu, turn: matmul(nu, jnp.abs(turn)),
     "v·(R∘R)": lambda nu, turn: matmul(nu, jnp.square(turn)),
 }
-
-
-def _shared(squares: Params, share: str) -> Params:
-    """Squares, or their means over what shares one second moment; leaves are (head, d, basis)."""
-    if share == "entry":
-        return squares
-    means = {name: jnp.mean(x, (-2, -1), keepdims=True) for name, x in squares.items()}
-    if share == "head":
-        means = dict.fromkeys(means, sum(means.values(), start=jnp.zeros(())) / len(means))
-    return {name: jnp.broadcast_to(means[name], x.shape) for name, x in squares.items()}
 
 
 def gram(a: Params, b: Params, pair: Sequence[str]) -> jax.Array:

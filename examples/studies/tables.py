@@ -12,16 +12,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from examples import cli, demo
-from examples.studies import grokking, harness, table4
+from examples.studies import grokking, harness
 
 RESULTS = Path(__file__).parents[1] / "results"
+LAST_COMMIT = "7c6ca5f"  # that has the code of the settled studies
 
 INTRODUCTION = """# Results
 
 This page has the training runs of the project: the demo, comparisons of optimizers, and small studies that test what
 papers claim. Every number is read from a JSON file beside it (`python -m examples.studies.tables` writes this page).
 Every sentence that says whether a finding shows is computed from the numbers, and names the coordinate or statistic
-that it was read from: many findings are true in one coordinate and false in another.
+that it was read from: many findings are true in one coordinate and false in another. A section whose question is
+settled stands as it was last written, and names the commit that has its code.
 
 *The paper* is *Dead-Direction Conditioners*, whose appendix C has the studies C.1 to C.15, or, in sections of those
 names, *Rotational Equilibrium* or *GaugeFix-LRM*. `python -m examples.studies <name> --out examples/results` makes a
@@ -45,6 +47,7 @@ class Section(NamedTuple):
       by: the coordinates and statistics of its verdicts: each sentence with "shows" or "does not show" has one of them.
       markdown: its text, from the parsed JSON, where that is not what the study of this name says.
       command: what makes the JSON, where that is not the study of this name.
+      settled: whether the code is gone; the text is then what it last wrote, and stands beside the JSON.
     """
 
     name: str
@@ -52,20 +55,23 @@ class Section(NamedTuple):
     by: tuple[str, ...] = ()
     markdown: Callable[[Any], str] | None = None
     command: str = ""
+    settled: bool = False
 
-    def text(self, result: Any) -> str:
+    def text(self, results: Path) -> str:
         """Command and text."""
+        if self.settled:
+            text = (results / f"{self.name}.md").read_text().strip()
+            made = f"in commit {LAST_COMMIT} `examples/studies/{self.name}.py` made this section"
+            return f"The question is settled and its code gone; {made}. {text}"
         command = self.command or f"{self.name}.py"
         folder = "examples/studies" if (Path(__file__).parent / command.split()[0]).exists() else "examples"
         say = self.markdown or harness.find(self.name).section
-        return f"`{folder}/{command}`. {say(result)}"
+        return f"`{folder}/{command}`. {say(json.loads((results / f'{self.name}.json').read_text()))}"
 
 
 def _demo(runs: Any) -> str:
-    said = (
-        "Every optimizer trains twice, from two sets of weights that compute the same function. One "
-        "seed, float32, 2-core CPU; losses in nats per byte, the first three columns on the same training batch."
-    )
+    said = ("Every optimizer trains twice, from two sets of weights that compute the same function. One seed, float32, "
+            "2-core CPU; losses in nats per byte, the first three columns on the same training batch.")
     return f"{said}\n\n```\n{demo.table(runs)}\n```"
 
 
@@ -74,7 +80,7 @@ SECTIONS = [
     Section("twins_benchmark", "Twins by the protocol of arXiv 2608.05136", ("relative distance of the logits",)),
     Section("starts", "From three usual starts"),
     Section("kronecker", "Shampoo and SOAP inside quotient"),
-    Section("whole_model", "Every symmetry of a decoder on the quotient"),
+    Section("whole_model", "Every symmetry of a decoder on the quotient", settled=True),
     Section("lora", "Fine-tuning with LoRA: rules, ranks and starts"),
     Section("merge", "Merging networks after alignment"),
     Section("quantize", "Rounding to few bits from other points of the orbit", ("rise of the held-out loss",)),
@@ -82,79 +88,55 @@ SECTIONS = [
     Section("lora_weights", "LoRA on a released model: one rate for all ranks?"),
     Section("qwix_weights", "Qwix rounds a released model at points of one orbit"),
     Section("measure_weights", "A released model, counted, fine-tuned and merged"),
-    Section("probe", "One probe for two networks"),
+    Section("probe", "One probe for two networks", settled=True),
     Section("packed", "Packed heads: training what a gauge leaves"),
     Section("rotational_walk", "Rotational equilibrium: a random walk", ("norm and rotation over the prediction",)),
-    Section(
-        "rotational_networks", "Rotational equilibrium: trained networks",
-        ("norm over its prediction", "rotation over its prediction", "cos(g, m)", "rotation at the end"),
-    ),
+    Section("rotational_networks", "Rotational equilibrium: trained networks",
+            ("norm over its prediction", "rotation over its prediction", "cos(g, m)", "rotation at the end")),
     Section("rotational_balance", "Rotational equilibrium: what imbalance costs", ("test loss",)),
     Section("rotational_rates", "Rotational equilibrium: rate, decay and warm-up", ("test loss", "validation loss")),
     Section("rotational_variants", "Rotational equilibrium: variants and their options", ("held-out loss",)),
-    Section(
-        "gaugefix_lrm", "GaugeFix-LRM: learnable multipliers, fixed, held and free",
-        ("|log(s_Q/s_K)|", "s_Q·s_K", "validation loss", "gradient norm"),
-    ),
-    Section(
-        "gaugefix_networks", "GaugeFix-LRM: where multipliers drift",
-        ("|log(s_Q/s_K)|", "s_Q·s_K", "validation loss"),
-    ),
+    Section("gaugefix_lrm", "GaugeFix-LRM: learnable multipliers, fixed, held and free",
+            ("|log(s_Q/s_K)|", "s_Q·s_K", "validation loss", "gradient norm")),
+    Section("gaugefix_networks", "GaugeFix-LRM: where multipliers drift",
+            ("|log(s_Q/s_K)|", "s_Q·s_K", "validation loss")),
     Section("row_shift", "C.1 Logit shift of a grokking transformer", ("norm of the mean column", "that norm")),
     Section("relu_rescale", "C.2 ReLU rescale, teacher and student"),
     Section("layernorm_scale", "C.3 LayerNorm scale"),
     Section("diagonal_network", "C.4 Diagonal linear network", ("log|u| − log|v|",)),
-    Section(
-        "grokking", "Grokking, and whether it stays",
-        ("norm of the output kernel's mean", "axis alignment of the hidden layer's dead directions"),
-    ),
-    Section(
-        "grokking_59", "Grokking at p = 59: with the projection, and without",
-        ("norm of the output kernel's mean", "axis alignment of the hidden layer's dead directions"),
-        grokking.STUDY.section, "grokking.py --p 59 --steps 8000 --grid-steps 2500",
-    ),
-    Section(
-        "grokking_59_128", "C.9 Grokking at p = 59 with 128 hidden units",
-        ("axis alignment of the hidden layer's dead directions",), grokking.STUDY.section,
-        "grokking.py --p 59 --hidden 128 --steps 8000 --grid-steps 2500",
-    ),
-    Section(
-        "overtraining_lm", "C.5 Over-training a language model",
-        ("gap at the end", "validation loss", "number of readable cells"),
-    ),
+    Section("grokking", "Grokking, and whether it stays",
+            ("norm of the output kernel's mean", "axis alignment of the hidden layer's dead directions")),
+    Section("grokking_59", "Grokking at p = 59: with the projection, and without",
+            ("norm of the output kernel's mean", "axis alignment of the hidden layer's dead directions"),
+            grokking.STUDY.section, "grokking.py --p 59 --steps 8000 --grid-steps 2500"),
+    Section("grokking_59_128", "C.9 Grokking at p = 59 with 128 hidden units",
+            ("axis alignment of the hidden layer's dead directions",), grokking.STUDY.section,
+            "grokking.py --p 59 --hidden 128 --steps 8000 --grid-steps 2500"),
+    Section("overtraining_lm", "C.5 Over-training a language model",
+            ("gap at the end", "validation loss", "number of readable cells")),
     Section("depth24", "C.6 Grokking with 24 blocks", ("accuracy on held-out pairs", "the smallest singular value")),
-    Section(
-        "depth8", "C.7 and C.8 Grokking with 8 rotary blocks",
-        ("accuracy on held-out pairs", "the variance of that accuracy", "whether 95% stay",
-         "the smallest eigenvalue of the Fisher", "test loss", "the smallest singular value"),
-    ),
-    Section(
-        "vit", "C.10 A vision transformer under weight decay",
-        ("validation loss at the end", "number of dead units", "smallest singular value", "effective rank"),
-    ),
-    Section(
-        "digit_addition", "C.13 Effective rank and the feed-forward block",
-        ("effective rank before the block", "effective rank behind the block", "scale of the block"),
-    ),
-    Section(
-        "sparse_parity", "C.14 Keeping or shedding a block: sparse parity",
-        ("final accuracy", "final loss", "log|γ|"),
-    ),
+    Section("depth8", "C.7 and C.8 Grokking with 8 rotary blocks",
+            ("accuracy on held-out pairs", "the variance of that accuracy", "whether 95% stay",
+             "the smallest eigenvalue of the Fisher", "test loss", "the smallest singular value")),
+    Section("vit", "C.10 A vision transformer under weight decay",
+            ("validation loss at the end", "number of dead units", "smallest singular value", "effective rank")),
+    Section("digit_addition", "C.13 Effective rank and the feed-forward block",
+            ("effective rank before the block", "effective rank behind the block", "scale of the block")),
+    Section("sparse_parity", "C.14 Keeping or shedding a block: sparse parity",
+            ("final accuracy", "final loss", "log|γ|")),
     Section("self_tests", "C.15 Equivariance self-tests"),
-    Section(
-        "minimum", "C.1, C.4 and §5.8 read at a minimum",
-        ("share along the orbit", "order k", "directional Fisher", "rotation of heads", "gap of twins"),
-    ),
-    Section("lemmas", "Theorem 1, Lemmas 17 and 23, Remarks 8 and 12"),
+    Section("minimum", "C.1, C.4 and §5.8 read at a minimum",
+            ("share along the orbit", "order k", "directional Fisher", "rotation of heads", "gap of twins")),
+    Section("lemmas", "Theorem 1, Lemmas 17 and 23, Remarks 8 and 12", settled=True),
     Section("released", "What discover finds in released architectures"),
-    Section("radial_equilibrium", "B.7 Where decay and loss balance"),
+    Section("radial_equilibrium", "B.7 Where decay and loss balance", settled=True),
+    Section(  # what the studies that it names say
+        "table4", "DDC's Table 4, finding by finding",
+        ("validation loss", "accuracy on held-out pairs", "the smallest eigenvalue of the Fisher", "readable cells",
+         "axis alignment of the hidden layer's dead directions"),
+        settled=True,
+    ),
 ]
-TABLE4 = Section(
-    "table4", "DDC's Table 4, finding by finding",
-    ("validation loss", "accuracy on held-out pairs", "the smallest eigenvalue of the Fisher", "readable cells",
-     "axis alignment of the hidden layer's dead directions"),
-)
-"""It has no JSON of its own: its text is made from those of other studies."""
 
 
 def page(results: Path) -> str:
@@ -162,10 +144,9 @@ def page(results: Path) -> str:
     parts = [INTRODUCTION]
     for section in SECTIONS:
         path = results / f"{section.name}.json"
-        if path.exists():
-            parts += [f"## {section.heading}", section.text(json.loads(path.read_text()))]
+        if path.exists() or section.settled:
+            parts += [f"## {section.heading}", section.text(results)]
             parts += [f"![{section.heading}]({section.name}.png)"] * path.with_suffix(".png").exists()
-    parts += [f"## {TABLE4.heading}", table4.section(results)]
     return "\n\n".join(parts) + "\n"
 
 

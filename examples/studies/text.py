@@ -5,6 +5,7 @@ without. Each study says what it compares.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -66,12 +67,8 @@ def kernels(params: Params) -> Params:
 
 
 def train(
-    task: Task,
-    make: Make,
-    pairs: Sequence[tuple[float, float]],
-    seeds: Sequence[int],
-    observe: Callable[..., Any] | None = None,
-    every: int = 10,
+    task: Task, make: Make, pairs: Sequence[tuple[float, float]], seeds: Sequence[int],
+    observe: Callable[..., Any] | None = None, every: int = 10,
 ) -> tuple[np.ndarray, Any]:
     """Validation loss of every pair of rate and decay, from every seed, and what `observe` gave along the run.
 
@@ -102,10 +99,9 @@ def train(
         return jax.lax.map(functools.partial(loss, params), held_out).mean(), kept
 
     held_out, runs = starts.held_out(), []
-    for rate, decay in pairs:
-        for seed in seeds:
-            batches = starts.batches(task.steps, seed)
-            runs.append(jax.device_get(run(init(seed), batches, held_out, jnp.float32(rate), jnp.float32(decay))))
+    for (rate, decay), seed in itertools.product(pairs, seeds):
+        batches = starts.batches(task.steps, seed)
+        runs.append(jax.device_get(run(init(seed), batches, held_out, jnp.float32(rate), jnp.float32(decay))))
     losses = np.array([x for x, _ in runs]).reshape(len(pairs), len(seeds))
     kept = jax.tree.map(lambda *x: np.stack(x).reshape(len(pairs), len(seeds), *x[0].shape), *[y for _, y in runs])
     return losses, kept

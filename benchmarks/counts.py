@@ -199,7 +199,7 @@ def cells(c: Config, args: argparse.Namespace) -> harness.Cells:
 
 
 STUDY = benchmark(
-    __doc__, "counts", cells, page, page=page, config=Config(),
+    __doc__, "counts", cells, page, config=Config(),
     head=lambda _: {"versions": harness.versions(), "sizes": {}},
 )
 

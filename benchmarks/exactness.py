@@ -191,7 +191,7 @@ def measured(name: str) -> dict[str, Any]:
 
 
 STUDY = benchmark(
-    __doc__, "exactness", harness.by_name(models(), lambda _, args, name: measured(name), "rows"), page, page=page,
+    __doc__, "exactness", harness.by_name(models(), lambda _, args, name: measured(name), "rows"), page,
     head=lambda _: {"host": host(), "rows": {}},
 )
 

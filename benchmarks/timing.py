@@ -1,11 +1,7 @@
 """Times compiled updates in turns, and reads their memory; `compare` says which updates."""
 
-import functools
-import json
 import os
 import platform
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -22,8 +18,12 @@ from examples.studies import harness
 
 Tree = Any
 RESULTS = Path(__file__).parent / "results"
-benchmark = functools.partial(harness.Study, seeds=None, precision=None, partial=True, folder=RESULTS)
-"""A study without seeds at the device's own precision of products, whose page stands in `results`."""
+
+
+def benchmark(doc: str | None, name: str, cells: Any, page: Callable[[Any], str], **others: Any) -> harness.Study:
+    """A study without seeds at the device's own precision of products, whose page stands in `results`."""
+    usual: dict[str, Any] = {"seeds": None, "precision": None, "partial": True, "folder": RESULTS, "page": page}
+    return harness.Study(doc, name, cells, page, **{"head": lambda _: {}, **usual, **others})
 
 
 class Timed(Protocol):
@@ -171,21 +171,6 @@ def device_peak(update: Update, given: Tree) -> int | None:
     return nbytes((update.params, update.state, given)) + count("peak_bytes_in_use") - before
 
 
-def alone(module: str, call: str, **env: str) -> Any:
-    """What a call of a module's functions gives in a new process, without this one's flags for XLA and its caches.
-
-    Args:
-      module: its names stand in `call`.
-      call: Python source; it gives what JSON can say.
-      **env: more environment variables.
-    """
-    ours = ("XLA_FLAGS", "JAX_COMPILATION_CACHE", "JAX_PERSISTENT_CACHE")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    source = f"import json; from {module} import *; print(json.dumps({call}))"
-    done = subprocess.run([sys.executable, "-c", source], env=kept | env, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def cores() -> int:
     """How many this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -198,5 +183,3 @@ def host() -> str:
     model = next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), "")
     processor = f"{cores()} cores {model} {platform.machine()}".replace("  ", " ")
     return processor if device.platform == "cpu" else f"{processor}, {device.device_kind}"
-
-

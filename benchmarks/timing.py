@@ -20,7 +20,7 @@ Tree = Any
 RESULTS = Path(__file__).parent / "results"
 
 
-def benchmark(doc: str | None, name: str, cells: Any, page: Callable[[Any], str], **others: Any) -> harness.Study:
+def benchmark(doc: str | None, name: Any, cells: Any, page: Callable[[Any], str], **others: Any) -> harness.Study:
     """A study without seeds at the device's own precision of products, whose page stands in `results`."""
     usual: dict[str, Any] = {"seeds": None, "precision": None, "partial": True, "folder": RESULTS, "page": page}
     return harness.Study(doc, name, cells, page, **{"head": lambda _: {}, **usual, **others})

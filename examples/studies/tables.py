@@ -143,7 +143,6 @@ SECTIONS = [
         ("share along the orbit", "order k", "directional Fisher", "rotation of heads", "gap of twins"),
     ),
     Section("lemmas", "Theorem 1, Lemmas 17 and 23, Remarks 8 and 12"),
-    Section("released", "What discover finds in released architectures"),
     Section("radial_equilibrium", "B.7 Where decay and loss balance"),
 ]
 TABLE4 = Section(

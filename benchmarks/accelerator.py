@@ -65,7 +65,7 @@ class Sizes:
 
     def of(self, name: str) -> Size:
         """One of `SIZES`, or that architecture in a dry run's proportions."""
-        return SIZES[name].at(self.width or None, self.layers or None)
+        return SIZES[name].at(self.width, self.layers)
 
     def task(self) -> Task:
         """The training problem: 30M parameters, 32 × 256 bytes a batch."""

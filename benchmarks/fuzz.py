@@ -84,7 +84,7 @@ def section(rows: dict[str, Any]) -> str:
                       f"{len(rows)} functions; {len(bad)} with a finding: {', '.join(bad)}"])
 
 
-STUDY = benchmark(__doc__, "fuzz", cells, section, page=None, config=Config())
+STUDY = benchmark(__doc__, "fuzz", cells, section, page=False, config=Config())
 
 if __name__ == "__main__":
     harness.main(STUDY)

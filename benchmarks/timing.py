@@ -20,10 +20,15 @@ Tree = Any
 RESULTS = Path(__file__).parent / "results"
 
 
-def benchmark(doc: str | None, name: Any, cells: Any, page: Callable[[Any], str], **others: Any) -> harness.Study:
-    """A study without seeds at the device's own precision of products, whose page stands in `results`."""
-    usual: dict[str, Any] = {"seeds": None, "precision": None, "partial": True, "folder": RESULTS, "page": page}
-    return harness.Study(doc, name, cells, page, **{"head": lambda _: {}, **usual, **others})
+def benchmark(
+    doc: str | None, name: Any, cells: Any, section: Callable[[Any], str], head: Any = lambda config: {},
+    config: Any = None, page: bool = True,
+) -> harness.Study:
+    """A study without seeds at the device's own precision of products; what it prints is a page in `results` too."""
+    return harness.Study(
+        doc, name, cells, section, page=section if page else None, config=config, head=head, seeds=None, precision=None,
+        partial=True, folder=RESULTS,
+    )
 
 
 class Timed(Protocol):

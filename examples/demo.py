@@ -89,12 +89,9 @@ def train_twins(
                 losses[t, n] = evaluate(twins[t], train[n])
             else:
                 twins[t], states[t], losses[t, n] = step(twins[t], states[t], train[n])
-    return {
-        "validation": [float(np.mean([evaluate(params, x) for x in held_out])) for params in twins],
-        "drift": drift,
-        "gap": np.abs(losses[0] - losses[1]).tolist(),
-        "losses": losses.tolist(),
-    }
+    validation = [float(np.mean([evaluate(params, x) for x in held_out])) for params in twins]
+    return {"validation": validation, "drift": drift, "gap": np.abs(losses[0] - losses[1]).tolist(),
+            "losses": losses.tolist()}
 
 
 def table(runs: dict[str, Run]) -> str:

@@ -225,14 +225,13 @@ def answer() -> dict[str, Any]:
 def find(model: str) -> dict[str, Any]:
     """`go.discover` on the released weights, whole, and how long it took."""
     began = time.monotonic()
-    fn: Callable[..., jax.Array]
     if model == "SmolLM2":
-        fn, params, short, outputs = weights.llama_logits, smollm2()[0], jnp.asarray(text(False, 15)[:4]), "logits"
-        batches: Any = [short[:2], short[2:]]
+        short = jnp.asarray(text(False, 15)[:4])
+        report = go.discover(weights.llama_logits, smollm2()[0], [short[:2], short[2:]], "logits", progress=False)
     else:
-        fn, outputs, (params, (tokens, mask)) = weights.bert_embeddings, "predictions", minilm()
+        params, (tokens, mask) = minilm()
         batches = [(tokens[k : k + 2, :16], mask[k : k + 2, :16]) for k in (0, 2)]
-    report = go.discover(fn, params, batches, outputs=outputs, progress=False)
+        report = go.discover(weights.bert_embeddings, params, batches, "predictions", progress=False)
     seconds = round(time.monotonic() - began, 1)
     return {"gauges": [gauge.name for gauge in report.whole], "code": report.code(), "seconds": seconds}
 
@@ -244,6 +243,7 @@ def moved(model: str, name: str, double: bool) -> dict[str, Any]:
     measured, and the weights before and after are evaluated in float64, too. `double` moves the first two layers.
     """
     outputs: Callable[..., jax.Array]
+    batch: Any
     if model == "SmolLM2":
         params, batch, outputs = smollm2()[0], jnp.asarray(text(True)[:2, :-1]), log_probabilities
     else:
@@ -341,7 +341,7 @@ def section(result: Mapping[str, Any]) -> str:
     ]
     rows = [["model", "weights", "function of `go.orbit`", "a leaf moves by", "outputs move by", "evaluated in float64",
              "seconds"]]
-    noise = {}
+    noise: dict[str, float] = {}
     for key, cell in cells.items():
         if key.startswith("move"):
             _, model, name, precision = key.split(" | ")

@@ -53,7 +53,7 @@ COPIED = {
 
 # Where a link of these pages leads on the site; other files are named, not linked.
 PAGES = {source: f"/{target}" for source, target in COPIED.items() if target != "overview.md"} | {
-    **{Path(source).name: f"/{target}" for source, target in COPIED.items() if target.startswith("results/")},
+    **{Path(x).name: f"/results/{Path(x).name}" for x in COPIED if x.startswith("examples/") and "README" not in x},
     "notebooks": "/notebooks/index.md",
 }
 

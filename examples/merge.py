@@ -156,7 +156,7 @@ def aligned(name: str, arm: str, a: Params, b: Params) -> Params:
     def half_way(moved: Params, batch: Any) -> jax.Array:
         return own.loss(go.orbit.interpolate(a, moved, 0.5), batch)
 
-    matched = {"batches": stream(MATCHED, 0), "fn": own.logits} if arm == "all, matched by use" else {}
+    matched: dict[str, Any] = {"batches": stream(MATCHED, 0), "fn": own.logits} if arm == "all, matched by use" else {}
     group, element = go.product(gauges), go.orbit.align(a, b, gauges, **matched)
     if arm == "all, learned":
         tx = optax.adam(optax.cosine_decay_schedule(LEARNING_RATE, LEARNED))
@@ -268,7 +268,7 @@ class Config:
 STUDY = harness.Study(
     __doc__, "merge",
     harness.by_name([f"{name}: {pair}" for name in NETS for pair in PAIRS],
-                    lambda c, args, name: run_pair(*name.split(": "), c.steps)),
+                    lambda c, args, name: run_pair(*name.split(": "), steps=c.steps)),
     section, figure, config=Config(), seeds=None, partial=True,
     settings=lambda c: {
         "steps": c.steps, "nets": list(NETS), "rate": RATE, "decay": DECAY, "batch": BATCH, "length": LENGTH,

@@ -18,7 +18,7 @@ help:
 	@echo "make docs      the site, build/docs/index.html; warnings are errors"
 	@echo "make wheel     sdist and wheel in dist/"
 	@echo "make results   write examples/results/README.md from the JSON beside it"
-	@echo "make bench     our optimizers beside optax's, write benchmarks/results/ (PEERS=1: PyTorch's too)"
+	@echo "make bench     our optimizers beside optax's, write outputs/benchmarks/ (PEERS=1: PyTorch's too)"
 	@echo "make clean     remove .venv, caches, build products and outputs/"
 
 $(PY):
@@ -87,7 +87,7 @@ results: $(VENV)/.installed
 	$(PY) -m examples.studies.tables
 
 bench: $(VENV)/.installed$(if $(PEERS),-peers)
-	$(PY) -m benchmarks.compare
+	$(PY) -m benchmarks.compare --out outputs/benchmarks
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist outputs

@@ -65,7 +65,7 @@ class Sizes:
 
     def of(self, name: str) -> Size:
         """One of `SIZES`, or that architecture in a dry run's proportions."""
-        return SIZES[name].at(self.width or None, self.layers or None)
+        return SIZES[name].at(self.width, self.layers)
 
     def task(self) -> Task:
         """The training problem: 30M parameters, 32 × 256 bytes a batch."""
@@ -110,9 +110,7 @@ def _quotient_muon(rate: Rate, decay: jax.Array, gauges: Gauges) -> Link:
     )
 
 
-ARMS: Mapping[str, Arm] = {
-    **{name: own.arm for name, own in tuned.ARMS.items()}, "quotient_muon": Arm(_quotient_muon)
-}
+ARMS: Mapping[str, Arm] = {**{name: own.arm for name, own in tuned.ARMS.items()}, "quotient_muon": Arm(_quotient_muon)}
 DECAY = 0.1
 """Of every arm but `max_norm_muon`, which needs none."""
 

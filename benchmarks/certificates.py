@@ -2,18 +2,14 @@
 
     python -m benchmarks.certificates                # every row; five minutes on 2 CPU cores
     python -m benchmarks.certificates --only "*Llama*"      # rows of this name
-    python -m benchmarks.certificates --large        # in blocks, of 1.2 million parameters; half an hour
 
 Each row is a one-layer decoder (two layers where it says so) of `models/lm.py` at random weights, norms without eps, or
-the block of the design's §5. Writes results/certificates.json and .md. With --large: a Llama of six layers, with all
-gauges, with an upper bound by random probes (which needs matfree), and with one gauge left out; writes
-results/census_large.json and .md.
+the block of the design's §5. Writes results/certificates.json and .md.
 
 In the design's block the head reads the stream without a norm. Norms hide the stream's mean from everything else: a
 symmetry of d dimensions that no released architecture has. Its gauge, `StreamMean`, is defined here as a user would.
 """
 
-import argparse
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
@@ -25,7 +21,7 @@ import numpy as np
 from flax import nnx
 
 import gauge_optax as go
-from benchmarks.timing import RESULTS, benchmark
+from benchmarks.timing import benchmark
 from examples.studies import harness
 from examples.studies.report import bare
 from models import lm
@@ -190,52 +186,6 @@ def design_block(seed: int = 0) -> Row:
     return Row(fn, params, [rng.integers(vocab, size=(40, 5))], gauges)
 
 
-LARGE: dict[str, Any] = LLAMA | dict(
-    vocab=256, d_model=128, layers=6, heads=4, kv_heads=2, d_head=32, d_ff=384, max_len=16, norm_eps=0.0
-)
-OMITTED = ("", "norm_scale('blocks/{i}/norm2/scale'", "head_linear('blocks/{i}/attn/value/kernel'")
-
-
-def large_decoder(seed: int = 0) -> Row:
-    """A Llama of six layers at random weights; every kernel keeps the size of what it reads."""
-    config = lm.LMConfig(**LARGE)
-    graph, state = nnx.split(lm.build(config, nnx.Rngs(0)))
-    rng = np.random.default_rng(seed)
-
-    def drawn(path: Any, x: Any) -> np.ndarray:
-        noise = rng.standard_normal(x.shape)
-        if x.ndim == 1:
-            return np.asarray(x) + 0.15 * noise
-        table = "embedding" in jax.tree_util.keystr(path)
-        return 1.5 * noise / (1.0 if table else np.sqrt(np.prod(x.shape) / config.d_model))
-
-    params = jax.tree_util.tree_map_with_path(drawn, nnx.to_pure_dict(state))
-    batches = [rng.integers(config.vocab, size=(16, config.max_len)) for _ in range(4)]
-    return Row(lambda p, t: nnx.merge(graph, p)(t), params, batches, lm.whole_gauges(config))
-
-
-def large(omitted: str) -> dict[str, Any]:
-    """A census in blocks: with all gauges, or with one left out."""
-    row = large_decoder()
-    gauges = [gauge for gauge in row.gauges if not omitted or not gauge._description.startswith(omitted)]
-    assert len(gauges) == len(row.gauges) - bool(omitted)
-    start = time.perf_counter()
-    counted = go.measure.census(row.fn, row.params, row.batches, gauges, probes=0 if omitted else 2)
-    if omitted:
-        counted.plot().figure.savefig(RESULTS / "census_large.png", dpi=100)
-    seconds = round(time.perf_counter() - start)
-    return {"unexplained": counted.unexplained, "printed": str(counted), "seconds": seconds}
-
-
-def large_page(found: dict[str, dict[str, Any]]) -> str:
-    """The censuses in blocks as Markdown."""
-    text = ["# A census of 1.2 million parameters", "", "`python -m benchmarks.certificates --large`."]
-    for omitted, each in found.items():
-        name = f"Without `{omitted})`" if omitted else "With all gauges"
-        text += ["", f"## {name}: {each['seconds']} s", "", "```", each["printed"], "```"]
-    return "\n".join(text) + "\n"
-
-
 def page(rows: dict[str, dict[str, Any]]) -> str:
     """The table as Markdown."""
     lines = [
@@ -272,27 +222,8 @@ def certified(name: str) -> dict[str, Any]:
 DESIGN = "the design's block"
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """Whether the model is a large one, in blocks."""
-
-    large: bool = False
-
-
-def cells(c: Config, args: argparse.Namespace) -> harness.Cells:
-    """A census per row, or per gauge that is left out."""
-    names, make = (OMITTED, large) if c.large else ((DESIGN, *ROWS), certified)
-    return harness.by_name(names, lambda c, args, name: make(name), "")(c, args)
-
-
-def either_page(result: dict[str, Any]) -> str:
-    """The page of a result with or without `--large`."""
-    return large_page(result) if "" in result else page(result)
-
-
 STUDY = benchmark(
-    __doc__, lambda c: "census_large" if c.large else "certificates", cells, either_page, page=either_page,
-    config=Config(), head=lambda _: {},
+    __doc__, "certificates", harness.by_name((DESIGN, *ROWS), lambda c, args, name: certified(name), ""), page
 )
 
 if __name__ == "__main__":

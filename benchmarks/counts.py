@@ -81,8 +81,7 @@ def counted(tx: optax.GradientTransformation, params: Tree, platform: str) -> di
     def placed(tree: Tree) -> Tree:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to), tree)
 
-    state = jax.eval_shape(tx.init, params)
-    begun = time.monotonic()
+    state, begun = jax.eval_shape(tx.init, params), time.monotonic()
     step = jax.jit(update_step(tx), donate_argnums=(0, 1))
     # Kernels are not tuned by trying them, for which the device would have to be there.
     options: dict[str, str | bool] = {"xla_gpu_autotune_level": "0"} if platform == "cuda" else {}
@@ -90,10 +89,10 @@ def counted(tx: optax.GradientTransformation, params: Tree, platform: str) -> di
     seconds, program, plan = time.monotonic() - begun, str(compiled.as_text()), compiled.memory_analysis()
     operations: Any = step.lower(params, state, params).cost_analysis()
     kernels, moved = traffic(program)
+    of_params, of_state = (sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)) for tree in (params, state))
     return {
-        "gflop": operations["flops"] / 1e9, "gbyte": moved / 1e9,
-        "limit_gbyte": (3 * _nbytes(params) + 2 * _nbytes(state)) / 1e9, "kernels": kernels,
-        "scratch_mb": plan.temp_size_in_bytes / 1e6 if plan else 0.0, "state_mb": _nbytes(state) / 1e6,
+        "gflop": operations["flops"] / 1e9, "gbyte": moved / 1e9, "limit_gbyte": (3 * of_params + 2 * of_state) / 1e9,
+        "kernels": kernels, "scratch_mb": plan.temp_size_in_bytes / 1e6 if plan else 0.0, "state_mb": of_state / 1e6,
         "compile_s": seconds,
     }
 
@@ -134,15 +133,9 @@ WIDTHS = {"f64": 8, "s64": 8, "u64": 8, "f32": 4, "s32": 4, "u32": 4, "bf16": 2,
 
 def _shape_bytes(shape: str) -> int:
     """Bytes in main memory of a shape, or of all shapes of a tuple."""
-    total = 0
-    for dtype, lengths, layout in re.findall(r"(\w+)\[([\d,]*)\](\{[^}]*\})?", shape):
-        if dtype in WIDTHS and "S(1)" not in layout:
-            total += WIDTHS[dtype] * math.prod(int(n) for n in lengths.split(",") if n)
-    return total
-
-
-def _nbytes(tree: Tree) -> int:
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    arrays = re.findall(r"(\w+)\[([\d,]*)\](\{[^}]*\})?", shape)
+    return sum(WIDTHS.get(dtype, 0) * math.prod(int(n) for n in lengths.split(",") if n)
+               for dtype, lengths, layout in arrays if "S(1)" not in layout)
 
 
 def page(result: Mapping[str, Any]) -> str:
@@ -153,25 +146,19 @@ def page(result: Mapping[str, Any]) -> str:
         "what the program's kernels read from and write to main memory, each its operands and its result once, where a "
         "loop counts as one round; *limit* is the least: gradients, parameters and state read once, parameters and "
         "state written once. Operations are counted before the compiler's passes. float32, products at full precision, "
-        f"{versions(result)}."
+        f"{', '.join(f'{name} {number}' for name, number in result['versions'].items())}."
     ]
+    heads = ["update", "GFLOP", "GB", "of the first row's", "of the limit", "limit GB", "kernels", "scratch MB",
+             "state MB", "compile s"]
     for size, by_platform in result["sizes"].items():
         for platform, rows in by_platform.items():
-            base = next(iter(rows.values()))
-            lines = [["update", "GFLOP", "GB", "of the first row's", "of the limit", "limit GB", "kernels",
-                      "scratch MB", "state MB", "compile s"]]
+            lines, base = [heads], next(iter(rows.values()))["gbyte"]
             for name, r in rows.items():
-                twice = (r["gflop"], r["gbyte"], r["gbyte"] / base["gbyte"], r["gbyte"] / r["limit_gbyte"],
-                         r["limit_gbyte"])
-                whole = (r["kernels"], r["scratch_mb"], r["state_mb"], r["compile_s"])
-                lines.append([name, *(f"{x:.2f}" for x in twice), *(f"{x:.0f}" for x in whole)])
+                exact = r["gflop"], r["gbyte"], r["gbyte"] / base, r["gbyte"] / r["limit_gbyte"], r["limit_gbyte"]
+                whole = (f"{r[key]:.0f}" for key in ("kernels", "scratch_mb", "state_mb", "compile_s"))
+                lines.append([name, *(f"{x:.2f}" for x in exact), *whole])
             parts.append(f"## {size}, {PLATFORMS[platform]}\n\n{plain(lines)}")
     return "\n\n".join(parts) + "\n"
-
-
-def versions(result: Mapping[str, Any]) -> str:
-    """For the page."""
-    return ", ".join(f"{name} {number}" for name, number in result["versions"].items())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,9 +175,8 @@ def cells(c: Config, args: argparse.Namespace) -> harness.Cells:
     """A cell per size, platform and row."""
     found: dict[harness.Address, Callable[[harness.Run], Any]] = {}
     for name in c.sizes.split():
-        size = SIZES[name].at(c.width or None, c.layers or None)
-        title = f"{name}, {size.config.layers} layers of d = {size.config.d_model}"
-        sized = shapes(size)
+        size = SIZES[name].at(c.width, c.layers)
+        sized, title = shapes(size), f"{name}, {size.config.layers} layers of d = {size.config.d_model}"
         rows = {row: tx for block in compare.blocks(sized).values() for row, tx in block.items() if row in ROWS}
         for platform, row in itertools.product(c.platforms.split(), (row for row in ROWS if row in rows)):
             count = functools.partial(counted, rows[row], sized.params, platform)
@@ -199,7 +185,7 @@ def cells(c: Config, args: argparse.Namespace) -> harness.Cells:
 
 
 STUDY = benchmark(
-    __doc__, "counts", cells, page, page=page, config=Config(),
+    __doc__, "counts", cells, page, config=Config(),
     head=lambda _: {"versions": harness.versions(), "sizes": {}},
 )
 

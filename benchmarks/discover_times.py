@@ -222,7 +222,7 @@ def render(result: dict[str, Any]) -> str:
 
 
 STUDY = timing.benchmark(
-    __doc__, "discover", harness.by_name(CASES, lambda c, args, name: alone(name), "cases"), render, page=render,
+    __doc__, "discover", harness.by_name(CASES, lambda c, args, name: alone(name), "cases"), render,
     head=lambda _: {"host": host(), "cases": {}},
 )
 

@@ -45,9 +45,7 @@ def per_head(
     Returns:
       The transformation; its state is (count, momentum).
     """
-    axes, treedef = jax.tree.flatten(
-        muon_axes(params, per_head=True), is_leaf=lambda x: isinstance(x, MuonDimensionNumbers)
-    )
+    axes, treedef = jax.tree.flatten(muon_axes(params, True), lambda x: isinstance(x, MuonDimensionNumbers))
     # Kernels of (d, heads, d_head) and of (heads, d_head, d); each order is its own inverse.
     orders = [(1, 0, 2) if numbers.reduction_axis == 0 else (0, 2, 1) for numbers in axes]
 
@@ -55,14 +53,11 @@ def per_head(
         return jnp.zeros((), jnp.int32), optax.tree.zeros_like(params)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        del params
         count = optax.safe_increment(state[0])
         momentum = optax.tree.update_moment(updates, state[1], beta, 1)
-        ahead = jax.tree.map(
-            lambda m, g: beta * m + (1 - beta) * g,
-            optax.tree.bias_correction(momentum, beta, optax.safe_increment(count)),
-            optax.tree.bias_correction(updates, beta, count),
-        )
+        later = optax.tree.bias_correction(momentum, beta, optax.safe_increment(count))
+        now = optax.tree.bias_correction(updates, beta, count)
+        ahead = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, later, now)
         heads = [x.transpose(order) for x, order in zip(jax.tree.leaves(ahead), orders, strict=True)]
         out = [x.transpose(order) for x, order in zip(orthogonalise(heads), orders, strict=True)]
         return jax.tree.unflatten(treedef, out), (count, momentum)

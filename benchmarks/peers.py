@@ -69,15 +69,8 @@ class TorchUpdate:
     @property
     def state_bytes(self) -> int:
         """Of all tensors in the optimizer's state, however nested."""
-
-        def count(x: Any) -> int:
-            if isinstance(x, dict):
-                return sum(map(count, x.values()))
-            if isinstance(x, (list, tuple)):
-                return sum(map(count, x))
-            return x.numel() * x.element_size() if hasattr(x, "element_size") else 0
-
-        return count(dict(self.optimizer.state))
+        tensors = jax.tree.leaves(list(self.optimizer.state.values()))
+        return sum(x.numel() * x.element_size() for x in tensors if hasattr(x, "element_size"))
 
 
 def on_torch(make: Callable[[list[Any]], Any], values: Matrices, grads: Matrices) -> TorchUpdate:
@@ -116,13 +109,13 @@ def muon_rows(case: Case, rate: float) -> dict[str, Callable[[], Timed]]:
 def lora_case(pairs: int, width: int) -> Case:
     """`pairs` of A (RANK, width) and B (width, RANK), both drawn at random: past the start, where B is zero."""
 
-    def factors(key: jax.Array) -> Any:
-        down, up = jax.random.split(key)
-        a = jax.random.normal(down, (pairs, RANK, width)) * width**-0.5
-        b = jax.random.normal(up, (pairs, width, RANK)) * RANK**-0.5
+    def factors(seed: int, size: float) -> Any:
+        down, up = jax.random.split(jax.random.key(seed))
+        a = size * jax.random.normal(down, (pairs, RANK, width)) * width**-0.5
+        b = size * jax.random.normal(up, (pairs, width, RANK)) * RANK**-0.5
         return {"pairs": [{"a": a[i], "b": b[i]} for i in range(pairs)]}
 
-    return Case(factors(jax.random.key(3)), jax.tree.map(lambda x: 1e-3 * x, factors(jax.random.key(4))), [])
+    return Case(factors(3, 1.0), factors(4, 1e-3), [])
 
 
 def lora_rows(case: Case, rate: float) -> dict[str, Callable[[], Timed]]:

@@ -5,20 +5,17 @@
 Traces `update` of `quotient` around Adam and of `ddc_adamw` (plain and fused), with five gauges on eight leaves, and
 counts what runs in the package. A function counts once however often it runs, nested functions and lambdas with the
 function that they stand in; a hop is a call from one file of the package into another. Nouns are the terms of the
-glossary (in CONTRIBUTING, under "Words") that stand in the code or docstrings of these functions. Then it counts the
-package's lines of code, without blank lines, comments and docstrings.
+glossary (in CONTRIBUTING, under "Words") that stand in the code or docstrings of these functions.
 """
 
-import ast
 import collections
 import inspect
-import io
 import re
 import sys
-import tokenize
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -37,8 +34,7 @@ def five_gauges() -> tuple[list[Any], dict[str, jax.Array]]:
         go.norm_scale({"norm": "channel"}, {"query": "channel _ _", "key": "channel _ _", "value": "channel _ _"}),
         go.head_rotation({"query": "_ head basis", "key": "_ head basis"}),
         go.head_rotation({"value": "_ head basis", "out": "head basis _"}),
-        go.rescale({"up": "_ channel"}, {"down": "channel _"}),
-        go.logit_shift({"unembed": "_ vocab"}),
+        go.rescale({"up": "_ channel"}, {"down": "channel _"}), go.logit_shift({"unembed": "_ vocab"})
     ]
     heads = {name: jnp.ones((6, 2, 4)) for name in ("query", "key", "value")}
     rest = {"norm": jnp.ones(6), "out": jnp.ones((2, 4, 6)), "up": jnp.ones((6, 5)), "down": jnp.ones((5, 6))}
@@ -55,9 +51,7 @@ def glossary() -> tuple[str, ...]:
 def traced(tx: optax.GradientTransformation, params: Any) -> dict[str, int]:
     """Counts over one trace of `update`."""
     state = jax.eval_shape(tx.init, params)
-    functions: set[tuple[str, str]] = set()
-    texts: dict[tuple[str, str], str] = {}
-    classes: set[str] = set()
+    texts: dict[tuple[str, str], str] = {}  # of functions, by file and name
     counts: collections.Counter[str] = collections.Counter()
 
     def of_package(frame: FrameType | None) -> str | None:
@@ -68,11 +62,8 @@ def traced(tx: optax.GradientTransformation, params: Any) -> dict[str, int]:
         if event != "call" or (file := of_package(frame)) is None:
             return
         name = frame.f_code.co_qualname.split(".<locals>")[0] if sys.version_info >= (3, 11) else frame.f_code.co_name
-        functions.add((file, name))
         if (file, name) not in texts:
             texts[file, name] = inspect.getsource(frame.f_code)
-        if "." in name:
-            classes.add(name.split(".")[0])
         caller = of_package(frame.f_back)
         counts["hops"] += caller is not None and caller != file
         counts["flattenings"] += name == "_flatten"
@@ -84,8 +75,8 @@ def traced(tx: optax.GradientTransformation, params: Any) -> dict[str, int]:
         sys.setprofile(None)
     text = "\n".join(texts.values()).lower().replace("_", " ")
     return {
-        "files": len({file for file, _ in functions}), "functions": len(functions), "hops": counts["hops"],
-        "classes": len(classes), "flattenings": counts["flattenings"],
+        "files": len({file for file, _ in texts}), "functions": len(texts), "hops": counts["hops"],
+        "classes": len({name.split(".")[0] for _, name in texts if "." in name}), "flattenings": counts["flattenings"],
         "nouns": sum(re.search(rf"\b{term}s?\b", text) is not None for term in glossary()),
     }
 
@@ -93,42 +84,12 @@ def traced(tx: optax.GradientTransformation, params: Any) -> dict[str, int]:
 def rows() -> dict[str, dict[str, int]]:
     """The counts of each optimizer."""
     gauges, params = five_gauges()
-    applies = ddc_fused._applies
-    counts = {"quotient": traced(go.quotient(optax.adam(1e-3), gauges), params)}
-    try:
-        ddc_fused._applies = lambda s: False
-        counts["ddc_adamw, plain"] = traced(go.ddc_adamw(1e-3, gauges), params)
-    finally:
-        ddc_fused._applies = applies
-    return counts | {"ddc_adamw, fused": traced(go.ddc_adamw(1e-3, gauges), params)}
-
-
-def code_lines(path: Path) -> int:
-    """Lines of a file that hold code, docstrings not among them."""
-    text = path.read_text()
-    docstrings: set[int] = set()
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node, clean=False):
-            docstrings |= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
-    skipped = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
-    lines: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type not in skipped:
-            lines |= set(range(token.start[0], token.end[0] + 1))
-    return len(lines - docstrings)
-
-
-def main() -> None:
-    """Prints the tables."""
-    table = rows()
-    print(f"{'':20}" + "".join(f"{name:>14}" for name in table["quotient"]))
-    for name, row in table.items():
-        print(f"{name:20}" + "".join(f"{count:>14}" for count in row.values()))
-    lines: collections.Counter[str] = collections.Counter()
-    for path in PACKAGE.rglob("*.py"):
-        lines[path.relative_to(PACKAGE).parts[0].removesuffix(".py")] += code_lines(path)
-    print(f"{sum(lines.values())} lines of code: {', '.join(f'{name} {n}' for name, n in lines.most_common())}")
+    with mock.patch.object(ddc_fused, "_applies", lambda s: False):
+        plain = traced(go.ddc_adamw(1e-3, gauges), params)
+    return {"quotient": traced(go.quotient(optax.adam(1e-3), gauges), params), "ddc_adamw, plain": plain,
+            "ddc_adamw, fused": traced(go.ddc_adamw(1e-3, gauges), params)}
 
 
 if __name__ == "__main__":
-    main()
+    for name, row in rows().items():
+        print(f"{name:18}", ", ".join(f"{count} {what}" for what, count in row.items()))

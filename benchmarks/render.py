@@ -23,6 +23,7 @@ All Muons have the same matrices: the kernels of attention and MLP; Adam takes e
 head" as `heads` matrices of (d, d_head). `ddc_muon` works per head on what a rotation gauge binds.{products}
 """
 
+_ADAMW = "quotient(optax.adamw)"
 _TITLES = {"orthogonalisers": "Orthogonalisers alone", "compile": "Compile time by depth", "peers": "PyTorch peers"}
 
 
@@ -66,9 +67,8 @@ def _ratio(x: list[float] | None) -> str:
     return "–" if x is None else f"{_number(x[1])} ({_number(x[0])}–{_number(x[2])})"
 
 
-def _adamw_peak(section: Section) -> float | None:
-    peak: float | None = section.get("blocks", {}).get("adam", {}).get("optax.adamw", {}).get("peak_mb")
-    return peak
+def _adamw_peak(section: Section) -> Any:
+    return section.get("blocks", {}).get("adam", {}).get("optax.adamw", {}).get("peak_mb")
 
 
 def _size(section: Section) -> Iterator[str]:
@@ -83,13 +83,11 @@ def _size(section: Section) -> Iterator[str]:
             other = r.get("device_peak_mb", r.get("least_peak_mb"))
             counted = "" if other is None else f" ({_number(other)})"
             least = f" ({_number(r['least_peak_mb'] / adamw)})" if adamw and "least_peak_mb" in r else ""
-            rows.append([
-                name, _number(r["ms"]), _ratio(r["ratio"]), _number(r.get("step_ms")), _ratio(r.get("step_ratio")),
-                _number(r["peak_mb"]) + counted, _number(r["peak_mb"] / adamw if adamw else None) + least,
-                _number(r["state_mb"]), _number(r["compile_s"]),
-            ])
-        names = "optimizer, update ms, ratio, step ms, ratio, peak MB, of adamw's, state MB, compile s"
-        yield _table(names, rows)
+            rows.append([name, _number(r["ms"]), _ratio(r["ratio"]), _number(r.get("step_ms")),
+                         _ratio(r.get("step_ratio")), _number(r["peak_mb"]) + counted,
+                         _number(r["peak_mb"] / adamw if adamw else None) + least, _number(r["state_mb"]),
+                         _number(r["compile_s"])])
+        yield _table("optimizer, update ms, ratio, step ms, ratio, peak MB, of adamw's, state MB, compile s", rows)
 
 
 def _orthogonalisers(section: Section) -> Iterator[str]:
@@ -98,13 +96,8 @@ def _orthogonalisers(section: Section) -> Iterator[str]:
         "first. A rotation gauge is `scale_by_scaled_polar`, which projects the step, in eigenbases that stay fresh or "
         f"are computed again in every step. {section['repeats']} rounds.\n"
     )
-    rows = [
-        [
-            name, _number(r["ms"]), _ratio(r["ratio"]), _ratio(r["of_polar"]), f"{r['beyond_polar_ms']:+.1f}",
-            _number(r["peak_mb"]), _number(r["compile_s"]),
-        ]
-        for name, r in section["blocks"]["rows"].items()
-    ]
+    rows = [[name, _number(r["ms"]), _ratio(r["ratio"]), _ratio(r["of_polar"]), f"{r['beyond_polar_ms']:+.1f}",
+             _number(r["peak_mb"]), _number(r["compile_s"])] for name, r in section["blocks"]["rows"].items()]
     yield _table("row, ms, of plain Muon's, of the scaled polar's, ms beyond it, peak MB, compile s", rows)
 
 
@@ -114,10 +107,8 @@ def _compile(section: Section) -> Iterator[str]:
         f"Unrolled layers of one shape (d = {section['width']}, the toy's architecture); seconds to trace + lower + "
         "compile an update, from nothing. Ratio: of the last depth's total to the first's.\n"
     )
-    rows = [
-        [name, *(" + ".join(_number(x) for x in seconds) for seconds in r["seconds"]), _number(r["ratio"])]
-        for name, r in section["blocks"]["rows"].items()
-    ]
+    rows = [[name, *(" + ".join(map(_number, seconds)) for seconds in r["seconds"]), _number(r["ratio"])]
+            for name, r in section["blocks"]["rows"].items()]
     yield _table(", ".join(["optimizer", *(f"{n} layers" for n in depths), "ratio"]), rows)
 
 
@@ -134,10 +125,8 @@ def _peers(section: Section) -> Iterator[str]:
     yield f"{versions}, CPU, as many threads as cores. {section['repeats']} rounds.\n"
     for name, block in section["blocks"].items():
         yield texts[name] + "\n"
-        rows = [
-            [n, _number(r["ms"]), _ratio(r["ratio"]), _number(r["state_mb"]), _number(r["compile_s"])]
-            for n, r in block.items()
-        ]
+        rows = [[n, _number(r["ms"]), _ratio(r["ratio"]), _number(r["state_mb"]), _number(r["compile_s"])]
+                for n, r in block.items()]
         yield _table("optimizer, update ms, ratio, state MB, compile s", rows)
 
 
@@ -146,38 +135,31 @@ def _targets(sections: Section, accelerated: bool) -> Iterator[str]:
     rows: list[tuple[str, float, float]] = []
     for name, section in sections.items():
         blocks, adamw = section.get("blocks", {}), _adamw_peak(section)
-        ours = blocks.get("muon", {}).get("ddc_muon", {})
-        limit = {"attention": 0.5 if accelerated else 0.15, "gpt2": 0.6}.get(name)
-        if limit and "ratio" in ours:
-            rows.append((f"{name}: `ddc_muon`'s update, of `optax.contrib.muon`'s", limit, ours["ratio"][1]))
-        slice_adamw = blocks.get("adam", {}).get("quotient(optax.adamw)", {})
-        slice_muon = blocks.get("muon", {}).get("quotient_muon", {})
-        if "ratio" in slice_adamw:
-            rows.append((f"{name}: `quotient(optax.adamw)`'s update, of `optax.adamw`'s", 4.0, slice_adamw["ratio"][1]))
-            rows.append((f"{name}: its peak", 1.25, slice_adamw["peak_mb"] / (adamw or 1.0)))
-        most = {"attention": 0.15, "gpt2": 0.35}.get(name)
-        if most and "ratio" in slice_muon:
-            rows.append((f"{name}: `quotient_muon`'s update, of `optax.contrib.muon`'s", most, slice_muon["ratio"][1]))
-        if "step_ratio" in ours:
-            rows.append((f"{name}: `ddc_muon`'s step, of `optax.contrib.muon`'s", 1.0, ours["step_ratio"][1]))
-        ddc_adamw = blocks.get("adam", {}).get("ddc_adamw", {})
-        if "ratio" in ddc_adamw:
-            rows.append((f"{name}: `ddc_adamw`'s update, of `optax.adamw`'s", 6.0, ddc_adamw["ratio"][1]))
-        for optimizer, limit, row in (("ddc_adamw", 1.35, ddc_adamw), ("ddc_muon", 1.25, ours)):
-            if adamw and "peak_mb" in row:
-                rows.append((f"{name}: `{optimizer}`'s peak, of `optax.adamw`'s", limit, row["peak_mb"] / adamw))
+        updates = {"ddc_muon": 0.5 if accelerated else 0.15, "quotient_muon": 0.15} if name == "attention" else {}
+        updates = {"ddc_muon": 0.6, "quotient_muon": 0.35} if name == "gpt2" else updates
+        for block, optimizer, column, what, limit in (
+            ("muon", "ddc_muon", "ratio", "`ddc_muon`'s update, of `optax.contrib.muon`'s", updates.get("ddc_muon")),
+            ("adam", _ADAMW, "ratio", f"`{_ADAMW}`'s update, of `optax.adamw`'s", 4.0),
+            ("adam", _ADAMW, "peak_mb", "its peak", 1.25),
+            ("muon", "quotient_muon", "ratio", "`quotient_muon`'s update, of `optax.contrib.muon`'s",
+             updates.get("quotient_muon")),
+            ("muon", "ddc_muon", "step_ratio", "`ddc_muon`'s step, of `optax.contrib.muon`'s", 1.0),
+            ("adam", "ddc_adamw", "ratio", "`ddc_adamw`'s update, of `optax.adamw`'s", 6.0),
+            ("adam", "ddc_adamw", "peak_mb", "`ddc_adamw`'s peak, of `optax.adamw`'s", 1.35),
+            ("muon", "ddc_muon", "peak_mb", "`ddc_muon`'s peak, of `optax.adamw`'s", 1.25),
+        ):
+            found = blocks.get(block, {}).get(optimizer, {}).get(column)
+            if limit and found and (adamw or column != "peak_mb"):
+                rows.append((f"{name}: {what}", limit, found / adamw if column == "peak_mb" else found[1]))
     deep = sections.get("compile", {})
     kept = deep.get("blocks", {}).get("rows", {})
-    if {"quotient(optax.adamw)", "optax.contrib.muon"} <= set(kept):
-        ours, plain = (kept[n]["seconds"][0] for n in ("quotient(optax.adamw)", "optax.contrib.muon"))
-        what = f"`quotient(optax.adamw)`'s compile time at {deep['depths'][0]} layers, of `optax.contrib.muon`'s"
-        rows.append((what, 1.5, sum(ours) / sum(plain)))
-    row = kept.get("ddc_adamw")
-    if row:
+    if {_ADAMW, "optax.contrib.muon"} <= set(kept):
+        ours, plain = (sum(kept[n]["seconds"][0]) for n in (_ADAMW, "optax.contrib.muon"))
+        rows.append((f"`{_ADAMW}`'s compile time at {deep['depths'][0]} layers, of `optax.contrib.muon`'s", 1.5,
+                     ours / plain))
+    if row := kept.get("ddc_adamw"):
         first, last = deep["depths"][0], deep["depths"][-1]
         rows.append((f"`ddc_adamw`'s compile time at {last} layers, of that at {first}", 3.0, row["ratio"]))
     if rows:
-        yield _table(
-            "held to, at most, measured, ",
-            [[what, f"{limit:g}", f"{x:.2f}", "" if x <= limit else "**missed**"] for what, limit, x in rows],
-        )
+        shown = [[what, f"{limit:g}", f"{x:.2f}", "" if x <= limit else "**missed**"] for what, limit, x in rows]
+        yield _table("held to, at most, measured, ", shown)

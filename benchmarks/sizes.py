@@ -35,12 +35,10 @@ class Size:
     length: tuple[int, int] = (0, 0)
     attention_only: bool = False
 
-    def at(self, width: int | None, layers: int | None) -> "Size":
-        """The same architecture in other proportions, to try the command out."""
-        c = self.config
-        if layers is not None:
-            c = dataclasses.replace(c, layers=layers)
-        if width is None:
+    def at(self, width: int, layers: int) -> "Size":
+        """The same architecture in other proportions, to try the command out; 0 for its own."""
+        c = dataclasses.replace(self.config, layers=layers or self.config.layers)
+        if not width:
             return dataclasses.replace(self, config=c)
         d_head = min(c.d_head, width // 2)
         heads = width // d_head
@@ -51,37 +49,27 @@ class Size:
         return dataclasses.replace(self, config=c, length=(min(self.length[0], 16), min(self.length[1], 16)))
 
 
-def _gpt2(layers: int, width: int) -> lm.LMConfig:
-    return lm.LMConfig(
-        vocab=50257, d_model=width, layers=layers, heads=width // 64, kv_heads=width // 64, d_head=64, d_ff=4 * width,
-        max_len=1024, mlp="gelu", tied=True,
-    )
-
-
+GPT2 = lm.LMConfig(vocab=50257, d_model=768, layers=12, heads=12, kv_heads=12, d_head=64, d_ff=3072, max_len=1024,
+                   mlp="gelu", tied=True)
 SIZES = {
     "toy": Size(
         "2 layers of d = 128, LayerNorm, ReLU MLP, biases, untied head",
         lm.LMConfig(vocab=256, d_model=128, layers=2, heads=4, kv_heads=4, d_head=32, d_ff=512, max_len=1024),
-        (8, 8),
-        (64, 64),
+        batch=(8, 8), length=(64, 64),
     ),
     "gpt2": Size(
         "GPT-2 124M: 12 layers of d = 768, LayerNorm, GELU MLP, biases, tied head of 50,257",
-        _gpt2(12, 768),
-        (4, 8),
-        (256, 1024),
+        GPT2, batch=(4, 8), length=(256, 1024),
     ),
     "1b_layer": Size(
         "one layer of a 1B Llama: d = 2048, 16 heads of 128, rotary, RMSNorm, SwiGLU of 8192, vocabulary of 256",
         lm.llama_config(vocab=256, d_model=2048, layers=1, heads=16, kv_heads=16, d_head=128, d_ff=8192),
-        (4, 8),
-        (256, 1024),
+        batch=(4, 8), length=(256, 1024),
     ),
     "attention": Size(
         "the 48 attention kernels of GPT-2 124M: 12 layers of query, key, value and output, d = 768, 12 heads; "
         "gradients drawn at random and made horizontal, as those of a loss are",
-        _gpt2(12, 768),
-        attention_only=True,
+        GPT2, attention_only=True,
     ),
 }
 
@@ -137,17 +125,17 @@ def case(size: Size) -> Case:
     """Parameters, gradients and gauges of a size; loss and batch where it has a whole step."""
     c = size.config
     if size.attention_only:
-        params = attention_kernels(c, jax.random.key(0))
-        drawn = jax.tree.map(lambda x: 1e-3 * x, attention_kernels(c, jax.random.key(1)))
+        params, drawn = (attention_kernels(c, jax.random.key(seed)) for seed in (0, 1))
+        gauges = [gauge for gauge in lm.gauges(dataclasses.replace(c, bias=False)) if gauge.name == "head_rotation"]
         # Horizontal, as the gradient of a loss is: ours do less where there is nothing to project.
-        gauges = attention_gauges(c)
         project = go.gauge_project(gauges)
-        grads = jax.jit(lambda drawn, params: project.update(drawn, project.init(params), params)[0])(drawn, params)
+        grads = jax.jit(lambda drawn, params: project.update(drawn, project.init(params), params)[0])(
+            jax.tree.map(lambda x: 1e-3 * x, drawn), params)
         return Case(params, grads, gauges)
     params, loss = lm.params_and_loss(c, jax.random.key(0))
-    accelerated = int(jax.default_backend() != "cpu")
-    few = jax.random.randint(jax.random.key(1), (2, 1 + min(64, size.length[accelerated])), 0, c.vocab)
-    tokens = jax.random.randint(jax.random.key(2), (size.batch[accelerated], 1 + size.length[accelerated]), 0, c.vocab)
+    batch, length = (x[jax.default_backend() != "cpu"] for x in (size.batch, size.length))
+    few = jax.random.randint(jax.random.key(1), (2, 1 + min(64, length)), 0, c.vocab)
+    tokens = jax.random.randint(jax.random.key(2), (batch, 1 + length), 0, c.vocab)
     grads = jax.block_until_ready(jax.jit(jax.grad(loss))(params, few))
     return Case(params, grads, lm.gauges(c), loss, tokens, LABELS)
 
@@ -157,15 +145,8 @@ def attention_kernels(config: lm.LMConfig, key: jax.Array) -> Tree:
     d, h, e = config.d_model, config.heads, config.d_head
     shapes = {"query": (d, h, e), "key": (d, h, e), "value": (d, h, e), "out": (h, e, d)}
     keys = iter(jax.random.split(key, config.layers * len(shapes)))
-    return {
-        "blocks": [
-            {"attn": {n: {"kernel": jax.random.normal(next(keys), s) * d**-0.5} for n, s in shapes.items()}}
-            for _ in range(config.layers)
-        ]
-    }
 
+    def drawn(shape: tuple[int, ...]) -> Tree:
+        return {"kernel": jax.random.normal(next(keys), shape) * d**-0.5}
 
-def attention_gauges(config: lm.LMConfig) -> list[go.Gauge]:
-    """The rotations of `attention_kernels`: of queries with keys, and of values with outputs."""
-    plain = dataclasses.replace(config, bias=False)
-    return [gauge for gauge in lm.gauges(plain) if gauge.name == "head_rotation"]
+    return {"blocks": [{"attn": {n: drawn(shape) for n, shape in shapes.items()}} for _ in range(config.layers)]}

@@ -1,6 +1,5 @@
 """Times compiled updates in turns, and reads their memory; `compare` says which updates."""
 
-import functools
 import json
 import os
 import platform
@@ -22,8 +21,17 @@ from examples.studies import harness
 
 Tree = Any
 RESULTS = Path(__file__).parent / "results"
-benchmark = functools.partial(harness.Study, seeds=None, precision=None, partial=True, folder=RESULTS)
-"""A study without seeds at the device's own precision of products, whose page stands in `results`."""
+
+
+def benchmark(
+    doc: str | None, name: Any, cells: Any, section: Callable[[Any], str], head: Any = lambda config: {},
+    config: Any = None, page: bool = True,
+) -> harness.Study:
+    """A study without seeds at the device's own precision of products; what it prints is a page in `results` too."""
+    return harness.Study(
+        doc, name, cells, section, page=section if page else None, config=config, head=head, seeds=None, precision=None,
+        partial=True, folder=RESULTS,
+    )
 
 
 class Timed(Protocol):
@@ -198,5 +206,3 @@ def host() -> str:
     model = next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), "")
     processor = f"{cores()} cores {model} {platform.machine()}".replace("  ", " ")
     return processor if device.platform == "cpu" else f"{processor}, {device.device_kind}"
-
-

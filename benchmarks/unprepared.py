@@ -319,7 +319,7 @@ def render(result: dict[str, Any]) -> str:
 
 
 STUDY = benchmark(
-    __doc__, "unprepared", harness.by_name(MODELS, make, "cases"), render, page=render,
+    __doc__, "unprepared", harness.by_name(MODELS, make, "cases"), render,
     head=lambda _: {"host": host(), "cases": {}},
 )
 

@@ -29,6 +29,10 @@ COPIED = {
     "examples/results/README.md": "results/index.md",
     "benchmarks/results/training.md": "results/training.md",
     "examples/results/released.md": "results/released.md",
+    "examples/results/quantize.md": "results/quantize.md",
+    "examples/results/lora_weights.md": "results/lora_weights.md",
+    "examples/results/qwix_weights.md": "results/qwix_weights.md",
+    "examples/results/measure_weights.md": "results/measure_weights.md",
     "benchmarks/results/tuned.md": "results/tuned.md",
     "benchmarks/results/rates.md": "results/rates.md",
     "benchmarks/results/track3.md": "results/track3.md",
@@ -49,7 +53,7 @@ COPIED = {
 
 # Where a link of these pages leads on the site; other files are named, not linked.
 PAGES = {source: f"/{target}" for source, target in COPIED.items() if target != "overview.md"} | {
-    "released.md": "/results/released.md",
+    **{Path(x).name: f"/results/{Path(x).name}" for x in COPIED if x.startswith("examples/") and "README" not in x},
     "notebooks": "/notebooks/index.md",
 }
 

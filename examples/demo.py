@@ -64,11 +64,8 @@ def largest(tree: Any) -> jax.Array:
 
 
 def train_twins(
-    tx: optax.GradientTransformation,
-    starts: Sequence[Params],
-    loss: Loss,
-    gauges: Sequence[go.Gauge],
-    args: argparse.Namespace,
+    tx: optax.GradientTransformation, starts: Sequence[Params], loss: Loss, gauges: Sequence[go.Gauge],
+    args: argparse.Namespace
 ) -> Run:
     """Train from each start on the same batches, recording losses and gauge drift."""
     train, held_out = data.batches(args.length, args.batch, args.data)
@@ -92,12 +89,9 @@ def train_twins(
                 losses[t, n] = evaluate(twins[t], train[n])
             else:
                 twins[t], states[t], losses[t, n] = step(twins[t], states[t], train[n])
-    return {
-        "validation": [float(np.mean([evaluate(params, x) for x in held_out])) for params in twins],
-        "drift": drift,
-        "gap": np.abs(losses[0] - losses[1]).tolist(),
-        "losses": losses.tolist(),
-    }
+    validation = [float(np.mean([evaluate(params, x) for x in held_out])) for params in twins]
+    return {"validation": validation, "drift": drift, "gap": np.abs(losses[0] - losses[1]).tolist(),
+            "losses": losses.tolist()}
 
 
 def table(runs: dict[str, Run]) -> str:

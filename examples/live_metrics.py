@@ -72,12 +72,13 @@ def figure(out: Path) -> None:
         turned = [np.mean(np.concatenate([np.ravel(x) for x in row["turning"].values()])) for row in rows]
         for axis, values in zip(axes, (drifted, turned, [row["relevant_share"] for row in rows]), strict=True):
             axis.plot(step, values, color=color, label=path.stem)
-    drift, turn = "largest drift of an anchor, log-scale", "mean turn of a head in one step, rad"
-    for axis, title in zip(axes, (drift, turn, "share of a step that the loss notices"), strict=True):
+    titles = ("largest drift of an anchor, log-scale", "mean turn of a head in one step, rad",
+              "share of a step that the loss notices")
+    for axis, title in zip(axes, titles, strict=True):
         axis.set(title=title, xlabel="step")
         axis.grid(alpha=0.3)
-    axes[0].set_yscale("symlog", linthresh=1e-7)
-    axes[1].set_yscale("symlog", linthresh=1e-7)
+    for axis in axes[:2]:
+        axis.set_yscale("symlog", linthresh=1e-7)
     axes[2].set_ylim(0, 1.05)
     axes[0].legend()
     fig.savefig(out / "metrics.png", dpi=120)

@@ -61,22 +61,20 @@ def lora_plus(rate: Schedule, _: Any) -> optax.GradientTransformation:
 
 
 def decayed(inner: Callable[[Schedule], optax.GradientTransformation]) -> Callable[..., Any]:
-    """A rule with decoupled decay after it."""
+    """A rule with decoupled decay beside it."""
 
     def build(rate: Schedule, _: Any) -> optax.GradientTransformation:
-        decay = optax.chain(optax.add_decayed_weights(DECAY / 2), optax.scale_by_learning_rate(rate))
-        return _sum(inner(rate), decay)
+        rule, decay = inner(rate), optax.chain(
+            optax.add_decayed_weights(DECAY / 2), optax.scale_by_learning_rate(rate))
+
+        def update(grads: Any, state: Any, params: Any = None) -> Any:
+            steps, first = rule.update(grads, state[0], params)
+            more, second = decay.update(optax.tree.zeros_like(grads), state[1], params)
+            return optax.tree.add(steps, more), (first, second)
+
+        return optax.GradientTransformation(lambda params: (rule.init(params), decay.init(params)), update)
 
     return build
-
-
-def _sum(one: optax.GradientTransformation, decay: optax.GradientTransformation) -> optax.GradientTransformation:
-    def update(grads: Any, state: Any, params: Any = None) -> Any:
-        steps, inner_state = one.update(grads, state[0], params)
-        more, kept = decay.update(jax.tree.map(jnp.zeros_like, grads), state[1], params)
-        return jax.tree.map(jnp.add, steps, more), (inner_state, kept)
-
-    return optax.GradientTransformation(lambda params: (one.init(params), decay.init(params)), update)
 
 
 adamw = functools.partial(optax.adamw, weight_decay=DECAY / 2)
@@ -89,8 +87,7 @@ ARMS = {
     "quotient_adamw": Arm(2.5e-3, "tab:blue", lambda rate, g: go.quotient_adamw(rate, g, weight_decay=DECAY / 2)),
     "quotient_muon": Arm(4e-3, "tab:purple", lambda rate, g: go.quotient_muon(rate, g, weight_decay=DECAY / 2)),
     "quotient_muon-none": Arm(
-        1e-2, "tab:pink", lambda rate, g: go.quotient_muon(rate, g, weight_decay=DECAY / 2, scale="none")
-    ),
+        1e-2, "tab:pink", lambda rate, g: go.quotient_muon(rate, g, weight_decay=DECAY / 2, scale="none")),
 }
 
 
@@ -102,22 +99,20 @@ def pretrained(steps: int) -> Params:
     """The weights that all cells begin with."""
     params, loss = lm.params_and_loss(model(WIDTH), jax.random.key(0))
     rate = optax.warmup_cosine_decay_schedule(3e-4, 3e-3, warmup_steps=min(20, steps // 2), decay_steps=steps)
-    train = batches(steps, 0, 2 * BATCH)
-    return jax.jit(lambda params, train: harness.scanned(optax.adamw(rate, weight_decay=0.1), loss, params, train)[0])(
-        params, train
-    )
+    tx = optax.adamw(rate, weight_decay=0.1)
+    return jax.jit(lambda *inputs: harness.scanned(tx, loss, *inputs)[0])(params, batches(steps, 0, 2 * BATCH))
 
 
-def is_adapted(path: str) -> bool:
-    """Whether a leaf gets an adapter."""
-    return path.startswith("blocks/") and path.endswith("/kernel")
+def named(path: Any) -> str:
+    """A leaf's path with slashes."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def kernels(params: Params) -> dict[str, jax.Array]:
     """The adapted kernels by path, as matrices (in, out)."""
-    leaves = {jax.tree_util.keystr(p, simple=True, separator="/"): x for p, x in jax.tree.leaves_with_path(params)}
-    rows = {path: -1 if path.endswith("out/kernel") else len(x) for path, x in leaves.items() if is_adapted(path)}
-    return {path: leaves[path].reshape(n, -1) if n > 0 else leaves[path].reshape(-1, WIDTH) for path, n in rows.items()}
+    leaves = {named(path): x for path, x in jax.tree.leaves_with_path(params)}
+    return {path: x.reshape(-1, WIDTH) if path.endswith("out/kernel") else x.reshape(len(x), -1)
+            for path, x in leaves.items() if path.startswith("blocks/") and path.endswith("/kernel")}
 
 
 def adapters(base: Params, rank: int, start: str, seed: int) -> Params:
@@ -144,10 +139,9 @@ def adapted(base: Params, start: Params, factors: Params) -> Params:
     """The model's weights: kernels plus what the product has become."""
 
     def one(path: Any, x: jax.Array) -> jax.Array:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        if name not in factors:
+        if named(path) not in factors:
             return x
-        now, then = (p[name]["lora_a"] @ p[name]["lora_b"] for p in (factors, start))
+        now, then = (p[named(path)]["lora_a"] @ p[named(path)]["lora_b"] for p in (factors, start))
         return x + (now - then).reshape(x.shape)
 
     return jax.tree_util.tree_map_with_path(one, base)
@@ -201,19 +195,13 @@ def groups(result: Result) -> list[Group]:
 def table(result: Result) -> str:
     """Markdown: a row per rank and arm, a column per start: loss at the best rate."""
     lines = [["rank", "arm", *STARTS, "CPU s"]]
-    done = groups(result)
-    for rank, arm in dict.fromkeys((rank, arm) for rank, _, arm in done):
-        cells, seconds = [], []
-        for start in STARTS:
-            losses = swept((rank, start, arm)).losses(result)
-            if not losses:
-                cells.append("")
-                continue
-            at = best(losses)
-            cells.append(f"{np.mean(losses[at]):.4f} ± {np.std(losses[at]):.4f} at {at:g}")
-            runs = [result["cells"][key((rank, start, arm, rate, s))] for rate in losses for s in result["seeds"]]
-            seconds += [cell["cpu_seconds"] for cell in runs]
-        lines.append([str(rank), arm, *cells, f"{np.median(seconds):.1f}"])
+    for rank, arm in dict.fromkeys((rank, arm) for rank, _, arm in groups(result)):
+        sweeps = {start: swept((rank, start, arm)).losses(result) for start in STARTS}
+        bests = {start: (losses[best(losses)], best(losses)) for start, losses in sweeps.items() if losses}
+        shown = {x: f"{np.mean(losses):.4f} ± {np.std(losses):.4f} at {at:g}" for x, (losses, at) in bests.items()}
+        runs = [(start, arm, rate, seed) for start in STARTS for rate in sweeps[start] for seed in result["seeds"]]
+        seconds = np.median([result["cells"][key((rank, *run))]["cpu_seconds"] for run in runs])
+        lines.append([str(rank), arm, *(shown.get(start, "") for start in STARTS), f"{seconds:.1f}"])
     return report.markdown(lines)
 
 
@@ -229,11 +217,8 @@ def transfer(result: Result) -> str:
         if not excess:
             continue
         at = min(excess, key=lambda rate: float(np.mean(excess[rate])))
-        rates = sorted(best(losses) for losses in sweeps)
-        lines.append([
-            arm, f"{at:g}", f"{np.mean(excess[at]):.1f} %", f"{np.max(excess[at]):.1f} %",
-            f"{rates[0]:g}" if rates[0] == rates[-1] else f"{rates[0]:g} to {rates[-1]:g}",
-        ])
+        adds = f"{np.mean(excess[at]):.1f} %", f"{np.max(excess[at]):.1f} %"
+        lines.append([arm, f"{at:g}", *adds, report.span([best(losses) for losses in sweeps], "g")])
     return report.markdown(lines)
 
 
@@ -253,16 +238,15 @@ def figure(result: Result, path: Path) -> None:
     """Validation loss by rate: a row per start, a column per rank, a line per arm."""
     done = groups(result)
     rows, columns = ([x for x in axis_values if any(x in g for g in done)] for axis_values in (STARTS, RANKS))
+    size = (4.4 * len(columns), 3.2 * len(rows))
     fig, axes = report.plt.subplots(
-        len(rows), len(columns), figsize=(4.4 * len(columns), 3.2 * len(rows)), layout="constrained", squeeze=False,
-        sharex=True, sharey=True,
-    )
-    for rank, start, arm in done:
-        losses = swept((rank, start, arm)).losses(result)
+        len(rows), len(columns), figsize=size, layout="constrained", squeeze=False, sharex=True, sharey=True)
+    sweeps = {group: swept(group).losses(result) for group in done}
+    for (rank, start, arm), losses in sweeps.items():
         axis = axes[rows.index(start), columns.index(rank)]
         report.by_rate(axis, losses, ARMS[arm].color, arm)
         axis.set_title(f"rank {rank}, {start}")
-    least = min(float(np.mean(x)) for group in done for x in swept(group).losses(result).values())
+    least = min(float(np.mean(x)) for losses in sweeps.values() for x in losses.values())
     axes[0, 0].set_ylim(least - 0.02, result["before"])
     axes[0, 0].legend(fontsize=8)
     report.save_as_is(fig, path)

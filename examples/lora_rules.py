@@ -45,10 +45,9 @@ def lora_rite(
         square = jax.tree.map(lambda x: jnp.zeros((min(x.shape),) * 2, x.dtype), params)
         return RiteState(
             jnp.zeros((), jnp.int32),
-            _by_pair(lambda p: p | {"lora_b": p["lora_b"].T}, jax.tree.map(jnp.zeros_like, params)),
-            square,
+            _by_pair(lambda p: p | {"lora_b": p["lora_b"].T}, jax.tree.map(jnp.zeros_like, params)), square,
             jax.tree.map(lambda x: jnp.zeros((), x.dtype), params),
-            _by_pair(lambda p: {"lora_a": _polar(p["lora_a"])[0], "lora_b": _polar(p["lora_b"].T)[0]}, params),
+            _by_pair(lambda p: {"lora_a": _polar(p["lora_a"])[0], "lora_b": _polar(p["lora_b"].T)[0]}, params)
         )
 
     def one(kept: Any, before: Any, after: Any, divide: Any, grad: Any, n: Any) -> Any:

@@ -15,6 +15,7 @@ again; merge.png is drawn at the end, and the table printed.
 
 import dataclasses
 import functools
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -72,10 +73,7 @@ def decoder(config: lm.LMConfig) -> Net:
     return Net(
         lambda seed: lm.params_and_loss(config, jax.random.key(seed))[0],
         lambda params, tokens: nnx.merge(graph, params)(tokens[:, :-1]),
-        lm.params_and_loss(config, jax.random.key(0))[1],
-        batches,
-        held_out(),
-        lm.permutations(config),
+        lm.params_and_loss(config, jax.random.key(0))[1], batches, held_out(), lm.permutations(config),
         [gauge for gauge in lm.gauges(config) if gauge.name in ("head_rotation", "rope_torus")],
         lm.whole_gauges(config),
     )
@@ -96,14 +94,9 @@ def classifier() -> Net:
         order.append(go.permutation(up | down))
         scales.append(go.rescale(up, down))
     return Net(
-        lambda seed: init(jax.random.key(seed)),
-        lambda params, batch: logits(params, batch[0]),
-        lambda p, batch: digits.cross_entropy(logits(p, batch[0]), batch[1]),
-        batches,
-        tuple(x[None] for x in test),
-        order,
-        [],
-        [*scales, go.logit_shift({"head/kernel": "_ vocab", "head/bias": "vocab"})],
+        lambda seed: init(jax.random.key(seed)), lambda params, batch: logits(params, batch[0]),
+        lambda p, batch: digits.cross_entropy(logits(p, batch[0]), batch[1]), batches, tuple(x[None] for x in test),
+        order, [], [*scales, go.logit_shift({"head/kernel": "_ vocab", "head/bias": "vocab"})],
     )
 
 
@@ -114,11 +107,8 @@ net = functools.cache(lambda name: NETS[name]())
 ARMS = ("plain", "permutations", "rotations per head", "all gauges", "all, matched by use", "all, learned")
 KINDS = ("seeds", "AdamW and Muon", "fine-tunings")
 _NONE = 0.01  # nats; a plain barrier below it is none
-PAIRS = (
-    "seeds 42, 142", "seeds 42, 242", "seeds 142, 242",
-    "AdamW and Muon 42, 142", "AdamW and Muon 42, 242", "AdamW and Muon 142, 242",
-    "fine-tunings of 42", "fine-tunings of 142",
-)
+PAIRS = (*(f"{kind} {pair}" for kind in KINDS[:2] for pair in ("42, 142", "42, 242", "142, 242")),
+         "fine-tunings of 42", "fine-tunings of 142")
 
 
 @functools.cache
@@ -153,26 +143,25 @@ def networks(name: str, pair: str, steps: int) -> tuple[Params, Params]:
 
 def aligned(name: str, arm: str, a: Params, b: Params) -> Params:
     """The second network, moved by one arm's gauges."""
+    if arm == "plain":
+        return b
     own = net(name)
     lists: dict[str, Sequence[go.Gauge]] = {"permutations": own.order, "rotations per head": [*own.inner, *own.order]}
     gauges = lists.get(arm, [*own.whole, *own.order])
-    if arm == "plain":
-        return b
-    options: dict[str, Any] = {}
-    if arm == "all, matched by use":
-        batches = own.batches(MATCHED, 0)
-        options = {"batches": [jax.tree.map(lambda x, n=n: x[n], batches) for n in range(MATCHED)], "fn": own.logits}
-    group = go.product(gauges)
-    element = go.orbit.align(a, b, gauges, **options)
+
+    def stream(number: int, seed: int) -> list[Any]:
+        batches = own.batches(number, seed)
+        return [jax.tree.map(lambda x, n=n: x[n], batches) for n in range(number)]
+
+    def half_way(moved: Params, batch: Any) -> jax.Array:
+        return own.loss(go.orbit.interpolate(a, moved, 0.5), batch)
+
+    matched: dict[str, Any] = {"batches": stream(MATCHED, 0), "fn": own.logits} if arm == "all, matched by use" else {}
+    group, element = go.product(gauges), go.orbit.align(a, b, gauges, **matched)
     if arm == "all, learned":
-
-        def half_way(moved: Params, batch: Any) -> jax.Array:
-            return own.loss(go.orbit.interpolate(a, moved, 0.5), batch)
-
-        batches = own.batches(LEARNED, 1)
-        stream = [jax.tree.map(lambda x, n=n: x[n], batches) for n in range(LEARNED)]
         tx = optax.adam(optax.cosine_decay_schedule(LEARNING_RATE, LEARNED))
-        element = go.orbit.choose(half_way, b, group, tx, steps=LEARNED, batches=stream, start=element, progress=False)
+        element = go.orbit.choose(
+            half_way, b, group, tx, steps=LEARNED, batches=stream(LEARNED, 1), start=element, progress=False)
     return group.act(element, b)
 
 
@@ -193,12 +182,8 @@ def run_pair(name: str, pair: str, steps: int) -> dict[str, Any]:
         end = aligned(name, arm, a, b)
         seconds = round(time.monotonic() - began, 1)
         losses = [float(loss(go.orbit.interpolate(a, end, k / 10))) for k in range(11)]
-        done[arm] = {
-            "losses": [round(x, 4) for x in losses],
-            "barrier": round(go.measure.barrier(loss, a, end), 4),
-            "apart": round(norm(jax.tree.map(jnp.subtract, end, a)) / norm(a), 4),
-            "seconds": seconds,
-        }
+        done[arm] = {"losses": [round(x, 4) for x in losses], "barrier": round(go.measure.barrier(loss, a, end), 4),
+                     "apart": round(norm(optax.tree.sub(end, a)) / norm(a), 4), "seconds": seconds}
     return done
 
 
@@ -218,14 +203,11 @@ def barriers(result: Result, name: str, kind: str) -> dict[str, np.ndarray]:
 def table(result: Result) -> str:
     """Markdown: a row per net and kind of pair, a column per arm."""
     lines = [["net", "pairs", "held-out loss", *ARMS]]
-    for name in result["settings"]["nets"]:
-        for kind in KINDS:
-            found, cells = barriers(result, name, kind), _of(result, name, kind)
-            if not cells:
-                continue
+    for name, kind in itertools.product(result["settings"]["nets"], KINDS):
+        if cells := _of(result, name, kind):
+            found = {arm: f"{x.mean():.3f} ± {x.std():.3f}" for arm, x in barriers(result, name, kind).items()}
             ends = np.mean([cell["plain"]["losses"][k] for cell in cells for k in (0, -1)])
-            shown = [f"{found[arm].mean():.3f} ± {found[arm].std():.3f}" if arm in found else "" for arm in ARMS]
-            lines.append([name, f"{len(cells)} of {kind}", f"{ends:.3f}", *shown])
+            lines.append([name, f"{len(cells)} of {kind}", f"{ends:.3f}", *(found.get(arm, "") for arm in ARMS)])
     return report.markdown(lines)
 
 
@@ -247,14 +229,11 @@ def section(result: Result) -> str:
         f"*AdamW and Muon*: two seeds, of which Muon trains the second, at a rate of {MUON_RATE}."
     )
     said = []
-    for name in settings["nets"]:
-        for kind in KINDS:
-            found = {arm: x.mean() for arm, x in barriers(result, name, kind).items()}
-            if not found:
-                continue
-            if found["plain"] < _NONE:
-                said.append(f"{name}, {kind}: there is hardly a barrier to begin with, {found['plain']:.4f}.")
-                continue
+    for name, kind in itertools.product(settings["nets"], KINDS):
+        found = {arm: x.mean() for arm, x in barriers(result, name, kind).items()}
+        if found and found["plain"] < _NONE:
+            said.append(f"{name}, {kind}: there is hardly a barrier to begin with, {found['plain']:.4f}.")
+        elif found:
             best = min(found, key=lambda arm: found[arm])
             higher = " and ".join(f"*{arm}*" for arm in found if found[arm] > found["plain"])
             said.append(
@@ -269,16 +248,13 @@ def figure(result: Result, path: Path) -> None:
     nets = [name for name in result["settings"]["nets"] if _of(result, name, "")]
     size = (4.4 * len(nets), 10)
     fig, axes = report.plt.subplots(len(KINDS), len(nets), figsize=size, layout="constrained", squeeze=False)
-    for column, name in enumerate(nets):
-        for row, kind in enumerate(KINDS):
-            axis, cells = axes[row][column], _of(result, name, kind)
-            for number, arm in enumerate(barriers(result, name, kind)):
-                curves = np.array([cell[arm]["losses"] for cell in cells])
-                color = f"C{ARMS.index(arm)}"
-                axis.plot(np.linspace(0, 1, 11), curves.mean(0), ".-", color=color, label=arm, zorder=number)
-                axis.fill_between(np.linspace(0, 1, 11), curves.min(0), curves.max(0), color=color, alpha=0.12, lw=0)
-            axis.set(title=f"{name}, {kind}", xlabel="λ", ylabel="held-out loss")
-            axis.grid(alpha=0.3)
+    for axis, (kind, name) in zip(axes.flat, itertools.product(KINDS, nets), strict=True):
+        for number, arm in enumerate(barriers(result, name, kind)):
+            curves, color = np.array([cell[arm]["losses"] for cell in _of(result, name, kind)]), f"C{ARMS.index(arm)}"
+            axis.plot(np.linspace(0, 1, 11), curves.mean(0), ".-", color=color, label=arm, zorder=number)
+            axis.fill_between(np.linspace(0, 1, 11), curves.min(0), curves.max(0), color=color, alpha=0.12, lw=0)
+        axis.set(title=f"{name}, {kind}", xlabel="λ", ylabel="held-out loss")
+        axis.grid(alpha=0.3)
     report.save(fig, path)
 
 
@@ -291,10 +267,8 @@ class Config:
 
 STUDY = harness.Study(
     __doc__, "merge",
-    harness.by_name(
-        [f"{name}: {pair}" for name in NETS for pair in PAIRS],
-        lambda c, args, name: run_pair(name.split(": ")[0], name.split(": ")[1], c.steps),
-    ),
+    harness.by_name([f"{name}: {pair}" for name in NETS for pair in PAIRS],
+                    lambda c, args, name: run_pair(name.partition(": ")[0], name.partition(": ")[2], c.steps)),
     section, figure, config=Config(), seeds=None, partial=True,
     settings=lambda c: {
         "steps": c.steps, "nets": list(NETS), "rate": RATE, "decay": DECAY, "batch": BATCH, "length": LENGTH,

@@ -11,8 +11,9 @@ instead: turned keys, and values, on a grid per token and head. Writes released_
 """
 
 import functools
+import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,11 @@ import optax
 
 import gauge_optax as go
 from examples import weights
-from examples.quantize import rounded, rounding
 from examples.studies import harness
-from examples.studies.report import markdown, plt
+from examples.studies.report import markdown, panels, save
 
 Params = Any
 Gauges = list[go.Gauge]
-NAME = "released_weights"
 LENGTH, HELD_OUT, BATCH = 128, 16, 4  # tokens of a window; windows; windows at a time
 FORMATS = {"exact": (16, 16, 16), "W8A8": (8, 8, 16), "W4A16": (4, 16, 16), "W3A16": (3, 16, 16),
            "W16A4": (16, 4, 16), "W4A8": (4, 8, 16), "W4A4": (4, 4, 16), "KV4": (16, 16, 4)}
@@ -48,13 +47,11 @@ READERS = {
     "blocks/norm2/scale": {MLP[name]: "layer channel _" for name in ("gate", "up")},
 }
 NORMS: Gauges = [go.norm_scale({norm: "layer channel"}, into) for norm, into in READERS.items()]
-FINAL: Gauges = [go.norm_scale({"final_norm/scale": "channel"}, {"lm_head/kernel": "channel _"})]
+FINAL = go.norm_scale({"final_norm/scale": "channel"}, {"lm_head/kernel": "channel _"})
 VALUES: Gauges = [go.head_rotation({ATTN["value"]: "layer _ head basis", ATTN["out"]: "layer (head _) basis _"})]
-PLANES: Gauges = [
-    go.rope_torus({ATTN["query"]: "layer _ (head _) basis", ATTN["key"]: "layer _ head basis"}, pairing="interleaved")]
-KEYS: Gauges = [
-    go.rope_linear({ATTN["query"]: "layer _ (head _) basis"}, {ATTN["key"]: "layer _ head basis"},
-                   pairing="interleaved")]
+QUERY, KEY = {ATTN["query"]: "layer _ (head _) basis"}, {ATTN["key"]: "layer _ head basis"}
+PLANES: Gauges = [go.rope_torus(QUERY | KEY, pairing="interleaved")]
+KEYS: Gauges = [go.rope_linear(QUERY, KEY, pairing="interleaved")]
 UNITS: Gauges = [go.rescale({MLP["up"]: "layer _ channel"}, {MLP["down"]: "layer channel _"})]
 TIED = [*NORMS, *PLANES, *VALUES, *UNITS]
 """SmolLM2's symmetries as it is released; what `find` finds is the same with invertible matrices for rotations."""
@@ -62,7 +59,7 @@ STREAM: Gauges = [go.residual_rotation(
     read={path: axes.replace("layer channel", "_ basis") for into in READERS.values() for path, axes in into.items()}
     | {"lm_head/kernel": "basis _"},
     write={"embed/embedding": "_ basis", ATTN["out"]: "_ _ _ basis", MLP["down"]: "_ _ basis"},
-    norms=[*NORMS, *FINAL],
+    norms=[*NORMS, FINAL],
 )]
 """The rotation that an untied SmolLM2 has in addition."""
 BERT: Gauges = [
@@ -124,21 +121,34 @@ BERT_MOVES: Moves = {
     "random twin": twin(BERT),
     "align a random twin": aligned(BERT),
 }
-
-
-def halved(params: Params) -> Params:
-    """The first two layers in float64."""
-    cut = jax.tree.map(lambda x: x[:2], params["blocks"])
-    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), params | {"blocks": cut})
+MOVES = {"SmolLM2": LLAMA_MOVES, "MiniLM": BERT_MOVES}
 
 
 # A model that rounds ------------------------------------------------------------------------------------
 
 
+def rounded(x: jax.Array, axes: int | tuple[int, ...], bits: Any) -> jax.Array:
+    """x on a symmetric grid of 2ᵇ − 1 levels, one grid per slice along these axes; derivatives are the identity's."""
+    step = jnp.max(jnp.abs(x), axes, keepdims=True) / (2.0 ** (jnp.asarray(bits) - 1) - 1) + 1e-12
+    return x + jax.lax.stop_gradient(jnp.where(jnp.asarray(bits) < 16, jnp.round(x / step) * step - x, 0.0))
+
+
+def rounding(bits: Sequence[Any]) -> weights.Product:
+    """A product of a rounded kernel, a grid per output, and rounded activations, a grid per token."""
+
+    def product(equation: str, x: jax.Array, kernel: jax.Array) -> jax.Array:
+        inputs, output = equation.split("->")
+        pair = inputs.split(",")
+        summed = (set(pair[0]) & set(pair[1])) - set(output)
+        axes = [tuple(n for n, letter in enumerate(letters) if letter in summed) for letters in pair]
+        return jnp.einsum(equation, rounded(x, axes[0], bits[1]), rounded(kernel, axes[1], bits[0]))
+
+    return product
+
+
 def logits(params: Params, tokens: jax.Array, bits: tuple[Any, ...]) -> jax.Array:
     """SmolLM2's, with rounding."""
-    cache = functools.partial(rounded, axes=-1, bits=jnp.asarray(bits[2]))
-    return weights.llama_logits(params, tokens, rounding(bits), cache)
+    return weights.llama_logits(params, tokens, rounding(bits), lambda x: rounded(x, -1, bits[2]))
 
 
 @jax.jit
@@ -217,12 +227,11 @@ def find(model: str) -> dict[str, Any]:
     began = time.monotonic()
     if model == "SmolLM2":
         short = jnp.asarray(text(False, 15)[:4])
-        fn: Callable[[Any, Any], Any] = weights.llama_logits
-        report = go.discover(fn, smollm2()[0], [short[:2], short[2:]], "logits", progress=False)
+        report = go.discover(weights.llama_logits, smollm2()[0], [short[:2], short[2:]], "logits", progress=False)
     else:
         params, (tokens, mask) = minilm()
         batches = [(tokens[k : k + 2, :16], mask[k : k + 2, :16]) for k in (0, 2)]
-        report = go.discover(weights.bert_embeddings, params, batches, outputs="predictions", progress=False)
+        report = go.discover(weights.bert_embeddings, params, batches, "predictions", progress=False)
     seconds = round(time.monotonic() - began, 1)
     return {"gauges": [gauge.name for gauge in report.whole], "code": report.code(), "seconds": seconds}
 
@@ -231,28 +240,31 @@ def moved(model: str, name: str, double: bool) -> dict[str, Any]:
     """How far one function of `go.orbit` moves log-probabilities, or MiniLM's embeddings, and some leaf of weights.
 
     Roundoff of an evaluation in float32 moves them as well, without any function: that of the weights as they were is
-    measured, and the weights before and after are evaluated in float64, too.
+    measured, and the weights before and after are evaluated in float64, too. `double` moves the first two layers.
     """
+    outputs: Callable[..., jax.Array]
     batch: Any
     if model == "SmolLM2":
-        params, move, batch = smollm2()[0], LLAMA_MOVES[name], jnp.asarray(text(True)[:2, :-1])
-        outputs: Callable[..., jax.Array] = log_probabilities
+        params, batch, outputs = smollm2()[0], jnp.asarray(text(True)[:2, :-1]), log_probabilities
     else:
         params, (tokens, mask) = minilm()
-        move, outputs, batch = BERT_MOVES[name], jax.jit(weights.bert_embeddings), (tokens[:16], mask[:16])
+        batch, outputs = (tokens[:16], mask[:16]), jax.jit(weights.bert_embeddings)
+
+    def wide(params: Params) -> Params:
+        return jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), params)
+
     with jax.enable_x64(double):
-        params = halved(params) if double else params
+        if double:
+            params = wide(params | {"blocks": jax.tree.map(lambda x: x[:2], params["blocks"])})
         before, began = outputs(params, batch), time.monotonic()
-        after = jax.block_until_ready(move(params))
+        after = jax.block_until_ready(MOVES[model][name](params))
         seconds = time.monotonic() - began
         change = float(jnp.max(jnp.abs(outputs(after, batch) - before)))
     with jax.enable_x64(True):
-        ends = [outputs(jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), p), batch)
-                for p in (params, after)]
-        exact, roundoff = (float(jnp.max(jnp.abs(ends[0] - x))) for x in (ends[1], np.asarray(before)))
-        pairs = [(x, y) for x, y in zip(jax.tree.leaves(params), jax.tree.leaves(after), strict=False)
-                 if x.shape == y.shape]
-        weight = max(float(jnp.linalg.norm(y - x) / jnp.linalg.norm(x)) for x, y in pairs)
+        first, last = (outputs(wide(jax.tree.map(np.asarray, p)), batch) for p in (params, after))
+        exact, roundoff = (float(jnp.max(jnp.abs(first - x))) for x in (last, np.asarray(before)))
+        pairs = zip(jax.tree.leaves(params), jax.tree.leaves(after), strict=False)
+        weight = max(float(jnp.linalg.norm(y - x) / jnp.linalg.norm(x)) for x, y in pairs if x.shape == y.shape)
     figures = {"moved": change, "exact": exact, "roundoff": roundoff, "weights": weight}
     return harness.rounded(figures, 3) | {"seconds": round(seconds, 1)}
 
@@ -294,8 +306,8 @@ def chosen(label: str, draw: int) -> Params:
 
 def chooses(label: str, draw: int) -> dict[str, Any]:
     """The held-out loss at the chosen point."""
-    best, held_out = chosen(label, draw), batches_of(text(True)[:HELD_OUT])
-    found, exact = (losses(best, held_out, FORMATS[x]) for x in (label, "exact"))
+    best = chosen(label, draw)
+    found, exact = (losses(best, batches_of(text(True)[:HELD_OUT]), FORMATS[x]) for x in (label, "exact"))
     return {"loss": float(jnp.mean(found)), "exact": float(jnp.mean(exact)),
             "windows": [harness.rounded(x) for x in found]}
 
@@ -303,20 +315,17 @@ def chooses(label: str, draw: int) -> dict[str, Any]:
 def tasks() -> dict[str, Callable[[], dict[str, Any]]]:
     """All runs by the name that the JSON keeps: job, model, and what it is about."""
     found: dict[str, Callable[[], dict[str, Any]]] = {"answer | SmolLM2": answer}
-    for model, moves in (("SmolLM2", LLAMA_MOVES), ("MiniLM", BERT_MOVES)):
-        for precision in ("float32", "float64"):
-            for name in moves:
-                found[f"move | {model} | {name} | {precision}"] = functools.partial(
-                    moved, model, name, precision == "float64")
+    for model, moves in MOVES.items():
+        for double, name in itertools.product((False, True), moves):
+            run = functools.partial(moved, model, name, double)
+            found[f"move | {model} | {name} | {'float64' if double else 'float32'}"] = run
         points = POINTS if model == "SmolLM2" else ("released", *(x for x in moves if x.startswith("rotate")))
-        for at in points:
-            for label in FORMATS if model == "SmolLM2" else ENCODED:
-                found[f"round | {model} | {at} | {label}"] = functools.partial(rounds, model, at, label)
+        for at, label in itertools.product(points, FORMATS if model == "SmolLM2" else ENCODED):
+            found[f"round | {model} | {at} | {label}"] = functools.partial(rounds, model, at, label)
     found |= {f"find | {model}": functools.partial(find, model) for model in ("MiniLM", "SmolLM2")}
-    for draw in range(DRAWS):
-        for label in CHOSEN:
-            found[f"choose | SmolLM2 | {label} | {draw}"] = functools.partial(chooses, label, draw)
-    return found
+    searches = itertools.product(range(DRAWS), CHOSEN)
+    return found | {
+        f"choose | SmolLM2 | {label} | {draw}": functools.partial(chooses, label, draw) for draw, label in searches}
 
 
 # Results ------------------------------------------------------------------------------------------------
@@ -332,16 +341,15 @@ def section(result: Mapping[str, Any]) -> str:
     ]
     rows = [["model", "weights", "function of `go.orbit`", "a leaf moves by", "outputs move by", "evaluated in float64",
              "seconds"]]
+    noise: dict[str, float] = {}
     for key, cell in cells.items():
-        job, model, *rest = key.split(" | ")
-        if job == "move":
-            shown = (f"{100 * cell['weights']:.0f} %", f"{cell['moved']:.1e}", f"{cell['exact']:.1e}",
-                     f"{cell['seconds']:g}")
-            rows.append([model, rest[1], rest[0], *shown])
-    parts.append(markdown(rows))
-    if noise := {key.split(" | ")[1]: cell["roundoff"] for key, cell in cells.items() if key.endswith("| float32")}:
-        parts.append("An evaluation in float32 of the weights as released is itself off by "
-                     + " and ".join(f"{x:.1e} ({model})" for model, x in noise.items()) + ", beside one in float64.")
+        if key.startswith("move"):
+            _, model, name, precision = key.split(" | ")
+            rows.append([model, precision, name, f"{100 * cell['weights']:.0f} %", f"{cell['moved']:.1e}",
+                         f"{cell['exact']:.1e}", f"{cell['seconds']:g}"])
+            noise |= {model: cell["roundoff"]} if precision == "float32" else {}
+    parts += [markdown(rows), "An evaluation in float32 of the weights as released is itself off by "
+              + " and ".join(f"{x:.1e} ({model})" for model, x in noise.items()) + ", beside one in float64."]
     for model, measure in (("SmolLM2", "loss"), ("MiniLM", "cosine")):
         keys = [key.split(" | ")[2:] for key in cells if key.startswith(f"round | {model} ")]
         formats = [x for x in FORMATS if x in {label for _, label in keys}]
@@ -357,52 +365,37 @@ def section(result: Mapping[str, Any]) -> str:
 
 def verdict(cells: Mapping[str, Any], label: str) -> str:
     """What a chosen point gains in a format, by its mean and standard error over draws of calibration text."""
-    found = [cells[key] for key in cells if key.startswith(f"choose | SmolLM2 | {label} ")]
-    before = [cells.get(f"round | SmolLM2 | {at} | {label}") for at in POINTS]
-    if len(found) < DRAWS or None in before:
+    after = np.array([cells[key]["loss"] for key in cells if key.startswith(f"choose | SmolLM2 | {label} ")])
+    before = {at: cell["loss"] for at in POINTS if (cell := cells.get(f"round | SmolLM2 | {at} | {label}"))}
+    if len(after) < DRAWS or len(before) < len(POINTS):
         return ""
-    after = np.array([x["loss"] for x in found])
-    start, best = (cells[f"round | SmolLM2 | {CHOSEN[label]} | {label}"]["loss"], min(x["loss"] for x in before if x))
-    error = float(after.std(ddof=1) / len(after) ** 0.5)
+    error, best = float(after.std(ddof=1) / len(after) ** 0.5), min(before.values())
     said = "lower" if after.mean() + error < best else "higher" if after.mean() - error > best else "the same"
     return (
         f"{label}: scales and rotations that are chosen from *{CHOSEN[label]}*, {STEPS} steps on draws of "
         f"{4 * SEARCHED[0]} × {SEARCHED[1]} tokens, end at {after.mean():.4f} ± {error:.4f} on held-out text (mean and "
-        f"standard error over {DRAWS} draws), from {start:.4f}; the best point of the table has {best:.4f}. By its "
-        f"standard error the chosen point's loss is {said}."
+        f"standard error over {DRAWS} draws), from {before[CHOSEN[label]]:.4f}; the best point of the table has "
+        f"{best:.4f}. By its standard error the chosen point's loss is {said}."
     )
 
 
 def figure(result: Mapping[str, Any], path: Path) -> None:
     """Bars: the loss of each point in each format, and the chosen points beside them."""
-    cells = result["cells"]
-    fig, axis = plt.subplots(figsize=(9, 4.5), layout="constrained")
-    arms = (*POINTS, "chosen")
-    for k, at in enumerate(arms):
-        for n, label in enumerate(FORMATS):
-            if at == "chosen":
-                found = [cells[key]["loss"] for key in cells if key.startswith(f"choose | SmolLM2 | {label} ")]
-            else:
-                cell = cells.get(f"round | SmolLM2 | {at} | {label}")
-                found = [] if cell is None else [cell["loss"]]
-            if found:
-                place = n + 0.16 * (k - 2)
-                axis.bar(place, np.mean(found), 0.15, color=f"C{k}", label=at)
-                if at == "chosen":
-                    axis.plot(np.full(len(found), place), found, ".", color="black", ms=3)
-    axis.set(xticks=range(len(FORMATS)), ylabel="loss on held-out docstrings, nats per token",
-             title="SmolLM2-135M-Instruct, rounded to nearest at points of one orbit")
-    axis.set_xticklabels(list(FORMATS))
-    handles = {label: handle for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    axis.legend(handles.values(), handles.keys(), frameon=False)
-    axis.grid(axis="y", alpha=0.3)
-    fig.savefig(path, dpi=100)
-    plt.close(fig)
+    fig, (axis,) = panels(1, "SmolLM2-135M-Instruct, rounded to nearest at points of one orbit", grid=True)
+    for (k, at), (n, label) in itertools.product(enumerate((*POINTS, "chosen")), enumerate(FORMATS)):
+        start = f"choose | SmolLM2 | {label} |" if at == "chosen" else f"round | SmolLM2 | {at} | {label}"
+        if found := [cell["loss"] for key, cell in result["cells"].items() if key.startswith(start)]:
+            place = n + 0.16 * (k - 2)
+            axis.bar(place, np.mean(found), 0.15, color=f"C{k}", label=at)
+            axis.plot(np.full(len(found), place), found, ".", color="black", ms=3)
+    axis.set(xticks=range(len(FORMATS)), ylabel="loss on held-out docstrings, nats per token")
+    axis.set_xticklabels(list(FORMATS), fontsize=8)
+    save(fig, path)
 
 
 STUDY = harness.Study(
-    __doc__, NAME, harness.by_name(list(tasks()), lambda _, args, name: tasks()[name]()), section, figure, seeds=None,
-    partial=True, settings=lambda _: {"text": weights.fingerprint(weights.docstrings())},
+    __doc__, "released_weights", harness.by_name(list(tasks()), lambda _, args, name: tasks()[name]()), section, figure,
+    seeds=None, partial=True, settings=lambda _: {"text": weights.fingerprint(weights.docstrings())},
 )
 
 if __name__ == "__main__":

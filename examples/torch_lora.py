@@ -455,8 +455,7 @@ class _Quotient(torch.optim.Optimizer, abc.ABC):
             if a.grad is not b.grad:
                 raise _error(
                     f"a factor without a gradient, '{pair.a if a.grad is None else pair.b}'",
-                    "a gradient of the other one",
-                    "gradients of both factors, which a step moves together",
+                    "a gradient of the other one", "gradients of both factors, which a step moves together",
                     "train both; or freeze one before the optimizer is made, and leave the other to torch.optim.AdamW")
             return
         state, number = self.state[a], pair.experts
@@ -526,16 +525,9 @@ class QuotientAdamW(_Quotient):
     """
 
     def __init__(
-        self,
-        params: Params,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-4,
-        gauges: str | None = None,
-        model: torch.nn.Module | None = None,
-        names: Mapping[str, Tensor] | None = None,
-        experts: int | None = None,
+        self, params: Params, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        weight_decay: float = 1e-4, gauges: str | None = None, model: torch.nn.Module | None = None,
+        names: Mapping[str, Tensor] | None = None, experts: int | None = None
     ) -> None:
         """See the class."""
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "nesterov": False}
@@ -576,16 +568,9 @@ class QuotientMuon(_Quotient):
     matrices_alone = True
 
     def __init__(
-        self,
-        params: Params,
-        lr: float = 1e-3,
-        beta: float = 0.95,
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        gauges: str | None = None,
-        model: torch.nn.Module | None = None,
-        names: Mapping[str, Tensor] | None = None,
-        experts: int | None = None,
+        self, params: Params, lr: float = 1e-3, beta: float = 0.95, eps: float = 1e-8, weight_decay: float = 0.0,
+        gauges: str | None = None, model: torch.nn.Module | None = None, names: Mapping[str, Tensor] | None = None,
+        experts: int | None = None
     ) -> None:
         """See the class."""
         others = {"betas": (0.9, 0.999), "eps": eps, "weight_decay": 0.0, "nesterov": True}

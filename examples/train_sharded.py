@@ -90,11 +90,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
     if args.devices is not None:
         use_virtual_devices(args.devices)
     sides = tuple(map(int, args.mesh.split("x")))
-    if args.devices is None and jax.device_count() < sides[0] * sides[1]:
-        raise SystemExit(
-            f"--mesh {args.mesh} wants {sides[0] * sides[1]} devices, here are {jax.device_count()}: "
-            f"add --devices {sides[0] * sides[1]} for virtual ones, or write --mesh 1x{jax.device_count()}"
-        )
+    if args.devices is None and (here := jax.device_count()) < (wanted := sides[0] * sides[1]):
+        raise SystemExit(f"--mesh {args.mesh} wants {wanted} devices, here are {here}: add --devices {wanted} for "
+                         f"virtual ones, or write --mesh 1x{here}")
     mesh = lm_sharding.make_mesh(*sides)
     config = lm.llama_config(
         vocab=data.VOCAB, d_model=args.width, layers=args.layers, heads=HEADS, kv_heads=HEADS // 2,

@@ -21,12 +21,11 @@ embed/norm/{scale, bias}, and blocks with the names above, biases beside kernels
 import ast
 import hashlib
 import importlib.util
-import io
 import json
 import math
 import sysconfig
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,13 +128,7 @@ def rotary(x: jax.Array) -> jax.Array:
 
 
 def llama_logits(params: Params, tokens: jax.Array, product: Product = plain, cache: Cache = lambda x: x) -> jax.Array:
-    """Logits (batch, time, V) for the token after each prefix; see `llama_stream`."""
-    head = params["lm_head"]["kernel"] if "lm_head" in params else params["embed"]["embedding"].T
-    return llama_stream(params, tokens, product, cache) @ head
-
-
-def llama_stream(params: Params, tokens: jax.Array, product: Product = plain, cache: Cache = lambda x: x) -> jax.Array:
-    """What logits are read from: the stream behind the final norm, (batch, time, d).
+    """Logits (batch, time, V) for the token after each prefix.
 
     Args:
       params: SmolLM2's tree.
@@ -143,44 +136,34 @@ def llama_stream(params: Params, tokens: jax.Array, product: Product = plain, ca
       product: multiplies by the kernels of blocks.
       cache: how keys, which positions have turned, and values are stored.
     """
-    x = llama_blocks(params["blocks"], params["embed"]["embedding"][tokens], product, cache)
-    return rms_norm(x, params["final_norm"]["scale"])
-
-
-def llama_blocks(blocks: Params, x: jax.Array, product: Product = plain, cache: Cache = lambda x: x) -> jax.Array:
-    """The stream (batch, time, d) behind stacked blocks; see `llama_stream`."""
 
     def block(x: jax.Array, p: Params) -> tuple[jax.Array, None]:
         attn, mlp = p["attn"], p["mlp"]
         h = rms_norm(x, p["norm1"]["scale"])
         query, key, value = (product("btd,dhe->bthe", h, attn[name]["kernel"]) for name in ("query", "key", "value"))
-        out = attention(rotary(query), cache(rotary(key)), cache(value), causal=True)
+        out = attention(rotary(query), cache(rotary(key)), cache(value), np.tri(x.shape[1], dtype=bool))
         x = x + product("bthe,hed->btd", out, attn["out"]["kernel"])
         h = rms_norm(x, p["norm2"]["scale"])
         gate, up = (product("btd,df->btf", h, mlp[name]["kernel"]) for name in ("gate", "up"))
         return x + product("btf,fd->btd", jax.nn.silu(gate) * up, mlp["down"]["kernel"]), None
 
-    return jax.lax.scan(block, x, blocks)[0]
+    table = params["embed"]["embedding"]
+    head = params["lm_head"]["kernel"] if "lm_head" in params else table.T
+    return rms_norm(jax.lax.scan(block, table[tokens], params["blocks"])[0], params["final_norm"]["scale"]) @ head
 
 
-def attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, causal: bool, mask: jax.Array | None = None
-) -> jax.Array:
+def attention(query: jax.Array, key: jax.Array, value: jax.Array, seen: Any) -> jax.Array:
     """(batch, time, heads, e) to the same; neighbouring query heads share a key-value head.
 
     Args:
       query: (batch, time, heads, e).
       key: (batch, time, fewer heads, e).
       value: like keys.
-      causal: whether tokens see only those before them.
-      mask: (batch, time), which tokens are there.
+      seen: which keys a query sees, (batch or 1, 1, 1, queries or 1, keys).
     """
     batch, time, _, e = query.shape
     scores = jnp.einsum("btkge,bske->bkgts", query.reshape(batch, time, key.shape[2], -1, e), key) * e**-0.5
-    if causal:
-        scores = jnp.where(jnp.tri(time, dtype=bool), scores, -jnp.inf)
-    if mask is not None:
-        scores = jnp.where(mask[:, None, None, None], scores, -jnp.inf)
+    scores = jnp.where(seen, scores, -jnp.inf)
     return jnp.einsum("bkgts,bske->btkge", jax.nn.softmax(scores, -1), value).reshape(query.shape)
 
 
@@ -197,8 +180,7 @@ def minilm() -> tuple[Params, Any]:
         stored = _safetensors(archive.read("model.safetensors"))
         config = json.loads(archive.read("config.json"))
         tokenizer = Tokenizer.from_str(archive.read("tokenizer.json").decode())
-    heads, width, layers = (config[f"num_{x}"] if x != "width" else config["hidden_size"]
-                            for x in ("attention_heads", "width", "hidden_layers"))
+    heads, width, layers = (config[x] for x in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
     size = width // heads
     # name here → name there, shapes of kernel and bias
     modules = {
@@ -208,29 +190,28 @@ def minilm() -> tuple[Params, Any]:
         "mlp/up": ("intermediate.dense", (width, -1), (-1,)), "mlp/down": ("output.dense", (-1, width), (width,)),
     }
     norms = {"norm1": "attention.output.LayerNorm", "norm2": "output.LayerNorm"}
+
+    def of_layers(name: str) -> list[np.ndarray]:
+        return [stored[f"encoder.layer.{n}.{name}"] for n in range(layers)]
+
     leaves = {f"embed/{name}/embedding": stored[f"embeddings.{of}_embeddings.weight"]
               for name, of in (("word", "word"), ("position", "position"), ("kind", "token_type"))}
     for mine, other in (("scale", "weight"), ("bias", "bias")):
         leaves[f"embed/norm/{mine}"] = stored[f"embeddings.LayerNorm.{other}"]
-        for name, of in norms.items():
-            leaves[f"blocks/{name}/{mine}"] = np.stack(
-                [stored[f"encoder.layer.{n}.{of}.{other}"] for n in range(layers)])
+        leaves |= {f"blocks/{name}/{mine}": np.stack(of_layers(f"{of}.{other}")) for name, of in norms.items()}
     for name, (of, kernel, bias) in modules.items():
-        found = [[stored[f"encoder.layer.{n}.{of}.{x}"] for n in range(layers)] for x in ("weight", "bias")]
-        leaves[f"blocks/{name}/kernel"] = np.stack([x.T.reshape(kernel) for x in found[0]])
-        leaves[f"blocks/{name}/bias"] = np.stack([x.reshape(bias) for x in found[1]])
+        leaves[f"blocks/{name}/kernel"] = np.stack([x.T.reshape(kernel) for x in of_layers(f"{of}.weight")])
+        leaves[f"blocks/{name}/bias"] = np.stack([x.reshape(bias) for x in of_layers(f"{of}.bias")])
     return nested(leaves), tokenizer
 
 
 def _safetensors(content: bytes) -> dict[str, np.ndarray]:
     """The float32 arrays of a file: a length, a header in JSON, then the arrays."""
-    file = io.BytesIO(content)
-    header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    start = file.tell()
+    start = 8 + int.from_bytes(content[:8], "little")
     return {
-        name: np.frombuffer(content, np.float32, offset=start + about["data_offsets"][0],
-                            count=math.prod(about["shape"])).reshape(about["shape"])
-        for name, about in header.items() if name != "__metadata__" and about["dtype"] == "F32"
+        name: np.frombuffer(content, np.float32, math.prod(about["shape"]), start + about["data_offsets"][0])
+        .reshape(about["shape"])
+        for name, about in json.loads(content[8:start]).items() if name != "__metadata__" and about["dtype"] == "F32"
     }
 
 
@@ -253,7 +234,7 @@ def bert_embeddings(params: Params, batch: tuple[jax.Array, jax.Array], product:
 
         attn, mlp = p["attn"], p["mlp"]
         query, key, value = (linear("btd,dhe->bthe", x, attn[name]) for name in ("query", "key", "value"))
-        out = attention(query, key, value, causal=False, mask=mask)
+        out = attention(query, key, value, mask[:, None, None, None])
         x = layer_norm(x + linear("bthe,hed->btd", out, attn["out"]), p["norm1"])
         h = jax.nn.gelu(linear("btd,df->btf", x, mlp["up"]), approximate=False)
         return layer_norm(x + linear("btf,fd->btd", h, mlp["down"]), p["norm2"]), None
@@ -268,16 +249,10 @@ def bert_embeddings(params: Params, batch: tuple[jax.Array, jax.Array], product:
 
 def docstrings() -> list[str]:
     """Docstrings of the standard library's top-level modules that are longer than 200 characters, in order of files."""
-
-    def found() -> Iterator[str]:
-        for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-                    text = ast.get_docstring(node) or ""
-                    if len(text) > 200:
-                        yield text
-
-    return list(found())
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    nodes = (node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+    texts = (ast.get_docstring(x) or "" for x in nodes if isinstance(x, ast.Module | ast.ClassDef | ast.FunctionDef))
+    return [text for text in texts if len(text) > 200]
 
 
 def fingerprint(texts: Sequence[str]) -> str:

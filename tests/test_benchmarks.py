@@ -10,53 +10,35 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from benchmarks import accelerator, compare, counts, exactness, first_step, orbit, peers, sizes, timing
-from benchmarks.certificates import ROWS
+from benchmarks import accelerator, compare, counts, peers, sizes, timing
 from benchmarks.render import page
-from examples import released
 from examples.studies import harness
 from models import lm
-from tests.test_presets import TREES
 
-SMALL = ["--layers", "1", "--width", "32", "--repeats", "1"]
-
-
-@pytest.mark.slow
-def test_the_first_step_is_measured_in_a_new_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    harness.main(first_step.STUDY, [*SMALL, "--only", "optax.adamw", "--out", str(tmp_path)])
-    row = json.loads((tmp_path / "first_step.json").read_text())["rows"]["optax.adamw"]
-    (now,), (cached,) = row["now"], row["cached"]
-    assert cached["total"] < now["total"] == pytest.approx(sum(now[stage] for stage in first_step.STAGES))
-    page = (tmp_path / "first_step.md").read_text()
-    assert now["programs"] > 0 and page in capsys.readouterr().out and f"**{now['total']:.1f}**" in page
+SMALL = ["--layers", "1", "--width", "16", "--repeats", "2", "--depths", "1 2"]
 
 
 @pytest.mark.slow
 def test_a_comparison_is_printed_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A later run of other rows adds to the file what it took, and leaves the rest."""
-    out = ["--layers", "1", "--width", "16", "--repeats", "2", "--step-repeats", "1", "--depths", "1", "2"]
-    out += ["--out", str(tmp_path), "--sizes"]
-    compare.main([*out, "toy", "--tables", "compile", "--only", "contrib.muon, per head", "optax.adamw"])
-    compare.main([*out, "attention", "--tables", "orthogonalisers", "--only", "ddc_muon"])
-    compare.main([*out, "attention", "--tables", "--only", "contrib.muon, per head"])
+    """A later run of other sections adds to the file and leaves the rest."""
+    out = [*SMALL, "--out", str(tmp_path), "--only"]
+    harness.main(compare.STUDY, [*out, "*attention"])
+    harness.main(compare.STUDY, [*out, "*compile", "*orthogonalisers"])
     found = json.loads((tmp_path / "compare_cpu.json").read_text())["sections"]
-    toy, plain = found["toy"]["blocks"], ["optax.contrib.muon", "optax.contrib.muon, per head"]
-    assert set(found) == {"toy", "compile", "attention", "orthogonalisers"} and list(toy["muon"]) == plain
-    assert set(found["attention"]["blocks"]["muon"]) == {*plain, "ddc_muon"}
-    for block in toy.values():
-        base, *_ = block.values()
-        assert base["ratio"] == base["step_ratio"] == [1.0, 1.0, 1.0]
-        assert all(row[column] > 0 for row in block.values() for column in ("ms", "step_ms", "peak_mb", "compile_s"))
+    assert set(found) == {"compile", "attention", "orthogonalisers"}
+    rows = found["attention"]["blocks"]["muon"]
+    assert rows["optax.contrib.muon"]["ratio"] == [1.0, 1.0, 1.0]
+    assert all(row[column] > 0 for row in rows.values() for column in ("ms", "peak_mb", "compile_s"))
     assert found["compile"]["blocks"]["rows"]["optax.adamw"]["ratio"] > 0
     text = (tmp_path / "compare_cpu.md").read_text()
-    assert text in capsys.readouterr().out and "## toy" in text and "| ddc_muon |" in text
+    assert text in capsys.readouterr().out and "## attention" in text and "| ddc_muon |" in text
 
 
 def test_what_an_accelerator_is_asked_runs_here_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A cell of each kind, in small."""
     kinds = ["update | toy | adam", "step | gpt2 | adam", "train | AdamW | 0.001", "twins | highest"]
-    small = [*SMALL, "--step-repeats", "1", "--steps", "2", "--out", str(tmp_path)]
-    cells = harness.main(accelerator.STUDY, [*small, "--only", *kinds])["cells"]
+    small = ["--width", "32", "--layers", "1", "--repeats", "1", "--step-repeats", "1", "--steps", "2"]
+    cells = harness.main(accelerator.STUDY, [*small, "--out", str(tmp_path), "--only", *kinds])["cells"]
     twins = cells["twins | highest"]
     assert twins["optax.adamw"] > 100 * max(twins["quotient(optax.adamw)"], twins["quotient_muon"])
     page = (tmp_path / "accelerator_cpu.md").read_text()
@@ -78,10 +60,12 @@ def test_a_page_says_what_was_missed() -> None:
     assert "**missed**" not in page(result | {"device": "h200"})
 
 
-def test_peers_are_left_out_where_they_are_not_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_peers_are_left_out_where_they_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "_PACKAGES", {"no_such_module": "no-such-package"})
-    compare.main(["--sizes", "--tables", "peers", "--out", str(tmp_path)])
-    assert "Left out: no-such-package not installed" in (tmp_path / "compare_cpu.md").read_text()
+    config, args = harness.parse(compare.STUDY, [])
+    assert ("sections", "peers") not in compare.cells(config, args)
+    monkeypatch.setattr(peers, "_PACKAGES", {"json": "jax"})
+    assert ("sections", "peers") in compare.cells(config, args)
 
 
 @pytest.mark.skipif(peers.absent() is not None, reason=str(peers.absent()))
@@ -142,14 +126,14 @@ def test_discover_rejects_nothing() -> None:
 
 def test_outputs_of_gpt2_stay_at_every_point() -> None:
     rows = committed("orbit")["rows"]
-    assert list(rows) == list(orbit.ROWS) and all(row["change"] <= 1e-5 for row in rows.values())
+    assert len(rows) == 6 and all(row["change"] <= 1e-5 for row in rows.values())
 
 
 def test_outputs_stay_at_every_point_of_every_tree() -> None:
     """Two cells are over their limits, each by less than a factor of two, and the page says so."""
     rows = committed("exactness")["rows"]
-    assert len(rows) == len(ROWS) + len(TREES) + len(released.MODELS) + 1
-    for dtype, limit in exactness.LIMITS.items():
+    assert len(rows) == 42
+    for dtype, limit in (("float64", 1e-12), ("float32", 1e-5)):
         cells = [x for row in rows.values() for x in row[dtype].values() if isinstance(x, float)]
         assert len(cells) >= 200 and max(cells) <= 2 * limit and sum(x > limit for x in cells) <= 1
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import gauge_optax as go
-from examples import demo, lora, lora_weights
+from examples import demo, lora
 from examples.studies import starts
 from examples.studies.harness import best, best_for_all
 
@@ -141,9 +141,10 @@ def test_what_adapters_and_a_step_cost_is_what_was_measured() -> None:
 
 
 def test_what_adapters_of_a_released_model_lose_by_one_rate_is_what_was_measured() -> None:
-    committed = result("examples/results/lora_weights.json")
-    sweeps = {arm: [{rate: x[0] for rate, x in lora_weights.swept(committed, (rank, arm)).items()}
-                    for rank in lora_weights.RANKS] for arm in ("adamw", "quotient_muon")}
+    cells = [(*key.split(" | "), x) for key, x in result("examples/results/lora_weights.json")["cells"].items()]
+    sweeps = {arm: [{float(rate): x["validation"] for *group, rate, seed, x in cells
+                     if group == [rank, arm] and seed == "42" and x["finite"]} for rank in ("4", "16", "64", "256")]
+              for arm in ("adamw", "quotient_muon")}
     assert best_for_all(sweeps["quotient_muon"]) == (0.0063, 0.0)
     rates = [min(x, key=x.__getitem__) for x in sweeps["adamw"]]
     assert rates == sorted(rates, reverse=True)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import gauge_optax as go
-from examples import lora_weights, measure_weights, qwix_weights, weights
 from examples import released_weights as jobs
+from examples import weights
 
 
 def rounded(x: jax.Array, axes: Any) -> jax.Array:
@@ -43,38 +43,6 @@ def tiny() -> Any:
     return weights.nested({path: draw.standard_normal(x).astype(np.float32) / 2 for path, x in shapes.items()})
 
 
-def test_factors_are_added_to_their_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At B = 0 they change nothing; the loss with other factors is that of kernels with the product in them."""
-    params, tokens = tiny(), jnp.arange(12) % 16
-    monkeypatch.setattr(jobs, "smollm2", lambda: (params, None))
-    factors, plain = lora_weights.adapters(3, seed=0), lora_weights.loss(params, {}, tokens)
-    assert lora_weights.loss(params, factors, tokens) == plain
-    factors, merged = jax.tree.map(lambda x: x + 0.1, factors), jax.tree.map(lambda x: x, params)
-    for name, pair in factors.items():
-        layer = merged["blocks"]["attn"][name]
-        layer["kernel"] = layer["kernel"] + (pair["lora_a"] @ pair["lora_b"]).reshape(layer["kernel"].shape)
-    expected = lora_weights.loss(merged, {}, tokens)
-    np.testing.assert_allclose(lora_weights.loss(params, factors, tokens), expected, rtol=1e-5)
-    assert abs(float(expected - plain)) > 1e-3
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_the_flax_model_is_the_model_and_qwix_rounds_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four bits by each of Qwix's methods change the loss; GPTQ reads the text and differs from plain rounding."""
-    params, tokens = tiny(), np.arange(8 * 9).reshape(8, 9) % 16
-    model, own = qwix_weights.flax_model(params)
-    x = model.apply({"params": own}, params["embed"]["embedding"][tokens])
-    logits = weights.rms_norm(x, params["final_norm"]["scale"]) @ params["embed"]["embedding"].T
-    np.testing.assert_allclose(logits, weights.llama_logits(params, jnp.asarray(tokens)), rtol=1e-4, atol=1e-4)
-    pytest.importorskip("qwix")
-    monkeypatch.setattr(jobs, "point", lambda at: params)
-    monkeypatch.setattr(jobs, "text", lambda held_out: tokens)
-    exact = float(jobs.losses(params, jobs.batches_of(tokens), jobs.FORMATS["exact"]).mean())
-    found = {method: qwix_weights.made(method, "W4A16", "released")["loss"] for method in qwix_weights.METHODS}
-    assert all(1e-4 < abs(loss - exact) < 1 for loss in found.values()), (exact, found)
-    assert len(set(found.values())) == len(found)
-
-
 def test_a_cache_is_rounded_after_positions_have_turned_keys() -> None:
     """Four bits per token and head of keys and values, by hand; sixteen leave the logits as they are."""
     params, tokens = tiny(), jnp.arange(12).reshape(2, 6)
@@ -89,18 +57,6 @@ def test_a_cache_is_rounded_after_positions_have_turned_keys() -> None:
     expected = weights.llama_logits(params, tokens, cache=by_hand)
     np.testing.assert_allclose(jobs.logits(params, tokens, (16, 16, 4)), expected, rtol=1e-4, atol=1e-4)
     assert float(jnp.max(jnp.abs(expected - exact))) > 1e-3 and {x.shape for x in seen} == {(2, 6, 2, 4)}
-
-
-def test_merging_tools_arithmetic_by_hand() -> None:
-    """Half-way on a quarter of a circle; of ten changes the largest two are kept, those of the sign that outweighs."""
-    a, b = {"w": jnp.array([2.0, 0.0])}, {"w": jnp.array([0.0, 2.0])}
-    np.testing.assert_allclose(measure_weights.spherical({}, a, b)["w"], [2**0.5, 2**0.5], rtol=1e-6)
-    np.testing.assert_allclose(measure_weights.spherical({}, a, a)["w"], a["w"])
-    base, first, second = np.ones(10), np.arange(10) / 10, np.zeros(10)
-    second[[9, 0]] = -0.5, 0.3
-    given = ({"w": jnp.asarray(x, jnp.float32)} for x in (base, base + first, base + second))
-    merged = measure_weights.task_vectors(*given)["w"] - 1
-    np.testing.assert_allclose(merged, [0.3, *[0.0] * 7, 0.8, 0.9], atol=1e-6)
 
 
 @pytest.fixture(scope="module")

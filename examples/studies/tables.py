@@ -32,10 +32,11 @@ to three minutes on one CPU core, those of deep networks in half an hour, with t
 with `--full`. *Drift* is motion that changes no output: the largest distance from the start among some hundred readings
 of a run, unless a column says otherwise. A loss is *matched* if it is at most twice the other's. [What training
 gains](../../benchmarks/results/training.md) says what the runs mean for the choice of an optimizer. More runs:
-[released architectures](released.md), [times and memory of updates](../../benchmarks/results/compare_cpu.md), [LoRA
-factors](../../benchmarks/results/lora.md), [times of `discover`](../../benchmarks/results/discover.md), [time to the
-first step](../../benchmarks/results/first_step.md), [times beside the core before its
-parts](../../benchmarks/results/before_parts.md)."""
+[rounding to few bits](quantize.md), a released model [under LoRA](lora_weights.md), [rounded by Qwix](qwix_weights.md)
+and [counted, fine-tuned and merged](measure_weights.md), [released architectures](released.md), [times and memory of
+updates](../../benchmarks/results/compare_cpu.md), [LoRA factors](../../benchmarks/results/lora.md), [times of
+`discover`](../../benchmarks/results/discover.md), [time to the first step](../../benchmarks/results/first_step.md),
+[times beside the core before its parts](../../benchmarks/results/before_parts.md)."""
 
 
 class Section(NamedTuple):
@@ -83,11 +84,7 @@ SECTIONS = [
     Section("whole_model", "Every symmetry of a decoder on the quotient", settled=True),
     Section("lora", "Fine-tuning with LoRA: rules, ranks and starts"),
     Section("merge", "Merging networks after alignment"),
-    Section("quantize", "Rounding to few bits from other points of the orbit", ("rise of the held-out loss",)),
     Section("released_weights", "Two released models, job by job"),
-    Section("lora_weights", "LoRA on a released model: one rate for all ranks?"),
-    Section("qwix_weights", "Qwix rounds a released model at points of one orbit"),
-    Section("measure_weights", "A released model, counted, fine-tuned and merged"),
     Section("probe", "One probe for two networks", settled=True),
     Section("packed", "Packed heads: training what a gauge leaves"),
     Section("rotational_walk", "Rotational equilibrium: a random walk", ("norm and rotation over the prediction",)),
@@ -128,7 +125,6 @@ SECTIONS = [
     Section("minimum", "C.1, C.4 and §5.8 read at a minimum",
             ("share along the orbit", "order k", "directional Fisher", "rotation of heads", "gap of twins")),
     Section("lemmas", "Theorem 1, Lemmas 17 and 23, Remarks 8 and 12", settled=True),
-    Section("released", "What discover finds in released architectures"),
     Section("radial_equilibrium", "B.7 Where decay and loss balance", settled=True),
     Section(  # what the studies that it names say
         "table4", "DDC's Table 4, finding by finding",

@@ -83,7 +83,7 @@ SETTINGS = (
 @pytest.fixture
 def settings_kept() -> Iterator[None]:
     """What a notebook or a guide sets in JAX ends with the test."""
-    before = {name: getattr(jax.config, name) for name in SETTINGS}
+    before = {name: jax.config.values[name] for name in SETTINGS}
     yield
     for name, value in before.items():
         jax.config.update(name, value)

@@ -285,7 +285,7 @@ def drawn(name: str) -> tuple[dict[str, np.ndarray], list[Any]]:
 @pytest.mark.parametrize("name", TREES)
 def test_a_preset_is_what_discover_finds(name: str) -> None:
     params, batches = drawn(name)
-    check(TREES[name].fn, params, batches, TREES[name].gauges(True), lambda report: report.gauges)
+    check(TREES[name].fn, params, batches, TREES[name].gauges(True), lambda report: report.gauges, outputs="logits")
 
 
 @pytest.mark.slow

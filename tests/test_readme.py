@@ -207,3 +207,9 @@ def test_what_rotations_gain_is_what_the_stored_runs_show() -> None:
     ends = f"ends at {losses[0]:.3f} from the released weights, and at {losses[1]:.3f} after"
     says("docs/guides/spend.md", f"is {exact:.3f} nats", ends, *shown)
     says("README.md", f"adds {losses[1] - exact:.2f} nats per token to the loss, not {losses[0] - exact:.2f}")
+
+
+def test_the_memory_of_a_wide_layer_is_what_was_measured() -> None:
+    rows = result("benchmarks/results/compare_cpu.json")["sections"]["1b_layer"]["blocks"]["adam"]
+    usual, least = (rows["ddc_adamw"][key] / rows["optax.adamw"][key] for key in ("peak_mb", "least_peak_mb"))
+    says("docs/guides/recipes.md", f"takes {usual:.2f} times AdamW's memory in that order, and {least:.2f} times in")

@@ -87,12 +87,12 @@ def untie(
     return _with_leaf(with_leaves(params, {p: x for p, x in placed.items() if p != head}), head, placed[head])
 
 
-def _with_leaf(tree: Any, path: str, leaf: jax.Array) -> Any:
-    """Returns a copy of nested dictionaries with one more leaf at `path`."""
-    key, _, rest = path.partition("/")
-    if not isinstance(tree, Mapping) or (rest and key in tree and not isinstance(tree[key], Mapping)):
+def _with_leaf(tree: Any, path: str, leaf: jax.Array, depth: int = 0) -> Any:
+    """Returns a copy of nested dictionaries with one more leaf at `path`; `tree` stands below `depth` of its keys."""
+    above, (key, *rest) = path.split("/")[:depth], path.split("/")[depth:]
+    if not isinstance(tree, Mapping):
         raise binding_error(
-            _NAME, f"no place for a leaf at '{path}'", f"a {type(tree).__name__}", "nested dictionaries",
+            _NAME, f"no place for a leaf at '{path}'",
+            f"a {type(tree).__name__}" + (f" at '{'/'.join(above)}'" if above else ""), "nested dictionaries",
             "pass nnx.to_pure_dict(nnx.state(model)), or a dictionary, and give the result to the untied model")
-    inner = _with_leaf(tree.get(key, {}), rest, leaf) if rest else leaf
-    return {**tree, key: inner}
+    return {**tree, key: _with_leaf(tree.get(key, {}), path, leaf, depth + 1) if rest else leaf}

@@ -80,7 +80,7 @@ def test_roundoff_of_the_weights_is_no_other_function(dtype: str) -> None:
     (("blocks/0/mlp/gate/kernel", "head", SCALE), f"'{SCALE}' does not fit the table 'blocks/0/mlp/gate/kernel'"),
     ((SCALE, "head"), f"no table at '{SCALE}'"),
     ((TABLE, "blocks/0/mlp/up/kernel", SCALE), "a leaf at head='blocks/0/mlp/up/kernel'"),
-    ((TABLE, f"{SCALE}/kernel", SCALE), "no place for a leaf at '.*scale/kernel'"),
+    ((TABLE, f"{SCALE}/kernel", SCALE), f"no place for a leaf at '{SCALE}/kernel'"),
 ])
 def test_errors(arguments: tuple[str, ...], words: str) -> None:
     with refused(words):

@@ -1,6 +1,5 @@
 """Layouts of kernels and bases that people train: fused, grouped, rotary in every pairing, experts, convolutions."""
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -85,9 +84,6 @@ TURNS: dict[str, tuple[Callable[[jax.Array], jax.Array], list[Gauge]]] = {
     "half": (half, [of_keys(go.rope_linear, "basis")]),
     "interleaved": (interleaved, [of_keys(go.rope_linear, "basis", pairing="interleaved")]),
     "partial": (partial, [of_keys(go.rope_linear, "basis=0:4/8"), of_keys(go.head_linear, "basis=4:8/8")]),
-    "planes that stand still": (
-        functools.partial(half, still=2),
-        [of_keys(go.rope_linear, "basis=0:2+4:6/8"), of_keys(go.head_linear, "basis=2:4+6:8/8")]),
 }
 
 

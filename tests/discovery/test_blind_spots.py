@@ -1,4 +1,4 @@
-"""Learned probes, multipliers per query head, fused biases, means that norms hide: what was missed once."""
+"""Still planes of rotary, learned probes, multipliers per query head, fused biases, hidden means: missed once."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ import pytest
 
 import gauge_optax as go
 from tests.discovery.axes_nets import attention
-from tests.discovery.test_layouts import check
+from tests.discovery.test_layouts import check, half
 
 D, H, K, E, V, T = 8, 4, 2, 4, 11, 6
 TOKENS = list(np.random.default_rng(0).integers(0, V, (2, 3, T)))
@@ -17,7 +17,7 @@ TOKENS = list(np.random.default_rng(0).integers(0, V, (2, 3, T)))
 
 def drawn(seed: int = 0, /, **shapes: tuple[int, ...]) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
-    return {name: rng.normal(size=shape) for name, shape in shapes.items()}
+    return {name: 0.4 * rng.normal(size=shape) for name, shape in shapes.items()}
 
 
 def inputs(*shape: int) -> list[np.ndarray]:
@@ -34,6 +34,21 @@ def centred(x: jax.Array) -> jax.Array:
 
 def by_head(x: jax.Array, *kernels: jax.Array) -> list[jax.Array]:
     return [jnp.einsum("btd,dhe->bthe", x, kernel) for kernel in kernels]
+
+
+@pytest.mark.slow
+def test_planes_that_rotary_leaves_still_have_all_matrices() -> None:
+    def fn(p: Any, x: Any) -> jax.Array:
+        q, k, v = by_head(x, p["q"], p["k"], p["v"])
+        return jnp.sin(jnp.einsum("bthe,hed->btd", attention(half(q, still=2), half(k, still=2), v), p["o"]))
+
+    hand = [
+        go.rope_linear({"q": "_ head basis=0:2+4:6"}, {"k": "_ head basis=0:2+4:6"}),
+        go.head_linear({"q": "_ head basis=2:4+6:8"}, {"k": "_ head basis=2:4+6:8"}),
+        go.head_linear({"v": "_ head basis"}, {"o": "head basis _"}),
+    ]
+    params = drawn(**dict.fromkeys("qkv", (D, 2, 8)), o=(2, 8, D))
+    check(fn, params, inputs(2, 3, T, D), hand, outputs="loss")
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """Layouts of kernels and bases that people train: fused, grouped, rotary in every pairing, experts, convolutions."""
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -43,9 +42,9 @@ def partial(x: jax.Array) -> jax.Array:
 def fused(p: Any, tokens: Any, turn: Callable[[jax.Array], jax.Array] = lambda x: x) -> jax.Array:
     """One block with grouped queries, one kernel for query, key and value, one for gate and up."""
     x = p["embed"][tokens]
-    q, k, v = jnp.split(heads(norm(x, p["norm1"]) @ p["qkv"], HEADS + 2 * KEYS), [HEADS, HEADS + KEYS], 2)
-    k, v = (jnp.repeat(y, HEADS // KEYS, 2) for y in (turn(k), v))
-    x = x + flat(attention(turn(q), k, v)) @ p["out"]
+    q, k, v = jnp.split(norm(x, p["norm1"]) @ p["qkv"], [HEADS * 8, (HEADS + KEYS) * 8], -1)
+    k, v = (jnp.repeat(y, HEADS // KEYS, 2) for y in (turn(heads(k, KEYS)), heads(v, KEYS)))
+    x = x + flat(attention(turn(heads(q, HEADS)), k, v)) @ p["out"]
     gate, up = jnp.split(norm(x, p["norm2"]) @ p["gate_up"], 2, -1)
     x = x + (jax.nn.silu(gate) * up) @ p["down"]
     return norm(x, p["final"]) @ p["head"]
@@ -85,9 +84,6 @@ TURNS: dict[str, tuple[Callable[[jax.Array], jax.Array], list[Gauge]]] = {
     "half": (half, [of_keys(go.rope_linear, "basis")]),
     "interleaved": (interleaved, [of_keys(go.rope_linear, "basis", pairing="interleaved")]),
     "partial": (partial, [of_keys(go.rope_linear, "basis=0:4/8"), of_keys(go.head_linear, "basis=4:8/8")]),
-    "planes that stand still": (
-        functools.partial(half, still=2),
-        [of_keys(go.rope_linear, "basis=0:2+4:6/8"), of_keys(go.head_linear, "basis=2:4+6:8/8")]),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ import jax
 import numpy as np
 
 from gauge_optax.binding import leaves_by_path, with_leaves
+from gauge_optax.binding.axes import parse_axes
 from gauge_optax.discovery import checks
 from gauge_optax.discovery.calls import Call, bound_copies
 from gauge_optax.discovery.sketch import Function, Leaves, finite_points
@@ -224,8 +226,9 @@ class Prover:
             return list(held), []
         dropped: tuple[list[Held], list[str]] | None = None
         # Mostly one gauge is the reason. If dropping any of several would do, the last is dropped, because the gauges
-        # that optimizers take come first.
-        for k in reversed(range(len(held))):
+        # that optimizers take come first. But a single matrix goes before the matrices of heads: behind a learned query
+        # both move the query's kernel.
+        for k in sorted(range(len(held)), key=lambda k: (not _is_one_matrix(held[k].call), -k)):
             one, before, after = held[k], held[:k], held[k + 1 :]
             for other in _with_other_anchors(one):
                 if self._refusal([*before, other, *after]) is None:
@@ -267,6 +270,13 @@ class Prover:
         except ValueError as error:
             return str(error).splitlines()[0]
         return None
+
+
+def _is_one_matrix(call: Call) -> bool:
+    """Whether the elements are invertible matrices without an axis of heads or layers."""
+    texts = (x if isinstance(x, tuple) else (x,) for blocks in call.roles.values() for x in blocks.values())
+    items = (item for text in itertools.chain.from_iterable(texts) for item in parse_axes(call.kind, "", text).items)
+    return call.kind == "head_linear" and {item.name for item in items if item.pick is None} <= {"_", "basis"}
 
 
 def _with_other_anchors(one: Held) -> Iterator[Held]:

@@ -466,8 +466,8 @@ def _additions(
       flows: kinds of additions, which have observed the gradients.
       shifts: constants along an axis, which have observed the gradients.
       point: any point; an addition is made there to see which leaves it moves.
-      matrices: for each symmetry under all invertible matrices, the leaves that it moves. Additions that move exactly
-        these leaves are left out, because the symmetry contains them.
+      matrices: for each symmetry under all invertible matrices, the leaves that it moves. A shift of a stream's mean
+        that moves exactly these leaves is left out, because the symmetry contains it.
     """
     additions = []
     for places, _ in shifts.solve(softmax=False):
@@ -477,7 +477,7 @@ def _additions(
                       for where, move in scaled_products.turned_products(shifts, places)]
     for k, flow in enumerate(flows):
         for row in flow.solve():
-            if set(flow.paths(row, point)) in matrices:
+            if flow.kind == offsets.PAST_NORMS and set(flow.paths(row, point)) in matrices:
                 continue
             call = None
             with contextlib.suppress(Unwritable):

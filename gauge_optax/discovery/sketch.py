@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from gauge_optax.xla import quick_options
@@ -87,7 +86,7 @@ def squared_gradients(
       paths: the leaves whose gradients are asked for.
 
     Returns:
-      Arrays of the leaves' shapes by path; a gradient that is not finite counts as zero.
+      Arrays of the leaves' shapes by path; a leaf's gradient that is not finite counts as zero.
 
     >>> fn, point = lambda p, x: [x * p["a"]], {"a": np.ones(2), "b": np.ones(2)}
     >>> squares = squared_gradients(fn, [np.ones(2)], point, np.random.default_rng(0), ["a", "b"])
@@ -112,9 +111,10 @@ def squared_gradients(
                 return fn({**others, **some}, batch)
 
             (gradient,) = jax.vjp(of_some, {path: point[path] for path in group})[1](projection)
-            if all(bool(jnp.isfinite(x).all()) for x in gradient.values()):
-                for path in group:
-                    sums[path] += np.square(np.asarray(gradient.pop(path)), dtype=np.float32)
+            for path in group:
+                of_leaf = np.asarray(gradient.pop(path))
+                if np.isfinite(of_leaf).all():
+                    sums[path] += np.square(of_leaf, dtype=np.float32)
     return sums
 
 

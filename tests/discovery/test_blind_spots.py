@@ -53,7 +53,7 @@ def test_planes_that_rotary_leaves_still_have_all_matrices() -> None:
 
 @pytest.mark.slow
 def test_a_learned_probe_has_query_and_key_matrices() -> None:
-    """The query comes from a parameter, the same for every input: of two gauges that move `q`, that of heads is kept."""
+    """The query comes from a parameter, the same for every input: of two gauges that move `q`, the heads' is kept."""
 
     def fn(p: Any, x: Any) -> jax.Array:
         (q,) = by_head(jnp.tile(p["probe"], (len(x), 1, 1)), p["q"])

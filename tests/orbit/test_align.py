@@ -21,7 +21,7 @@ Tree = Any
 
 QUICK = (
     "user_gauge/translation", "rope_torus/half", "head_linear/lora", "product/residual_layernorm",
-    "permutation/rotated_heads", "permutation/chain",
+    "permutation/rotated_heads", "permutation/chain", "embedding_shift/positions",
 )
 CASES = {case.name: case for case in (*GAUGE_CASES, *FLAT_CASES, *DISCRETE_CASES)}
 rows = pytest.mark.parametrize("case", [

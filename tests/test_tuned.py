@@ -67,14 +67,20 @@ def test_pages_say_what_the_finished_stages_show() -> None:
     assert f"by at least {math.floor(min(errors))} standard errors" in TRAINING
 
 
-@pytest.mark.parametrize("problem", ["4,000 steps", "width 256"])
-def test_pages_say_that_longer_and_wider_runs_show_no_lead(problem: str) -> None:
+@pytest.mark.parametrize("problem", ["4,000 steps", "width 256", "depth 8"])
+def test_pages_say_what_longer_wider_and_deeper_runs_show(problem: str) -> None:
     """The two optimizers, seed by seed."""
     ours, theirs = (ends(problem, "lecun", arm) for arm in (OURS, MUON))
     gaps = less(ours, theirs)
     mean, error = tuned.mean_and_error(gaps)
-    assert abs(mean) < 2 * error, "there is a difference after all: the pages should say so"
-    assert all("in 4,000 steps and at width 256 the two are level" in text for text in (CHOOSE, README, DOCSTRING))
+    level = "in 4,000 steps and at width 256 the two are level"
+    if problem == "depth 8":
+        share = f"with 8 layers it is {100 * (1.0 - sum(ours) / sum(theirs)):.1f} % below"
+        assert mean < -2 * error and f"W{share[1:]}, by {-mean / error:.1f} standard errors" in TRAINING
+        assert all(f"{level}, and {share}" in text for text in (CHOOSE, README, DOCSTRING))
+    else:
+        assert abs(mean) < 2 * error, "there is a difference after all: the pages should say so"
+        assert all(level in text for text in (CHOOSE, README, DOCSTRING))
     shown = f"ends at {words(ours)} nats per byte and `optax.contrib.muon` at {words(theirs)}, a difference of"
     assert shown in TRAINING and f"a difference of {words(gaps, '+')}" in TRAINING
     if problem == "4,000 steps":

@@ -204,13 +204,13 @@ def test_a_constant_neuron_has_no_direction_of_its_own() -> None:
     np.testing.assert_array_equal(found[1, :, 2], plain[1, :, 2])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_a_neuron_without_a_gradient_does_not_turn(dtype: str, x64: None) -> None:
+@pytest.mark.parametrize(("dtype", "rounding"), [("bfloat16", 5e-3), ("float32", 1e-5), ("float64", 1e-5)])
+def test_a_neuron_without_a_gradient_does_not_turn(dtype: str, rounding: float, x64: None) -> None:
     """Its update is decay, along p; what is left of it across p is rounding, and would be made as long as any step."""
     weights = _noise(0, 48, 4)
     found, _ = _turning(weights - weights.mean(0), _noise(1, 20, 48, 4) * [1.0, 0.0, 1.0, 1.0], dtype)
     angles = _angles(found.astype(float)).sum(0)
-    assert angles[1] <= 1e-5 and angles[[0, 2, 3]].min() > 0.1
+    assert angles[1] <= rounding and angles[[0, 2, 3]].min() > 0.1
 
 
 SEVERAL = optax.chain(optax.adam(RATE), optax.trace(0.9))

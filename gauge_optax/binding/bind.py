@@ -90,6 +90,7 @@ def bind(
     reserved: tuple[str, ...] = (),
     joined: bool = False,
     partial: tuple[str, ...] = (),
+    apart: bool = False,
 ) -> tuple[Matched, ...]:
     """Finds the blocks of a gauge on a tree. The result is cached by paths and shapes.
 
@@ -101,6 +102,7 @@ def bind(
       reserved: names of axes on which the group acts, such as `basis`; they do not index an element.
       joined: True if all captures belong to one copy, as for gauges that act on the residual stream of all layers.
       partial: arguments whose blocks may lack named axes.
+      apart: True if every leaf is a copy of its own, so that one name can have different lengths in two leaves.
 
     Returns:
       A `Matched` per copy, in natural order of their captures (2 before 10).
@@ -119,7 +121,7 @@ def bind(
     # Every method of a gauge calls this function, because the tree that `update` sees can have other boxes and other
     # hidden leaves than that of `init`. Paths and shapes are hashable, so that the cache does the work once per tree.
     leaves = tuple((path, leaf_shape(leaf)) for path, leaf in shown.items())
-    found = _bind(gauge, tuple(specs), tuple(sizes), tuple(reserved), leaves, hidden, joined, partial)
+    found = _bind(gauge, tuple(specs), tuple(sizes), tuple(reserved), leaves, hidden, joined, partial, apart)
     # Dtypes are checked outside of the cache: they are not part of its key.
     for path in dict.fromkeys(block.path for copy in found for block in copy.blocks):
         dtype = getattr(shown[path], "dtype", None)
@@ -140,6 +142,7 @@ def _bind(
     hidden: tuple[str, ...],
     joined: bool,
     partial: tuple[str, ...],
+    apart: bool,
 ) -> tuple[Matched, ...]:
     check_specs(gauge, specs, sizes, joined, partial)
     shapes = dict(leaves)
@@ -147,7 +150,7 @@ def _bind(
     for k, spec in enumerate(specs):
         hits = {path: key for path in shapes if (key := copy_key(specs, spec, path)) is not None}
         for path, key in hits.items():
-            paths_by_key.setdefault("" if joined else key, [[] for _ in specs])[k].append(path)
+            paths_by_key.setdefault("" if joined else path if apart else key, [[] for _ in specs])[k].append(path)
         # A MaskedNode that only possibly hides a leaf of the pattern counts if the pattern matches no other leaf.
         masked = [p for p in hidden if (hit := hidden_match(gauge, spec.pattern, p)) and (hit[1] or not hits)]
         if masked:
@@ -219,4 +222,4 @@ def require_no_absent_leaf(gauge: str, specs: Sequence[BlockSpec], tree: Any) ->
 def _hidden(gauge: str, problem: str, paths: Sequence[str]) -> ValueError:
     return binding_error(
         gauge, problem, f"MaskedNode at {', '.join(paths[:3])}", "every block of the gauge in the same partition",
-        "give each partition (optax.partition, optax.masked) its own gauge list, with the gauges whose leaves it holds")
+        "give each partition (optax.partition, optax.masked) its own gauge list, or its own axes, for its leaves")

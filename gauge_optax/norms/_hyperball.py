@@ -9,21 +9,19 @@ invertible matrices of a product, GL(r).
 Reference: "When Equivalent Weights Train Differently" ("the post") §5.
 """
 
-import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from gauge_optax.binding import Axes, leaves_by_path
 from gauge_optax.errors import binding_error
 from gauge_optax.linalg import safe_divide, unit_and_size
 from gauge_optax.norms import vectors
-from gauge_optax.norms.vectors import Leaves, Selection
+from gauge_optax.norms.vectors import Selection
 from gauge_optax.transformation import placeholder, transformation
 
 Radius = float | jax.Array
@@ -107,47 +105,54 @@ def hyperball(
     Reference: the post's §5. Deviation: `learning_rate` sets the length of the tangent part. In the post it sets the
       length of the whole update, so that adding decay shortens the tangent part.
     """
-    specs, numbers = vectors.parse("hyperball", axes, sizes), _radii(axes, radius)
-    initial = isinstance(radius, str)
+    specs, initial = vectors.parse("hyperball", axes, sizes), isinstance(radius, str) and radius == "initial"
+    numbers = {} if initial else _numbers(axes, radius)
 
     def empty(params: Any) -> HyperballState:
         return HyperballState(placeholder() if initial else (), jnp.int32(0) if callable(learning_rate) else ())
 
     def init(params: optax.Params) -> HyperballState:
-        count = jnp.zeros((), jnp.int32) if callable(learning_rate) else ()
         spheres, leaves = vectors.resolve("hyperball", specs, params), leaves_by_path(params)
         norms = [sphere.norm(leaves) for sphere in spheres]
-        if not initial:
-            _warn_of_jumps([(s, norm, numbers[s.pattern]) for s, norm in zip(spheres, norms, strict=True)])
-            return HyperballState((), count)
-        for sphere, radii in zip(spheres, norms, strict=True):
-            if not isinstance(radii, jax.core.Tracer) and bool(jnp.any(radii == 0)):
+        for sphere, own in zip(spheres, norms, strict=True):
+            if isinstance(own, jax.core.Tracer):
+                continue  # a traced `init` sees no numbers
+            if not initial:
+                _warn_of_a_jump(sphere, own, numbers[sphere.pattern])
+            elif bool(jnp.any(own == 0)):
                 raise binding_error(
                     "hyperball", f"a sphere of radius 0 at '{sphere.block.path}'",
-                    f"norm 0 of {int(jnp.sum(radii == 0))} of {radii.size} spheres, axes \"{sphere.block.axes}\"",
+                    f"norm 0 of {int(jnp.sum(own == 0))} of {own.size} spheres, axes \"{sphere.block.axes}\"",
                     "weights with a direction, for radius='initial'",
                     "give it a number for a radius, or leave the leaf out (LoRA's B, zero output kernels)",
                 )
-        return HyperballState(vectors.by_axes(spheres, norms), count)
+        count = jnp.zeros((), jnp.int32) if callable(learning_rate) else ()
+        return HyperballState(vectors.by_axes(spheres, norms) if initial else (), count)
 
     def update(updates: Any, state: HyperballState, params: Any, **extra: Any) -> tuple[Any, HyperballState]:
-        count, rate = state.count, learning_rate
-        if callable(learning_rate):
-            rate, count = learning_rate(state.count), optax.safe_increment(state.count)
-        spheres, leaves = vectors.resolve("hyperball", specs, params), leaves_by_path(params)
-        tangents = vectors.updates_by_path("hyperball", spheres, updates)
-        if initial:
-            vectors.require_same("hyperball", spheres, state.radius)
-        radii = vectors.arrays_of(spheres, state.radius) if initial else [numbers[s.pattern] for s in spheres]
-        chords = [_chord(sphere, leaves, tangents, r, rate) for sphere, r in zip(spheres, radii, strict=True)]
-        return vectors.replace(updates, spheres, chords), HyperballState(state.radius, count)
+        spheres = vectors.resolve("hyperball", specs, params, state.radius if initial else None)
+        radii = state.radius if initial else vectors.by_axes(spheres, [numbers[x.pattern] for x in spheres])
+        rate = None if learning_rate is None else vectors.at(learning_rate, state.count)
+
+        def chord(sphere: Selection, point: jax.Array, tangent: jax.Array, own: Any) -> tuple[jax.Array]:
+            least = None if rate is None else vectors.rounding(sphere, updates)
+            return (_chord(sphere, point, tangent, sphere.spread(own), rate, least),)
+
+        count = optax.safe_increment(state.count) if callable(learning_rate) else ()
+        updates, *_ = vectors.moved("hyperball", spheres, chord, updates, params, radii)
+        return updates, HyperballState(state.radius, count)
 
     return transformation("hyperball", init, update, HyperballState, empty)
 
 
-def _chord(sphere: Selection, leaves: Leaves, tangents: Leaves, radius: Any, rate: Any) -> jax.Array:
-    """Returns W_new − W for the spheres of one axes string; `rate` is None, or the length of U_T in units of R."""
-    point, tangent, radius = sphere.value(leaves), sphere.view(tangents), sphere.spread(radius)
+def _chord(
+    sphere: Selection, point: jax.Array, tangent: jax.Array, radius: jax.Array, rate: Any, least: Any
+) -> jax.Array:
+    """Returns W_new − W for the spheres of one axes string.
+
+    `rate` is the length of U_T in units of R, and `least` the share of an update's length below which U_T is roundoff.
+    Both are None where U_T keeps its length.
+    """
 
     def dot(a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.sum(a * b, sphere.axes, keepdims=True)
@@ -159,61 +164,37 @@ def _chord(sphere: Selection, leaves: Leaves, tangents: Leaves, radius: Any, rat
     if rate is not None:
         # Only the direction counts: dividing by the largest entry keeps squares from overflow and underflow. The first
         # projection leaves roundoff along W, which would count towards the length; the second removes it.
-        tangent, _ = unit_and_size(tangent, sphere.axes)
-        flat = projected(projected(tangent))
+        unit, _ = unit_and_size(tangent, sphere.axes)
+        flat = projected(projected(unit))
         length = jnp.sqrt(dot(flat, flat))
         # If the update is along W, as decay is, only roundoff is left of it, which must not be scaled to a full step.
-        # Its size follows from the coarser of two dtypes, that of the update and that of the computation.
-        dtypes = tangents[sphere.block.path].dtype, tangent.dtype
-        roundoff = 2.0 * max(float(jnp.finfo(dtype).eps) for dtype in dtypes)
-        moves = length > roundoff * jnp.sqrt(dot(tangent, tangent))
-        flat = flat * jnp.where(moves, safe_divide(rate * radius, length), 0.0)
+        turns = length > least * jnp.sqrt(dot(unit, unit))
+        flat = flat * jnp.where(turns, safe_divide(rate * radius, length), 0.0)
     moved = point + flat
-    chord = radius * safe_divide(moved, jnp.sqrt(dot(moved, moved))) - point
     # Vectors of zeros get the radius 0 from a traced `init`: their updates pass unchanged.
-    return jnp.where(radius > 0, chord, sphere.view(tangents))
+    return jnp.where(radius > 0, radius * safe_divide(moved, jnp.sqrt(dot(moved, moved))) - point, tangent)
 
 
-def _warn_of_jumps(spheres: Iterable[tuple[Selection, jax.Array, Radius]]) -> None:
-    """Warns if weights are not on their spheres yet; a traced `init` cannot tell and does not warn."""
-    found = []
-    for sphere, norms, radius in spheres:
-        if norms.size and not isinstance(jnp.asarray(radius) + norms, jax.core.Tracer):
-            if float(jnp.max(jnp.abs(norms - radius))) > _JUMP * float(radius):
-                found.append(f"'{sphere.block.path}' {jnp.min(norms):.3g} to {jnp.max(norms):.3g}, radius {radius:.3g}")
-    if found:
-        warnings.warn(
-            str(binding_error(
-                "hyperball", "the first step moves weights onto their spheres, however small the learning rate",
-                f"norms of {'; '.join(found)}", "weights whose norms are the radii",
-                "write radius='initial' to keep the norms, scale the weights first, or silence this warning",
-            )), stacklevel=4,
-        )
+def _warn_of_a_jump(sphere: Selection, norms: jax.Array, radius: Radius) -> None:
+    """Warns if weights are not on their spheres yet."""
+    if isinstance(radius, jax.core.Tracer) or not norms.size:
+        return
+    if float(jnp.max(jnp.abs(norms - radius))) > _JUMP * radius:
+        found = f"norms of '{sphere.block.path}' {jnp.min(norms):.3g} to {jnp.max(norms):.3g}, radius {radius:.3g}"
+        problem = "the first step moves weights onto their spheres, however small the learning rate"
+        remedy = "write radius='initial' to keep the norms, scale the weights first, or silence this warning"
+        message = binding_error("hyperball", problem, found, "weights whose norms are the radii", remedy)
+        warnings.warn(str(message), stacklevel=4)
 
 
-def _radii(axes: Mapping[str, Axes], radius: Any) -> Mapping[str, Radius]:
-    """Returns pattern → the user's number, or {} for "initial". Raises ValueError for a radius that is not positive."""
-    if isinstance(radius, str) and radius == "initial":
-        return {}
+def _numbers(axes: Mapping[str, Axes], radius: Any) -> Mapping[str, Radius]:
+    """Returns pattern → the user's number. Raises ValueError unless each pattern of axes has a positive one."""
     numbers = radius if isinstance(radius, Mapping) else dict.fromkeys(axes, radius)
     for pattern in {**axes, **numbers}:
-        if pattern not in axes or pattern not in numbers:
+        if pattern not in axes or not vectors.positive(numbers.get(pattern)):
             raise binding_error(
-                "hyperball", f"'{pattern}' in {'axes' if pattern in axes else 'radius'} alone",
-                f"radii of {', '.join(map(repr, numbers)) or 'nothing'}", f"of {', '.join(map(repr, axes))}",
-                "give every pattern of axes a radius, and no other",
-            )
-    for pattern, number in numbers.items():
-        if isinstance(number, jax.core.Tracer) and number.ndim == 0:
-            continue  # under `inject_hyperparams` the number is traced, and its sign is unknown
-        try:
-            positive = not isinstance(number, bool | str) and np.ndim(number) == 0 and 0 < float(number) < math.inf
-        except (TypeError, ValueError):
-            positive = False
-        if not positive:
-            raise binding_error(
-                "hyperball", f"bad radius of '{pattern}'" if isinstance(radius, Mapping) else "bad radius",
-                repr(number), "'initial', a positive number, or pattern → positive number",
+                "hyperball", f"bad radius of '{pattern}'", repr(numbers.get(pattern)),
+                f"a positive number for each of {', '.join(map(repr, axes))}, and for no other pattern; or 'initial'",
                 "write radius='initial' for the norms at init",
             )
     return numbers

@@ -16,11 +16,10 @@ import optax
 
 from gauge_optax.binding import Axes, leaves_by_path
 from gauge_optax.errors import binding_error
-from gauge_optax.frozen import frozen_leaves, zero_frozen
-from gauge_optax.linalg import real_dtype
+from gauge_optax.frozen import frozen_leaves
 from gauge_optax.norms import vectors
 from gauge_optax.norms.links import kept_below, no_lengths, of_length_one, require_bound
-from gauge_optax.norms.vectors import Selection
+from gauge_optax.norms.vectors import Clock, Selection
 from gauge_optax.transformation import checked_inner, placeholder, transformation
 from gauge_optax.wrapped import preflight_of
 
@@ -36,14 +35,12 @@ class MaxNormState(NamedTuple):
       tracked: the number of steps whose learning rate was not zero.
       length: leaf path → axes string → ν, an average over steps (root mean square) of the inner update's length divided
         by the learning rate, shaped like the named axes. `update` raises an error for other paths or strings.
-      frozen: path of a leaf that the optimizer inside never changes → (). Its vectors stay, even above the bound.
     """
 
     inner_state: optax.OptState
     count: Any
     tracked: jax.Array
     length: Any
-    frozen: dict[str, tuple[()]] = {}  # noqa: RUF012  a NamedTuple's default; nobody writes to it
 
 
 def max_norm(
@@ -149,40 +146,20 @@ def named_max_norm(
 
     def init(params: optax.Params) -> MaxNormState:
         length = no_lengths(vectors.resolve(name, specs, params), params)
-        count, tracked = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
-        frozen = dict.fromkeys(sorted(frozen_leaves(name, optimizer, params)), ())
-        return MaxNormState(optimizer.init(params), count, tracked, length, frozen)
+        return MaxNormState(optimizer.init(params), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), length)
 
     def update(updates: Any, state: MaxNormState, params: Any, **extra: Any) -> tuple[Any, MaxNormState]:
-        selections, leaves = vectors.resolve(name, specs, params), leaves_by_path(params)
-        vectors.require_same(name, selections, state.length)
+        selections, now = vectors.resolve(name, specs, params, state.length), Clock.read(state, learning_rate, beta)
         moves, inner_state = optimizer.update(updates, state.inner_state, params, **extra)
-        tangents = vectors.updates_by_path(name, selections, moves)
 
-        eta = learning_rate(state.count) if callable(learning_rate) else learning_rate
-        eta = jnp.asarray(eta, real_dtype())
-        # With a learning rate of zero, Δ (the update divided by the rate) is undefined. Vectors then stay, and neither
-        # ν nor the number of steps that corrects its bias changes.
-        moving = eta != 0
-        tracked = state.tracked + moving.astype(jnp.int32)
-        correction = 1.0 - jnp.asarray(beta, real_dtype()) ** jnp.maximum(tracked, 1)
-        memory, inverse_eta = jnp.where(moving, beta, 1.0), jnp.where(moving, 1.0 / jnp.where(moving, eta, 1.0), 0.0)
-
-        def stepped(selection: Selection, usual: jax.Array) -> tuple[jax.Array, jax.Array]:
-            """Returns the chord from p to its new value, and the new ν."""
+        def stepped(selection: Selection, point: jax.Array, tangent: jax.Array, usual: jax.Array) -> tuple[Any, Any]:
             unit, bounded = measure(selection)
-            direction, after = of_length_one(
-                selection, selection.view(tangents) * inverse_eta, usual, memory, correction)
-            step = eta * bound * unit * direction
-            if bounded:
-                step = kept_below(selection, selection.value(leaves), step, bound * unit)
-            return step, after
+            direction, after = of_length_one(selection, tangent * now.inverse, usual, now.memory, now.correction)
+            step = now.rate * bound * unit * direction
+            return kept_below(selection, point, step, bound * unit) if bounded else step, after
 
-        lengths = vectors.arrays_of(selections, state.length)
-        pairs = [stepped(*arguments) for arguments in zip(selections, lengths, strict=True)]
-        moves = zero_frozen(vectors.replace(moves, selections, [chord for chord, _ in pairs]), state.frozen)
-        after = vectors.by_axes(selections, [length for _, length in pairs])
-        return moves, MaxNormState(inner_state, optax.safe_increment(state.count), tracked, after, state.frozen)
+        moves, length = vectors.moved(name, selections, stepped, moves, params, state.length)
+        return moves, MaxNormState(inner_state, optax.safe_increment(state.count), now.tracked, length)
 
     def preflight(params: Any) -> list[str | ValueError]:
         said = list(preflight_of(inner)(params))

@@ -17,11 +17,10 @@ import optax
 
 from gauge_optax.binding import Axes, leaves_by_path
 from gauge_optax.errors import binding_error
-from gauge_optax.frozen import frozen_leaves, zero_frozen
-from gauge_optax.linalg import real_dtype, safe_divide
+from gauge_optax.linalg import safe_divide
 from gauge_optax.norms import vectors
 from gauge_optax.norms.equilibrium import predict_equilibrium
-from gauge_optax.norms.vectors import Selection
+from gauge_optax.norms.vectors import Clock, Selection, at
 from gauge_optax.transformation import checked_inner, placeholder, transformation
 from gauge_optax.wrapped import preflight_of
 
@@ -45,7 +44,6 @@ class RotationalState(NamedTuple):
       square: in the same form, the average ν of ‖Δ‖², see `rotational`.
       gain: in the same form, the trained factor of each norm; () without `gain`.
       gain_state: the state of the optimizer that trains these factors; () without `gain`.
-      frozen: path of a leaf that the optimizer inside never changes → ().
     """
 
     inner_state: optax.OptState
@@ -55,7 +53,6 @@ class RotationalState(NamedTuple):
     square: Any
     gain: Any
     gain_state: Any
-    frozen: dict[str, tuple[()]] = {}  # noqa: RUF012  a NamedTuple's default; nobody writes to it
 
 
 def rotational(
@@ -137,17 +134,7 @@ def rotational(
       is zero; a trained gain is part of the state and multiplies the vector, but in the paper it is a parameter of the
       model.
     """
-    return named_rotational(
-        "rotational", inner, blocks, sizes, learning_rate, weight_decay, eta_r, beta, center, gain, eps, b1, b2
-    )
-
-
-def named_rotational(
-    name: str, inner: optax.GradientTransformation, blocks: Mapping[str, Axes], sizes: Mapping[str, int] | None,
-    learning_rate: optax.ScalarOrSchedule, weight_decay: optax.ScalarOrSchedule, eta_r: optax.ScalarOrSchedule | None,
-    beta: Scalar, center: bool, gain: optax.GradientTransformation | None, eps: Scalar, b1: Scalar, b2: Scalar = 0.99,
-) -> optax.GradientTransformationExtraArgs:
-    """`rotational`, whose errors carry the name of the function that the user called."""
+    name = "rotational"
     specs = vectors.parse(name, blocks, sizes)
     optimizer = checked_inner(name, inner)
 
@@ -157,107 +144,85 @@ def named_rotational(
         return RotationalState(optimizer.init(params), *zero, placeholder(), placeholder(), gains, gain_state)
 
     def init(params: optax.Params) -> RotationalState:
-        inner_state, count, tracked = optimizer.init(params), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+        inner_state = optimizer.init(params)
         if eta_r is None:
             _kind(name, inner_state)
         selections, leaves, least = vectors.resolve(name, specs, params), leaves_by_path(params), 3 if center else 2
-        for selection in selections:
+        for block, entries in ((x.block, x.length) for x in selections):
             # A fixed norm removes one degree of freedom of a vector, and centring another.
-            if selection.length < least:
+            if entries < least:
                 raise binding_error(
-                    name, f"nothing to turn at '{selection.block.path}'",
-                    f"vectors of {selection.length} entries, axes \"{selection.block.axes}\"",
+                    name, f"nothing to turn at '{block.path}'", f"vectors of {entries} entries, axes \"{block.axes}\"",
                     f"at least {least}" + (" with center=True" if center else ""),
                     "leave norms and biases out: they get the inner update; in a kernel, `_` is the axis that is "
                     "summed over",
                 )
-        length = vectors.by_axes(selections, [selection.norm(leaves) for selection in selections])
+        length = vectors.by_axes(selections, [x.norm(leaves) for x in selections])
         gains = () if gain is None else jax.tree.map(jnp.ones_like, length)
         gain_state = () if gain is None else gain.init(gains)
-        square = jax.tree.map(jnp.zeros_like, length)
-        frozen = dict.fromkeys(sorted(frozen_leaves(name, optimizer, params)), ())
-        return RotationalState(inner_state, count, tracked, length, square, gains, gain_state, frozen)
+        counts, square = (jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)), jax.tree.map(jnp.zeros_like, length)
+        return RotationalState(inner_state, *counts, length, square, gains, gain_state)
 
     def update(updates: Any, state: RotationalState, params: Any, **extra: Any) -> tuple[Any, RotationalState]:
-        moves, inner_state = optimizer.update(updates, state.inner_state, params, **extra)
-        selections, leaves = vectors.resolve(name, specs, params), leaves_by_path(params)
-        tangents = vectors.updates_by_path(name, selections, moves)
-
-        eta = _at(learning_rate, state.count)
-        # With a learning rate of zero Δ is undefined: nothing turns, and ν and its correction do not change.
-        moving = eta != 0
-        eta = jnp.where(moving, eta, 1.0)
+        selections, now = vectors.resolve(name, specs, params, state.length), Clock.read(state, learning_rate, beta)
+        given, inner_state = optimizer.update(updates, state.inner_state, params, **extra)
         if eta_r is not None:
-            angle = _at(eta_r, state.count)
+            angle = at(eta_r, state.count)
         else:
             # The angle does not depend on `dim` and `gradient_norm`, which only decide the norm: any number will do.
             angle = predict_equilibrium(
-                _kind(name, state.inner_state), learning_rate=eta, weight_decay=_at(weight_decay, state.count),
-                b1=b1, b2=b2, dim=1.0, gradient_norm=1.0,
+                _kind(name, state.inner_state), learning_rate=jnp.where(now.inverse > 0, now.rate, 1.0),
+                weight_decay=at(weight_decay, state.count), b1=b1, b2=b2, dim=1.0, gradient_norm=1.0,
             ).rotation
-        angle, inverse_eta = jnp.where(moving, angle, 0.0), jnp.where(moving, 1.0 / eta, 0.0)
-        memory = jnp.where(moving, beta, 1.0)
-        tracked = state.tracked + moving.astype(jnp.int32)
-        correction = 1.0 - jnp.asarray(beta, real_dtype()) ** jnp.maximum(tracked, 1)
 
-        vectors.require_same(name, selections, state.length)
-        lengths, gains, gain_state = vectors.arrays_of(selections, state.length), state.gain, state.gain_state
+        lengths, gains, gain_state = state.length, state.gain, state.gain_state
         if gain is not None:
-            gradients = vectors.updates_by_path(name, selections, updates)
             # p = gain·p₁, where p₁ does not depend on the gain, so that the derivative by the gain is ⟨p, g⟩/gain.
-            gain_gradients = [
-                safe_divide(jnp.sum(selection.value(leaves) * selection.view(gradients), selection.axes), factor)
-                for selection, factor in zip(selections, vectors.arrays_of(selections, gains), strict=True)
-            ]
-            steps, gain_state = gain.update(vectors.by_axes(selections, gain_gradients), gain_state, gains)
+            def slope(x: Selection, point: jax.Array, gradient: jax.Array, factor: jax.Array) -> tuple[Any, Any]:
+                return gradient, safe_divide(jnp.sum(point * gradient, x.axes), factor)
+
+            _, slopes = vectors.moved(name, selections, slope, updates, params, gains)
+            steps, gain_state = gain.update(slopes, gain_state, gains)
             gains = optax.apply_updates(gains, steps)
-            lengths = [n * factor for n, factor in zip(lengths, vectors.arrays_of(selections, gains), strict=True)]
+            lengths = jax.tree.map(jnp.multiply, lengths, gains)
 
-        def turned(selection: Selection, length: jax.Array, square: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def turned(x: Selection, point: jax.Array, step: jax.Array, length: jax.Array, square: jax.Array) -> Any:
             """Returns the chord from p to the turned p, and the new ν."""
-            point, step, norm = selection.value(leaves), selection.view(tangents), selection.spread(length)
 
-            def total(x: jax.Array) -> jax.Array:
-                return jnp.sum(x, selection.axes, keepdims=True)
+            def total(entries: jax.Array) -> jax.Array:
+                return jnp.sum(entries, x.axes, keepdims=True)
 
             # Δ is not stored as an array, to save memory traffic. Five sums decide the step, and the chord is a
             # combination of p, the inner update and 1: both arrays are read once for the sums and once for the chord.
-            share, roundoff = 1.0 / selection.length if center else 0.0, _ROUNDOFF * jnp.finfo(point.dtype).eps
+            share, roundoff = 1.0 / x.length if center else 0.0, _ROUNDOFF * float(jnp.finfo(point.dtype).eps)
+            least = max(roundoff, vectors.rounding(x, given) ** 2)
             point_mean, step_mean = share * total(point), share * total(step)
             point_square, step_square = total(point * point), total(step * step)
             # ‖p‖² without the mean. For a constant vector this is roundoff, and the vector has no direction to keep.
-            size = point_square - selection.length * point_mean * point_mean
+            size = point_square - x.length * point_mean * point_mean
             size = jnp.where(size > roundoff * point_square, size, 0.0)
-            along = safe_divide(total(point * step) - selection.length * point_mean * step_mean, size)
+            along = safe_divide(total(point * step) - x.length * point_mean * step_mean, size)
             # ‖ηΔ‖². For an update along p and 1, such as decay, this is roundoff, which must not turn p.
-            across = step_square - selection.length * step_mean * step_mean - along * along * size
-            across = jnp.where(across > roundoff * step_square, across, 0.0)
-            average = memory * selection.spread(square) + (1.0 - memory) * (across * inverse_eta**2)
-            usual = jnp.sqrt(average / correction + eps)
-            pace = jnp.where(across > 0, angle * inverse_eta * safe_divide(jnp.ones_like(usual), usual), 0.0)
+            across = step_square - x.length * step_mean * step_mean - along * along * size
+            across = jnp.where(across > least * step_square, across, 0.0)
+            average = now.memory * x.spread(square) + (1.0 - now.memory) * (across * now.inverse**2)
+            usual = jnp.sqrt(average / now.correction + eps)
+            pace = jnp.where(across > 0, angle * now.inverse * safe_divide(jnp.ones_like(usual), usual), 0.0)
             # q/n is p/‖p‖ + pace·ηΔ. Both terms are orthogonal, so that the norm of q/n is this root.
-            reach = norm / jnp.sqrt(1.0 + pace * pace * across)
+            reach = x.spread(length) / jnp.sqrt(1.0 + pace * pace * across)
             b = reach * pace
             a = reach * safe_divide(jnp.ones_like(size), jnp.sqrt(size)) - b * along
             chord = (a - 1.0) * point + b * step - (a * point_mean + b * step_mean)
-            # A vector that has no direction or no norm gets inner's update.
-            return jnp.where((size > 0) & (norm != 0), chord, step), average.reshape(jnp.shape(square))
+            # A vector that has no direction or no norm gets inner's update. Without an update, as in a leaf that
+            # `inner` freezes, it stays.
+            turns = (size > 0) & (x.spread(length) != 0) & (step_square > 0)
+            return jnp.where(turns, chord, step), average.reshape(jnp.shape(square))
 
-        squares = vectors.arrays_of(selections, state.square)
-        pairs = [turned(*arguments) for arguments in zip(selections, lengths, squares, strict=True)]
-        moves = zero_frozen(vectors.replace(moves, selections, [chord for chord, _ in pairs]), state.frozen)
-        square = vectors.by_axes(selections, [average for _, average in pairs])
+        moves, square = vectors.moved(name, selections, turned, given, params, lengths, state.square)
         count = optax.safe_increment(state.count)
-        after = inner_state, count, tracked, state.length, square, gains, gain_state, state.frozen
-        return moves, RotationalState(*after)
+        return moves, RotationalState(inner_state, count, now.tracked, state.length, square, gains, gain_state)
 
     return transformation(name, init, update, RotationalState, empty, preflight=preflight_of(inner))
-
-
-def _at(value: optax.ScalarOrSchedule, count: jax.Array) -> jax.Array:
-    """Returns a number or the value of a schedule, cast to the computing dtype: schedules may return float32 under x64.
-    """
-    return jnp.asarray(value(count) if callable(value) else value, real_dtype())
 
 
 def _kind(name: str, inner_state: Any) -> str:

@@ -79,15 +79,14 @@ def scale_by_vector_norm(
         return ScaleByVectorNormState(jnp.zeros((), jnp.int32), length)
 
     def update(updates: Any, state: ScaleByVectorNormState, params: Any, **extra: Any) -> tuple[Any, Any]:
-        selections = vectors.resolve(name, specs, params)
-        vectors.require_same(name, selections, state.length)
-        tangents = vectors.updates_by_path(name, selections, updates)
-        count = optax.safe_increment(state.count)
+        selections, count = vectors.resolve(name, specs, params, state.length), optax.safe_increment(state.count)
         correction = 1.0 - jnp.asarray(beta, real_dtype()) ** count
-        kept = zip(selections, vectors.arrays_of(selections, state.length), strict=True)
-        pairs = [of_length_one(x, x.view(tangents), nu, beta, correction) for x, nu in kept]
-        after = vectors.by_axes(selections, [nu for _, nu in pairs])
-        return vectors.replace(updates, selections, [u for u, _ in pairs]), ScaleByVectorNormState(count, after)
+
+        def rule(x: Selection, point: jax.Array, tangent: jax.Array, usual: jax.Array) -> tuple[Any, Any]:
+            return of_length_one(x, tangent, usual, beta, correction)
+
+        updates, length = vectors.moved(name, selections, rule, updates, params, state.length)
+        return updates, ScaleByVectorNormState(count, length)
 
     def empty(params: Any) -> ScaleByVectorNormState:
         return ScaleByVectorNormState(jnp.int32(0), placeholder())
@@ -135,10 +134,10 @@ def keep_norms_below(
         return optax.EmptyState()
 
     def update(updates: Any, state: optax.EmptyState, params: Any, **extra: Any) -> tuple[Any, optax.EmptyState]:
-        selections, leaves = vectors.resolve(name, specs, params), leaves_by_path(params)
-        tangents = vectors.updates_by_path(name, selections, updates)
-        chords = [kept_below(x, x.value(leaves), x.view(tangents), bound) for x in selections]
-        return vectors.replace(updates, selections, chords), state
+        def rule(x: Selection, point: jax.Array, tangent: jax.Array) -> tuple[Any]:
+            return (kept_below(x, point, tangent, bound),)
+
+        return vectors.moved(name, vectors.resolve(name, specs, params), rule, updates, params)[0], state
 
     return transformation(name, init, update, optax.EmptyState, lambda params: optax.EmptyState())
 
@@ -183,7 +182,7 @@ def kept_below(selection: Selection, point: jax.Array, step: jax.Array, bound: S
 
 def require_bound(name: str, bound: Scalar) -> None:
     """Raises ValueError for a bound that is no positive number."""
-    if isinstance(bound, int | float) and not 0 < bound < float("inf"):
+    if not vectors.positive(bound):
         raise binding_error(
             name, "bad bound", repr(bound), "a positive number", "write bound=1.0: the norm of a neuron at the start"
         )

@@ -6,26 +6,17 @@ leaves, unlike in the blocks of a gauge: vectors of two leaves have nothing in c
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 
-from gauge_optax.binding import (
-    Axes,
-    Block,
-    BlockSpec,
-    bind,
-    block_specs,
-    frozen_sizes,
-    hidden_match,
-    leaves_by_path,
-    match,
-    overlap,
-    shown_and_hidden,
-)
+from gauge_optax.binding import Axes, Block, BlockSpec, bind, block_specs, frozen_sizes, leaves_by_path, overlap
 from gauge_optax.binding.axes import parse_axes
+from gauge_optax.binding.specs import check_specs
 from gauge_optax.errors import binding_error
 from gauge_optax.linalg import real_dtype
 from gauge_optax.transformation import in_dtype_of
@@ -87,32 +78,23 @@ def parse(name: str, axes: Mapping[str, Axes], sizes: Mapping[str, int] | None) 
     """
     if not isinstance(axes, Mapping) or not axes:
         block_specs(name, "axes", axes)  # raises
-    specs = [
-        spec
-        for pattern, strings in axes.items()
-        # One string at a time, because `block_specs` requires that all strings of a call have the same names.
-        for string in (strings if isinstance(strings, tuple) and strings else (strings,))
-        for spec in block_specs(name, "axes", {pattern: string})
-    ]
-    names = {spec: {part.name for part in parse_axes(name, spec.pattern, spec.axes).items} for spec in specs}
+    # One string at a time, because `block_specs` requires that all strings of a call have the same names.
+    listed = [(p, x if isinstance(x, tuple) and x else (x,)) for p, x in axes.items()]
+    specs = [spec for pattern, own in listed for one in own for spec in block_specs(name, "axes", {pattern: one})]
     lengths = frozen_sizes(name, sizes)
-    for axis, _ in lengths:
-        if not any(axis in names[spec] for spec in specs):
-            raise binding_error(
-                name, f"unknown axis in sizes '{axis}'",
-                f"named axes: {', '.join(sorted(set().union(*names.values()) - {'_'})) or 'none'}",
-                "names that stand in an axes string", f"drop '{axis}' or correct it",
-            )
-    return tuple((spec, tuple(size for size in lengths if size[0] in names[spec])) for spec in specs)
+    check_specs(name, specs, lengths, joined=True, partial=("axes",))  # only that `sizes` has no unknown name
+    names = [{part.name for part in parse_axes(name, spec.pattern, spec.axes).items} for spec in specs]
+    return tuple((spec, tuple(n for n in lengths if n[0] in own)) for spec, own in zip(specs, names, strict=True))
 
 
-def resolve(name: str, specs: Specs, tree: Any) -> list[Selection]:
+def resolve(name: str, specs: Specs, tree: Any, kept: Any = None) -> list[Selection]:
     """Resolves axes strings on a tree.
 
     Args:
       name: name of the transformation, for errors.
       specs: the result of `parse`.
       tree: the parameters.
+      kept: numbers per vector in a state, as `by_axes` returns them; None for no check.
 
     Returns:
       One selection per axes string and leaf that it matches. The selections of one leaf are adjacent, in the order of
@@ -120,26 +102,11 @@ def resolve(name: str, specs: Specs, tree: Any) -> list[Selection]:
 
     Raises:
       ValueError: an axes string that matches no leaf; a leaf that `optax.MaskedNode` hides; ranks or lengths that do
-        not fit; an entry in two vectors.
+        not fit; an entry in two vectors; `kept` of other vectors.
     """
-    leaves, hidden = shown_and_hidden(tree)
     by_path: dict[str, list[Selection]] = {}
     for spec, sizes in specs:
-        paths = [path for path in leaves if match(name, spec.pattern, path) is not None]
-        # A hidden subtree that may or may not contain a leaf of the pattern counts only if no other leaf matches.
-        hits = [(path, hit) for path in hidden if (hit := hidden_match(name, spec.pattern, path)) is not None]
-        masked = [path for path, (_, certain) in hits if certain or not paths]
-        if masked:
-            raise binding_error(
-                name, f"MaskedNode hides a leaf of '{spec.pattern}'", f"MaskedNode at {', '.join(masked[:3])}",
-                "every leaf that is listed",
-                "give each partition (optax.partition, optax.masked) its own axes, of the leaves it holds",
-            )
-        # Leaf by leaf, because a name that two leaves share may have two lengths. Without a match, `bind` gets the
-        # whole tree and raises.
-        trees = [{path: leaves[path]} for path in paths] or [tree]
-        copies = [copy for part in trees for copy in bind(name, (spec,), sizes, part)]
-        for block in (block for copy in copies for block in copy.blocks):
+        for block in (copy.blocks[0] for copy in bind(name, (spec,), sizes, tree, apart=True)):
             on_leaf = by_path.setdefault(block.path, [])
             for other in on_leaf:
                 if overlap(block, other.block):
@@ -151,7 +118,10 @@ def resolve(name: str, specs: Specs, tree: Any) -> list[Selection]:
             axes = tuple(k for k, label in enumerate(block.labels) if label == "_")
             length = math.prod(block.view_shape[k] for k in axes)
             on_leaf.append(Selection(block, spec.pattern, axes, length))
-    return [selection for on_leaf in by_path.values() for selection in on_leaf]
+    selections = [selection for on_leaf in by_path.values() for selection in on_leaf]
+    if kept is not None:
+        _require_same(name, selections, kept)
+    return selections
 
 
 def updates_by_path(name: str, selections: Sequence[Selection], updates: Any) -> dict[str, Any]:
@@ -171,14 +141,33 @@ def updates_by_path(name: str, selections: Sequence[Selection], updates: Any) ->
     return leaves
 
 
-def replace(updates: Any, selections: Sequence[Selection], views: Sequence[jax.Array]) -> Any:
-    """Returns updates with the entries of all selections replaced, every leaf in its dtype."""
-    leaves, changed = leaves_by_path(updates), dict[str, jax.Array]()
-    for selection, view in zip(selections, views, strict=True):
-        path = selection.block.path
-        leaf = changed.get(path, jnp.asarray(leaves[path], real_dtype()))
-        changed[path] = selection.block.write(leaf, view)
-    return in_dtype_of(updates, changed)
+def moved(
+    name: str, selections: Sequence[Selection], rule: Callable[..., Sequence[Any]], updates: Any, params: Any,
+    *kept: Any,
+) -> tuple[Any, ...]:
+    """Applies a rule to the vectors of every selection. This is the step of all transformations of weight vectors.
+
+    Args:
+      name: name of the transformation, for errors.
+      selections: the vectors, from `resolve`.
+      rule: (selection, weights, updates, *numbers per vector) → (new updates, *new numbers per vector). Weights and
+        updates are shaped like `selection.view`, numbers per vector like the named axes.
+      updates: the updates that come in.
+      params: the parameters.
+      kept: numbers per vector in a state, as `by_axes` returns them; one argument of `rule` each.
+
+    Returns:
+      The updates with the vectors' entries replaced, every leaf in its dtype; then the new numbers per vector.
+    """
+    leaves, tangents = leaves_by_path(params), updates_by_path(name, selections, updates)
+    changed = dict[str, jax.Array]()
+    after: list[Sequence[Any]] = []
+    for x in selections:
+        step, *numbers = rule(x, x.value(leaves), x.view(tangents), *(own[x.block.path][x.block.axes] for own in kept))
+        leaf = changed.get(x.block.path, jnp.asarray(tangents[x.block.path], real_dtype()))
+        changed[x.block.path] = x.block.write(leaf, step)
+        after.append(numbers)
+    return in_dtype_of(updates, changed), *(by_axes(selections, column) for column in zip(*after, strict=True))
 
 
 def by_axes(selections: Sequence[Selection], arrays: Sequence[Any]) -> dict[str, dict[str, Any]]:
@@ -189,30 +178,70 @@ def by_axes(selections: Sequence[Selection], arrays: Sequence[Any]) -> dict[str,
     return kept
 
 
-def arrays_of(selections: Sequence[Selection], kept: Mapping[str, Mapping[str, Any]]) -> list[Any]:
-    """Returns one array per selection, from the result of `by_axes`."""
-    return [kept[selection.block.path][selection.block.axes] for selection in selections]
-
-
-def require_same(name: str, selections: Sequence[Selection], length: Any) -> None:
+def _require_same(name: str, selections: Sequence[Selection], kept: Any) -> None:
     """Raises ValueError if a state was made for other vectors.
 
     It compares axes strings too, because the shapes of a square kernel's arrays cannot tell rows from columns.
     """
-
-    def text(kept: Any) -> str:
-        rows = [f'"{path}" as "{axes}" {shape}' for path, by_axes in kept.items() for axes, shape in by_axes.items()]
-        return ", ".join(rows) or "no vectors"
-
-    named = [tuple(selection.block.view_shape[k] for k in range(len(selection.block.view_shape))
-                   if k not in selection.axes) for selection in selections]
-    expected = by_axes(selections, named)
-    by_path = isinstance(length, Mapping) and all(isinstance(by_axes, Mapping) for by_axes in length.values())
-    found = {p: {axes: jnp.shape(x) for axes, x in by_axes.items()} for p, by_axes in length.items()} if by_path else {}
+    named = [tuple(n for k, n in enumerate(x.block.view_shape) if k not in x.axes) for x in selections]
+    expected, found = by_axes(selections, named), jax.tree.map(jnp.shape, kept)
     if found != expected:
-        path = next((p for p in {**expected, **found} if found.get(p) != expected.get(p)), "")
+        found = found if isinstance(found, Mapping) else {"": found}
+        path = next(p for p in {**expected, **found} if found.get(p) != expected.get(p))
         raise binding_error(
-            name, f"a state that was made for other vectors, at '{path}'", text({path: found.get(path, {})}),
-            text({path: expected.get(path, {})}),
+            name, f"a state that was made for other vectors, at '{path}'", f"shapes {found.get(path, 'of no vectors')}",
+            f"shapes {expected.get(path, 'of no vectors')}",
             "write state = tx.init(params), or give the axes that it was made with",
         )
+
+
+class Clock(NamedTuple):
+    """What the counters of a state say about one step around an optimizer with a learning rate η.
+
+    A step whose rate is zero says nothing about the length of updates in units of the rate: averages of it wait.
+
+    Attributes:
+      rate: η.
+      inverse: 1/η; 0 for a rate of zero.
+      tracked: the number of steps so far whose rate was not zero, with this one.
+      memory: β, the decay of averages; 1 for a rate of zero.
+      correction: 1 − β^tracked, by which an average that began at zero is divided.
+    """
+
+    rate: jax.Array
+    inverse: jax.Array
+    tracked: jax.Array
+    memory: jax.Array
+    correction: jax.Array
+
+    @classmethod
+    def read(cls, state: Any, learning_rate: optax.ScalarOrSchedule, beta: float | jax.Array) -> "Clock":
+        """Reads the fields `count` and `tracked` of a state."""
+        rate = at(learning_rate, state.count)
+        moving = rate != 0
+        tracked = state.tracked + moving.astype(jnp.int32)
+        inverse = jnp.where(moving, 1.0 / jnp.where(moving, rate, 1.0), 0.0)
+        correction = 1.0 - jnp.asarray(beta, real_dtype()) ** jnp.maximum(tracked, 1)
+        return cls(rate, inverse, tracked, jnp.where(moving, beta, 1.0), correction)
+
+
+def rounding(selection: Selection, updates: Any) -> float:
+    """Returns the share of its length by which rounding can turn an update, twice a machine epsilon.
+
+    The epsilon is that of the coarser of two dtypes: that of the update and that of the computation.
+    """
+    dtypes = leaves_by_path(updates)[selection.block.path].dtype, real_dtype()
+    return 2.0 * max(float(jnp.finfo(dtype).eps) for dtype in dtypes)
+
+
+def at(value: optax.ScalarOrSchedule, count: Any) -> jax.Array:
+    """Returns a number or the value of a schedule, cast to the computing dtype: schedules may return float32 under x64.
+    """
+    return jnp.asarray(value(count) if callable(value) else value, real_dtype())
+
+
+def positive(number: Any) -> bool:
+    """Whether a user's argument is one positive finite number. Of a traced one, as in `inject_hyperparams`, say yes."""
+    if isinstance(number, jax.core.Tracer):
+        return number.ndim == 0
+    return not isinstance(number, bool | str | None) and np.ndim(number) == 0 and 0 < number < math.inf

@@ -10,6 +10,7 @@ exponent, no gradient sees the sum of the motions.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -260,8 +261,10 @@ def _pieces(space: Space, beside: tuple[Space, ...], views: Sequence[View]) -> I
     """The pieces of all views along a space.
 
     A view that reads an axis in another way than the main views counts only if these have no such piece on that axis.
+    A way that reads only entries that earlier ones read does not count either.
     """
     taken: set[tuple[str, int]] = set()
+    read: dict[tuple[Any, ...], set[int]] = collections.defaultdict(set)
     for view in views:
         labels = view.labels
         if not all(c in labels for c in beside):
@@ -270,7 +273,10 @@ def _pieces(space: Space, beside: tuple[Space, ...], views: Sequence[View]) -> I
         for k, label in enumerate(labels):
             axis = view.places[k][0]
             if label == space and k not in companions and view.other in (None, axis):
-                if view.other is None or (view.path, axis) not in taken:
+                before = read[view.path, axis, view.windows[:axis], view.windows[axis + 1 :]]
+                entries = set(view.windows[axis].entries.tolist())
+                if view.other is None or ((view.path, axis) not in taken and not entries <= before):
+                    before |= entries
                     yield Piece(view, k, companions)
         if view.other is None:
             taken.update((view.path, view.places[k][0]) for k, label in enumerate(labels) if label == space)

@@ -67,6 +67,12 @@ class Window(NamedTuple):
     stop: int
     atoms: tuple[Atom, ...]
 
+    @property
+    def entries(self) -> np.ndarray:
+        """The entries of the axis that are read, in order."""
+        grid = np.arange(self.start, self.stop).reshape([atom.full for atom in self.atoms])
+        return selected(grid, self.atoms).ravel()
+
 
 @dataclasses.dataclass(frozen=True)
 class View:
@@ -258,28 +264,67 @@ def _readings(trace: Trace, axis: Axis, length: int, searched: set[Space]) -> li
         return [[Window(0, length, (Atom(None, length),))]]
     spaces, whole = trace.spaces, trace.spaces.key(axis)
     if len(atoms := trace.atom_keys(axis)) > 1:
-        return _grid_readings(trace, 0, length, atoms, searched)
+        # A segment of the first atom is a window of the axis, and can be a grid of its own: heads that are split from
+        # a fused kernel, of which several share keys.
+        main, *others = _grid_readings(trace, 0, length, atoms, searched)
+        return [main, *_segments(trace, atoms[0], atoms[1:], searched), *others]
     one = Window(0, length, (Atom(whole, length),))
     if length <= _MOST_PICKED and not spaces.picked.isdisjoint(whole):
         return [[Window(0, length, (Atom(whole, length, q),)) for q in range(length)], [one]]
     ways = [[one]] if whole in searched else []
-    # The axis of a fused kernel is cut into segments, such as query, key and value. A grid (`spaces`) numbers the
-    # entries of an axis that was split; a segment has consecutive entries of one grid, or entries of none.
-    grids = [spaces.grids.get(x) for x in whole]
-    cuts = [
-        k for k, (a, b) in enumerate(itertools.pairwise(grids), start=1)
-        if (a is None) != (b is None) or (a and b and (a.sizes != b.sizes or b.place != a.place + 1))
-    ]
-    if cuts:
-        segments = itertools.pairwise([0, *cuts, length])
-        parts = [_grid_readings(trace, a, b, trace.atom_keys(axis[a:b]), searched) for a, b in segments]
-        for k in range(max(map(len, parts))):
-            ways.append([window for part in parts if k < len(part) for window in part[k]])
-    ways += [[Window(0, length, (atom,))] for atom in _divided(whole, searched)]
-    inner = _inner_windows(whole, searched)
+    parts = _segments(trace, whole, (), searched)
+    ways += [*parts, *([Window(0, length, (atom,))] for atom in _divided(whole, searched))]
+    inner = [] if parts else _inner_windows(whole, searched)
     if not ways and sum(window.stop - window.start for window in inner) < length:
         ways = [[one]]  # the main way has to read all entries
     return [*ways, inner] if inner else ways
+
+
+def _segments(trace: Trace, key: Space, inside: Sequence[Space], searched: set[Space]) -> list[list[Window]]:
+    """Ways to read an axis in segments, such as the query, key and value of a fused kernel.
+
+    A grid (`spaces`) numbers the entries of an axis that was split. A segment has consecutive entries of one grid, or
+    entries of none, or is a searched space. A segment is read in several ways itself, if it is a grid or has a rotary
+    embedding in a part of it. The result is empty if no segment is, because `_inner_windows` then says the same.
+
+    Args:
+      trace: the walk.
+      key: the axis, or the first of the atoms that it is a grid of.
+      inside: the other atoms.
+      searched: the spaces on which symmetries are looked for.
+    """
+    grids, inner = [trace.spaces.grids.get(x) for x in key], math.prod(map(len, inside))
+    cuts = {
+        k for k, (a, b) in enumerate(itertools.pairwise(grids), start=1)
+        if (a is None) != (b is None) or (a and b and (a.sizes != b.sizes or b.place != a.place + 1))
+    }
+    cuts |= {k for window in _inner_windows(key, searched) for k in (window.start, window.stop)} - {0, len(key)}
+    parts = [
+        _grid_readings(trace, a * inner, b * inner, [*trace.atom_keys(np.array(key[a:b])), *inside], searched)
+        for a, b in itertools.pairwise([0, *sorted(cuts), len(key)])
+    ]
+    if len(parts) == 1 or all(len(ways) == 1 and len(ways[0][0].atoms) == 1 for ways in parts):
+        return []
+    return [[window for part in parts if k < len(part) for window in part[k]] for k in range(max(map(len, parts)))]
+
+
+def _lifted(window: Window, length: int) -> tuple[Atom, ...]:
+    """The atoms of a window of an atom that has this length, as atoms of the whole atom: the first has a range.
+
+    The result is empty if the whole atom is no grid of this kind.
+
+    >>> _lifted(Window(6, 12, (Atom(None, 2), Atom(None, 3))), 18)
+    (Atom(space=None, size=2, pick=None, span=(((2, 4),), 6)), Atom(space=None, size=3, pick=None, span=None))
+    """
+    first, *rest = window.atoms
+    inner = math.prod(atom.full for atom in rest)
+    if window.start % inner or length % inner:
+        return ()
+    start, full = window.start // inner, length // inner
+    if first.pick is not None:
+        return (first._replace(size=full, pick=start + first.pick), *rest)
+    ranges = ((0, first.size),) if first.span is None else first.span[0]
+    return (first._replace(span=(tuple((start + a, start + b) for a, b in ranges), full)), *rest)
 
 
 def _inner_windows(whole: Space, searched: set[Space]) -> list[Window]:
@@ -312,19 +357,25 @@ def _grid_readings(
     picked = [not trace.spaces.picked.isdisjoint(key) and len(key) <= _MOST_PICKED for key in keys]
     atoms = [Atom(key, len(key)) for key in keys]
 
-    def chosen(grid: list[Atom]) -> Iterator[list[Atom]]:
-        """The grid, once for every choice of one index along each of its picked axes."""
-        choices = itertools.product(*(range(a.size) if p else (None,) for a, p in zip(grid, picked, strict=True)))
-        return ([a._replace(pick=q) for a, q in zip(grid, choice, strict=True)] for choice in choices)
+    def chosen(k: int, at_k: Sequence[Atom]) -> Iterator[list[Atom]]:
+        """The grid with these atoms in place of atom k, once for every choice of one index along each picked axis."""
+        choices = itertools.product(*(range(a.size) if p else (None,) for a, p in zip(atoms, picked, strict=True)))
+        for choice in choices:
+            grid = [a._replace(pick=q) for a, q in zip(atoms, choice, strict=True)]
+            yield [*grid[:k], *([grid[k]] if picked[k] else at_k), *grid[k + 1 :]]
 
-    main = list(chosen(atoms))
+    main = list(chosen(0, atoms[:1]))
     others: list[list[list[Atom]]] = [[atoms]] if any(picked) else []
     for k, key in enumerate(keys):
-        inner = [(w.start, w.stop) for w in _inner_windows(key, searched)]
-        cut = [[*atoms[:k], Atom(key[a:b], b - a, None, (((a, b),), len(key))), *atoms[k + 1 :]] for a, b in inner]
-        others += [[way for part in cut for way in chosen(part)]] if cut and not picked[k] else []
-        divided = [] if picked[k] else [[*atoms[:k], atom, *atoms[k + 1 :]] for atom in _divided(key, searched)]
-        others += [list(chosen(grid)) for grid in divided]
+        if picked[k]:
+            continue
+        # With several segments in the first atom the axis is read by its windows, see `_readings`.
+        parts = _segments(trace, key, (), searched) if k else []
+        inner = [[Atom(key[w.start : w.stop], w.stop - w.start, None, (((w.start, w.stop),), len(key)))]
+                 for w in _inner_windows(key, searched)]
+        ways = [*([inner] if inner else []), *([[atom]] for atom in _divided(key, searched))]
+        for way in [[lifted for w in part if (lifted := _lifted(w, len(key)))] for part in parts] or ways:
+            others.append([grid for at_k in way for grid in chosen(k, at_k)])
     for k, key in enumerate(keys):  # two indices that are picked one by one may be the two entries of a rotary plane
         if picked[k] and len(key) == 2:
             if k > 0 and not picked[k - 1]:

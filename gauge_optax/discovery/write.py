@@ -19,7 +19,7 @@ import numpy as np
 from gauge_optax.discovery.calls import Axes, Call, joined, template
 from gauge_optax.discovery.groups import Symmetry, Term
 from gauge_optax.discovery.spaces import Space
-from gauge_optax.discovery.views import Atom, Piece, View, Window, selected
+from gauge_optax.discovery.views import Atom, Piece, View, Window
 
 _CLOSE = 1e-5  # difference of exponents that count as equal
 _COMPANIONS = ("head", "group", "part", "slot")  # names of the axes that index a group's copies
@@ -366,9 +366,7 @@ def _tiled(group: list[Term], axis: int) -> list[Term]:
     length = piece.view.shape[axis]
     count = np.zeros(length, int)
     for term in group:
-        window = term.piece.view.windows[axis]
-        grid = np.arange(window.start, window.stop).reshape([atom.full for atom in window.atoms])
-        np.add.at(count, selected(grid, window.atoms).ravel(), 1)
+        np.add.at(count, term.piece.view.windows[axis].entries, 1)
     if not (count == 1).all():
         return group
     whole = Window(0, length, (Atom(None, length),))

@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import gauge_optax as go
+from benchmarks import unprepared
 from benchmarks.sizes import muon_axes
 from benchmarks.training.links import EMBEDDINGS, NEURONS, TOKENS
 from gauge_optax.binding import leaves_by_path, match, with_leaves
@@ -266,3 +267,27 @@ def test_the_report_is_all_that_max_norm_muon_needs(found: Any) -> None:
     jax.tree.map(np.testing.assert_array_equal, *steps)
     with refused("no neurons", "go.discover"):
         go.max_norm_muon(0.02, report.gauges)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", unprepared.MODELS)
+def test_one_line_trains_a_model_that_nobody_prepared(name: str) -> None:
+    """`max_norm_muon(rate, report)`, on models of several frameworks: no warning, and the loss falls in ten steps."""
+    model = unprepared.MODELS[name]()
+    report = go.discover(model.fn, model.params, model.batches, model.outputs, progress=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tx = go.max_norm_muon(0.02, report)
+        params, state = model.params, tx.init(model.params)
+
+    @jax.jit
+    def step(params: Any, state: Any) -> tuple[Any, Any, jax.Array]:
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean(jnp.square(model.fn(p, model.batches[0]))))(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    losses = []
+    for _ in range(10):
+        params, state, loss = step(params, state)
+        losses.append(float(loss))
+    assert np.isfinite(losses).all() and losses[-1] < losses[0], losses

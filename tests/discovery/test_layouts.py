@@ -39,12 +39,18 @@ def partial(x: jax.Array) -> jax.Array:
     return jnp.concatenate([half(x[..., :4]), x[..., 4:]], -1)
 
 
-def fused(p: Any, tokens: Any, turn: Callable[[jax.Array], jax.Array] = lambda x: x) -> jax.Array:
+def fused(
+    p: Any, tokens: Any, turn: Callable[[jax.Array], jax.Array] = lambda x: x, heads_first: bool = False
+) -> jax.Array:
     """One block with grouped queries, one kernel for query, key and value, one for gate and up."""
     x = p["embed"][tokens]
-    q, k, v = jnp.split(norm(x, p["norm1"]) @ p["qkv"], [HEADS * 8, (HEADS + KEYS) * 8], -1)
-    k, v = (jnp.repeat(y, HEADS // KEYS, 2) for y in (turn(heads(k, KEYS)), heads(v, KEYS)))
-    x = x + flat(attention(turn(heads(q, HEADS)), k, v)) @ p["out"]
+    if heads_first:
+        q, k, v = jnp.split(heads(norm(x, p["norm1"]) @ p["qkv"], HEADS + 2 * KEYS), [HEADS, HEADS + KEYS], 2)
+    else:
+        parts = jnp.split(norm(x, p["norm1"]) @ p["qkv"], [HEADS * 8, (HEADS + KEYS) * 8], -1)
+        q, k, v = (heads(part, n) for part, n in zip(parts, (HEADS, KEYS, KEYS), strict=True))
+    k, v = (jnp.repeat(y, HEADS // KEYS, 2) for y in (turn(k), v))
+    x = x + flat(attention(turn(q), k, v)) @ p["out"]
     gate, up = jnp.split(norm(x, p["norm2"]) @ p["gate_up"], 2, -1)
     x = x + (jax.nn.silu(gate) * up) @ p["down"]
     return norm(x, p["final"]) @ p["head"]
@@ -107,11 +113,92 @@ def check(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("heads_first", [False, True])
 @pytest.mark.parametrize("turn", TURNS)
-def test_a_fused_block_with_grouped_queries(turn: str) -> None:
+def test_a_fused_block_with_grouped_queries(turn: str, heads_first: bool) -> None:
+    """The kernel's outputs are split into query, key and value, or reshaped into heads first and split along them."""
     function, gauges = TURNS[turn]
     tokens = list(np.random.default_rng(1).integers(0, V, (2, 2, T)))
-    check(lambda p, t: fused(p, t, function), fused_params(), tokens, [*REST, *gauges])
+    check(lambda p, t: fused(p, t, function, heads_first), fused_params(), tokens, [*REST, *gauges])
+
+
+# Fused kernels: outputs → query, key, value, all with HEADS heads; and the axes of the entries a to b of every head. A
+# range of an axis is a grid itself, or a range of one axis meets a range of another.
+SHARED = HEADS // KEYS
+Fused = tuple[Callable[[jax.Array], Sequence[jax.Array]], Callable[[int, int], Sequence[str]]]
+
+
+def copied(parts: Sequence[jax.Array]) -> list[jax.Array]:
+    return [jnp.repeat(x, HEADS // x.shape[2], 2) for x in parts]
+
+
+FUSED: dict[str, Fused] = {
+    "heads of query, key, value": (
+        lambda y: jnp.split(heads(y, 3 * HEADS), 3, 2),
+        lambda a, b: [f"_ (part={k} head basis={a}:{b}/8)" for k in range(3)]),
+    "query, key, value of every head": (
+        lambda y: jnp.split(heads(y, HEADS), 3, -1),
+        lambda a, b: [f"_ (head basis={8 * k + a}:{8 * k + b}/24)" for k in range(3)]),
+    "queries, key, value of every group": (
+        lambda y: copied([
+            part.reshape(*part.shape[:2], -1, 8)
+            for part in jnp.split(heads(y, KEYS), [8 * SHARED, 8 * SHARED + 8], -1)]),
+        lambda a, b: [f"_ (head _=0:{SHARED}/{SHARED + 2} basis={a}:{b}/8)",
+                      *(f"_ (head basis={8 * k + a}:{8 * k + b}/32)" for k in (SHARED, SHARED + 1))]),
+    "heads behind their entries": (
+        lambda y: copied(jnp.split(heads(y, 8).swapaxes(2, 3), [HEADS, HEADS + KEYS], 2)),
+        lambda a, b: [f"_ (basis={a}:{b}/8 {text})" for text in ("head=0:2/4 _", "head=4:6/8", "head=6:8/8")]),
+    "one key": (
+        lambda y: copied([heads(x, x.shape[-1] // 8) for x in jnp.split(y, [8 * HEADS, 8 * HEADS + 8], -1)]),
+        lambda a, b: [f"_ (_ basis={a}:{b}/8)=0:32", *(f"_ basis={k + a}:{k + b}" for k in (32, 40))]),
+}
+COPIES = {"queries, key, value of every group": "(head _ basis) _", "heads behind their entries": "(head _ basis) _",
+          "one key": "(_ basis) _"}
+
+
+@pytest.mark.slow_rows("queries, key, value of every group")
+@pytest.mark.parametrize("layout", FUSED)
+def test_a_rotary_part_of_heads_in_a_fused_kernel(layout: str) -> None:
+    split, axes = FUSED[layout]
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        q, k, v = split(x @ p["qkv"])
+        return jnp.sin(flat(attention(partial(q), partial(k), v)) @ p["out"])
+
+    def gauge(constructor: Callable[..., Gauge], *sides: dict[str, str]) -> Gauge:
+        named = {"part": 3, "head": KEYS if layout in COPIES else HEADS}
+        text = " ".join(axes for side in sides for axes in side.values())
+        return constructor(*sides, sizes={name: n for name, n in named.items() if name in text})
+
+    turned, still, whole = ([{"qkv": text} for text in axes(*ends)] for ends in ((0, 4), (4, 8), (0, 8)))
+    hand = [
+        gauge(go.rope_linear, *turned[:2]), gauge(go.head_linear, *still[:2]),
+        gauge(go.head_linear, whole[2], {"out": COPIES.get(layout, "(head basis) _")}),
+    ]
+    outputs = {"heads of query, key, value": 96, "query, key, value of every head": 96, "one key": 48}.get(layout, 64)
+    inputs = list(np.random.default_rng(1).normal(size=(2, 2, T, D)))
+    report = check(fn, drawn({"qkv": (D, outputs), "out": (HEADS * 8, D)}), inputs, hand, outputs="loss")
+    assert not report.rejected and not report.ungauged
+
+
+def test_heads_that_are_split_from_a_kernel_with_a_bias() -> None:
+    """The kernel is stored as (outputs, inputs). Heads that share keys meet them in one einsum, without copies."""
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        q, k, v = jnp.split(heads(x @ p["qkv"].T + p["bias"], HEADS + 2 * KEYS), [HEADS, HEADS + KEYS], 2)
+        scores = jnp.einsum("btkre,bske->bkrts", q.reshape(*x.shape[:2], KEYS, HEADS // KEYS, 8), k)
+        mixed = jnp.einsum("bkrts,bske->btkre", jax.nn.softmax(scores, -1), v)
+        return jnp.sin(mixed.reshape(*x.shape[:2], -1) @ p["out"].T)
+
+    rows = (HEADS + 2 * KEYS) * 8
+    query, key, value = "(head _ basis)=0:32", "(head basis)=32:48", "(head basis)=48:64"
+    hand = [
+        go.head_linear({"qkv": f"{query} _", "bias": query}, {"qkv": f"{key} _"}, sizes=SIZES),
+        go.head_linear({"qkv": f"{value} _", "bias": value}, {"out": "_ (head _ basis)"}, sizes=SIZES),
+        go.key_bias({"bias": "channel=32:48"}),
+    ]
+    inputs = list(np.random.default_rng(1).normal(size=(2, 2, T, D)))
+    check(fn, drawn({"qkv": (rows, D), "bias": (rows,), "out": (D, HEADS * 8)}), inputs, hand, outputs="loss")
 
 
 def test_a_mixture_of_experts() -> None:

@@ -49,7 +49,8 @@ def frozen_leaves(name: str, inner: Any, params: Any) -> frozenset[str]:
     """
     if not all(hasattr(leaf, "dtype") or isinstance(leaf, int | float | complex) for leaf in jax.tree.leaves(params)):
         return frozenset()  # a tree that `init` refuses
-    shapes = jax.eval_shape(lambda p: p, params)
+    # Without shardings: on a mesh with explicit axes, products of sharded types would have to say where results are.
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), jax.eval_shape(lambda p: p, params))
     paths = list(leaves_by_path(shapes))
     if len(paths) != len(jax.tree.leaves(shapes)):
         return frozenset()

@@ -347,7 +347,7 @@ def test_vertical_is_along_the_orbit_and_horizontal_is_not_read(exact: Subject) 
         assert np.linalg.norm(_flat(up) - expected) <= exact.tolerance("oracle") * np.linalg.norm(expected)
 
 
-def test_frame_is_that_of_the_dense_oracle(exact: Subject) -> None:
+def test_frame_and_dim_are_those_of_the_dense_oracle(exact: Subject) -> None:
     """Log-scales, in element order; of a scale without a partner, where the root mean square is one."""
     others = ("logit_shift", "translation", "head_linear", *COMPACT)
     found = [
@@ -356,6 +356,7 @@ def test_frame_is_that_of_the_dense_oracle(exact: Subject) -> None:
     ]
     expected = _oracle(exact.case).frame
     np.testing.assert_allclose(np.concatenate([np.zeros(0), *found]), expected, atol=exact.tolerance("oracle"))
+    assert exact.case.dim == _oracle(exact.case).rank
 
 
 def test_parts_sum_to_the_tangent_and_do_not_overlap(exact: Subject) -> None:
@@ -456,10 +457,6 @@ def test_balance_has_the_least_norm(exact: Subject) -> None:
         assert least <= rounding * norm(exact.act(element, balanced))
 
 
-def test_dim_is_the_rank_of_the_orbit(exact: Subject) -> None:
-    assert exact.case.dim == _oracle(exact.case).rank
-
-
 # Degenerate points --------------------------------------------------------------------------------
 
 
@@ -501,10 +498,13 @@ def test_degenerate_points_stay_finite_and_equivariant(exact: Subject) -> None:
 
 @pytest.mark.parametrize("case", (*GAUGE_CASES, *FLAT_CASES, *DISCRETE_CASES), ids=_name)
 def test_a_gauge_is_a_hashable_value(case: GaugeCase) -> None:
+    """Also by its `repr`, and by JSON."""
     (gauge, *_), (again, *_) = case.gauges(), case.gauges()
     assert gauge is not again and gauge == again and hash(gauge) == hash(again)
-    assert go.product(case.gauges()) == go.product(case.gauges())
+    whole = go.product(case.gauges())
+    assert whole == go.product(case.gauges()) == eval(repr(whole), {"go": go, "Translation": Translation})
     assert eval(repr(gauge), {"go": go, "Translation": Translation}) == gauge
+    assert go.tools.from_json(go.tools.to_json(case.gauges()), classes=[Translation]) == list(whole.gauges)
     assert not any(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(dataclasses.astuple(gauge)))
 
 

@@ -28,11 +28,7 @@ def _far(a: Any, b: Any) -> float:
 
 
 def _slice_point(group: go.Gauge, params: Any) -> Any:
-    """The slice point in storage: from leaves `1+`, the one is subtracted."""
-    s = group._bound(params).slice
-    values = s.values(params)
-    point = s.enter(s.read(values).elements, values).point
-    return with_leaves(params, {path: x - s.added[path] for path, x in point.items()})
+    return go.bind(group, params).slice_point(params)
 
 
 @pytest.mark.slow_rows("product/latent_fused*", "product/llama", "product/whole_*")

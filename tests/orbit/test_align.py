@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ import gauge_optax as go
 from models import lm
 from tests.cases import DISCRETE_CASES, FLAT_CASES, GAUGE_CASES, GaugeCase
 from tests.quick import jit
-from tests.refusals import refused
+from tests.refusals import each_refused
 from tests.twins import CONFIGS, loss_of, start_of
 
 Tree = Any
@@ -176,7 +175,7 @@ TREE = {"up": jnp.ones((2, 3)), "down": jnp.ones((3, 2))}
 align = functools.partial(go.orbit.align, TREE)
 
 
-@pytest.mark.parametrize(("call", "message"), [
+test_errors_say_what_to_write = each_refused([
     (lambda: align(TREE | {"up": jnp.ones((2, 4))}, UNIT), "align: two trees that differ at 'up'"),
     (lambda: align(TREE | {"bias": jnp.ones(3)}, UNIT), "no leaf 'bias' among 2 leaves, as in the first"),
     (lambda: go.orbit.distance(TREE, {"up": TREE["up"]}, UNIT), "distance: two trees that differ at 'down'"),
@@ -191,6 +190,3 @@ align = functools.partial(go.orbit.align, TREE)
     (lambda: go.orbit.average(TREE, UNIT), "average: no list of trees"),
     (lambda: align(TREE, TREE), "no gauges"),
 ])
-def test_errors_say_what_to_write(call: Callable[[], Any], message: str) -> None:
-    with refused(message):
-        call()

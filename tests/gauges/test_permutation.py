@@ -12,21 +12,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
 import gauge_optax as go
 from gauge_optax.binding import leaves_by_path, with_leaves
 from tests.cases import DISCRETE_CASES, GaugeCase
-from tests.quick import jit
+from tests.quick import jit, rows
 from tests.refusals import each_refused
 from tests.twins import stepper, trained
 
 Tree = Any
 
-rows = pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=[pytest.mark.slow] if "/whole" in c.name else []) for c in DISCRETE_CASES],
-    ids=lambda case: case.name,
-)
+everywhere = rows(DISCRETE_CASES, [case.name for case in DISCRETE_CASES if "/whole" not in case.name])
 UNITS = DISCRETE_CASES[0]
 
 
@@ -39,7 +35,7 @@ def _equal(a: Tree, b: Tree) -> bool:
     return all(map(np.array_equal, jax.tree.leaves(a), jax.tree.leaves(b)))
 
 
-@rows
+@everywhere
 def test_half_a_move_is_no_symmetry(case: GaugeCase, x64: None) -> None:
     """Any leaf that is left where it was changes the loss, so that every leaf listed is needed."""
     params = case.params(jax.random.key(1))
@@ -70,7 +66,7 @@ def test_samples_are_uniform() -> None:
     assert len(counts) == 6 and np.all(np.abs(counts - 1000) < 150)
 
 
-@rows
+@everywhere
 def test_nothing_is_vertical_and_nothing_is_read(case: GaugeCase) -> None:
     params = _params(case)
     for gauge in (gauge for gauge in case.gauges() if gauge.name == "permutation"):
@@ -81,7 +77,7 @@ def test_nothing_is_vertical_and_nothing_is_read(case: GaugeCase) -> None:
         assert _equal(gauge.balance(params), gauge.identity(params))
 
 
-@rows
+@everywhere
 def test_quotient_takes_it_in_a_list_and_changes_nothing(case: GaugeCase) -> None:
     """The same program and a state of the same arrays; only leaves that it alone binds pass through one sum more."""
     gauges, params = case.gauges(), jax.tree.map(jnp.asarray, _params(case))

@@ -12,7 +12,7 @@ import pytest
 import gauge_optax as go
 from models import lm
 from tests.cases import DISCRETE_CASES, FLAT_CASES, GAUGE_CASES, GaugeCase
-from tests.quick import jit
+from tests.quick import jit, rows
 from tests.refusals import each_refused
 from tests.twins import CONFIGS, loss_of, start_of
 
@@ -23,9 +23,7 @@ QUICK = (
     "permutation/rotated_heads", "permutation/chain", "embedding_shift/positions",
 )
 CASES = {case.name: case for case in (*GAUGE_CASES, *FLAT_CASES, *DISCRETE_CASES)}
-rows = pytest.mark.parametrize("case", [
-    pytest.param(case, id=name, marks=[] if name in QUICK else pytest.mark.slow) for name, case in CASES.items()
-])
+everywhere = rows(CASES.values(), QUICK)
 
 
 def _apart(found: Tree, expected: Tree) -> float:
@@ -39,7 +37,7 @@ def _two_functions(case: GaugeCase) -> tuple[Tree, Tree]:
 
 
 @pytest.mark.slow_rows("permutation/rotated_heads")
-@rows
+@everywhere
 def test_a_random_element_is_found_again(case: GaugeCase, x64: None) -> None:
     """And the move back changes no output."""
     group, a = go.product(case.gauges()), case.params(jax.random.key(1))
@@ -68,7 +66,7 @@ def test_decoders(name: str, linear: bool, dtype: str) -> None:
 
 
 @pytest.mark.slow
-@rows
+@everywhere
 def test_functions_are_told_apart_and_twins_are_not(case: GaugeCase, x64: None) -> None:
     """The distance does not depend on which of a function's weights are given."""
     gauges, (a, b) = case.gauges(), _two_functions(case)

@@ -14,7 +14,7 @@ import gauge_optax as go
 from gauge_optax.binding import leaves_by_path, with_leaves
 from models import lm
 from tests.cases import DISCRETE_CASES, FLAT_CASES, GAUGE_CASES, GaugeCase, lm_parts
-from tests.quick import jit
+from tests.quick import jit, rows
 from tests.refusals import refused
 from tests.test_presets import TREES, T, V, stacked_numbers
 
@@ -24,10 +24,6 @@ QUICK = ("bias_absorption/value_gqa", "residual_rotation/stacked", "product/line
          "rope_linear/half", "rescale/layers", "norm_scale/one_plus", "head_rotation/gqa",
            "user_gauge/translation", "product/slow_planes",
          *(case.name for case in DISCRETE_CASES if "/whole" not in case.name))
-rows = pytest.mark.parametrize("case", [
-    pytest.param(case, id=case.name, marks=() if case.name in QUICK else pytest.mark.slow)
-    for case in (*FLAT_CASES, *GAUGE_CASES, *DISCRETE_CASES)
-])
 
 
 def apart(a: Tree, b: Tree) -> float:
@@ -52,7 +48,7 @@ def keeps_the_loss(case: GaugeCase, params: Tree, moved: Tree) -> bool:
     return abs(after - loss) <= 1e-12 * abs(loss)
 
 
-@rows
+@rows((*FLAT_CASES, *GAUGE_CASES, *DISCRETE_CASES), QUICK)
 def test_twins_become_the_same_numbers_and_the_loss_stays(case: GaugeCase, x64: None) -> None:
     gauges, params = case.gauges(), case.params(jax.random.key(1))
     seed, limit = (3, 1e-12) if case in DISCRETE_CASES else (2, 1e-10)

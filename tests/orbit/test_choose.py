@@ -15,6 +15,7 @@ import gauge_optax as go
 from tests.cases import FLAT_CASES, GAUGE_CASES
 from tests.gauges.user_gauges import Translation
 from tests.orbit.test_canonicalize import apart, keeps_the_loss, whole
+from tests.quick import rows
 from tests.refusals import each_refused
 
 Tree = Any
@@ -50,9 +51,7 @@ QUICK = ("head_linear/value_out", "residual_rotation/plain", "rope_linear/half",
          "key_bias/fused")
 
 
-@pytest.mark.parametrize("case", [
-    pytest.param(case, id=case.name, marks=() if case.name in QUICK else pytest.mark.slow) for case in CASES
-])
+@rows(CASES, QUICK)
 def test_every_kind_goes_towards_a_twin_and_keeps_the_function(case: Any, x64: None) -> None:
     """The distance from a twin that is near falls for every kind of gauge; the loss is what it was."""
     gauge, params = go.product(case.gauges()), case.params(jax.random.key(1))

@@ -275,13 +275,6 @@ def test_a_leaf_between_the_factors_is_refused_by_name(name: str) -> None:
         go.lora(params)
 
 
-@pytest.mark.parametrize("length", [2, 6])
-def test_experts_with_a_vector_between_are_refused_though_axes_are_given(length: int) -> None:
-    params = {"experts": peft(*factors(EXPERTS["experts"]), lora_E={"default": drawn(2, length, 1)})}
-    with refused("'experts/lora_E/default' stands between"):
-        go.lora(params, **SAID)
-
-
 NESTED = {"lora_A": {"default": A}, "lora_B": {"default": B}}
 REMEDIES: dict[str, tuple[Tree, Callable[[Tree], Any]]] = {
     "lora_E/default": (
@@ -390,6 +383,8 @@ def test_scanned_layers_of_experts_are_refused_or_told(x64: None) -> None:
     ({"hada_w1_a": drawn(0, 2, 8), "hada_w1_b": drawn(1, 2, 9)}, ["no product of two factors, 'hada_w1_a'"], {}),
     (EXPERTS, ["axes for '**/expert', which is no module"], {"axes": {"**/expert": SAID["axes"]["**/experts"]}}),
     (EXPERTS, ["sizes for 'experts', which is no axis"], {**SAID, "sizes": {"expert": 3, "experts": 3}}),
+    *(({"experts": peft(*factors(EXPERTS["experts"]), lora_E={"default": drawn(2, length, 1)})},
+       ["'experts/lora_E/default' stands between"], SAID) for length in (2, 6)),
 ])
 def test_what_is_refused_besides(params: Tree, words: list[str], options: dict[str, Any]) -> None:
     with refused("lora: ", *words):

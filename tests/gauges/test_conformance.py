@@ -58,9 +58,6 @@ def _name(value: Any) -> str:
     return value if isinstance(value, str) else value.name
 
 
-everywhere = pytest.mark.parametrize(("case", "dtype"), PAIRS, indirect=["dtype"], ids=_name)
-
-
 @dataclasses.dataclass(frozen=True)
 class Subject:
     """A case in one precision, with a leaf that no gauge binds; the gauge's methods and the loss are compiled once."""
@@ -204,10 +201,9 @@ def _shapes(tree: Tree) -> Tree:
 
 
 @pytest.mark.slow_rows("product/whole_*", "permutation/whole_*")
-@everywhere
-def test_act_moves_what_is_bound_and_keeps_the_loss(case: GaugeCase, dtype: str) -> None:
+@pytest.mark.parametrize(("case", "dtype"), PAIRS, indirect=["dtype"], ids=_name)
+def test_act_moves_what_is_bound_and_keeps_the_loss(subject: Subject, case: GaugeCase, dtype: str) -> None:
     """A loss that can tell: moving every leaf at random by as little as 1e-3 is seen."""
-    subject = Subject(case, dtype)
     params, before = subject.params, float(subject.loss(subject.params))
     for seed in range(2):
         moved = subject.act(subject.element(seed), params)
@@ -230,9 +226,8 @@ def test_act_moves_what_is_bound_and_keeps_the_loss(case: GaugeCase, dtype: str)
     ("case", "dtype"), [pair for pair in PAIRS if pair[0] in GAUGE_CASES or len(pair[0].gauges()) == 1],
     indirect=["dtype"], ids=_name,
 )
-def test_elements_form_a_group(case: GaugeCase, dtype: str) -> None:
+def test_elements_form_a_group(subject: Subject, case: GaugeCase) -> None:
     """Neither the identity nor an inverse leaves anything, and `compose` is one act after another."""
-    subject = Subject(case, dtype)
     compose, params = subject.compose, subject.params
     limit = 0.0 if case in DISCRETE_CASES else subject.tolerance("group")
     identity, (a, b, c) = subject.gauge.identity(params), (subject.element(seed) for seed in range(3))
@@ -396,9 +391,10 @@ def test_vertical_is_equivariant(subject: Subject) -> None:
 def test_frame_moves_with_the_group(subject: Subject) -> None:
     """F(g·θ) = g·F(θ), up to compact parts: F is the identity on rotations and has no angle.
 
-    The balanced point is therefore the same for every twin, but for rotations.
+    The balanced point, where F is the identity, is therefore the same for every twin, but for rotations.
     """
     g, limit = subject.element(0), subject.tolerance("coordinates")
+    assert _distance(subject.gauge.balance(subject.balanced()), subject.gauge.identity(subject.params)) <= limit
     here, there = subject.frame(subject.params), subject.frame(subject.act(g, subject.params))
     for gauge, moved, expected in subject.parts(there, subject.compose(g, here)):
         if gauge.name in COMPACT:
@@ -432,12 +428,6 @@ def test_coordinates_move_with_the_group(exact: Subject) -> None:
             expected = {"": {path: leaves[path][..., :7].mean(-1) * (shift != 0) for path, shift in own[""].items()}}
         assert _shapes(there) == _shapes(own)
         assert _distance(there, expected) <= limit < _distance(there, here)
-
-
-def test_balance_ends_at_coordinate_zero(subject: Subject) -> None:
-    """Of the least-norm frame; anchors of a balanced point read what they read."""
-    here, still = subject.gauge.balance(subject.balanced()), subject.gauge.identity(subject.params)
-    assert _distance(here, still) <= subject.tolerance("coordinates")
 
 
 @pytest.mark.slow_rows("product/llama", "product/latent_fused")

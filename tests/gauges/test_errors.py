@@ -62,42 +62,41 @@ def test_gauges_that_commute_are_taken(name: str) -> None:
     assert go.bind(gauges, params) and group.coordinates(params) is not None
 
 
-# What is typed, and the words of the error.
-REFUSED: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
-    "shift without vocab": (
-        lambda: go.logit_shift({"kernel": "_ _"}).dim(LOGITS), ("logit_shift", "vocab", "'kernel'")),
-    "two ranges of one shift": (
-        lambda: go.logit_shift({"kernel": ("_ vocab=0:3", "_ vocab=3:6")}).dim(LOGITS),
-        ("two ranges of vocab", "one logit_shift per range")),
-    "cycle of scales": (lambda: go.product(RING).coordinates(SQUARES), ("cyclic", "'w0'")),
-    "odd basis of rope_linear": (
-        lambda: go.rope_linear({"q": "_ basis"}, {"k": "_ basis"}).dim(dict.fromkeys("qk", jnp.ones((4, 3)))),
-        ("rope_linear: odd basis at 'q'",)),
-}
-REFUSED |= {
-    f"odd {axes}": (
-        lambda axes=axes: go.rope_torus({"q": axes}).dim({"q": jnp.ones((6, 3, 4))}), ("rope_torus", "odd", "'q'", "3"))
-    for axes in ("_ head basis=0:3", "_ basis _")
-}
-REFUSED |= {
-    f"pairing {pairing!r}": (
-        lambda pairing=pairing: go.rope_torus({"q": "_ head basis"}, pairing),
-        ("rope_torus", repr(pairing), "'interleaved'"))
-    for pairing in ("Half", "neighbours", "", None)
-}
-REFUSED |= {
-    f"degree {x!r}": (
-        lambda x=x: go.rescale({"up": "_"}, {"down": "_"}, degree=x), ("rescale", "degree", repr(x)))
-    for x in (0, -1, -0.5, float("nan"), float("inf"), "2", None, True)
-}
-REFUSED |= {
-    f"product of {x!r:.9}": (lambda x=x: go.product([HEAD, x]), ("product", "not a gauge"))
-    for x in (3, "rescale", None, {"up": "_"}, go.rescale)
-}
-REFUSED |= {
-    f"no basis in {axes}": (lambda axes=axes: go.head_rotation({"q": axes}).dim(HEADS), ("head_rotation", "basis"))
-    for axes in ("_ head", "_ head _", "_ basis=1 head")
-}
+def _rows() -> dict[str, tuple[Callable[[], Any], tuple[str, ...]]]:
+    """What is typed, and the words of the error."""
+    refused: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
+        "shift without vocab": (
+            lambda: go.logit_shift({"kernel": "_ _"}).dim(LOGITS), ("logit_shift", "vocab", "'kernel'")),
+        "two ranges of one shift": (
+            lambda: go.logit_shift({"kernel": ("_ vocab=0:3", "_ vocab=3:6")}).dim(LOGITS),
+            ("two ranges of vocab", "one logit_shift per range")),
+        "cycle of scales": (lambda: go.product(RING).coordinates(SQUARES), ("cyclic", "'w0'")),
+        "odd basis of rope_linear": (
+            lambda: go.rope_linear({"q": "_ basis"}, {"k": "_ basis"}).dim(dict.fromkeys("qk", jnp.ones((4, 3)))),
+            ("rope_linear: odd basis at 'q'",)),
+    }
+    for axes in ("_ head basis=0:3", "_ basis _"):
+        refused[f"odd {axes}"] = (
+            lambda axes=axes: go.rope_torus({"q": axes}).dim({"q": jnp.ones((6, 3, 4))}),
+            ("rope_torus", "odd", "'q'", "3"))
+    for pairing in ("Half", "neighbours", "", None):
+        refused[f"pairing {pairing!r}"] = (
+            lambda pairing=pairing: go.rope_torus({"q": "_ head basis"}, pairing),
+            ("rope_torus", repr(pairing), "'interleaved'"))
+    for degree in (0, -1, -0.5, float("nan"), float("inf"), "2", None, True):
+        refused[f"degree {degree!r}"] = (
+            lambda degree=degree: go.rescale({"up": "_"}, {"down": "_"}, degree=degree),
+            ("rescale", "degree", repr(degree)))
+    for stranger in (3, "rescale", None, {"up": "_"}, go.rescale):
+        refused[f"product of {stranger!r:.9}"] = (
+            lambda stranger=stranger: go.product([HEAD, stranger]), ("product", "not a gauge"))
+    for axes in ("_ head", "_ head _", "_ basis=1 head"):
+        refused[f"no basis in {axes}"] = (
+            lambda axes=axes: go.head_rotation({"q": axes}).dim(HEADS), ("head_rotation", "basis"))
+    return refused
+
+
+REFUSED = _rows()
 
 
 @pytest.mark.parametrize("name", REFUSED)

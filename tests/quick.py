@@ -1,10 +1,11 @@
 """`jit` for functions that a test calls a few times: the compiler, where most of a test's time goes, need not try."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import jax
+import pytest
 
 from gauge_optax.xla import quick_options
 
@@ -12,6 +13,12 @@ from gauge_optax.xla import quick_options
 def jit(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """`jax.jit`, without the passes that only long runs repay."""
     return jax.jit(function, compiler_options=quick_options(), **options)
+
+
+def rows(cases: Iterable[Any], quick: Container[str]) -> pytest.MarkDecorator:
+    """A test's `case`, with the case's name as its id; those without one of these names are slow."""
+    marks = {True: (), False: (pytest.mark.slow,)}
+    return pytest.mark.parametrize("case", [pytest.param(c, id=c.name, marks=marks[c.name in quick]) for c in cases])
 
 
 def environment() -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -27,3 +27,18 @@ def refused(match: str, *words: str) -> Iterator[None]:
     assert re.search(match, text), text
     for word in ("found:", "expected:", "remedy:", *words):
         assert word in text, f"{word!r} is not in:\n{text}"
+
+
+Rows = Sequence[tuple[Callable[[], Any], str]]
+
+
+def each_refused(rows: Rows | Mapping[str, tuple[Callable[[], Any], str]]) -> Callable[..., None]:
+    """A test of rows, with names or without: each call raises a `ValueError` that has its three parts and fits."""
+    pairs, names = (rows.values(), rows) if isinstance(rows, Mapping) else (rows, None)
+
+    @pytest.mark.parametrize(("call", "said"), pairs, ids=names)
+    def test(call: Callable[[], Any], said: str) -> None:
+        with refused(said):
+            call()
+
+    return test

@@ -43,7 +43,9 @@ SEARCHED = (*range(30), 58, 102, 110, 146, 153)
     "number", [pytest.param(n, marks=[] if n in (3, 22, 153) else pytest.mark.slow) for n in SEARCHED]
 )
 def test_a_random_transformer_has_one_list_that_explains_it(number: int) -> None:
-    assert not fuzz.tried(number, seeds=2, certificate=number != 22)["wrong"]
+    row = fuzz.tried(number, seeds=2, certificate=number != 22)
+    assert not row["wrong"]
+    assert number != 153 or not row["ungauged"], "what turns two heads into a mean of heads and back is no symmetry"
 
 
 def test_what_has_no_gauge_is_named_once() -> None:
@@ -61,11 +63,6 @@ def test_factors_of_rotary_planes_that_no_axes_string_says_are_named() -> None:
     ((kind, where),) = report.ungauged.items()
     assert kind.startswith("factors for") and where == ("layers/k_norm/scale, layers/q_norm/scale",)
     assert not report.rejected and report.certificate.unexplained == 2
-
-
-def test_what_gauges_span_is_not_said_to_lack_one() -> None:
-    """Two heads whose sizes are free turn into a mean of heads and back: no symmetry beside `scale_invariant`."""
-    assert not found(fuzz.drawn(153)).ungauged
 
 
 # LayerNorms of queries and keys with scales leave one direction per layer dead that has no gauge; others do not.

@@ -14,15 +14,14 @@ from jax.experimental import pallas as pl
 import gauge_optax as go
 from gauge_optax.discovery.lift import in_double
 from tests.discovery.test_layouts import D, check, drawn
-from tests.discovery.test_traps import BATCHES, MLP, RELU, refused
+from tests.discovery.test_traps import BATCHES, MLP, RELU, mlp, refused
 
 TOKENS = list(np.random.default_rng(0).integers(0, 11, (2, 2, 6)))
 
 
 def both(p: Any, x: Any, between: Callable[[jax.Array], jax.Array]) -> jax.Array:
     """The MLP of `test_traps`, with something between its kernels."""
-    hidden = jax.nn.relu(x @ p["up"]["kernel"] + p["up"]["bias"])
-    return between(hidden).astype(x.dtype) @ p["down"]["kernel"]
+    return mlp(p, x, lambda hidden: between(jax.nn.relu(hidden)).astype(x.dtype))
 
 
 def scanned_in_float32(x: jax.Array) -> jax.Array:

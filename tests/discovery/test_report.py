@@ -160,9 +160,3 @@ def test_what_no_softmax_follows_has_no_shift(fn: Any, outputs: Any, shown: str 
     neurons = {"up": "_ neuron"} | ({"down": last} if last else {})
     assert (report.outputs, [g.name for g in report.gauges], report.neurons) == (shown, names, neurons)
     assert ("outputs='logits'" in str(report)) == (shown is None) == ("down" in report.undecided)
-
-
-def test_one_column_is_no_logits() -> None:
-    params, batches = drawn({"up": (4, 6), "down": (6, 1)}), list(np.random.default_rng(2).normal(size=(2, 8, 4)))
-    with pytest.raises(ValueError, match="outputs='predictions' for a regression"):
-        go.discover(mlp, params, batches, "logits", progress=False)

@@ -1,6 +1,5 @@
 """The operations of a traced function on shorter axes compute what the function computes when it is called on them."""
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -172,17 +171,3 @@ def test_a_transformer_gives_the_same_logits(form: str, monkeypatch: pytest.Monk
     monkeypatch.setattr("gauge_optax.discovery.report.smaller", compared)
     with pytest.raises(InterruptedError):
         go.discover(net.fn, net.params, net.batches, progress=False)
-
-
-def test_a_function_that_differs_between_calls_is_still_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its operations are traced once for everything else; noise with fixed lengths, on short axes."""
-    calls = itertools.count()
-
-    def fn(p: Any, x: Any) -> jax.Array:
-        noise = np.random.default_rng(next(calls)).normal(size=(7, 64))
-        return (jax.nn.relu(x @ p["up"]).reshape(7, 64) * noise) @ p["down"]
-
-    monkeypatch.setattr(shrink, "LARGE", 0)
-    params = drawn(up=(48, 64), down=(64, 48))
-    with pytest.raises(ValueError, match="two calls of fn differ"):
-        go.discover(fn, params, list(np.random.default_rng(0).normal(size=(2, 7, 48))), "loss", progress=False)

@@ -1,5 +1,6 @@
 """Large trees are searched on a small instance: the same gauges, proved on the large one."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -143,6 +144,18 @@ def test_a_gauge_of_the_small_instance_alone_is_rejected(searched: list[Small | 
     report = found(wide(fn), outputs="loss")
     assert searched[0] is not None
     assert not report.gauges and "rescale of up, down: moves the outputs by" in report.rejected[-1]
+
+
+def test_a_function_that_differs_between_calls_is_still_seen(searched: list[Small | None]) -> None:
+    """Its operations are traced once for everything else; noise with fixed lengths, on short axes."""
+    calls = itertools.count()
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        noise = np.random.default_rng(next(calls)).normal(size=(7, 64))
+        return (jax.nn.relu(x @ p["up"]).reshape(7, 64) * noise) @ p["down"]
+
+    with pytest.raises(ValueError, match="two calls of fn differ"):
+        found(wide(fn), outputs="loss")
 
 
 @pytest.mark.parametrize("change, kept", [(5e-12, True), (2e-11, False)])

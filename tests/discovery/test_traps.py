@@ -218,6 +218,7 @@ def test_a_nan_names_the_operation_and_the_line() -> None:
     (dict(outputs="probabilities"), "unknown outputs 'probabilities'"),
     (dict(near=2.0), "bad near 2.0"),
     (dict(fn=lambda p, x: mlp(p, x).sum(), outputs="logits"), "outputs that are no logits"),
+    (dict(fn=lambda p, x: mlp(p, x)[:, :1], outputs="logits"), "outputs='predictions' for a regression"),
     (dict(fn=lambda p, x: x.shape[0]), "no floating-point outputs"),
 ])
 def test_arguments_that_say_nothing(arguments: dict[str, Any], problem: str) -> None:

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.traverse_util import unflatten_dict
 
 import gauge_optax as go
 from models import latent
-from tests.cases import _normal
 
 Params = dict[str, jax.Array]
 TOKENS, WIDTH, HEADS, BASIS, HIDDEN, VOCAB, EXPERTS = 7, 8, 2, 4, 6, 9, 5
@@ -119,13 +119,20 @@ def _experts(count: int, renormalized: bool, weigh: Callable[[jax.Array], jax.Ar
     return fn
 
 
+LATENT = latent.LatentConfig(gated=False, rotary=4)
+
+
+def _latent(p: Params) -> jax.Array:
+    return latent.outputs(LATENT, unflatten_dict(p, sep="/"), jnp.asarray(INPUTS)[None])
+
+
 SHAPES = {
     "query": (WIDTH, HEADS, BASIS), "key": (WIDTH, HEADS, BASIS), "value": (WIDTH, HEADS, BASIS),
     "gate": (WIDTH, HIDDEN), "out": (HEADS, BASIS, WIDTH), "query_norm": (BASIS,), "key_norm": (BASIS,),
     "up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH), "post": (WIDTH,), "norm": (WIDTH,), "final": (WIDTH,),
     "embed": (VOCAB, WIDTH), "head": (WIDTH, VOCAB), "head_bias": (VOCAB,), "out_bias": (WIDTH,),
     "down_bias": (WIDTH,), "router": (WIDTH, EXPERTS), "router_bias": (EXPERTS,),
-    "expert_up": (EXPERTS, WIDTH, HIDDEN), "expert_down": (EXPERTS, HIDDEN, WIDTH),
+    "expert_up": (EXPERTS, WIDTH, HIDDEN), "expert_down": (EXPERTS, HIDDEN, WIDTH), **LATENT.shapes,
 }
 
 ROTATION = go.head_rotation({"query": "_ head basis", "key": "_ head basis"})
@@ -209,33 +216,19 @@ ROWS = [
     Row("a sigmoid router, top 2 renormalised", _experts(2, True, jax.nn.sigmoid), LOGITS, False),
     Row("experts: factors of units", _experts(2, True), go.rescale(
         {"expert_up": "expert _ channel"}, {"expert_down": "expert channel _"}), True),
+    Row("latent attention: planes", _latent, latent.gauges(LATENT), True),
+    Row("latent attention: no rotation", _latent, go.head_rotation(
+        {"attn/q_b/kernel": "_ _ basis=3:7", "attn/kv_a/kernel": "_ basis=6:10"}), False),
 ]
-
-
-def _changes(gauges: Any, params: Params, fn: Callable[[Params], jax.Array]) -> float:
-    """How far a finite move changes a function, relative to its size."""
-    group = go.product(gauges)
-    moved = group.act(group.sample(jax.random.key(0), params), params)
-    shifts = jax.tree.map(lambda x, y: float(jnp.linalg.norm(x - y)), moved, params)
-    assert max(jax.tree.leaves(shifts)) > 0.1
-    before = fn(params)
-    return float(jnp.max(jnp.abs(fn(moved) - before)) / jnp.max(jnp.abs(before)))
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_a_finite_move_keeps_the_function_where_the_symmetry_holds(row: Row, x64: None) -> None:
     rng = np.random.default_rng(1)
     params = {path: jnp.asarray(rng.standard_normal(shape)) for path, shape in (SHAPES | {"gate": row.gate}).items()}
-    change = _changes(row.gauges, params, row.fn)
+    group = go.product(row.gauges)
+    moved = group.act(group.sample(jax.random.key(0), params), params)
+    assert max(float(jnp.linalg.norm(moved[path] - x)) for path, x in params.items()) > 0.1
+    before = row.fn(params)
+    change = float(jnp.max(jnp.abs(row.fn(moved) - before)) / jnp.max(jnp.abs(before)))
     assert change < 1e-12 if row.holds else change > 1e-3
-
-
-def test_latent_attention_has_a_torus_and_no_rotation(x64: None) -> None:
-    config = latent.LatentConfig(gated=False, rotary=4)
-    shared_key = {"attn/q_b/kernel": "_ _ basis=3:7", "attn/kv_a/kernel": "_ basis=6:10"}
-    params = _normal(config.shapes, jax.random.key(1))
-    torus, rotation = (
-        _changes(gauges, params, lambda p: latent.outputs(config, p, jnp.asarray(INPUTS)[None]))
-        for gauges in (latent.gauges(config), go.head_rotation(shared_key))
-    )
-    assert torus < 1e-12 and rotation > 1e-3

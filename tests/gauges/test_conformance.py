@@ -58,9 +58,6 @@ def _name(value: Any) -> str:
     return value if isinstance(value, str) else value.name
 
 
-everywhere = pytest.mark.parametrize(("case", "dtype"), PAIRS, indirect=["dtype"], ids=_name)
-
-
 @dataclasses.dataclass(frozen=True)
 class Subject:
     """A case in one precision, with a leaf that no gauge binds; the gauge's methods and the loss are compiled once."""
@@ -204,10 +201,9 @@ def _shapes(tree: Tree) -> Tree:
 
 
 @pytest.mark.slow_rows("product/whole_*", "permutation/whole_*")
-@everywhere
-def test_act_moves_what_is_bound_and_keeps_the_loss(case: GaugeCase, dtype: str) -> None:
+@pytest.mark.parametrize(("case", "dtype"), PAIRS, indirect=["dtype"], ids=_name)
+def test_act_moves_what_is_bound_and_keeps_the_loss(subject: Subject, case: GaugeCase, dtype: str) -> None:
     """A loss that can tell: moving every leaf at random by as little as 1e-3 is seen."""
-    subject = Subject(case, dtype)
     params, before = subject.params, float(subject.loss(subject.params))
     for seed in range(2):
         moved = subject.act(subject.element(seed), params)
@@ -230,9 +226,8 @@ def test_act_moves_what_is_bound_and_keeps_the_loss(case: GaugeCase, dtype: str)
     ("case", "dtype"), [pair for pair in PAIRS if pair[0] in GAUGE_CASES or len(pair[0].gauges()) == 1],
     indirect=["dtype"], ids=_name,
 )
-def test_elements_form_a_group(case: GaugeCase, dtype: str) -> None:
+def test_elements_form_a_group(subject: Subject, case: GaugeCase) -> None:
     """Neither the identity nor an inverse leaves anything, and `compose` is one act after another."""
-    subject = Subject(case, dtype)
     compose, params = subject.compose, subject.params
     limit = 0.0 if case in DISCRETE_CASES else subject.tolerance("group")
     identity, (a, b, c) = subject.gauge.identity(params), (subject.element(seed) for seed in range(3))
@@ -347,7 +342,7 @@ def test_vertical_is_along_the_orbit_and_horizontal_is_not_read(exact: Subject) 
         assert np.linalg.norm(_flat(up) - expected) <= exact.tolerance("oracle") * np.linalg.norm(expected)
 
 
-def test_frame_is_that_of_the_dense_oracle(exact: Subject) -> None:
+def test_frame_and_dim_are_those_of_the_dense_oracle(exact: Subject) -> None:
     """Log-scales, in element order; of a scale without a partner, where the root mean square is one."""
     others = ("logit_shift", "translation", "head_linear", *COMPACT)
     found = [
@@ -356,6 +351,7 @@ def test_frame_is_that_of_the_dense_oracle(exact: Subject) -> None:
     ]
     expected = _oracle(exact.case).frame
     np.testing.assert_allclose(np.concatenate([np.zeros(0), *found]), expected, atol=exact.tolerance("oracle"))
+    assert exact.case.dim == _oracle(exact.case).rank
 
 
 def test_parts_sum_to_the_tangent_and_do_not_overlap(exact: Subject) -> None:
@@ -395,9 +391,10 @@ def test_vertical_is_equivariant(subject: Subject) -> None:
 def test_frame_moves_with_the_group(subject: Subject) -> None:
     """F(g·θ) = g·F(θ), up to compact parts: F is the identity on rotations and has no angle.
 
-    The balanced point is therefore the same for every twin, but for rotations.
+    The balanced point, where F is the identity, is therefore the same for every twin, but for rotations.
     """
     g, limit = subject.element(0), subject.tolerance("coordinates")
+    assert _distance(subject.gauge.balance(subject.balanced()), subject.gauge.identity(subject.params)) <= limit
     here, there = subject.frame(subject.params), subject.frame(subject.act(g, subject.params))
     for gauge, moved, expected in subject.parts(there, subject.compose(g, here)):
         if gauge.name in COMPACT:
@@ -433,12 +430,6 @@ def test_coordinates_move_with_the_group(exact: Subject) -> None:
         assert _distance(there, expected) <= limit < _distance(there, here)
 
 
-def test_balance_ends_at_coordinate_zero(subject: Subject) -> None:
-    """Of the least-norm frame; anchors of a balanced point read what they read."""
-    here, still = subject.gauge.balance(subject.balanced()), subject.gauge.identity(subject.params)
-    assert _distance(here, still) <= subject.tolerance("coordinates")
-
-
 @pytest.mark.slow_rows("product/llama", "product/latent_fused")
 @pytest.mark.parametrize(
     "case", [c for c in GAUGE_CASES if not c.name.startswith("scale_invariant")], ids=lambda c: c.name
@@ -454,10 +445,6 @@ def test_balance_has_the_least_norm(exact: Subject) -> None:
         element = exact.element(seed, (0.1, 1.0)[seed % 2])
         assert least <= rounding * norm(exact.act(element, exact.params))
         assert least <= rounding * norm(exact.act(element, balanced))
-
-
-def test_dim_is_the_rank_of_the_orbit(exact: Subject) -> None:
-    assert exact.case.dim == _oracle(exact.case).rank
 
 
 # Degenerate points --------------------------------------------------------------------------------
@@ -501,10 +488,13 @@ def test_degenerate_points_stay_finite_and_equivariant(exact: Subject) -> None:
 
 @pytest.mark.parametrize("case", (*GAUGE_CASES, *FLAT_CASES, *DISCRETE_CASES), ids=_name)
 def test_a_gauge_is_a_hashable_value(case: GaugeCase) -> None:
+    """Also by its `repr`, and by JSON."""
     (gauge, *_), (again, *_) = case.gauges(), case.gauges()
     assert gauge is not again and gauge == again and hash(gauge) == hash(again)
-    assert go.product(case.gauges()) == go.product(case.gauges())
+    whole = go.product(case.gauges())
+    assert whole == go.product(case.gauges()) == eval(repr(whole), {"go": go, "Translation": Translation})
     assert eval(repr(gauge), {"go": go, "Translation": Translation}) == gauge
+    assert go.tools.from_json(go.tools.to_json(case.gauges()), classes=[Translation]) == list(whole.gauges)
     assert not any(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(dataclasses.astuple(gauge)))
 
 

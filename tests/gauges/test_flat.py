@@ -4,7 +4,7 @@
 inverse. Here the oracle is the network: along every orbit the loss is constant, and twins train alike.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,8 +17,9 @@ import gauge_optax as go
 from benchmarks.certificates import decoder
 from models import lm
 from tests.cases import FLAT_CASES, GPT, GaugeCase, lm_parts
+from tests.orbit.test_canonicalize import apart
 from tests.quick import jit
-from tests.refusals import refused
+from tests.refusals import each_refused, refused
 from tests.tolerances import tolerance
 from tests.twins import stepper, train
 
@@ -28,21 +29,9 @@ Tree = Any
 rows = pytest.mark.parametrize("case", FLAT_CASES, ids=lambda case: case.name)
 
 
-def _apart(a: Tree, b: Tree) -> float:
-    """The largest difference of a leaf, relative to the leaf or to 1."""
-    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return max(float(jnp.linalg.norm((x - y).ravel()) / jnp.maximum(1.0, jnp.linalg.norm(y.ravel()))) for x, y in pairs)
-
-
 def _normal(seed: int, like: Tree) -> Tree:
     draw = np.random.default_rng(seed).normal
     return jax.tree.map(lambda x: jnp.asarray(draw(size=x.shape), x.dtype), like)
-
-
-def _slice_point(gauge: go.Gauge, params: Tree) -> Mapping[str, jax.Array]:
-    s = gauge._bound(params).slice
-    values = s.values(params)
-    return s.enter(s.read(values).elements, values).point
 
 
 @pytest.mark.slow_rows(
@@ -56,7 +45,7 @@ def test_vertical_is_the_orbit(case: GaugeCase, x64: None) -> None:
     tangents = [_normal(seed, params) for seed in range(case.dim + 4)]
     vertical = jit(jax.vmap(lambda t: gauge.vertical(params, t)))
     up = vertical(jax.tree.map(lambda *x: jnp.stack(x), *tangents))
-    assert _apart(vertical(up), up) <= tolerance("split")
+    assert apart(vertical(up), up) <= tolerance("split")
     flat = np.concatenate([np.asarray(x).reshape(len(tangents), -1) for x in jax.tree.leaves(up)], 1)
     sizes = np.linalg.svd(flat, compute_uv=False)
     assert np.sum(sizes > 1e-9 * sizes[0]) == case.dim - OVERLAP.get(case.name, 0)
@@ -101,11 +90,12 @@ def test_twins_train_alike(case: GaugeCase, inner: str, dtype: str) -> None:
         limit = 1e-10 if dtype == "float64" else 1e-4
         tx, adamw = INNER[inner](case.gauges()), optax.adamw(1e-2, weight_decay=0.1)
         (end, losses), (other, others) = (_trained(tx, case, p) for p in (params, twin))
-        assert _apart(gauge.act(element, end), other) <= limit
+        assert apart(gauge.act(element, end), other) <= limit
         np.testing.assert_allclose(others, losses, rtol=limit)
         if inner == "adamw" and not (len(case.gauges()) == 1 and gauge.gauges[0].name in ADAM_SEES_NOTHING):
-            (plain, _), (apart, _) = (_trained(adamw, case, p) for p in (params, twin))
-            assert _apart(_slice_point(gauge, apart), _slice_point(gauge, plain)) > 1e-4
+            (plain, _), (drifted, _) = (_trained(adamw, case, p) for p in (params, twin))
+            on_slice = go.bind(gauge, params).slice_point
+            assert apart(on_slice(drifted), on_slice(plain)) > 1e-4
 
 
 @pytest.mark.slow
@@ -141,7 +131,7 @@ CHANNEL, READER = {"b": "channel"}, {"w": "channel _"}
 LEAVES = {"b": jnp.zeros(3), "table": jnp.zeros((2, 3)), "w": jnp.zeros((3, 4)), "c": jnp.zeros(4)}
 NAMELESS = r"(?s)'table' has an axis without a name.*name every axis"
 # What is typed, and the words of the error.
-REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+test_lists_that_do_not_fit_are_refused = each_refused({
     "neither writers nor tables": (lambda: go.norm_write_shift(), "takes either `write` or `tied`"),
     "writers and tables": (
         lambda: go.norm_write_shift({"out": "_ channel"}, tied={"table": "vocab channel"}),
@@ -169,14 +159,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a norm of two axes": (lambda: go.norm_read_shift(READER, {"table": "_ channel"}).dim(LEAVES), NAMELESS),
     "a norm's bias of two axes": (
         lambda: go.norm_read_shift(READER, CHANNEL, {"table": "_ channel"}, {"c": "_"}).dim(LEAVES), NAMELESS),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_lists_that_do_not_fit_are_refused(name: str) -> None:
-    make, message = REFUSED[name]
-    with refused(message):
-        make()
+})
 
 
 @pytest.mark.slow
@@ -241,8 +224,3 @@ def test_a_census_explains_every_dead_direction(switches: dict[str, Any]) -> Non
     assert f"{missing.unexplained} unexplained" in str(missing) and row.gauges[1].name in str(missing)
 
 
-@pytest.mark.slow
-def test_a_census_refuses_what_it_cannot_count() -> None:
-    row = decoder({"mlp": "gelu"})
-    with refused("probes=1"):
-        go.measure.census(row.fn, row.params, row.batches, row.gauges, probes=1, progress=False)

@@ -6,28 +6,23 @@ is read. What takes their place is checked here. Products with permutations have
 
 import functools
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
 import gauge_optax as go
 from gauge_optax.binding import leaves_by_path, with_leaves
 from tests.cases import DISCRETE_CASES, GaugeCase
-from tests.quick import jit
-from tests.refusals import refused
+from tests.quick import jit, rows
+from tests.refusals import each_refused
 from tests.twins import stepper, trained
 
 Tree = Any
 
-rows = pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=[pytest.mark.slow] if "/whole" in c.name else []) for c in DISCRETE_CASES],
-    ids=lambda case: case.name,
-)
+everywhere = rows(DISCRETE_CASES, [case.name for case in DISCRETE_CASES if "/whole" not in case.name])
 UNITS = DISCRETE_CASES[0]
 
 
@@ -40,7 +35,7 @@ def _equal(a: Tree, b: Tree) -> bool:
     return all(map(np.array_equal, jax.tree.leaves(a), jax.tree.leaves(b)))
 
 
-@rows
+@everywhere
 def test_half_a_move_is_no_symmetry(case: GaugeCase, x64: None) -> None:
     """Any leaf that is left where it was changes the loss, so that every leaf listed is needed."""
     params = case.params(jax.random.key(1))
@@ -61,7 +56,6 @@ def test_an_element_is_an_order_per_copy() -> None:
         (gauge,), params = case.gauges(), _params(case)
         (order,) = gauge.sample(jax.random.key(0), params).values()
         assert order.shape == shape and order.dtype == jnp.int32
-        assert go.tools.from_json(go.tools.to_json(gauge)) == [gauge]
 
 
 def test_samples_are_uniform() -> None:
@@ -72,7 +66,7 @@ def test_samples_are_uniform() -> None:
     assert len(counts) == 6 and np.all(np.abs(counts - 1000) < 150)
 
 
-@rows
+@everywhere
 def test_nothing_is_vertical_and_nothing_is_read(case: GaugeCase) -> None:
     params = _params(case)
     for gauge in (gauge for gauge in case.gauges() if gauge.name == "permutation"):
@@ -83,7 +77,7 @@ def test_nothing_is_vertical_and_nothing_is_read(case: GaugeCase) -> None:
         assert _equal(gauge.balance(params), gauge.identity(params))
 
 
-@rows
+@everywhere
 def test_quotient_takes_it_in_a_list_and_changes_nothing(case: GaugeCase) -> None:
     """The same program and a state of the same arrays; only leaves that it alone binds pass through one sum more."""
     gauges, params = case.gauges(), jax.tree.map(jnp.asarray, _params(case))
@@ -111,7 +105,8 @@ def test_adam_does_not_notice_and_its_state_moves_along() -> None:
 
 
 UP, DOWN = {"up": "_ channel"}, {"down": "channel _"}
-REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+BOTH, SQUARE = go.product([go.permutation(UP | DOWN), go.rescale(UP, DOWN)]), {"up": np.eye(3), "down": np.eye(3)}
+test_malformed_permutations_are_refused = each_refused({
     "two names": (lambda: go.permutation({"query": "layer _ head _"}), r"no axis to permute(.|\n)*write axis='head'"),
     "another name": (lambda: go.permutation(UP, axis="unit"), "no axis 'unit'"),
     "no name": (lambda: go.permutation({"up": "_ _"}), "name the axis of units"),
@@ -122,41 +117,20 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "an inverse": (lambda: BOTH.inverse(BOTH.identity(SQUARE)), "no inverse of elements of a product"),
     "a composition": (
         lambda: BOTH.compose(BOTH.identity(SQUARE), BOTH.identity(SQUARE)), "no compose of elements of a product"),
-}
-BOTH, SQUARE = go.product([go.permutation(UP | DOWN), go.rescale(UP, DOWN)]), {"up": np.eye(3), "down": np.eye(3)}
+})
 
 
 def test_second_moments_move_under_a_scale_and_an_order() -> None:
     """Whichever of the two comes first in the list."""
-    blocks = {"up": "_ channel"}, {"down": "channel _"}
     params = {"up": jnp.arange(1.0, 7.0).reshape(2, 3), "down": jnp.arange(1.0, 7.0).reshape(3, 2)}
     tx = optax.adam(1e-2)
     _, state = tx.update(params, tx.init(params), params)
-    scale, order = go.rescale(*blocks), go.permutation(blocks[0] | blocks[1])
+    scale, order = go.rescale(UP, DOWN), go.permutation(UP | DOWN)
     moves = {scale: {"": jnp.array([1.0, 0.0, -1.0])}, order: {"": jnp.array([2, 0, 1])}}
     for gauges in itertools.permutations((scale, order)):
         moved = go.orbit.transport(state, params, gauges, tuple(moves[gauge] for gauge in gauges))[0]
         for path in params:
             np.testing.assert_allclose(moved.nu[path], 0.1 * jnp.square(moved.mu[path]), rtol=1e-5)
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_malformed_permutations_are_refused(name: str) -> None:
-    make, message = REFUSED[name]
-    with refused(message):
-        make()
-
-
-@rows
-def test_canonical_weights_do_not_depend_on_the_order(case: GaugeCase, x64: None) -> None:
-    gauges, params = case.gauges(), case.params(jax.random.key(1))
-    group = go.product(gauges)
-    canonical = go.orbit.canonicalize(params, gauges)
-    twin = go.orbit.canonicalize(group.act(group.sample(jax.random.key(3), params), params), gauges)
-    for x, y in zip(jax.tree.leaves(twin), jax.tree.leaves(canonical), strict=True):
-        assert float(jnp.max(jnp.abs(x - y))) <= 1e-10 * float(jnp.max(jnp.abs(y)))
-    loss = jit(case.loss)  # type: ignore[arg-type]
-    assert abs(float(loss(canonical)) - float(loss(params))) <= 1e-12 * float(loss(params))
 
 
 def test_choose_leaves_the_order_as_it_is() -> None:

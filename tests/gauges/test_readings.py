@@ -10,7 +10,6 @@ import optax
 import pytest
 
 import gauge_optax as go
-from gauge_optax.binding import leaves_by_path, with_leaves
 from tests.cases import FLAT_CASES, GAUGE_CASES, GaugeCase
 from tests.quick import jit
 from tests.tolerances import tolerance
@@ -28,11 +27,7 @@ def _far(a: Any, b: Any) -> float:
 
 
 def _slice_point(group: go.Gauge, params: Any) -> Any:
-    """The slice point in storage: from leaves `1+`, the one is subtracted."""
-    s = group._bound(params).slice
-    values = s.values(params)
-    point = s.enter(s.read(values).elements, values).point
-    return with_leaves(params, {path: x - s.added[path] for path, x in point.items()})
+    return go.bind(group, params).slice_point(params)
 
 
 @pytest.mark.slow_rows("product/latent_fused*", "product/llama", "product/whole_*")
@@ -51,15 +46,12 @@ def test_twins_have_one_slice_point_and_readings_lead_back(case: GaugeCase, x64:
     assert _far(group.act(read(on_slice(params)), params), params) <= tolerance("oracle")
 
 
-def _zeroed(params: Any, *paths: str) -> Any:
-    return with_leaves(params, {p: jnp.zeros_like(leaves_by_path(params)[p]) for p in paths})
-
-
 @pytest.mark.parametrize("zeros", [("w1",), ("w2",), ("w3",), ("w1", "w2"), ("w1", "w3"), ("w2", "w3")])
 def test_zero_anchors_are_read_off_what_is_left(zeros: tuple[str, ...], x64: None) -> None:
     """In a chain whose links share leaves; with two zero leaves a channel has nothing left, and stays where it is."""
     case = CASES["product/chain"]
-    group, params = go.product(case.gauges()), _zeroed(case.params(jax.random.key(1)), *zeros)
+    group, params = go.product(case.gauges()), case.params(jax.random.key(1))
+    params = params | {path: jnp.zeros_like(params[path]) for path in zeros}
     twin = group.act(group.sample(jax.random.key(2), params), params)
     on_slice = jit(functools.partial(_slice_point, group))
     here, there = on_slice(params), on_slice(twin)

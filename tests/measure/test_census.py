@@ -15,6 +15,7 @@ from benchmarks.certificates import LLAMA, Row, decoder, design_block
 from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.discovery.blocks import EntrySet, blocks_of, rank_of, rows_of, upper_bound
 from gauge_optax.discovery.trace import walk
+from tests.refusals import refused
 
 NAMES = ["residual_rotation", "norm1", "norm2", "final_norm", "query", "value", "rescale", "logits", "residual_scale"]
 
@@ -91,10 +92,12 @@ def test_the_upper_bound_is_above_the_count_and_sharp_after_as_many_steps_as_par
 
 
 def test_what_cannot_be_counted_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Too few outputs for a block, and a bound without matfree."""
+    """Too few outputs for a block, one probe, and a bound without matfree."""
     row = _llama()
     with pytest.raises(ValueError, match="pass more batches"):
         go.measure.census(row.fn, row.params, [np.zeros((1, 5), int)], row.gauges, whole=10, progress=False)
+    with refused("probes=1"):
+        _counted(row, row.gauges, probes=1)
     monkeypatch.setitem(sys.modules, "matfree", None)
     with pytest.raises(ImportError, match=r'pip install "gauge_optax\[measure\]"'):
         _counted(row, row.gauges, probes=2)

@@ -14,7 +14,7 @@ import gauge_optax as go
 from tests import oracles
 from tests.cases import GAUGE_CASES, GaugeCase
 from tests.quick import jit
-from tests.refusals import refused
+from tests.refusals import each_refused
 from tests.tolerances import tolerance
 
 Tree = Any
@@ -284,7 +284,7 @@ PARAMS = {"q": jnp.ones((6, 4)), "k": jnp.ones((6, 4))}
 TURN = go.head_rotation({"q": "_ basis", "k": "_ basis"})
 SCALE = go.rescale({"q": "_ _"}, {"k": "_ _"})
 TWO_ADAMS = optax.chain(optax.adam(0.1), optax.adam(0.1))
-REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+test_what_has_no_leakage_is_refused = each_refused({
     "a rotation for a scale": (lambda: go.measure.rescale_leakage(TURN, PARAMS, PARAMS, PARAMS), "head_rotation"),
     "a scale for a rotation": (lambda: go.measure.rotation_leakage(SCALE, PARAMS, PARAMS, PARAMS), "rescale"),
     "several gauges": (lambda: go.measure.step_leakage([SCALE, TURN], PARAMS, PARAMS), "rescale, head_rotation"),
@@ -297,11 +297,4 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "DDC, whose moments live in a frame": (
         lambda: go.measure.adam_factors(jax.eval_shape(go.scale_by_ddc(TURN).init, PARAMS)), "step_leakage",
     ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_has_no_leakage_is_refused(name: str) -> None:
-    call, said = REFUSED[name]
-    with refused(said):
-        call()
+})

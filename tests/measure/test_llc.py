@@ -13,6 +13,7 @@ import pytest
 
 import gauge_optax as go
 from tests.quick import jit
+from tests.refusals import each_refused
 
 Tree = Any
 KEY = jax.random.key(0)
@@ -103,17 +104,14 @@ def test_batches_are_drawn_at_random(x64: None) -> None:
     assert bool(found.at_minimum) and float(jnp.min(found.losses)) < float(found.initial_loss)
 
 
-@pytest.mark.parametrize(("batches", "options", "message"), [
-    ([], {}, "one batch or more"),
-    ([jnp.ones(2), jnp.ones(3)], {}, "different shapes"),
-    ([jnp.ones(2)], {"num_draws": 0}, "num_draws=1"),
-    ([jnp.ones(2)], {"num_chains": 0}, "num_chains=1"),
+ONES, GIVEN = jnp.ones(2), dict(key=KEY, n_beta=1.0, lr=1e-3)
+estimated = functools.partial(go.measure.llc, lambda p, x: jnp.sum(p["w"] * x), {"w": ONES}, **GIVEN)
+test_messages = each_refused([
+    (lambda: estimated([]), "one batch or more"),
+    (lambda: estimated([ONES, jnp.ones(3)]), "different shapes"),
+    (lambda: estimated([ONES], num_draws=0), "num_draws=1"),
+    (lambda: estimated([ONES], num_chains=0), "num_chains=1"),
 ])
-def test_messages(batches: list[jax.Array], options: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        go.measure.llc(
-            lambda p, x: jnp.sum(p["w"] * x), {"w": jnp.ones(2)}, batches, KEY, n_beta=1.0, lr=1e-3, **options
-        )
 
 
 # Away from a minimum ------------------------------------------------------------------------------------

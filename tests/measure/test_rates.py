@@ -12,7 +12,7 @@ import gauge_optax as go
 from examples.studies import diagonal_network
 from gauge_optax.measure.rates import KLOrder
 from tests.quick import jit
-from tests.refusals import refused
+from tests.refusals import each_refused
 
 Tree = Any
 CONFIG = diagonal_network.FULL
@@ -98,15 +98,12 @@ def test_twins_travel_equally_far_and_orbits_do_not_count(x64: None, at: str) ->
 POINT = {"u": jnp.ones(2), "v": jnp.ones(2)}
 
 
-@pytest.mark.parametrize(("call", "said"), [
+test_messages = each_refused([
     (lambda: go.measure.kl_order(LENGTHS, LENGTHS, of="loss"), "of='loss'"),
     (lambda: go.measure.kl_order(LENGTHS, LENGTHS[:3]), "60 lengths and 3 values"),
     (lambda: go.measure.quotient_arc_length([POINT], RESCALE), "at least two"),
     (lambda: go.measure.quotient_arc_length([POINT] * 2, RESCALE, at="middle"), 'at="balanced"'),
 ])
-def test_messages(call: Any, said: str) -> None:
-    with refused(said):
-        call()
 
 
 # The diagonal network -----------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 
 import gauge_optax as go
 from tests.quick import jit
-from tests.refusals import refused
+from tests.refusals import each_refused, refused
 from tests.tolerances import tolerance
 from tests.twins import apart, trained
 
@@ -59,15 +59,13 @@ def test_a_shared_shrink_damps_imbalance_by_its_square_and_an_independent_one_do
         assert np.linalg.norm(after - best * before) > 0.05 * np.linalg.norm(before)
 
 
-@pytest.mark.parametrize(("factors", "text"), [
-    ((LEFT[0, 0], RIGHT, LEFT[0, 0], RIGHT), "factors that are no pair"),
-    ((LEFT, RIGHT[..., :2], LEFT, RIGHT[..., :2]), "factors that are no pair"),
-    ((LEFT, RIGHT[:1], LEFT, RIGHT[:1]), "factors that are no pair"),
-    ((LEFT, RIGHT, LEFT, LEFT), "right_update of another shape"),
+evolved = go.measure.gram_evolution
+test_shapes_that_do_not_fit_are_refused = each_refused([
+    (lambda: evolved(LEFT[0, 0], RIGHT, LEFT[0, 0], RIGHT), "gram_evolution: factors that are no pair"),
+    (lambda: evolved(LEFT, RIGHT[..., :2], LEFT, RIGHT[..., :2]), "gram_evolution: factors that are no pair"),
+    (lambda: evolved(LEFT, RIGHT[:1], LEFT, RIGHT[:1]), "gram_evolution: factors that are no pair"),
+    (lambda: evolved(LEFT, RIGHT, LEFT, LEFT), "gram_evolution: right_update of another shape"),
 ])
-def test_shapes_that_do_not_fit_are_refused(factors: tuple[Any, ...], text: str) -> None:
-    with refused(text, "gram_evolution"):
-        go.measure.gram_evolution(*factors)
 
 
 # Decay by role ------------------------------------------------------------------------------------

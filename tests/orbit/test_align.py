@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,8 +12,8 @@ import pytest
 import gauge_optax as go
 from models import lm
 from tests.cases import DISCRETE_CASES, FLAT_CASES, GAUGE_CASES, GaugeCase
-from tests.quick import jit
-from tests.refusals import refused
+from tests.quick import jit, rows
+from tests.refusals import each_refused
 from tests.twins import CONFIGS, loss_of, start_of
 
 Tree = Any
@@ -24,9 +23,7 @@ QUICK = (
     "permutation/rotated_heads", "permutation/chain", "embedding_shift/positions",
 )
 CASES = {case.name: case for case in (*GAUGE_CASES, *FLAT_CASES, *DISCRETE_CASES)}
-rows = pytest.mark.parametrize("case", [
-    pytest.param(case, id=name, marks=[] if name in QUICK else pytest.mark.slow) for name, case in CASES.items()
-])
+everywhere = rows(CASES.values(), QUICK)
 
 
 def _apart(found: Tree, expected: Tree) -> float:
@@ -40,7 +37,7 @@ def _two_functions(case: GaugeCase) -> tuple[Tree, Tree]:
 
 
 @pytest.mark.slow_rows("permutation/rotated_heads")
-@rows
+@everywhere
 def test_a_random_element_is_found_again(case: GaugeCase, x64: None) -> None:
     """And the move back changes no output."""
     group, a = go.product(case.gauges()), case.params(jax.random.key(1))
@@ -69,7 +66,7 @@ def test_decoders(name: str, linear: bool, dtype: str) -> None:
 
 
 @pytest.mark.slow
-@rows
+@everywhere
 def test_functions_are_told_apart_and_twins_are_not(case: GaugeCase, x64: None) -> None:
     """The distance does not depend on which of a function's weights are given."""
     gauges, (a, b) = case.gauges(), _two_functions(case)
@@ -176,7 +173,7 @@ TREE = {"up": jnp.ones((2, 3)), "down": jnp.ones((3, 2))}
 align = functools.partial(go.orbit.align, TREE)
 
 
-@pytest.mark.parametrize(("call", "message"), [
+test_errors_say_what_to_write = each_refused([
     (lambda: align(TREE | {"up": jnp.ones((2, 4))}, UNIT), "align: two trees that differ at 'up'"),
     (lambda: align(TREE | {"bias": jnp.ones(3)}, UNIT), "no leaf 'bias' among 2 leaves, as in the first"),
     (lambda: go.orbit.distance(TREE, {"up": TREE["up"]}, UNIT), "distance: two trees that differ at 'down'"),
@@ -191,6 +188,3 @@ align = functools.partial(go.orbit.align, TREE)
     (lambda: go.orbit.average(TREE, UNIT), "average: no list of trees"),
     (lambda: align(TREE, TREE), "no gauges"),
 ])
-def test_errors_say_what_to_write(call: Callable[[], Any], message: str) -> None:
-    with refused(message):
-        call()

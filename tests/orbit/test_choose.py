@@ -15,7 +15,8 @@ import gauge_optax as go
 from tests.cases import FLAT_CASES, GAUGE_CASES
 from tests.gauges.user_gauges import Translation
 from tests.orbit.test_canonicalize import apart, keeps_the_loss, whole
-from tests.refusals import refused
+from tests.quick import rows
+from tests.refusals import each_refused
 
 Tree = Any
 
@@ -50,9 +51,7 @@ QUICK = ("head_linear/value_out", "residual_rotation/plain", "rope_linear/half",
          "key_bias/fused")
 
 
-@pytest.mark.parametrize("case", [
-    pytest.param(case, id=case.name, marks=() if case.name in QUICK else pytest.mark.slow) for case in CASES
-])
+@rows(CASES, QUICK)
 def test_every_kind_goes_towards_a_twin_and_keeps_the_function(case: Any, x64: None) -> None:
     """The distance from a twin that is near falls for every kind of gauge; the loss is what it was."""
     gauge, params = go.product(case.gauges()), case.params(jax.random.key(1))
@@ -131,12 +130,10 @@ def test_a_users_gauge_needs_coordinates() -> None:
     np.testing.assert_allclose(jnp.sum(moved["token"], 0), jnp.sum(moved["position"], 0), atol=1e-2)
 
 
-@pytest.mark.parametrize(("objective", "batches", "said"), [
-    (lambda p, batch: squares(p), None, "(?s)does not take these arguments.*pass batches="),
-    (squares, [1.0], "does not take these arguments"),
-    (lambda p: p["up"], None, r"(?s)no scalar.*shape \(1, 2\)"),
-    (lambda p: squares(p) * jnp.nan, None, "(?s)not finite, at step 0.*lower the learning rate"),
+chosen = functools.partial(go.orbit.choose, params=PARAMS, gauges=UNIT, progress=False)
+test_bad_input_is_refused = each_refused([
+    (lambda: chosen(lambda p, batch: squares(p)), "(?s)does not take these arguments.*pass batches="),
+    (lambda: chosen(squares, batches=[1.0]), "does not take these arguments"),
+    (lambda: chosen(lambda p: p["up"]), r"(?s)no scalar.*shape \(1, 2\)"),
+    (lambda: chosen(lambda p: squares(p) * jnp.nan), "(?s)not finite, at step 0.*lower the learning rate"),
 ])
-def test_bad_input_is_refused(objective: Any, batches: Any, said: str) -> None:
-    with refused(said):
-        go.orbit.choose(objective, PARAMS, UNIT, batches=batches, progress=False)

@@ -18,7 +18,8 @@ from gauge_optax.orbit.rotations import random_rotation
 from models import lm
 from tests.cases import FLAT_CASES, GAUGE_CASES, lm_parts
 from tests.orbit.test_canonicalize import apart, keeps_the_loss, moved
-from tests.refusals import refused
+from tests.quick import rows
+from tests.refusals import each_refused
 
 Tree = Any
 
@@ -26,10 +27,12 @@ SIZES: dict[str, Any] = dict(vocab=11, d_model=16, layers=2, heads=4, kv_heads=2
 LLAMA = lm.llama_config(**SIZES)
 GPT = lm.LMConfig(**SIZES, mlp="gelu")
 ROTATIONS = ("residual_rotation", "head_rotation", "head_linear")
+NORMS = [gauge for gauge in lm.whole_gauges(LLAMA) if gauge.name == "norm_scale"]
 
 
 @functools.cache
 def numbers(config: lm.LMConfig) -> Tree:
+    """Random weights; norms have scales near one."""
     rng = np.random.default_rng(0)
     return jax.tree.map(lambda x: 0.4 * rng.normal(size=x.shape) + (x.ndim == 1), lm_parts(config)[0])
 
@@ -59,16 +62,12 @@ def quarot(p: Tree, r1: np.ndarray, r2: list[np.ndarray]) -> Tree:
     return p
 
 
-def folded(params: Tree, config: lm.LMConfig) -> Tree:
-    """Norm scales folded into readers, and nothing else."""
-    return go.orbit.canonicalize(params, [gauge for gauge in lm.whole_gauges(config) if gauge.name == "norm_scale"])
-
-
 @pytest.mark.slow_rows("False")
 @pytest.mark.parametrize("linear", [False, True])
 def test_it_is_quarots_fusing(linear: bool, x64: None) -> None:
     params, gauges = jax.tree.map(jnp.asarray, numbers(LLAMA)), rotations(LLAMA, linear)
-    rotated = go.orbit.rotate(folded(params, LLAMA), gauges, "hadamard", key=jax.random.key(3))
+    folded = go.orbit.canonicalize(params, NORMS)
+    rotated = go.orbit.rotate(folded, gauges, "hadamard", key=jax.random.key(3))
     keys = jax.random.split(jax.random.key(3), 3)
     (stream,), heads_of_layers = go.bind(gauges, params).copies
     r1 = np.asarray(random_rotation(stream.parts[-1], keys[0], "hadamard"))
@@ -78,7 +77,7 @@ def test_it_is_quarots_fusing(linear: bool, x64: None) -> None:
     np.testing.assert_allclose(np.abs(heads), 0.5)
     assert apart(rotated, quarot(params, r1, heads)) <= 1e-13
     element = ({"": r1}, {f"i={number}": head for number, head in enumerate(heads)})
-    assert apart(go.orbit.rotate(folded(params, LLAMA), gauges, element), rotated) <= 1e-13
+    assert apart(go.orbit.rotate(folded, gauges, element), rotated) <= 1e-13
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
@@ -103,12 +102,10 @@ ROTATING = [
 ]
 
 
-QUICK = ("plain", "fused", "slow_planes")
+QUICK = [case.name for case in ROTATING if case.name.endswith(("plain", "fused", "slow_planes"))]
 
 
-@pytest.mark.parametrize("case", [
-    pytest.param(case, id=case.name, marks=() if case.name.endswith(QUICK) else pytest.mark.slow) for case in ROTATING
-])
+@rows(ROTATING, QUICK)
 def test_every_rotation_of_the_registers(case: Any, x64: None) -> None:
     params = case.params(jax.random.key(1))
     in_planes = any(gauge.name.startswith("rope") for gauge in case.gauges())
@@ -121,7 +118,7 @@ def test_norms_that_are_more_precise_than_kernels_are_passed() -> None:
     """Optimizers leave such a rotation out, because the norms' growth could not leave them; `rotate` does not."""
     kernels = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32 if x.ndim == 1 else jnp.bfloat16), numbers(LLAMA))
     params = optax.tree.cast(kernels, jnp.float32)
-    gauges = [gauge for gauge in lm.whole_gauges(LLAMA) if gauge.name == "norm_scale"] + rotations(LLAMA)
+    gauges = NORMS + rotations(LLAMA)
     stream = gauges[-2]
     assert stream.name == "residual_rotation" and not go.bind(gauges, kernels).slice.turns[1:]
 
@@ -183,23 +180,16 @@ PARAMS = {"value": jnp.ones((6, 2, 3)), "out": jnp.ones((2, 3, 6)), "scale": jnp
 CENTRED = go.residual_rotation({"out": "_ _ basis"}, {"value": "basis _ _"}, centred=True)
 
 
-@pytest.mark.parametrize(("gauge", "by", "said"), [
-    (HEADS, "hadamard", "(?s)no Hadamard rotation at 'value'.*3 dimensions.*by='random'"),
-    (HEADS, "walsh", "no such rotation, by='walsh'"),
-    (go.norm_scale({"scale": "channel"}, {"value": "channel _ _"}), "hadamard",
-     "(?s)norm_scale: no rotation.*take it out of the list"),
-    (HEADS, {"": jnp.eye(3)}, "an element of other gauges"),
-    (HEADS, {"": jnp.ones((2, 3, 3))}, "(?s)an element that is no rotation.*QR"),
-    (CENTRED, "hadamard", "(?s)6 dimensions.*a multiple of 4"),
+NORM = go.norm_scale({"scale": "channel"}, {"value": "channel _ _"})
+QK, PLANES = dict.fromkeys("qk", jnp.ones((6, 2, 4))), go.rope_torus({"q": "_ head basis", "k": "_ head basis"})
+rotated = functools.partial(go.orbit.rotate, PARAMS)
+test_bad_input_is_refused = each_refused([
+    (lambda: rotated(HEADS, "hadamard"), "(?s)no Hadamard rotation at 'value'.*3 dimensions.*by='random'"),
+    (lambda: rotated(HEADS, "walsh"), "no such rotation, by='walsh'"),
+    (lambda: rotated(NORM, "hadamard"), "(?s)norm_scale: no rotation.*take it out of the list"),
+    (lambda: rotated(HEADS, {"": jnp.eye(3)}), "an element of other gauges"),
+    (lambda: rotated(HEADS, {"": jnp.ones((2, 3, 3))}), "(?s)an element that is no rotation.*QR"),
+    (lambda: rotated(CENTRED, "hadamard"), "(?s)6 dimensions.*a multiple of 4"),
+    (lambda: go.orbit.rotate(QK, PLANES), "(?s)no Hadamard rotation.*rotary planes"),
+    (lambda: jax.jit(lambda p: go.orbit.rotate(p, HEADS, "random"))(PARAMS), "(?s)called under jit.*outside jit"),
 ])
-def test_bad_input_is_refused(gauge: go.Gauge, by: Any, said: str) -> None:
-    with refused(said):
-        go.orbit.rotate(PARAMS, gauge, by)
-
-
-def test_planes_have_no_hadamard_rotation_and_jit_is_refused() -> None:
-    planes = go.rope_torus({"q": "_ head basis", "k": "_ head basis"})
-    with refused("(?s)no Hadamard rotation.*rotary planes"):
-        go.orbit.rotate({"q": jnp.ones((6, 2, 4)), "k": jnp.ones((6, 2, 4))}, planes)
-    with refused("(?s)called under jit.*outside jit"):
-        jax.jit(lambda p: go.orbit.rotate(p, HEADS, "random"))(PARAMS)

@@ -12,6 +12,7 @@ import gauge_optax as go
 from gauge_optax.binding import leaves_by_path, with_leaves
 from models import lm
 from tests.cases import lm_parts
+from tests.orbit.test_rotate import numbers
 from tests.refusals import refused
 
 SIZES: dict[str, Any] = dict(vocab=11, d_model=8, layers=1, heads=2, kv_heads=2, d_head=4, d_ff=12, max_len=5)
@@ -24,9 +25,7 @@ TABLE, SCALE = "embed/embedding", "final_norm/scale"
 
 
 def _params(norm: str, dtype: str = "float64") -> Any:
-    rng = np.random.default_rng(0)
-    shapes = lm_parts(TIED[norm])[0]
-    return jax.tree.map(lambda x: jnp.asarray(0.4 * rng.normal(size=x.shape) + (x.ndim == 1), dtype), shapes)
+    return jax.tree.map(lambda x: jnp.asarray(x, dtype), numbers(TIED[norm]))
 
 
 def _untied(params: Any, norm: str) -> Any:

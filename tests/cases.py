@@ -823,6 +823,21 @@ TRANSFORM_CASES: tuple[TransformCase, ...] = (
 )
 
 
+def with_masks(gauge: Gauge, neurons: Mapping[str, str]) -> dict[str, Callable[[Any], Any]]:
+    """Every optimizer with weight decay, at a rate of 1e-2, as a function of the decay's mask."""
+    links = go.gauge_project(gauge), go.scale_by_ddc(gauge), optax.scale_by_learning_rate(1e-2), go.gauge_retract(gauge)
+    decay, muons = {"weight_decay": 0.5}, partial(go.max_norm_muon, 1e-2, gauge, neurons)
+    return {
+        "quotient": lambda mask: go.quotient(optax.adamw(1e-2, mask=mask, **decay), gauge),
+        "quotient_adamw": lambda mask: go.quotient_adamw(1e-2, gauge, mask=mask, **decay),
+        "quotient_muon": lambda mask: go.quotient_muon(1e-2, gauge, weight_decay_mask=mask, **decay),
+        "max_norm_muon": lambda mask: muons(weight_decay_mask=mask, **decay),
+        "ddc_adamw": lambda mask: go.ddc_adamw(1e-2, gauge, mask=mask, **decay),
+        "ddc_muon": lambda mask: go.ddc_muon(1e-2, gauge, weight_decay_mask=mask, **decay),
+        "links": lambda mask: optax.chain(*links[:2], go.add_gauge_decay(0.5, gauge, mask=mask), *links[2:]),
+    }
+
+
 # Rows that go through the code of another row of their kind, with another binding or one option more. What is theirs
 # alone is checked where bindings and options are; the whole matrix is run with the slow tests.
 VARIANTS: frozenset[str] = frozenset({

@@ -118,25 +118,24 @@ def test_nothing_is_raised_for_a_right_loss(name: str) -> None:
     assert "rescale" in repr(report) and "limit:" in repr(report)
 
 
-ADAMW = go.quotient_adamw(1e-3, [UNITS])
-WRAPPERS: dict[str, Any] = {
-    "chain": optax.chain(optax.clip_by_global_norm(1.0), ADAMW),
-    "links": optax.chain(
+WRAPPERS: dict[str, Callable[[], Any]] = {
+    "chain": lambda: optax.chain(optax.clip_by_global_norm(1.0), go.quotient_adamw(1e-3, [UNITS])),
+    "links": lambda: optax.chain(
         go.gauge_project([UNITS]), go.scale_by_ddc([UNITS]), optax.scale_by_learning_rate(1e-3),
         go.gauge_retract([UNITS]),
     ),
-    "inject": optax.inject_hyperparams(lambda learning_rate: go.quotient_adamw(learning_rate, [UNITS]))(1e-3),
-    "gauge_fix": go.orbit.gauge_fix(ADAMW, [UNITS]),
-    "ddc_adamw": go.ddc_adamw(1e-3, [UNITS, LOGITS]),
-    "quotient_muon": go.quotient_muon(1e-2, [UNITS]),
-    "balanced": go.quotient_adamw(1e-3, [UNITS], rest="balanced"),
-    "pin=False": go.quotient_adamw(1e-3, [UNITS], pin=False),
-    "schedule_free": go.quotient(optax.contrib.schedule_free_adamw(1e-3), [UNITS]),
-    "warm-up": go.quotient_adamw(optax.warmup_cosine_decay_schedule(0.0, 1e-3, 10, 100), [UNITS]),
-    "MultiSteps": optax.MultiSteps(ADAMW, 4),
-    "sgd": go.quotient(optax.sgd(1e-2), [UNITS]),
-    "mechanize": go.quotient(optax.contrib.mechanize(optax.adamw(1e-3)), [UNITS]),
-    "momentum": go.quotient(optax.sgd(1e-2, 0.9), [UNITS], pin=False),
+    "inject": lambda: optax.inject_hyperparams(lambda learning_rate: go.quotient_adamw(learning_rate, [UNITS]))(1e-3),
+    "gauge_fix": lambda: go.orbit.gauge_fix(go.quotient_adamw(1e-3, [UNITS]), [UNITS]),
+    "ddc_adamw": lambda: go.ddc_adamw(1e-3, [UNITS, LOGITS]),
+    "quotient_muon": lambda: go.quotient_muon(1e-2, [UNITS]),
+    "balanced": lambda: go.quotient_adamw(1e-3, [UNITS], rest="balanced"),
+    "pin=False": lambda: go.quotient_adamw(1e-3, [UNITS], pin=False),
+    "schedule_free": lambda: go.quotient(optax.contrib.schedule_free_adamw(1e-3), [UNITS]),
+    "warm-up": lambda: go.quotient_adamw(optax.warmup_cosine_decay_schedule(0.0, 1e-3, 10, 100), [UNITS]),
+    "MultiSteps": lambda: optax.MultiSteps(go.quotient_adamw(1e-3, [UNITS]), 4),
+    "sgd": lambda: go.quotient(optax.sgd(1e-2), [UNITS]),
+    "mechanize": lambda: go.quotient(optax.contrib.mechanize(optax.adamw(1e-3)), [UNITS]),
+    "momentum": lambda: go.quotient(optax.sgd(1e-2, 0.9), [UNITS], pin=False),
 }
 
 
@@ -144,7 +143,7 @@ WRAPPERS: dict[str, Any] = {
 @pytest.mark.parametrize("jitted", [False, True])
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_nothing_is_raised_at_the_first_step_or_later(name: str, jitted: bool) -> None:
-    tx = WRAPPERS[name]
+    tx = WRAPPERS[name]()
     _preflight(tx, MLP, mlp_loss, (jax.jit(tx.init) if jitted else tx.init)(MLP))
     if not jitted:
         params, state = trained(tx, mlp_loss, MLP, 20)
@@ -208,17 +207,18 @@ def test_what_is_no_symmetry_is_named(name: str, dtype: str) -> None:
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_what_is_no_symmetry_is_named_in_every_wrapper(name: str) -> None:
     with pytest.raises(ValueError, match="check: rescale on 'up'"):
-        _preflight(WRAPPERS[name], MLP, gelu_loss)
+        _preflight(WRAPPERS[name](), MLP, gelu_loss)
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-20, 1e20, 1e30])
 def test_the_size_of_gradients_does_not_count(size: float) -> None:
+    tx = go.quotient_adamw(1e-3, [UNITS])
     right, wrong = (jax.tree.map(lambda x: size * x, jax.grad(loss)(MLP)) for loss in (mlp_loss, gelu_loss))
-    assert 0 < go.check(ADAMW, ADAMW.init(MLP), MLP, right).asymmetries[0][2] < 1e-5
+    assert 0 < go.check(tx, tx.init(MLP), MLP, right).asymmetries[0][2] < 1e-5
     with pytest.raises(ValueError, match="is no symmetry"):
-        go.check(ADAMW, ADAMW.init(MLP), MLP, wrong)
+        go.check(tx, tx.init(MLP), MLP, wrong)
     with pytest.raises(ValueError, match="a gradient that is not finite, 'bias'"):
-        go.check(ADAMW, ADAMW.init(MLP), MLP, right | {"bias": right["bias"] * jnp.nan})
+        go.check(tx, tx.init(MLP), MLP, right | {"bias": right["bias"] * jnp.nan})
 
 
 def test_a_gradient_that_proves_nothing_is_said() -> None:
@@ -265,7 +265,7 @@ def test_a_small_penalty_shows_in_float64() -> None:
 @pytest.mark.slow_rows("[bgpsw]*", "momentum")
 @pytest.mark.parametrize("name", [name for name in WRAPPERS if name != "warm-up"])
 def test_a_state_of_other_weights_is_named(name: str) -> None:
-    tx = WRAPPERS[name]
+    tx = WRAPPERS[name]()
     with refused("made for other weights", "state = tx.init(params)"):
         _preflight(tx, MLP, mlp_loss, tx.init(jax.tree.map(lambda x: 1.7 * jnp.roll(x, 1), MLP)))
 
@@ -279,17 +279,19 @@ def test_a_basis_of_other_weights_is_named(name: str) -> None:
 
 
 def test_a_resumed_state_of_other_weights_is_named() -> None:
-    _, state = ADAMW.update(jax.grad(mlp_loss)(MLP), ADAMW.init(MLP), MLP)
-    _preflight(ADAMW, MLP, mlp_loss, state)
+    tx = go.quotient_adamw(1e-3, [UNITS])
+    _, state = tx.update(jax.grad(mlp_loss)(MLP), tx.init(MLP), MLP)
+    _preflight(tx, MLP, mlp_loss, state)
     with pytest.raises(ValueError, match="made for other weights"):
-        _preflight(ADAMW, UNITS.act(UNITS.sample(jax.random.key(5), MLP, 2.0), MLP), mlp_loss, state)
+        _preflight(tx, UNITS.act(UNITS.sample(jax.random.key(5), MLP, 2.0), MLP), mlp_loss, state)
 
 
 def test_a_state_of_another_optimizer_is_named() -> None:
+    tx = go.quotient_adamw(1e-3, [UNITS])
     with pytest.raises(ValueError, match="a state of another optimizer"):
-        _preflight(ADAMW, MLP, mlp_loss, go.quotient(optax.sgd(1e-3), [UNITS]).init(MLP))
+        _preflight(tx, MLP, mlp_loss, go.quotient(optax.sgd(1e-3), [UNITS]).init(MLP))
     with pytest.raises(ValueError, match=r"jax\.eval_shape\(tx\.init, params\)"):  # as a checkpoint restores it
-        _preflight(ADAMW, MLP, mlp_loss, ADAMW.init(MLP)._asdict())
+        _preflight(tx, MLP, mlp_loss, tx.init(MLP)._asdict())
 
 
 # Frozen leaves ------------------------------------------------------------------------------------------------
@@ -307,42 +309,43 @@ def test_the_report_says_what_is_left_alone() -> None:
     assert report.asymmetries == (("rescale", "left alone", 0.0),)
     stopped = lambda p: mlp_loss(p | {"down": jax.lax.stop_gradient(p["down"])})  # noqa: E731
     with refused("is no symmetry", "stop_gradient", "frozen=go.tools.by_path({'down': True}"):
-        _preflight(ADAMW, MLP, stopped)
+        _preflight(go.quotient_adamw(1e-3, [UNITS]), MLP, stopped)
     said = go.quotient(optax.adamw(1e-3), [UNITS], frozen=go.tools.by_path({"down": True}, default=False))
     assert _preflight(said, MLP, stopped).frozen == ("down",)
 
 
 OUTSIDE, IN_FRONT = "outside the optimizer that moves rescale", "in front of"
-ZERO_ON_DOWN, SLOW_ON_DOWN = (optax.masked(x, ON_DOWN) for x in (optax.set_to_zero(), optax.scale(0.0)))
-SOME_ROWS = optax.stateless(lambda u, p: u | {"down": u["down"] * (jnp.arange(16.0)[:, None] > 4)})
-UNSEEN: dict[str, tuple[str, Any]] = {
-    "set_to_zero": (OUTSIDE, optax.chain(ADAMW, ZERO_ON_DOWN)),
-    "freeze": (OUTSIDE, optax.chain(ADAMW, optax.freeze(ON_DOWN))),
-    "gauge_fix": (OUTSIDE, optax.chain(go.orbit.gauge_fix(optax.adamw(1e-3), [UNITS]), optax.freeze(ON_DOWN))),
-    "rate zero": (OUTSIDE, optax.chain(ADAMW, SLOW_ON_DOWN)),
-    "in front": (IN_FRONT, optax.chain(optax.freeze(ON_DOWN), ADAMW)),
-    "in front, in MultiSteps": (IN_FRONT, optax.MultiSteps(optax.chain(optax.freeze(ON_DOWN), ADAMW), 4)),
-    "between links": (
-        IN_FRONT, optax.chain(go.scale_by_ddc([UNITS]), optax.freeze(ON_DOWN), go.gauge_retract([UNITS]))
-    ),
-    "an average around it": (
-        "but for roundoff",
-        go.quotient(optax.contrib.schedule_free(_partition(optax.set_to_zero()), 1e-3), [UNITS]),
-    ),
-    "some rows": ("in part", go.quotient(optax.chain(optax.adam(1e-3), SOME_ROWS), [UNITS])),
+UNSEEN: dict[str, tuple[str, Callable[[], Any]]] = {
+    "set_to_zero": (OUTSIDE, lambda: optax.chain(
+        go.quotient_adamw(1e-3, [UNITS]), optax.masked(optax.set_to_zero(), ON_DOWN))),
+    "freeze": (OUTSIDE, lambda: optax.chain(go.quotient_adamw(1e-3, [UNITS]), optax.freeze(ON_DOWN))),
+    "gauge_fix": (OUTSIDE, lambda: optax.chain(
+        go.orbit.gauge_fix(optax.adamw(1e-3), [UNITS]), optax.freeze(ON_DOWN))),
+    "rate zero": (OUTSIDE, lambda: optax.chain(
+        go.quotient_adamw(1e-3, [UNITS]), optax.masked(optax.scale(0.0), ON_DOWN))),
+    "in front": (IN_FRONT, lambda: optax.chain(optax.freeze(ON_DOWN), go.quotient_adamw(1e-3, [UNITS]))),
+    "in front, in MultiSteps": (IN_FRONT, lambda: optax.MultiSteps(
+        optax.chain(optax.freeze(ON_DOWN), go.quotient_adamw(1e-3, [UNITS])), 4)),
+    "between links": (IN_FRONT, lambda: optax.chain(
+        go.scale_by_ddc([UNITS]), optax.freeze(ON_DOWN), go.gauge_retract([UNITS]))),
+    "an average around it": ("but for roundoff", lambda: go.quotient(
+        optax.contrib.schedule_free(_partition(optax.set_to_zero()), 1e-3), [UNITS])),
+    "some rows": ("in part", lambda: go.quotient(optax.chain(
+        optax.adam(1e-3), optax.stateless(lambda u, p: u | {"down": u["down"] * (jnp.arange(16.0)[:, None] > 4)})
+    ), [UNITS])),
 }
 
 
 @pytest.mark.parametrize("name", UNSEEN)
 def test_a_leaf_that_is_frozen_where_no_state_knows_is_named(name: str) -> None:
     """Growth of `up` would move it."""
-    words, tx = UNSEEN[name]
+    words, make = UNSEEN[name]
     with refused(f"'down' is frozen {words}", "frozen=go.tools.by_path({'down': True}"):
-        _preflight(tx, MLP, mlp_loss)
+        _preflight(make(), MLP, mlp_loss)
 
 
 def test_where_every_leaf_is_frozen_no_partner_loses_its_growth() -> None:
-    _preflight(optax.chain(ADAMW, optax.set_to_zero()), MLP, mlp_loss)
+    _preflight(optax.chain(go.quotient_adamw(1e-3, [UNITS]), optax.set_to_zero()), MLP, mlp_loss)
 
 
 def test_a_leaf_that_rests_at_the_first_step_is_said() -> None:
@@ -360,21 +363,18 @@ def _normed_loss(p: Any) -> jax.Array:
     return _cross_entropy(jax.nn.relu(h @ p["up"] + p["bias"]) @ p["down"])
 
 
-OTHER_OPTIMIZERS = {
-    "ddc_adamw": go.ddc_adamw(1e-3, LISTED, weight_decay=0.1),
-    "ddc_muon": go.ddc_muon(1e-3, LISTED),
-    "the chain of ddc": optax.chain(
+@pytest.mark.parametrize("make", [
+    pytest.param(lambda: go.ddc_adamw(1e-3, LISTED, weight_decay=0.1), id="ddc_adamw"),
+    pytest.param(lambda: go.ddc_muon(1e-3, LISTED), id="ddc_muon"),
+    pytest.param(lambda: optax.chain(
         go.gauge_project(LISTED), go.scale_by_ddc(LISTED), go.add_gauge_decay(0.1, LISTED),
-        optax.scale_by_learning_rate(3e-4), go.gauge_retract(LISTED)
-    ),
-    "clipped": optax.chain(optax.clip_by_global_norm(1.0), go.quotient_adamw(1e-3, LISTED)),
-}
-
-
-@pytest.mark.parametrize("name", OTHER_OPTIMIZERS)
-def test_a_norms_scale_without_a_gradient_on_the_slice_is_not_frozen(name: str) -> None:
+        optax.scale_by_learning_rate(3e-4), go.gauge_retract(LISTED)), id="the chain of ddc"),
+    pytest.param(
+        lambda: optax.chain(optax.clip_by_global_norm(1.0), go.quotient_adamw(1e-3, LISTED)), id="clipped"),
+])
+def test_a_norms_scale_without_a_gradient_on_the_slice_is_not_frozen(make: Callable[[], Any]) -> None:
     """Inside, or behind a projection, its gradient is zero: the kernel behind it has all of it."""
-    assert _preflight(OTHER_OPTIMIZERS[name], SCALED, _normed_loss).asymmetries
+    assert _preflight(make(), SCALED, _normed_loss).asymmetries
 
 
 # Updates and arguments ----------------------------------------------------------------------------------------
@@ -401,11 +401,12 @@ def test_the_roundoff_of_an_anchor_that_stores_one_less_is_no_update() -> None:
 
 
 def test_it_is_called_outside_jit_and_with_gauges_or_without() -> None:
+    tx = go.quotient_adamw(1e-3, [UNITS])
     with pytest.raises(ValueError, match="called inside jit"):
-        jax.jit(lambda p: go.check(ADAMW, ADAMW.init(p), p, p))(MLP)
+        jax.jit(lambda p: go.check(tx, tx.init(p), p, p))(MLP)
     assert go.check(optax.adam(1e-3), optax.adam(1e-3).init(MLP), MLP, MLP).asymmetries == ()
     with pytest.raises(ValueError, match=r"no update for|update of another shape"):
-        go.check(ADAMW, ADAMW.init(MLP), MLP, {"up": MLP["up"]})
+        go.check(tx, tx.init(MLP), MLP, {"up": MLP["up"]})
 
 
 def test_an_optimizer_that_cannot_be_tried_is_said() -> None:

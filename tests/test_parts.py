@@ -170,7 +170,7 @@ def test_a_norm_may_change_sign_with_its_readers(name: str, inner: Any, x64: Non
     case: Any = CASES[name]
     gauges, params = case.gauges(), case.params(jax.random.key(0))
     twin = _with_signs(gauges, params, 0)
-    assert furthest(twin, params) > 1.0 and abs(float(case.loss(twin)) / float(case.loss(params)) - 1.0) < 1e-12
+    assert furthest(twin, params) > 0.1 and abs(float(case.loss(twin)) / float(case.loss(params)) - 1.0) < 1e-12
     bound, tx = go.bind(gauges, params), go.quotient(inner, gauges)
     (end, losses), (other, others) = (train(jit(tx.init), stepper(tx, case.loss), p) for p in (params, twin))
     np.testing.assert_allclose(others, losses, rtol=1e-10)

@@ -217,9 +217,9 @@ def _scores(q: jax.Array, k: jax.Array) -> jax.Array:
     return _square(jnp.tanh(jnp.einsum("nhe,mhe->hnm", q, jnp.repeat(k, q.shape[1] // k.shape[1], 1))))
 
 
-def _attention_loss(p: Tree) -> jax.Array:
+def _attention_loss(p: Tree, turn: Callable[[jax.Array], jax.Array] = lambda x: x) -> jax.Array:
     x = _inputs(jax.tree.leaves(p)[0], 4, 6)
-    return _scores(_project(p, "query", x), _project(p, "key", x))
+    return _scores(turn(_project(p, "query", x)), turn(_project(p, "key", x)))
 
 
 def _value_loss(p: Tree) -> jax.Array:
@@ -249,15 +249,14 @@ def _rotary(x: jax.Array, pairing: str, rotary: int) -> jax.Array:
     return jnp.concatenate([turned, rest], -1)
 
 
-def _rope_loss(pairing: str, rotary: int, p: Tree) -> jax.Array:
-    x = _inputs(jax.tree.leaves(p)[0], 4, 6)
-    return _scores(*(_rotary(_project(p, name, x), pairing, rotary) for name in ("query", "key")))
+def _rope_loss(pairing: str) -> Loss:
+    """Rotary over four coordinates."""
+    return partial(_attention_loss, turn=lambda x: _rotary(x, pairing, 4))
 
 
 def _slow_planes_loss(p: Tree) -> jax.Array:
     """Rotary over halves that turns the first two of three planes only."""
-    x, order = _inputs(jax.tree.leaves(p)[0], 4, 6), np.array([0, 1, 3, 4, 2, 5])
-    return _scores(*(_rotary(_project(p, name, x)[..., order], "half", 4) for name in ("query", "key")))
+    return _attention_loss(p, lambda x: _rotary(x[..., np.array([0, 1, 3, 4, 2, 5])], "half", 4))
 
 
 def _semidirect_loss(p: Tree) -> jax.Array:
@@ -485,12 +484,12 @@ GAUGE_CASES: tuple[GaugeCase, ...] = (
           "bias": ("(qkv=0 head basis)", "(qkv=1 head basis)")}, sizes=_SPLIT),
     _one("head_rotation/scanned", 24, _scanned_loss, _params(query=(2, 6, 2, 4), key=(2, 6, 2, 4)), go.head_rotation,
          {"query": "layer _ head basis", "key": "layer _ head basis"}),
-    _one("rope_torus/half", 4, partial(_rope_loss, "half", 4), _QK, go.rope_torus, _HEADS, pairing="half"),
-    _one("rope_torus/interleaved", 4, partial(_rope_loss, "interleaved", 4), _QK, go.rope_torus, _HEADS,
+    _one("rope_torus/half", 4, _rope_loss("half"), _QK, go.rope_torus, _HEADS, pairing="half"),
+    _one("rope_torus/interleaved", 4, _rope_loss("interleaved"), _QK, go.rope_torus, _HEADS,
          pairing="interleaved"),
-    _one("rope_torus/gqa", 4, partial(_rope_loss, "half", 4), _GROUPED, go.rope_torus,
+    _one("rope_torus/gqa", 4, _rope_loss("half"), _GROUPED, go.rope_torus,
          {"query": "_ (head _) basis", "key": "_ head basis"}, pairing="half"),
-    _one("rope_torus/partial", 4, partial(_rope_loss, "interleaved", 4), _QK_PARTIAL, go.rope_torus, _FIRST_FOUR,
+    _one("rope_torus/partial", 4, _rope_loss("interleaved"), _QK_PARTIAL, go.rope_torus, _FIRST_FOUR,
          pairing="interleaved"),
     _one("head_linear/value_out", 32, _value_loss, _VALUE, go.head_linear, _VALUE_READ, _VALUE_WRITE),
     _one("head_linear/gqa", 32, _attention_loss, _GROUPED, go.head_linear, {"query": "_ (head _) basis"},
@@ -499,9 +498,9 @@ GAUGE_CASES: tuple[GaugeCase, ...] = (
          {"qkv": "_ (qkv=0 head basis)", "bias": "(qkv=0 head basis)"},
          {"qkv": "_ (qkv=1 head basis)", "bias": "(qkv=1 head basis)"}, sizes=_SPLIT),
     _one("head_linear/lora", 9, _lora_loss, _LORA, go.head_linear, {"a": "_ basis"}, {"b": "basis _"}),
-    _one("rope_linear/half", 8, partial(_rope_loss, "half", 4), _GROUPED, go.rope_linear,
+    _one("rope_linear/half", 8, _rope_loss("half"), _GROUPED, go.rope_linear,
          {"query": "_ (head _) basis"}, {"key": "_ head basis"}),
-    _one("rope_linear/partial", 8, partial(_rope_loss, "interleaved", 4), _QK_PARTIAL, go.rope_linear,
+    _one("rope_linear/partial", 8, _rope_loss("interleaved"), _QK_PARTIAL, go.rope_linear,
          {"query": "_ head basis=0:4"}, {"key": "_ head basis=0:4"}, pairing="interleaved"),
     GaugeCase(
         "product/slow_planes",  # coordinates that do not turn: any rotation
@@ -821,6 +820,21 @@ TRANSFORM_CASES: tuple[TransformCase, ...] = (
         {"learning_rate": _falling, "adam_learning_rate": _falling, "adam_weight_decay": 0.1},
     ),
 )
+
+
+def with_masks(gauge: Gauge, neurons: Mapping[str, str]) -> dict[str, Callable[[Any], Any]]:
+    """Every optimizer with weight decay, at a rate of 1e-2, as a function of the decay's mask."""
+    links = go.gauge_project(gauge), go.scale_by_ddc(gauge), optax.scale_by_learning_rate(1e-2), go.gauge_retract(gauge)
+    decay, muons = {"weight_decay": 0.5}, partial(go.max_norm_muon, 1e-2, gauge, neurons)
+    return {
+        "quotient": lambda mask: go.quotient(optax.adamw(1e-2, mask=mask, **decay), gauge),
+        "quotient_adamw": lambda mask: go.quotient_adamw(1e-2, gauge, mask=mask, **decay),
+        "quotient_muon": lambda mask: go.quotient_muon(1e-2, gauge, weight_decay_mask=mask, **decay),
+        "max_norm_muon": lambda mask: muons(weight_decay_mask=mask, **decay),
+        "ddc_adamw": lambda mask: go.ddc_adamw(1e-2, gauge, mask=mask, **decay),
+        "ddc_muon": lambda mask: go.ddc_muon(1e-2, gauge, weight_decay_mask=mask, **decay),
+        "links": lambda mask: optax.chain(*links[:2], go.add_gauge_decay(0.5, gauge, mask=mask), *links[2:]),
+    }
 
 
 # Rows that go through the code of another row of their kind, with another binding or one option more. What is theirs

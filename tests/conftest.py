@@ -74,6 +74,13 @@ def x64() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(params=["float64", "float32"])
+def dtype(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Both precisions, each with x64 as it needs it for the length of one test."""
+    with jax.enable_x64(request.param == "float64"):
+        yield request.param
+
+
 SETTINGS = (
     "jax_enable_x64", "jax_disable_most_optimizations", "jax_compilation_cache_dir",
     "jax_persistent_cache_min_compile_time_secs", "jax_persistent_cache_min_entry_size_bytes",

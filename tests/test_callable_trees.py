@@ -9,13 +9,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
 import gauge_optax as go
+from tests.cases import with_masks
 from tests.tolerances import tolerance
-from tests.twins import trained
+from tests.twins import normal, trained
 
 Tree = Any
 
@@ -33,23 +33,13 @@ class Net:
         return jnp.asarray(jax.nn.relu(x @ self.up + self.bias) @ self.down)
 
 
-def _noise(seed: int, *shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
-
-
-LEAVES = {"up": _noise(0, 4, 8) / 3, "bias": _noise(1, 8) / 9, "down": _noise(2, 8, 3) / 3}
-X, Y = _noise(3, 16, 4), _noise(4, 16, 3)
+LEAVES = jax.tree.map(lambda x: x / 3, normal(0, {"up": (4, 8), "bias": (8,), "down": (8, 3)}))
+X, Y = normal(1, {"x": (16, 4), "y": (16, 3)}).values()
 GAUGE = go.rescale({"up": "_ channel", "bias": "channel"}, {"down": "channel _"})
 KERNELS = {"up": "_ neuron", "down": "_ neuron"}
 RATE = 0.01
 # Each gets a mask, which some do not take.
-OPTIMIZERS: dict[str, Callable[[Any], optax.GradientTransformation]] = {
-    "quotient": lambda mask: go.quotient(optax.adamw(RATE, weight_decay=0.1, mask=mask), GAUGE),
-    "quotient_adamw": lambda mask: go.quotient_adamw(RATE, GAUGE, mask=mask),
-    "quotient_muon": lambda mask: go.quotient_muon(RATE, GAUGE, weight_decay=0.1, weight_decay_mask=mask),
-    "max_norm_muon": lambda mask: go.max_norm_muon(RATE, GAUGE, KERNELS, weight_decay=0.1, weight_decay_mask=mask),
-    "ddc_adamw": lambda mask: go.ddc_adamw(RATE, GAUGE, mask=mask),
-    "ddc_muon": lambda mask: go.ddc_muon(RATE, GAUGE, weight_decay=0.1, weight_decay_mask=mask),
+OPTIMIZERS: dict[str, Callable[[Any], optax.GradientTransformation]] = with_masks(GAUGE, KERNELS) | {
     "scale_by_scaled_polar": lambda _: optax.chain(
         go.links.scale_by_scaled_polar(GAUGE), optax.scale(-RATE), go.gauge_retract(GAUGE)
     ),
@@ -59,7 +49,6 @@ OPTIMIZERS: dict[str, Callable[[Any], optax.GradientTransformation]] = {
     "rotational_sgdm": lambda mask: go.norms.rotational_sgdm(RATE, KERNELS, mask=mask),
     "rotational_lion": lambda mask: go.norms.rotational_lion(RATE, KERNELS, mask=mask),
     "hyperball": lambda _: optax.chain(optax.sgd(RATE), go.norms.hyperball(KERNELS)),
-    "add_gauge_decay": lambda mask: optax.chain(go.add_gauge_decay(0.1, GAUGE, mask=mask), optax.sgd(RATE)),
     "by_path": lambda _: optax.adamw(RATE, mask=go.tools.by_path({"bias": False}, default=True)),
 }
 

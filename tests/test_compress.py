@@ -16,6 +16,7 @@ from gauge_optax.optimizers.compress import compressed, decompressed
 from models import lm
 from tests.quick import jit
 from tests.refusals import refused
+from tests.twins import stepper, train
 
 Tree = Any
 DTYPES = ("bfloat16", "uint8")
@@ -214,11 +215,4 @@ def _train(tx: Any, element: Tree | None = None, steps: int = 200) -> list[float
     def loss(p: Tree) -> jax.Array:
         return jnp.mean(jnp.square(jax.nn.relu(x @ p["up"]) @ p["down"] - y))
 
-    def step(carry: tuple[Tree, Any], _: None) -> tuple[tuple[Tree, Any], jax.Array]:
-        params, state = carry
-        value, gradient = jax.value_and_grad(loss)(params)
-        updates, state = tx.update(gradient, state, params)
-        return (optax.apply_updates(params, updates), state), value
-
-    run = jit(lambda params: jax.lax.scan(step, (params, tx.init(params)), length=steps)[1])
-    return [float(value) for value in run(params)]
+    return [float(value) for value in train(jit(tx.init), stepper(tx, loss), params, steps)[1]]

@@ -27,6 +27,7 @@ from tests.cases import TRANSFORM_CASES, TransformCase
 from tests.quick import jit
 from tests.refusals import refused
 from tests.tolerances import tolerance
+from tests.twins import driven
 
 Tree = Any
 Transformation = optax.GradientTransformationExtraArgs
@@ -220,11 +221,8 @@ def _run_in(container: str) -> Tree:
 
 def _steps(tx: Transformation, params: Tree, gradients: list[Tree]) -> tuple[Tree, Tree]:
     """Sum of the updates of several steps, and the last state."""
-    step, state, start = jit(tx.update), jit(tx.init)(params), params
-    for grads in gradients:
-        updates, state = step(grads, state, params)
-        params = optax.apply_updates(params, updates)
-    return jax.tree.map(jnp.subtract, params, start), state
+    end, state = driven(tx, params, gradients)
+    return jax.tree.map(jnp.subtract, end, params), state
 
 
 # Wrappers, traced ---------------------------------------------------------------------------------

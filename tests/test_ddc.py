@@ -20,7 +20,7 @@ from tests.cases import GAUGE_CASES, GaugeCase
 from tests.quick import jit
 from tests.refusals import refused
 from tests.tolerances import tolerance
-from tests.twins import CONFIGS, ODD, Tree, apart, check_twins, loss_of, odd, start_of, stepper, train, trained, walk
+from tests.twins import CONFIGS, ODD, Tree, check_twins, furthest, loss_of, odd, start_of, stepper, train, trained, walk
 
 CASES = {case.name: case for case in GAUGE_CASES}
 MODES: dict[str, dict[str, Any]] = {
@@ -43,19 +43,6 @@ def _tx(mode: str, gauges: Any, rate: float = 1e-2) -> optax.GradientTransformat
     return go.ddc_adamw(rate, gauges, weight_decay=0.1, **MODES[mode])
 
 
-@functools.cache
-def _program(name: str, dtype: str, mode: str) -> tuple[Any, Any, Any]:
-    del dtype
-    group = go.product(lm.gauges(CONFIGS[name]))
-    tx = _tx(mode, group)
-    return group, jit(tx.init), stepper(tx, loss_of(name))
-
-
-def _check(name: str, dtype: str, mode: str, params: Tree, slack: float = 1.0) -> None:
-    with jax.enable_x64(dtype == "float64"):
-        check_twins(f"{name} {mode}", *_program(name, dtype, mode), params, dtype, slack)
-
-
 # Twins --------------------------------------------------------------------------------------------
 
 SLACK = {("llama_bias", "float32", "log"): 2.0, ("llama_bias", "float32", "per_head_scalar"): 2.5}
@@ -66,25 +53,32 @@ six elements end 3e-6 to 1.1e-4 apart and 5e-7 to 3.1e-5 of the loss, by luck of
 """
 
 
-@pytest.mark.slow_rows("[!g]*", "*-float32-*", "gpt-float64-[!bp]*", "gpt-float64-body_frame", "gpt-float64-per*")
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("name", CONFIGS)
-def test_twins_of_every_mode(name: str, dtype: str, mode: str) -> None:
-    with jax.enable_x64(dtype == "float64"):
-        params = start_of(name, dtype)
-    _check(name, dtype, mode, params, SLACK.get((name, dtype, mode), 1.0))
+# Model, mode, precision, and the odd start.
+ROWS = [
+    *((name, mode, dtype, "") for name in CONFIGS for mode in MODES for dtype in ("float64", "float32")),
+    *(("gpt", mode, dtype, start) for mode, dtype in (
+        ("body_frame_topk", "float32"), ("body_frame_topk", "float64"), ("muon", "float64")) for start in ODD),
+]
+QUICK = ("gpt", "body_frame_topk", "float64", ""), ("gpt", "paper", "float64", "")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("start", ODD)
-@pytest.mark.parametrize(("mode", "dtype"), [
-    ("body_frame_topk", "float32"), ("body_frame_topk", "float64"), ("muon", "float64"),
-])
-def test_odd_starts(start: str, mode: str, dtype: str) -> None:
+@functools.cache
+def _program(name: str, mode: str, dtype: str) -> tuple[Any, Any, Any]:
+    del dtype
+    group = go.product(lm.gauges(CONFIGS[name]))
+    tx = _tx(mode, group)
+    return group, jit(tx.init), stepper(tx, loss_of(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "dtype", "start"),
+    [pytest.param(*row, marks=() if row in QUICK else pytest.mark.slow) for row in ROWS],
+)
+def test_twins_of_every_mode(name: str, mode: str, dtype: str, start: str) -> None:
+    slack = 1.0 if start else SLACK.get((name, dtype, mode), 1.0)
     with jax.enable_x64(dtype == "float64"):
-        params = odd(start, start_of("gpt", dtype))
-    _check("gpt", dtype, mode, params)
+        params = odd(start, start_of(name, dtype)) if start else start_of(name, dtype)
+        check_twins(f"{name} {mode}", *_program(name, mode, dtype), params, dtype, slack)
 
 
 SPECTRA = {
@@ -163,7 +157,7 @@ def test_the_chain_of_five_links_is_the_alias(x64: None) -> None:
         optax.scale_by_learning_rate(1e-2), go.gauge_retract(gauges),
     )
     ends = [trained(tx, loss, params, 5)[0] for tx in (chain, _tx("body_frame_topk", gauges))]
-    assert max(apart(*ends).values()) <= 1e-10
+    assert furthest(*ends) <= 1e-10
 
 
 def test_leaves_without_a_gauge_get_adamw() -> None:

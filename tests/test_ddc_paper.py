@@ -2,14 +2,12 @@
 
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import gauge_optax as go
 from tests import appendix_b
-from tests.twins import walk
+from tests.twins import driven
 
 Tree = Any
 STEPS = 30
@@ -18,11 +16,6 @@ STEPS = 30
 def normal(seed: int, **shapes: tuple[int, ...]) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
     return {name: rng.standard_normal(shape) for name, shape in shapes.items()}
-
-
-def trained(tx: Any, params: Tree, gradients: list[Tree]) -> Tree:
-    stacked = jax.tree.map(lambda *x: jnp.stack([jnp.asarray(y) for y in x]), *gradients)
-    return jax.tree.map(lambda x: x[-1], walk(tx, jax.tree.map(jnp.asarray, params), stacked)[0])
 
 
 def apart(a: Tree, b: Tree) -> float:
@@ -50,14 +43,14 @@ def test_scales_follow_the_pseudocode(kind: str, wd: float, radial: str, x64: No
     """B.4 to B.7, at a rate at which B.7's clamp acts."""
     gauges, shapes, exponents, by_channel = SCALES[kind]
     params, gradients = normal(0, **shapes), [normal(1 + k, **shapes) for k in range(STEPS)]
-    ours = trained(go.ddc_adamw(0.1, gauges, weight_decay=wd, radial=radial, preset="paper"), params, gradients)
+    ours = driven(go.ddc_adamw(0.1, gauges, weight_decay=wd, radial=radial, preset="paper"), params, gradients)[0]
     theirs = {name: x.copy() for name, x in params.items()}
     oracle = appendix_b.Rescale(list(shapes.values()), exponents, by_channel, 0.1, wd, radial)
     for g in gradients:
         oracle.step(list(theirs.values()), list(g.values()))
     assert apart(theirs, params) > 0.3
     assert apart(ours, theirs) <= 1e-12
-    default = trained(go.ddc_adamw(0.1, gauges, weight_decay=wd, radial=radial), params, gradients)
+    default = driven(go.ddc_adamw(0.1, gauges, weight_decay=wd, radial=radial), params, gradients)[0]
     assert apart(default, theirs) > 1e-2, "the preset is the default"
 
 
@@ -70,7 +63,7 @@ def test_heads_follow_the_pseudocode(v_mode: str, x64: None) -> None:
     """B.8 with B.1's outer projection."""
     params, gradients = normal(0, **HEAD_SHAPES), [normal(1 + k, **HEAD_SHAPES) for k in range(STEPS)]
     tx = go.ddc_adamw(0.02, HEADS, weight_decay=0.0, v_mode=v_mode, refresh_drift=1e9, preset="paper")
-    ours = trained(tx, params, gradients)
+    ours = driven(tx, params, gradients)[0]
     theirs = {name: x[:, 0].copy() for name, x in params.items()}
     oracle = appendix_b.Head(6, 4, 0.02, v_mode)
     for g in gradients:
@@ -90,7 +83,7 @@ def test_arguments_that_appendix_b_does_not_have() -> None:
 def test_polar_factors_are_sharp(x64: None) -> None:
     """B.10: the horizontal moment's polar factor, singular values 1 to 0.4 %, times its RMS singular value."""
     params, g = normal(0, **HEAD_SHAPES), normal(1, **HEAD_SHAPES)
-    after = trained(go.ddc_muon(0.1, HEADS, preset="paper"), params, [g])
+    after = driven(go.ddc_muon(0.1, HEADS, preset="paper"), params, [g])[0]
     moments = appendix_b.Head.horizontal([x[:, 0] for x in params.values()], [x[:, 0] for x in g.values()])
     for name, moment in zip(HEAD_SHAPES, moments, strict=True):
         size = np.linalg.norm(moment) / 2.0  # √rank

@@ -16,16 +16,11 @@ from tests.cases import GAUGE_CASES, GPT, LLAMA
 from tests.quick import jit
 from tests.refusals import refused
 from tests.tolerances import tolerance
+from tests.twins import furthest, stepper
 
 Tree = Any
 CASES = {case.name: case for case in GAUGE_CASES}
 LORA, UNIT = CASES["head_linear/lora"], CASES["rescale/channel"]
-
-
-def _apart(found: Tree, expected: Tree) -> float:
-    """Largest difference, relative to each leaf's norm."""
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
-    return max(float(jnp.linalg.norm(a - b) / jnp.maximum(jnp.linalg.norm(b), 1e-30)) for a, b in pairs)
 
 
 def _moved(params: Tree, gauges: Any, **options: Any) -> Tree:
@@ -100,15 +95,9 @@ def _train(tx: optax.GradientTransformation, case: Any, steps: int = 12) -> tupl
     """Losses and weights of every step, and the weights where they read as the identity: one point for equal ones."""
     group = go.product(case.gauges())
 
-    @functools.partial(jit, donate_argnums=1)
-    def step(params: Tree, state: Tree) -> Any:
-        loss, grads = jax.value_and_grad(case.loss)(params)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
     canonical = jit(lambda p: group.act(group.inverse(group.read(p)), p))
     params, losses, raw, found = case.params(jax.random.key(0)), [], [], []
-    state = jit(tx.init)(params)
+    step, state = stepper(tx, case.loss), jit(tx.init)(params)
     for _ in range(steps):
         params, state, loss = step(params, state)
         losses.append(float(loss))
@@ -129,10 +118,10 @@ def test_ddc_does_not_notice(name: str, x64: None) -> None:
     tx = go.ddc_adamw(0.03, case.gauges())
     losses, raw, points = _train(tx, case)
     fixed_losses, fixed, fixed_points = _train(go.orbit.gauge_fix(tx, case.gauges(), every=3), case)
-    assert losses[-1] < losses[0] and _apart(fixed[-1], raw[-1]) > 0.1, "nothing is shown"
+    assert losses[-1] < losses[0] and furthest(fixed[-1], raw[-1]) > 0.1, "nothing is shown"
     assert _imbalances(case, fixed[2]) <= 1e-9 < 0.01 < _imbalances(case, fixed[1])
     off = max(abs(a - b) / abs(b) for a, b in zip(fixed_losses, losses, strict=True))
-    beside = max(map(_apart, fixed_points, points))
+    beside = max(map(furthest, fixed_points, points))
     print(f"loss {off:.1e}, weights in their frame {beside:.1e}")
     assert max(off, beside) <= 1e-9
 
@@ -140,8 +129,8 @@ def test_ddc_does_not_notice(name: str, x64: None) -> None:
 def test_adam_does_notice(x64: None) -> None:
     _, _, points = _train(optax.adam(0.03), UNIT)
     _, _, fixed = _train(go.orbit.gauge_fix(optax.adam(0.03), UNIT.gauges(), every=3), UNIT)
-    assert _apart(fixed[2], points[2]) <= 1e-9  # the first fix comes after the third step
-    assert _apart(fixed[-1], points[-1]) > 1e-2
+    assert furthest(fixed[2], points[2]) <= 1e-9  # the first fix comes after the third step
+    assert furthest(fixed[-1], points[-1]) > 1e-2
 
 
 @pytest.mark.parametrize("name", ["head_linear/lora", "rescale/channel", "product/semidirect_reversed"])
@@ -152,15 +141,15 @@ def test_a_fix_is_a_step_a_balance_and_a_transport(name: str, x64: None) -> None
     group, grads = go.product(gauges), jax.tree.map(jnp.cos, params)
     tx, chain = go.orbit.gauge_fix(inner, gauges), optax.chain(inner, go.orbit.gauge_fix(None, gauges))
     updates, state = tx.update(grads, tx.init(params), params)
-    assert _apart(chain.update(grads, chain.init(params), params)[0], updates) == 0.0
+    assert furthest(chain.update(grads, chain.init(params), params)[0], updates) == 0.0
     step, expected = inner.update(grads, inner.init(params), params)
     after = optax.apply_updates(params, step)
     balance = group.balance(after)
-    assert _apart(optax.apply_updates(params, updates), group.act(balance, after)) <= tolerance("invariant")
-    assert _apart(state.inner_state, go.orbit.transport(expected, params, gauges, balance)) <= tolerance("invariant")
-    assert _apart(state.inner_state, expected) > 0.1
+    assert furthest(optax.apply_updates(params, updates), group.act(balance, after)) <= tolerance("invariant")
+    assert furthest(state.inner_state, go.orbit.transport(expected, params, gauges, balance)) <= tolerance("invariant")
+    assert furthest(state.inner_state, expected) > 0.1
     _, unmoved = go.orbit.gauge_fix(inner, gauges, transport=False).update(grads, tx.init(params), params)
-    assert _apart(unmoved.inner_state, expected) == 0.0
+    assert furthest(unmoved.inner_state, expected) == 0.0
 
 
 def test_every_counts_steps_and_the_others_are_the_optimizers(x64: None) -> None:
@@ -169,7 +158,7 @@ def test_every_counts_steps_and_the_others_are_the_optimizers(x64: None) -> None
     update, state, kept = jit(tx.update), tx.init(params), []
     for _ in range(7):
         updates, state = update(grads, state, params)
-        kept.append(_apart(updates, plain) == 0.0)
+        kept.append(furthest(updates, plain) == 0.0)
     assert kept == [True, True, False, True, True, False, True] and int(state.count) == 7
 
 
@@ -180,7 +169,7 @@ def test_arguments_reach_the_optimizer_inside(x64: None) -> None:
     inner = optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
     params, tx = UNIT.params(jax.random.key(0)), go.orbit.gauge_fix(inner, UNIT.gauges(), every=2)
     updates, _ = tx.update(params, tx.init(params), params, factor=3.0)
-    assert _apart(updates, jax.tree.map(lambda g: 3.0 * g, params)) == 0.0
+    assert furthest(updates, jax.tree.map(lambda g: 3.0 * g, params)) == 0.0
 
 
 def test_moments_that_cannot_move_are_refused_or_decided_on() -> None:
@@ -200,7 +189,7 @@ def test_rotations_do_not_move_and_may_stand_in_the_list() -> None:
     params, tx = case.params(jax.random.key(0)), go.orbit.gauge_fix(optax.adam(0.1), case.gauges())
     found = jit(lambda p: tx.update(p, tx.init(p), p))(params)
     expected = optax.adam(0.1).update(params, optax.adam(0.1).init(params), params)
-    assert _apart(found[0], expected[0]) <= tolerance("optax", "float32")
+    assert furthest(found[0], expected[0]) <= tolerance("optax", "float32")
 
 
 BAD: list[tuple[str, Any]] = [

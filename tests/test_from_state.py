@@ -11,7 +11,7 @@ import gauge_optax as go
 from tests.quick import jit
 from tests.refusals import refused
 from tests.tolerances import tolerance
-from tests.twins import trained
+from tests.twins import normal, trained
 
 NORM = go.norm_scale({"norm": "channel"}, {"up": "channel _"})
 UNIT = go.rescale({"up": "_ channel"}, {"down": "channel _"})
@@ -20,14 +20,9 @@ TURN = go.head_rotation({"value": "_ head basis", "out": "head basis _"})
 SCALES = [NORM, UNIT, SHIFT]
 
 
-def _drawn(**shapes: tuple[int, ...]) -> Any:
-    keys = jax.random.split(jax.random.key(0), len(shapes))
-    return {n: jax.random.normal(k, s, jnp.float64) for k, (n, s) in zip(keys, shapes.items(), strict=True)}
-
-
 def _params() -> Any:
-    drawn = _drawn(norm=(4,), up=(4, 5), down=(5, 3), head=(4, 6), value=(4, 2, 3), out=(2, 3, 4))
-    return jax.tree.map(lambda x: x + 0.5, drawn)
+    shapes = {"norm": (4,), "up": (4, 5), "down": (5, 3), "head": (4, 6), "value": (4, 2, 3), "out": (2, 3, 4)}
+    return jax.tree.map(lambda x: x + 0.5, normal(0, shapes))
 
 
 def _loss(p: Any) -> jax.Array:
@@ -43,7 +38,7 @@ def _far(a: Any, b: Any) -> float:
 
 def test_a_moment_is_moved_by_constants_before_sizes(x64: None) -> None:
     """A norm's bias flows through a kernel that the norm's scale multiplies."""
-    params = _drawn(norm=(4,), shift=(4,), up=(4, 5), bias=(5,), down=(5, 3))
+    params = normal(0, {"norm": (4,), "shift": (4,), "up": (4, 5), "bias": (5,), "down": (5, 3)})
     gauges = [
         go.norm_scale({"norm": "channel", "shift": "channel"}, {"up": "channel _"}),
         go.bias_absorption({"shift": "channel"}, {"up": "channel _"}, {"bias": "_"}),

@@ -21,7 +21,7 @@ from tests.oracles import orbit, outside
 from tests.programs import innermost
 from tests.quick import jit
 from tests.refusals import refused
-from tests.twins import stepper, trained
+from tests.twins import normal, stepper, trained
 
 Tree = Any
 TINY = {"vocab": 11, "d_model": 6, "layers": 1, "heads": 2, "kv_heads": 2, "d_head": 3, "d_ff": 5, "max_len": 6}
@@ -177,12 +177,12 @@ def test_the_papers_conditions_decay_what_they_say() -> None:
             matrix = path.endswith(("kernel", "embedding"))
             decay = (qk if is_qk else 2e-3) if path.endswith(("rows", "columns")) else 0.1 * matrix
             np.testing.assert_allclose(moved[path], (1.0 - 0.5 * decay) * x, rtol=1e-6, err_msg=f"{which} {path}")
-    with pytest.raises(ValueError, match="no condition 'D'"):
-        multipliers.condition("D", 0.5, gauge)
-    with pytest.raises(ValueError, match="nothing is fixed in condition A: leave every out"):
-        multipliers.condition("A", 0.5, gauge, every=10)
-    with pytest.raises(ValueError, match="nothing is fixed in condition C: leave held out"):
-        multipliers.condition("C", 0.5, gauge, {"kind": "init"})
+    for which, options, says in (
+        ("D", {}, "no condition 'D'"), ("A", {"every": 10}, "nothing is fixed in condition A: leave every out"),
+        ("C", {"held": {"kind": "init"}}, "nothing is fixed in condition C: leave held out"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            multipliers.condition(which, 0.5, gauge, **options)
 
 
 # Products held ------------------------------------------------------------------------------------------
@@ -193,8 +193,7 @@ UNITS = go.rescale({"up": "_ channel"}, {"down": "channel _"})
 
 
 def _pair() -> Tree:
-    rng = np.random.default_rng(0)
-    return {name: jnp.asarray(rng.normal(size=(rows, 3))) for name, rows in (("query", 4), ("key", 2))}
+    return normal(0, {"query": (4, 3), "key": (2, 3)})
 
 
 def _products(p: Tree) -> np.ndarray:
@@ -262,9 +261,8 @@ def test_every_gauge_of_a_list_keeps_its_products_under_jit(x64: None) -> None:
 @pytest.mark.parametrize("kind", [{"kind": "cap", "cap": 0.6}, {"kind": "init"}, {"kind": "decay", "decay": 0.1}])
 def test_products_are_held_around_a_quotient_and_inside_one(kind: dict[str, Any], x64: None) -> None:
     """Twins stay twins and the products are held, with another gauge in the quotient's list and with two inside."""
-    rng = np.random.default_rng(1)
-    weights = {"up": jnp.asarray(rng.normal(size=(3, 2))), "down": jnp.asarray(rng.normal(size=(2, 3)))}
-    start, gauges, adam = _pair() | weights, [PAIR, UNITS], optax.adam(0.03)
+    start = _pair() | normal(1, {"up": (3, 2), "down": (2, 3)})
+    gauges, adam = [PAIR, UNITS], optax.adam(0.03)
     twin = go.product(gauges).act(({"": jnp.array([1.0, -0.5])}, {"": jnp.array([-1.0, 0.7])}), start)
 
     def loss(p: Tree) -> jax.Array:

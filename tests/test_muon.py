@@ -14,27 +14,17 @@ import gauge_optax as go
 from gauge_optax.optimizers.polar import polar_of
 from models import latent
 from tests.cases import _normal
-from tests.quick import jit
 from tests.refusals import refused
 from tests.tolerances import tolerance
+from tests.twins import driven, normal
 
 GAUGE = go.head_rotation({"value": "_ head basis", "back": "head basis _"})
 SHAPES = {"value": (6, 4, 3), "back": (4, 3, 6)}
 
 
-def _normal_like(shapes: dict[str, tuple[int, ...]], seed: int, dtype: Any = None) -> dict[str, jax.Array]:
-    draw = np.random.default_rng(seed).normal
-    return {name: jnp.asarray(draw(size=shape), dtype) for name, shape in shapes.items()}
-
-
 def _run(tx: optax.GradientTransformation, trees: list[Any]) -> Any:
     """The weights that start as the first of these trees, after a step with every other one."""
-    params = trees[0]
-    state, update = jit(tx.init)(params), jit(tx.update)
-    for grads in trees[1:]:
-        updates, state = update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-    return params
+    return driven(tx, trees[0], trees[1:])[0]
 
 
 @pytest.mark.parametrize("per_matrix", [1, 4])
@@ -44,7 +34,7 @@ def test_steps_are_those_of_optax_on_the_same_matrices(per_matrix: int) -> None:
     whole = {"value": MuonDimensionNumbers(0, (1, 2)), "back": MuonDimensionNumbers((0, 1), 2)}
     plain = optax.contrib.muon(0.1, muon_weight_dimension_numbers=lambda _: one if per_matrix == 1 else whole)
     ours = go.quotient_muon(0.1, GAUGE, heads_per_matrix=per_matrix, hold=False)
-    trees = [_normal_like(SHAPES, seed, jnp.float32) for seed in range(3)]
+    trees = [normal(seed, SHAPES, jnp.float32) for seed in range(3)]
     expected, found = (_run(tx, trees) for tx in (plain, ours))
     for name, start in trees[0].items():
         error = jnp.linalg.norm(found[name] - expected[name]) / jnp.linalg.norm(expected[name] - start)
@@ -141,7 +131,7 @@ def _fused(tree: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 def _tree(seed: int) -> dict[str, jax.Array]:
     shapes = {"norm": (16,), "out": (8, 16)} | {name: (16, width) for name, width in WIDTHS.items()}
-    return {name: x / 4 + (name == "norm") for name, x in _normal_like(shapes, seed).items()}
+    return {name: x / 4 + (name == "norm") for name, x in normal(seed, shapes).items()}
 
 
 MAKERS: dict[str, Any] = {
@@ -216,12 +206,12 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
 def test_what_describes_no_matrices_is_refused(given: dict[str, Any], text: str) -> None:
     latent_tree = _latent(FUSED if given["gauges"] is OF_FUSED["gauges"] else LATENT, 0)
     with refused("", text):
-        go.quotient_muon(0.05, **given).init(_normal_like(SHAPES, 0) | _fused(_tree(0)) | latent_tree)
+        go.quotient_muon(0.05, **given).init(normal(0, SHAPES) | _fused(_tree(0)) | latent_tree)
 
 
 def test_a_traced_number_of_heads_is_refused() -> None:
     with pytest.raises(ValueError, match="static_args"):
-        optax.inject_hyperparams(go.quotient_muon)(0.1, GAUGE, heads_per_matrix=2).init(_normal_like(SHAPES, 0))
+        optax.inject_hyperparams(go.quotient_muon)(0.1, GAUGE, heads_per_matrix=2).init(normal(0, SHAPES))
 
 
 def test_a_fused_gate_and_up_of_unequal_parts(x64: None) -> None:
@@ -241,7 +231,7 @@ def test_a_fused_gate_and_up_of_unequal_parts(x64: None) -> None:
             for name, span in ranges.items()
         ]
 
-    trees = [_normal_like(shapes, seed) for seed in range(3)]
+    trees = [normal(seed, shapes) for seed in range(3)]
     fused = _run(go.quotient_muon(0.05, gauges(True)), list(map(joined, trees)))
     _same(fused, joined(_run(go.quotient_muon(0.05, gauges(False)), trees)), joined(trees[0]))
     assert float(jnp.abs(fused["both"] - joined(trees[0])["both"]).max()) > 0.01
@@ -270,7 +260,7 @@ def test_steps_do_not_depend_on_the_size_of_gradients(name: str, dtype: str, gau
         if gauge == "heads":
             gauges = go.head_rotation({"a": "_ (head basis)", "b": "(head basis) _"}, sizes={"head": 2})
         shapes, tx = {"a": (6, 8), "b": (8, 5)}, TINY[name](gauges)
-        draw = lambda seed, c: jax.tree.map(lambda x: (c * x / 3).astype(dtype), _normal_like(shapes, seed))  # noqa: E731
+        draw = lambda seed, c: jax.tree.map(lambda x: (c * x / 3).astype(dtype), normal(seed, shapes))  # noqa: E731
         trees = [[draw(0, 1.0), *(draw(seed, c) for seed in (2, 4, 6))] for c in (1.0, 1e-12, 1e-30, 1e6, 0.0)]
         after = [_run(tx, own) for own in trees]
         close = {"bfloat16": 6e-2, "float32": 2e-5, "float64": 1e-6}[dtype]

@@ -15,6 +15,7 @@ from gauge_optax.states.moves import move_cotangent, move_tangent
 from tests.cases import GAUGE_CASES
 from tests.quick import jit
 from tests.refusals import refused
+from tests.twins import furthest
 
 Tree = Any
 Numbers = np.ndarray
@@ -26,12 +27,6 @@ def _noise(seed: int, *shape: int) -> Numbers:
 
 def _update(tx: optax.GradientTransformation, params: Tree, updates: Tree) -> Tree:
     return jit(lambda p, u: tx.update(u, tx.init(p), p)[0])(params, updates)
-
-
-def _apart(found: Tree, expected: Tree) -> float:
-    """Largest relative error of a leaf."""
-    errors = jax.tree.map(lambda x, y: np.linalg.norm(x - y) / np.linalg.norm(y), found, expected)
-    return float(max(jax.tree.leaves(errors)))
 
 
 # Formulas -----------------------------------------------------------------------------------------
@@ -98,7 +93,7 @@ def test_channels_have_the_same_with_one_column(degree: int, rule: str, x64: Non
         for x in (np.sum(params["up"] ** 2, 0) + params["bias"] ** 2, np.sum(params["down"] ** 2, 1))
     )
     expected = {n: updates[n] * down ** (-1 / degree) for n in ("up", "bias")}
-    assert _apart(found, expected | {"down": updates["down"] * up[:, None] ** -float(degree)}) <= 1e-12
+    assert furthest(found, expected | {"down": updates["down"] * up[:, None] ** -float(degree)}) <= 1e-12
 
 
 # Cotangents in, tangents out ----------------------------------------------------------------------
@@ -126,7 +121,7 @@ def test_cotangents_become_tangents(name: str, x64: None) -> None:
         return there, move_tangent(group, element, params, here)
 
     there, expected = jit(both)(params, gradient)
-    assert _apart(there, expected) <= 1e-10
+    assert furthest(there, expected) <= 1e-10
 
 
 def test_what_has_no_opposite_side_passes(x64: None) -> None:
@@ -153,7 +148,7 @@ def test_inverses_are_kept_between_every_third_update(x64: None) -> None:
         corrected, state = step(updates, state, params)
         old = points[k - k % 3]
         expected = {"a": updates["a"] @ _inverse(old["b"].T), "b": _inverse(old["a"]) @ updates["b"]}
-        assert _apart(corrected, expected) <= 1e-12, k
+        assert furthest(corrected, expected) <= 1e-12, k
 
 
 # Zeros, ranks, sizes ------------------------------------------------------------------------------
@@ -191,7 +186,7 @@ def test_columns_of_all_sizes_keep_their_digits(size: float, x64: None) -> None:
 def test_parallel_columns_of_different_sizes_have_the_pseudo_inverse(x64: None) -> None:
     direction, sizes = _noise(0, 7, 1), np.array([1e3, 1e-3])
     expected = np.outer(sizes, sizes) / np.sum(sizes**2) ** 2 / np.sum(direction**2)
-    assert _apart(np.asarray(jit(inverse_gram)(direction * sizes)), expected) <= 1e-8
+    assert furthest(jit(inverse_gram)(direction * sizes), expected) <= 1e-8
 
 
 def test_a_small_singular_value_that_no_diagonal_entry_shows_is_dropped() -> None:
@@ -202,7 +197,7 @@ def test_a_small_singular_value_that_no_diagonal_entry_shows_is_dropped() -> Non
     assert values[-1] < 1e-6 * values[0] < 1e-2 * values[-2] and np.diag(kahan).min() > 1e-3
     pseudo = np.linalg.pinv(kahan, rcond=1e-6)
     found = jit(inverse_gram)(kahan.astype("f"))
-    assert _apart(np.asarray(found), pseudo @ pseudo.T) <= 1e-2
+    assert furthest(found, pseudo @ pseudo.T) <= 1e-2
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [("float64", 1e-11), ("float32", 1e-4)])
@@ -214,13 +209,13 @@ def test_factors_of_less_than_full_rank_have_the_pseudo_inverse(dtype: str, limi
         narrow[2, :, 4] = 0.0
         rows = narrow.astype(dtype)
         quick = jit(inverse_gram)
-        found = np.asarray(quick(rows), float)
+        found = quick(rows)
         for own, inverse in zip(rows.astype(float), found, strict=True):
             pseudo = np.linalg.pinv(own, rcond=1e-5)
-            assert _apart(inverse, pseudo @ pseudo.T) <= limit
-        assert _apart(found[1], np.asarray(quick(rows[[1, 1, 1]]), float)[0]) <= limit
+            assert furthest(inverse, pseudo @ pseudo.T) <= limit
+        assert furthest(found[1], quick(rows[[1, 1, 1]])[0]) <= limit
         few = _noise(3, 3, 5).astype(dtype)
-        assert _apart(np.asarray(quick(few), float), np.linalg.pinv(few.astype(float).T @ few)) <= limit
+        assert furthest(quick(few), np.linalg.pinv(few.astype(float).T @ few)) <= limit
 
 
 def test_columns_too_small_to_invert_count_as_zero() -> None:
@@ -264,4 +259,4 @@ def test_two_gauges_may_share_a_leaf_of_which_each_has_its_own_entries() -> None
     for head in range(2):
         query, key, value = (parts["qkv"][:, k, head] for k in range(3))
         for k, (own, opposite) in enumerate(((query, key), (key, query), (value, parts["out"][head].T))):
-            assert _apart(np.asarray(found["qkv"][:, k, head]), own @ _inverse(opposite)) <= 1e-4
+            assert furthest(found["qkv"][:, k, head], own @ _inverse(opposite)) <= 1e-4

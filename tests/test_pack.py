@@ -18,19 +18,15 @@ from tests import quick
 from tests.cases import GAUGE_CASES, GaugeCase
 from tests.refusals import refused
 from tests.tolerances import tolerance
-from tests.twins import CONFIGS, loss_of, start_of, stepper, train
+from tests.twins import CONFIGS, loss_of, normal, start_of, stepper, train
 
 Tree = Any
 PACKABLE = ("head_linear", "rope_linear")
 CASES = [case for case in GAUGE_CASES if case.name.startswith((*PACKABLE, "product/linear"))]
 HEADS = go.head_linear({"query": "_ head basis"}, {"key": "_ head basis"})
+SIX: dict[str, tuple[int, ...]] = {"query": (6, 2, 3), "key": (6, 2, 3)}
 GPT = CONFIGS["gpt"]
 WHOLE = [gauge for gauge in lm.gauges(GPT, linear=True) if gauge.name == "head_linear"]
-
-
-def _normal(seed: int, **shapes: tuple[int, ...]) -> Tree:
-    generator = np.random.default_rng(seed)
-    return {name: jnp.asarray(generator.normal(size=shape), float) for name, shape in shapes.items()}
 
 
 def _size(tree: Tree) -> int:
@@ -78,7 +74,7 @@ def test_gpt2_saves_two_squares_per_layer_and_head() -> None:
 
 
 def test_the_size_keeps_the_block_as_large_as_it_was() -> None:
-    params = jax.tree.map(lambda x: 0.01 * x, _normal(0, query=(64, 4, 8), key=(64, 4, 8)))
+    params = jax.tree.map(lambda x: 0.01 * x, normal(0, {"query": (64, 4, 8), "key": (64, 4, 8)}))
     packed = go.orbit.pack(params, HEADS)
     own = go.orbit.packed_rows(packed)["query"]["_ head basis"]
     assert np.log2(own["size"]) == round(np.log2(own["size"]))
@@ -93,7 +89,7 @@ def test_the_size_keeps_the_block_as_large_as_it_was() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_layer_axis(shared: bool) -> None:
-    params = _normal(0, query=(2, 6, 2, 3), key=(2, 6, 2, 3))
+    params = normal(0, {"query": (2, 6, 2, 3), "key": (2, 6, 2, 3)})
     gauge = go.head_linear({"query": "layer _ head basis"}, {"key": "layer _ head basis"})
     packed = go.orbit.pack(params, gauge, shared=shared)
     assert leaves_by_path(packed)["query"].shape == (2, 3, 2, 3)
@@ -104,7 +100,7 @@ def test_a_layer_axis(shared: bool) -> None:
 @pytest.mark.slow
 def test_the_packed_leaf_may_count_heads_in_another_order_than_the_gauge() -> None:
     gauge = go.head_linear({"query": "layer _ head basis"}, {"key": "head _ layer basis"})
-    params = {"query": jnp.zeros((2, 6, 3, 3))} | _normal(0, key=(3, 6, 2, 3))
+    params = {"query": jnp.zeros((2, 6, 3, 3))} | normal(0, {"key": (3, 6, 2, 3)})
     rows = go.orbit.packed_rows(go.orbit.pack(params, gauge))["key"]["head _ layer basis"]["rows"]
     whole = go.orbit.unpack(go.orbit.pack(params, gauge, size=1.0))["key"]
     for at, own in enumerate(rows):
@@ -114,7 +110,7 @@ def test_the_packed_leaf_may_count_heads_in_another_order_than_the_gauge() -> No
 @pytest.mark.slow_rows("per_head")
 @pytest.mark.parametrize("shared", [False, True], ids=["per_head", "shared"])
 def test_queries_and_values_in_one_leaf_with_keys_whose_entries_stay(shared: bool) -> None:
-    fused, gauges = _normal(0, qkv=(6, 18), out=(6, 5)), _fused_gauges()
+    fused, gauges = normal(0, {"qkv": (6, 18), "out": (6, 5)}), _fused_gauges()
     packed = go.orbit.pack(fused, gauges, shared=shared)
     assert _size(fused) - _size(packed) == 2 * 2 * 9
     assert {path: x.shape for path, x in leaves_by_path(packed).items() if path != "out"} == {
@@ -129,7 +125,7 @@ def test_queries_and_values_in_one_leaf_with_keys_whose_entries_stay(shared: boo
 @pytest.mark.slow
 def test_a_block_on_a_part_of_two_axes() -> None:
     part = go.head_linear({"qkv": "qkv=0 _ head=0:2 basis"}, {"qkv": "qkv=1 _ head=0:2 basis"})
-    leaf = _normal(0, qkv=(3, 6, 4, 3))
+    leaf = normal(0, {"qkv": (3, 6, 4, 3)})
     packed = go.orbit.pack(leaf, part)
     assert _size(leaf) - _size(packed) == 2 * 9
     whole = go.orbit.unpack(packed)
@@ -156,15 +152,16 @@ def _fused_outputs(params: Tree) -> jax.Array:
 
 def test_keys_are_packed_where_queries_are_grouped_and_outputs_where_values_are_zero() -> None:
     grouped = go.head_linear({"query": "_ (head _) basis"}, {"key": "_ head basis"})
-    assert list(go.orbit.packed_rows(go.orbit.pack(_normal(0, query=(6, 4, 3), key=(6, 2, 3)), grouped))) == ["key"]
-    params = _normal(0, out=(2, 3, 5)) | {"value": jnp.zeros((6, 2, 3))}
+    queries = normal(0, SIX | {"query": (6, 4, 3)})
+    assert list(go.orbit.packed_rows(go.orbit.pack(queries, grouped))) == ["key"]
+    params = normal(0, {"out": (2, 3, 5)}) | {"value": jnp.zeros((6, 2, 3))}
     packed = go.orbit.pack(params, go.head_linear({"value": "_ head basis"}, {"out": "head basis _"}))
     assert list(go.orbit.packed_rows(packed)) == ["out"] and leaves_by_path(packed)["out"].shape == (2, 3, 2)
     assert not jnp.any(go.orbit.unpack(packed)["value"])
 
 
 def test_bfloat16_leaves_keep_their_dtype_and_bits() -> None:
-    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), _normal(0, query=(16, 2, 3), key=(16, 2, 3)))
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), normal(0, {"query": (16, 2, 3), "key": (16, 2, 3)}))
     whole = go.orbit.unpack(go.orbit.pack(params, HEADS, size=0.3))
     assert whole["query"].dtype == jnp.bfloat16
     assert _same_bits(go.orbit.unpack(go.orbit.pack(whole, HEADS)), whole)
@@ -208,7 +205,7 @@ LAYOUTS: dict[str, tuple[go.Gauge, tuple[int, ...], int]] = {  # of a query of t
 def test_packed_products_are_plain_ones(layout: str, shared: bool) -> None:
     gauge, shape, axis = LAYOUTS[layout]
     x = jnp.asarray(np.random.default_rng(1).normal(size=(2, 5, 6)), float)
-    params = _normal(0, query=shape, key=(6, 2, 4 if layout == "rotary" else 3))
+    params = normal(0, {"query": shape, "key": (6, 2, 4 if layout == "rotary" else 3)})
     packed = go.orbit.pack(params, gauge, shared=shared)
     plain = jnp.tensordot(x, go.orbit.unpack(packed)["query"], ([-1], [axis]))
     np.testing.assert_allclose(go.orbit.packed_dot(x, packed["query"], axis), plain, atol=1e-5)
@@ -217,7 +214,7 @@ def test_packed_products_are_plain_ones(layout: str, shared: bool) -> None:
 
 
 def test_shared_rows_save_multiplications() -> None:
-    params = _normal(0, query=(64, 4, 16), key=(64, 4, 16))
+    params = normal(0, {"query": (64, 4, 16), "key": (64, 4, 16)})
     packed = go.orbit.pack(params, HEADS, shared=True)["query"]
     x = jnp.ones((32, 64))
 
@@ -247,8 +244,8 @@ def test_a_packed_tree_trains_under_optax() -> None:
 
 
 def test_the_gradient_is_the_plain_ones_without_the_constant_rows() -> None:
-    weights = _normal(1, query=(6, 2, 3))["query"]
-    packed = go.orbit.pack(_normal(0, query=(6, 2, 3), key=(6, 2, 3)), HEADS)
+    weights = normal(1, {"query": (6, 2, 3)})["query"]
+    packed = go.orbit.pack(normal(0, SIX), HEADS)
     grads = jax.grad(lambda p: jnp.sum(go.orbit.unpack(p)["query"] * weights))(packed)
     rows = go.orbit.packed_rows(packed)["query"]["_ head basis"]["rows"]
     for head, row in enumerate(rows):
@@ -277,7 +274,7 @@ def test_gauges_that_are_left_go_on_under_quotient(x64: None) -> None:
 
 
 def test_singular_heads_are_named() -> None:
-    params = {name: x.at[:, 1, 2].set(x[:, 1, 0]) for name, x in _normal(0, query=(6, 2, 3), key=(6, 2, 3)).items()}
+    params = {name: x.at[:, 1, 2].set(x[:, 1, 0]) for name, x in normal(0, SIX).items()}
     words = "head=1", "condition number", "leave this layer out"
     with refused(r"^head_linear: singular heads in '(query|key)'", *words):
         go.orbit.pack(params, HEADS)
@@ -307,7 +304,7 @@ UNPACKABLE: dict[str, tuple[str, Any]] = {
 def test_what_cannot_be_packed_is_refused(name: str) -> None:
     match, call = UNPACKABLE[name]
     with pytest.raises(ValueError, match=match):
-        call(_normal(0, query=(6, 2, 3), key=(6, 2, 3)))
+        call(normal(0, SIX))
 
 
 @pytest.mark.parametrize("rows", [
@@ -317,12 +314,12 @@ def test_what_cannot_be_packed_is_refused(name: str) -> None:
 ])
 def test_rows_of_another_tree_are_refused(rows: Any) -> None:
     with pytest.raises(ValueError, match=r"no rows for 'query'"):
-        go.orbit.pack(_normal(0, query=(6, 2, 3), key=(6, 2, 3)), HEADS, rows=rows)
+        go.orbit.pack(normal(0, SIX), HEADS, rows=rows)
 
 
 @pytest.mark.slow
 def test_given_rows_can_be_traced() -> None:
-    params = _normal(0, query=(6, 2, 3), key=(6, 2, 3))
+    params = normal(0, SIX)
     packed = go.orbit.pack(params, HEADS)
     rows = go.orbit.packed_rows(packed)
     assert json.loads(json.dumps(rows)) == rows

@@ -18,7 +18,7 @@ import gauge_optax as go
 from tests.cases import GAUGE_CASES
 from tests.quick import jit
 from tests.tolerances import tolerance
-from tests.twins import stepper
+from tests.twins import normal, stepper
 
 Tree = Any
 EPS = 1e-3
@@ -74,11 +74,6 @@ X = np.random.default_rng(7).normal(size=(16, 12))
 Y = np.random.default_rng(8).normal(size=(16, 10))
 
 
-def _normal(seed: int, **shapes: tuple[int, ...]) -> Tree:
-    draw = np.random.default_rng(seed).normal
-    return {name: jnp.asarray(draw(size=shape)) for name, shape in shapes.items()}
-
-
 def _lora_loss(p: Tree, rows: int = 16) -> jax.Array:
     x, y = (jnp.asarray(z[:rows], p["a"].dtype) for z in (X, Y))
     return jnp.mean(jnp.square(x @ p["a"] @ p["b"] - y))
@@ -102,7 +97,7 @@ def _twin_error(tx: optax.GradientTransformation, params: Tree, seed: int, loss:
 
 
 def test_products_stay_together_at_condition_100(x64: None) -> None:
-    params = _normal(0, a=(12, 4), b=(4, 10))
+    params = normal(0, {"a": (12, 4), "b": (4, 10)})
     assert _twin_error(optax.adamw(1e-2), params, 0, _lora_loss) > 1e-2, "AdamW does not see these twins apart"
     for name, make in OURS.items():
         tx = make(LORA)
@@ -126,7 +121,7 @@ def test_heads_stay_one_function_at_condition_100(row: str, name: str, x64: None
 @pytest.mark.parametrize("name", OURS)
 def test_lora_starts_from_zero(name: str, rows: int, x64: None) -> None:
     """B = 0, and with two examples a B that has rank 2 of 4 for ever."""
-    params, tx = _normal(0, a=(12, 4)) | {"b": jnp.zeros((4, 10))}, OURS[name](LORA)
+    params, tx = normal(0, {"a": (12, 4)}) | {"b": jnp.zeros((4, 10))}, OURS[name](LORA)
     loss = functools.partial(_lora_loss, rows=rows)
     assert _twin_error(tx, params, 0, loss) <= 1e-10
     end = _points(tx, loss, params)[-1]
@@ -155,7 +150,7 @@ def test_a_target_of_fewer_ranks_in_float32(name: str) -> None:
 def test_heads_wider_than_the_model_are_left_as_they_are(x64: None) -> None:
     """Rank 4 of 6 on both sides: neither fixes what the other lacks."""
     gauge = go.head_linear({"query": "_ head basis"}, {"key": "_ head basis"})
-    params, grads = (_normal(seed, query=(4, 2, 6), key=(4, 2, 6)) for seed in (0, 1))
+    params, grads = (normal(seed, {"query": (4, 2, 6), "key": (4, 2, 6)}) for seed in (0, 1))
     adam, tx = optax.adam(1e-2), go.quotient(optax.adam(1e-2), gauge, hold=False)
     expected, _ = adam.update(grads, jit(adam.init)(params), params)
     found, _ = tx.update(grads, jit(tx.init)(params), params)

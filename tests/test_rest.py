@@ -15,7 +15,6 @@ from tests.cases import GAUGE_CASES, GaugeCase
 from tests.twins import stepper, train
 
 Tree = Any
-STEPS = 40
 MAKE: dict[str, Callable[..., optax.GradientTransformationExtraArgs]] = {
     "quotient(adamw)": lambda g, rest: go.quotient(optax.adamw(1e-2, weight_decay=0.1), g, rest=rest),
     "quotient(lion)": lambda g, rest: go.quotient(optax.lion(1e-3), g, rest=rest),
@@ -27,9 +26,8 @@ MAKE: dict[str, Callable[..., optax.GradientTransformationExtraArgs]] = {
 CASES: dict[str, GaugeCase] = {case.name: case for case in GAUGE_CASES}
 
 
-def losses(tx: Any, params: Tree, loss: Any, steps: int = STEPS) -> tuple[np.ndarray, Tree]:
-    end, seen = train(tx.init, stepper(tx, loss), params, steps)
-    return seen, end
+def _trained(tx: Any, params: Tree, loss: Any, steps: int = 40) -> tuple[Tree, np.ndarray]:
+    return train(tx.init, stepper(tx, loss), params, steps)
 
 
 @pytest.mark.slow_rows("rescale/layers-ddc_muon", "*-quotient_*", "*-ddc_adamw")
@@ -39,10 +37,10 @@ def test_losses_are_the_same(case: str, name: str, x64: None) -> None:
     gauges, params = CASES[case].gauges(), CASES[case].params(jax.random.key(1))
     group = go.product(gauges)
     twin = group.act(group.sample(jax.random.key(2), params, 0.5), params)
-    anchor, end = losses(MAKE[name](gauges, "anchor"), params, CASES[case].loss)
+    end, anchor = _trained(MAKE[name](gauges, "anchor"), params, CASES[case].loss)
     tx = MAKE[name](gauges, "balanced")
     for start in (params, twin):
-        balanced, other = losses(tx, start, CASES[case].loss)
+        other, balanced = _trained(tx, start, CASES[case].loss)
         np.testing.assert_allclose(balanced, anchor, rtol=1e-10)
         apart = jax.tree.map(lambda x, y: float(jnp.max(jnp.abs(x - y))), end, other)
         assert max(jax.tree.leaves(apart)) > 1e-3, "both rest at one point"
@@ -68,7 +66,7 @@ def test_the_papers_coordinate_stays(name: str, degree: int) -> None:
 
     moved = {}
     for rest in ("anchor", "balanced"):
-        _, end = losses(MAKE[name](gauge, rest), params, loss, 300)
+        end, _ = _trained(MAKE[name](gauge, rest), params, loss, 300)
         moved[rest] = float(np.max(np.abs(coordinate(end) - coordinate(params))))
     assert moved["balanced"] <= 1e-6 < 0.1 < moved["anchor"]
 

@@ -19,7 +19,7 @@ from gauge_optax.linalg import lyapunov_by_products
 from models import lm
 from tests.quick import jit
 from tests.tolerances import tolerance
-from tests.twins import CONFIGS, ODD, Tree, apart, check_twins, loss_of, odd, start_of, stepper, train
+from tests.twins import CONFIGS, ODD, Tree, check_twins, furthest, loss_of, odd, start_of, stepper, train
 
 INNERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "adamw": lambda: optax.adamw(3e-3, weight_decay=0.1),
@@ -44,44 +44,30 @@ def program(name: str, dtype: str, inner: str, linear: bool) -> tuple[Any, Any, 
 
 # Twins --------------------------------------------------------------------------------------------
 
-# (model, inner, dtype): the quick ones are one model and one inner per kind of either.
-QUICK = {
-    ("gpt", "adamw", "float64"), ("llama", "adamw", "float32"), ("gpt", "lion", "float64"), ("gpt", "muon", "float64")
-}
-PAIRS = [(name, "adamw") for name in CONFIGS] + [
-    (name, inner) for name in ("gpt", "llama") for inner in (*INNERS, "muon") if inner != "adamw"
-]
+# Model, inner, odd start, and whether heads have general linear groups.
 ROWS = [
-    pytest.param(name, inner, dtype, marks=() if (name, inner, dtype) in QUICK else pytest.mark.slow)
-    for name, inner in PAIRS for dtype in ("float64", "float32")
+    *((name, "adamw", "", False) for name in CONFIGS),
+    *((name, inner, "", False) for name in ("gpt", "llama") for inner in (*INNERS, "muon") if inner != "adamw"),
+    *((name, inner, "", True) for name in ("gpt", "llama", "mqa") for inner in ("adamw", "muon")),
+    *(("gpt", inner, start, False) for inner in ("adamw", "lion", "muon") for start in ODD),
 ]
+# The quick ones are one model and one inner per kind of either, and all odd starts of one optimizer.
+QUICK = [
+    ("gpt", "adamw", "", False, "float64"), ("llama", "adamw", "", False, "float32"),
+    ("gpt", "lion", "", False, "float64"), ("gpt", "muon", "", False, "float64"),
+    *(("gpt", "adamw", start, False, dtype) for start in ODD for dtype in ("float64", "float32")),
+]
+SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize(("name", "inner", "dtype"), ROWS)
-def test_twins_under_any_optimizer(name: str, inner: str, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "inner", "start", "linear", "dtype"),
+    [pytest.param(*row, dtype, marks=() if (*row, dtype) in QUICK else SLOW)
+     for row in ROWS for dtype in ("float64", "float32")],
+)
+def test_twins_under_any_optimizer(name: str, inner: str, start: str, linear: bool, dtype: str) -> None:
     # Prodigy's estimate of a distance adds up rounding of all leaves: 1.9e-5 or 2.5e-5 in the loss, by the machine.
-    check_quotient(name, inner, dtype, loss_slack=4.0 if (name, inner, dtype) == ("gpt", "prodigy", "float32") else 1.0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("inner", ["adamw", "muon"])
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("name", ["gpt", "llama", "mqa"])
-def test_twins_under_general_linear_groups(name: str, dtype: str, inner: str) -> None:
-    check_quotient(name, inner, dtype, linear=True)
-
-
-@pytest.mark.slow_rows("lion-*", "muon-*")
-@pytest.mark.parametrize("start", ODD)
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("inner", ["adamw", "lion", "muon"])
-def test_odd_starts(inner: str, start: str, dtype: str) -> None:
-    check_quotient("gpt", inner, dtype, start)
-
-
-def check_quotient(
-    name: str, inner: str, dtype: str, start: str = "", linear: bool = False, loss_slack: float = 1.0
-) -> None:
+    loss_slack = 4.0 if (name, inner, dtype) == ("gpt", "prodigy", "float32") else 1.0
     with jax.enable_x64(dtype == "float64"):
         params = odd(start, start_of(name, dtype)) if start else start_of(name, dtype)
         group, init, step = program(name, dtype, inner, linear)
@@ -122,7 +108,7 @@ def test_unpinned_weights_stay_on_the_slice() -> None:
     tx, g = go.quotient(INNERS["adamw"](), group, pin=False), group.sample(jax.random.key(3), params)
     ours, theirs = (run(tx, "llama", start, 100)[0] for start in (params, group.act(g, params)))
     assert _largest(go.measure.drift(params, ours, group)) <= tolerance("quotient_drift", "float32")
-    assert max(apart(theirs, group.act(g, ours)).values()) <= tolerance("quotient_twins", "float32")
+    assert furthest(theirs, group.act(g, ours)) <= tolerance("quotient_twins", "float32")
 
 
 # The step -----------------------------------------------------------------------------------------
@@ -135,8 +121,8 @@ def test_the_size_of_the_loss_changes_nothing_that_adamw_does_not_show() -> None
     def end(tx: optax.GradientTransformation, size: float) -> Tree:
         return train(jit(tx.init), stepper(tx, lambda p: size * loss(p)), params, 5)[0]
 
-    ours = max(apart(*(end(go.quotient(INNERS["adamw"](), gauges), s) for s in (1.0, 1e8))).values())
-    plain = max(apart(*(end(INNERS["adamw"](), s) for s in (1.0, 1e8))).values())
+    ours = furthest(*(end(go.quotient(INNERS["adamw"](), gauges), s) for s in (1.0, 1e8)))
+    plain = furthest(*(end(INNERS["adamw"](), s) for s in (1.0, 1e8)))
     print(f"loss times 1e8: {ours:.1e}, plain {plain:.1e}")
     assert ours <= max(3.0 * plain, 1e-5)
 
@@ -177,7 +163,7 @@ def test_before_a_constant_head_what_is_rounding_is_no_step(head: str) -> None:
 def test_a_list_without_gauges_is_the_optimizer_itself(tx: optax.GradientTransformation) -> None:
     params, own = start_of("llama", "float32"), go.quotient(tx, [])
     found, expected = (jit(t.update)(params, t.init(params), params)[0] for t in (own, tx))
-    assert max(apart(found, expected).values()) == 0.0
+    assert furthest(found, expected) == 0.0
 
 
 @pytest.mark.slow
@@ -189,7 +175,7 @@ def test_a_rate_ahead_of_the_wrapper_is_one_inside(rate: float, x64: None) -> No
     whole = go.quotient(optax.sgd(rate), gauges)
     link = optax.chain(optax.scale(rate), go.quotient(optax.scale(-1.0), gauges))
     one, two = (jit(tx.update)(grads, jit(tx.init)(params), params)[0] for tx in (whole, link))
-    assert max(apart(two, one).values()) <= 1e-10
+    assert furthest(two, one) <= 1e-10
 
 
 @pytest.mark.slow
@@ -211,7 +197,7 @@ def test_line_searches_see_slice_coordinates(x64: None) -> None:
             here, state = step(here, state)
         ends.append(here)
     assert float(loss(ends[0])) < float(loss(params))
-    assert max(apart(ends[1], group.act(g, ends[0])).values()) <= tolerance("quotient_twins")
+    assert furthest(ends[1], group.act(g, ends[0])) <= tolerance("quotient_twins")
 
 
 # Standing still -----------------------------------------------------------------------------------
@@ -298,7 +284,7 @@ def test_seeds_may_be_mapped_over() -> None:
         return optax.apply_updates(p, tx.update(jax.grad(loss)(p), tx.init(p), p)[0])
 
     mapped, alone = jit(jax.vmap(one))(jax.tree.map(lambda x: jnp.stack([x, 1.1 * x]), params)), jit(one)(params)
-    assert max(apart(jax.tree.map(lambda x: x[0], mapped), alone).values()) <= tolerance("optax", "float32") * 10
+    assert furthest(jax.tree.map(lambda x: x[0], mapped), alone) <= tolerance("optax", "float32") * 10
 
 
 @pytest.mark.slow

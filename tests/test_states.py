@@ -193,13 +193,16 @@ def test_an_error_of_the_optimizer_inside_is_its_own() -> None:
         tx.update(PARAMS, tx.init(PARAMS), PARAMS)
 
 
-NO_KEY: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
+WRONG: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
     "assert_invariant": (
         "no PRNG key", "jax.random.key(3)", lambda three: go.testing.assert_invariant(_sum, PARAMS, RESCALE, three)
     ),
     "assert_equivariant_step": (
         "no PRNG key", "jax.random.key(3)",
         lambda three: go.testing.assert_equivariant_step(optax.sgd(0.1), _sum, PARAMS, RESCALE, three),
+    ),
+    "a mesh of more devices than there are": (
+        "a mesh of 64x2 devices", "jax_num_cpu_devices", lambda _: lm_sharding.make_mesh(64, 2)
     ),
     "discover": (
         "discover: seed is no integer", "seed=0",
@@ -212,16 +215,11 @@ def _sum(p: Any, x: Any = 1.0) -> Any:
     return jnp.sum(x * jnp.sum(p["up"]))
 
 
-@pytest.mark.parametrize("name", NO_KEY)
-def test_a_seed_is_no_key_nor_a_key_a_seed(name: str) -> None:
-    match, remedy, call = NO_KEY[name]
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_argument_is_named_with_its_remedy(name: str) -> None:
+    match, remedy, call = WRONG[name]
     with refused(match, remedy):
         call(3)
-
-
-def test_a_mesh_of_more_devices_than_there_are() -> None:
-    with refused("a mesh of 64x2 devices", "jax_num_cpu_devices"):
-        lm_sharding.make_mesh(64, 2)
 
 
 def test_every_gauge_says_what_breaks_it() -> None:

@@ -4,7 +4,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
@@ -13,6 +12,7 @@ from gauge_optax.gauges.gauge import Gauge
 from tests.cases import GAUGE_CASES, GaugeCase
 from tests.quick import jit
 from tests.tolerances import tolerance
+from tests.twins import normal_like
 
 CASES = {case.name: case for case in GAUGE_CASES}
 KEY = jax.random.key(3)
@@ -21,11 +21,6 @@ RELATIVE = r"\d\.\d\de[+-]\d+"
 
 def _params(case: GaugeCase, dtype: str = "float64") -> Any:
     return jax.tree.map(lambda x: jnp.asarray(x, dtype), case.params(jax.random.key(0)))
-
-
-def _random_like(params: Any) -> Any:
-    generator = np.random.default_rng(9)
-    return jax.tree.map(lambda x: jnp.asarray(generator.normal(size=x.shape), x.dtype), params)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
@@ -111,7 +106,7 @@ def test_a_projected_update_is_horizontal_and_an_arbitrary_one_is_not(name: str,
     case, assertion = CASES[name], go.testing.assert_horizontal
     with jax.enable_x64(dtype == "float64"):
         params, group = _params(case, dtype), go.product(case.gauges())
-        update = _random_like(params)
+        update = normal_like(9, params)
         assert assertion(jit(group.horizontal)(params, update), params, case.gauges()) is None  # type: ignore[func-returns-value]
         with pytest.raises(AssertionError, match=rf"vertical part {RELATIVE} of the update") as error:
             assertion(update, params, case.gauges())

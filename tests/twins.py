@@ -1,7 +1,7 @@
 """Small models in general position and from odd starts, and twins of them trained side by side."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -27,6 +27,18 @@ CONFIGS = {
     "llama_bias": lm.llama_config(**SIZES | {"bias": True}),
 }
 TOKENS = np.random.default_rng(0).integers(SIZES["vocab"], size=(6, 7))
+
+
+def normal(seed: int, shapes: Mapping[str, tuple[int, ...]], dtype: Any = float) -> dict[str, jax.Array]:
+    """Unit normals of these shapes, drawn one after another by numpy."""
+    draw = np.random.default_rng(seed).normal
+    return {name: jnp.asarray(draw(size=shape), dtype) for name, shape in shapes.items()}
+
+
+def normal_like(seed: int, tree: Tree) -> Tree:
+    """The same for every leaf of a tree, of its shape and dtype."""
+    draw = np.random.default_rng(seed).normal
+    return jax.tree.map(lambda x: jnp.asarray(draw(size=x.shape), x.dtype), tree)
 
 
 @functools.cache
@@ -78,6 +90,17 @@ def trained(tx: optax.GradientTransformation, loss: Callable[[Tree], jax.Array],
     return params, state
 
 
+def driven(
+    tx: optax.GradientTransformation, params: Tree, gradients: Iterable[Tree], state: Tree = None
+) -> tuple[Tree, Tree]:
+    """Weights and state after a step with each of these gradients, from a state or from a new one."""
+    state, update = jit(tx.init)(params) if state is None else state, jit(tx.update)
+    for grads in gradients:
+        updates, state = update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
 def walk(tx: optax.GradientTransformation, params: Tree, gradients: Tree) -> tuple[Tree, Tree]:
     """The weights before every step and after the last, and the last state; gradients are stacked by step."""
 
@@ -95,9 +118,15 @@ def walk(tx: optax.GradientTransformation, params: Tree, gradients: Tree) -> tup
 
 def apart(a: Tree, b: Tree) -> dict[str, float]:
     """Relative distance of every leaf, key biases in."""
-    pairs = zip(leaves_by_path(a).items(), leaves_by_path(b).values(), strict=True)
-    arrays = ((path, np.asarray(x, np.float64), np.asarray(y, np.float64)) for (path, x), y in pairs)
+    ours, theirs = leaves_by_path(a), leaves_by_path(b)
+    assert ours.keys() == theirs.keys()
+    arrays = ((path, np.asarray(x, np.float64), np.asarray(theirs[path], np.float64)) for path, x in ours.items())
     return {path: float(np.linalg.norm(x - y) / (np.linalg.norm(y) or 1.0)) for path, x, y in arrays}
+
+
+def furthest(a: Tree, b: Tree) -> float:
+    """The largest of these distances."""
+    return max(apart(a, b).values())
 
 
 ODD: dict[str, Callable[[str, jax.Array], jax.Array]] = {

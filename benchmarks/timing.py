@@ -71,11 +71,6 @@ class Update:
         return time.perf_counter() - start
 
     @property
-    def scratch_bytes(self) -> int:
-        """What a call holds beside its arguments and results, by the compiler's plan."""
-        return int(self.compiled.memory_analysis().temp_size_in_bytes)
-
-    @property
     def peak_bytes(self) -> int:
         """What a call holds at once by the compiler's plan: arguments, results that do not reuse them, scratch."""
         return _planned(self.compiled)

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import gauge_optax as go
-from examples.studies import gaugefix_lrm, gaugefix_networks
+from examples.studies import gaugefix_lrm
 from models import gpt2, lm, multipliers
 
 
@@ -39,11 +39,21 @@ def test_the_committed_table_says_what_is_written_below_it() -> None:
 # Networks that drift --------------------------------------------------------------------------------------
 
 
+NETWORKS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "biases": {"bias": True},
+    "rotary": {"rope": True},
+    "grouped": {"kv_heads": 2},
+    "all three": {"bias": True, "rope": True, "kv_heads": 2},
+}
+"""Name → switches of the configuration, as in the stored runs."""
+
+
 @pytest.mark.slow_rows("[!a]*")
-@pytest.mark.parametrize("network", gaugefix_networks.NETWORKS)
+@pytest.mark.parametrize("network", NETWORKS)
 def test_the_gauges_of_every_network_hold(network: str, x64: None) -> None:
     sizes = {"vocab": 11, "d_model": 8, "layers": 1, "heads": 2, "kv_heads": 2, "d_head": 4, "d_ff": 8, "max_len": 8}
-    switches = gaugefix_networks.NETWORKS[network]
+    switches = NETWORKS[network]
     config = gpt2.config(**sizes | switches | ({"kv_heads": 1} if "kv_heads" in switches else {}))
     graph, state = nnx.split(nnx.eval_shape(lambda: gpt2.build(config, nnx.Rngs(0))))
     rng = np.random.default_rng(0)
@@ -59,10 +69,8 @@ def test_the_gauges_of_every_network_hold(network: str, x64: None) -> None:
         )
 
 
-def test_the_docstring_has_the_measured_gaps_of_sums_and_of_entries() -> None:
+def test_sums_of_gradients_agree_where_their_entries_do_not() -> None:
     cells = committed("gaugefix_networks")
     assert max(max(cell["sums"]) for cell in cells.values()) < 1e-5
     for network, gap in {"plain": 3e-7, "biases": 0.05, "rotary": 0.65, "grouped": 0.55}.items():
-        name = gaugefix_networks.cell_name(network, "C", gaugefix_networks.RATE, gaugefix_networks.SHORT)
-        assert max(cells[name]["entries"]) == pytest.approx(gap, rel=0.1), network
-    assert all(f"{x}" in (gaugefix_networks.__doc__ or "") for x in ("3e-7", "5, 65 and 55 %"))
+        assert max(cells[f"{network}, C, rate 0.003, 300 steps"]["entries"]) == pytest.approx(gap, rel=0.1), network

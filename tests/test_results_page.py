@@ -1,12 +1,13 @@
 """The page of results: each verdict names the coordinate or statistic it was read from, and turns with the numbers."""
 
 import json
+import math
 import re
 from typing import Any
 
 import pytest
 
-from examples.studies import depth8, harness, report, rotational_variants, tables
+from examples.studies import harness, report, tables
 
 SECTIONS = tables.SECTIONS
 VERDICT = re.compile(r"\b(shows?|does not show)\b", re.I)
@@ -82,7 +83,7 @@ def test_a_verdict_without_one_is_found() -> None:
 
 
 def test_table_4_repeats_what_its_studies_say() -> None:
-    """Its text stands as it was; each of its verdicts is a sentence of a section that is computed."""
+    """Its text stands as it was; each of its verdicts is a sentence of another section."""
     page = parts()
     said, others = page.pop("DDC's Table 4, finding by finding"), " ".join(page.values())
     assert len(verdicts(said)) >= 6
@@ -93,25 +94,25 @@ def test_table_4_repeats_what_its_studies_say() -> None:
 # Verdicts turn with the numbers ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "claim", "key", "yes", "no"), [
-    ("rotational_variants", "zero-shot in most cases", "zero-shot", 0.0, 9.0),
-    ("rotational_variants", "when tuned a little", "few-shot", 0.0, 9.0),
-    ("rotational_variants", "without decay networks are worse", "no decay", 9.0, 0.0),
-    ("depth8", "ends above the full rotation", "test_accuracy", 2.0, 0.0),
-    ("depth8", "gauge ends above Muon", "test_accuracy", 2.0, 0.0),
-    ("depth8", "RoPE-torus gauge all seeds grok", "test_accuracy", 1.0, 0.0),
-    ("depth8", "further off the singular floor", "fisher", 1.0, 0.0),
-    ("depth8", "at a lower loss", "test_loss", 0.0, 1e9),
-    ("depth8", "compresses the activations", "activations", 0.0, 1e9),
+@pytest.mark.parametrize(("name", "claim", "arm", "key", "yes", "no"), [
+    ("sparse_parity", "the linear scale keeps the block at full", "DDC, linear", "accuracy", 1.0, 0.0),
+    ("sparse_parity", "the log scale collapses the block", "DDC, log", "loss", math.log(2.0), 0.0),
+    ("sparse_parity", "there accuracy drops to chance", "DDC, log", "accuracy", 0.5, 1.0),
+    ("sparse_parity", "four orders of magnitude", "AdamW, 1 + γ", "live_drift", 1e9, 0.0),
+    ("row_shift", "grows the mode more than no remedy", "AdamW, PaLM Z-loss", "mode", 1e9, 0.0),
+    ("diagonal_network", "SGD moves scale less", "SGD", "ratio", 0.0, 1e9),
+    ("minimum", "AdamW leaks the readout", "isolation: AdamW", "share", 1.0, 0.0),
+    ("minimum", "the orbit is held on both bases", "one step: DDC", "turned", 0.0, 1.0),
+    ("minimum", "the Adam base composes with rescales", "one step: DDC", "rescale", 0.0, 1.0),
 ])
-def test_a_verdict_turns_with_the_numbers(name: str, claim: str, key: str, yes: float, no: float) -> None:
+def test_a_verdict_turns_with_the_numbers(name: str, claim: str, arm: str, key: str, yes: float, no: float) -> None:
     for value, verdict in ((yes, "shows here on all"), (no, "does NOT show")):
         result = committed(name)
-        places = [result["cells"][pair] for pair in rotational_variants.PAIRS] if name != "depth8" else [
-            run["curves"] for run in result["cells"][depth8.TORUS].values()
-        ]
-        for place in places:
-            place[key] = [value] * len(place[key])
+        for run in result["cells"][arm].values():
+            places = [place for place in (run, run.get("final", {}), run.get("curves", {})) if key in place]
+            assert places
+            for place in places:
+                place[key] = [value] * len(place[key]) if isinstance(place[key], list) else value
         (sentence,) = (x for x in verdicts(harness.find(name).section(result)) if claim in x)
         assert verdict in sentence
 

@@ -15,18 +15,10 @@ from examples import merge
 from examples.studies import baselines, harness, kronecker, minimum, self_tests, table3
 from examples.studies import twins_benchmark as example
 from models import grokking, modular
-from tests.test_training_studies import KILLED
+from tests.test_training_studies import TINY
 from tests.twins import trained
 
 RESULTS = Path(__file__).parent.parent / "examples" / "results"
-TINY: dict[str, list[str]] = {
-    "row_shift": ["--modulus", "5", "--width", "8", "--hidden", "8", "--heads", "2"],
-    "relu_rescale": ["--samples", "8", "--inputs", "3", "--hidden", "4", "--outputs", "2"],
-    "layernorm_scale": ["--samples", "8", "--channels", "4", "--outputs", "2"],
-    "diagonal_network": ["--samples", "16", "--modes", "8", "--nonzero", "2"],
-    "sparse_parity": ["--bits", "4", "--hidden", "8"],
-    **KILLED,
-}
 OTHERS: dict[str, tuple[str, list[str]]] = {  # what the section says, and options
     "minimum": ("| ddc |", [
         "--steps", "40", "--modulus", "5", "--width", "4", "--hidden", "8", "--modes", "16", "--pretraining", "2",

@@ -9,7 +9,7 @@ paper has it. C: neither. cap, fix, decay: B with the product s_Q·s_K held, whi
 multipliers at all. bfloat16: forward and backward in it; weights, optimizer and the loss of the logits in float32.
 
 In this network nothing drifts but by rounding: logits see r_Q·r_K entry by entry, so that multipliers that start equal
-get equal gradients. `gaugefix_networks` trains networks that part them.
+get equal gradients. The settled study `gaugefix_networks` had networks that part them.
 """
 
 import argparse
@@ -36,6 +36,7 @@ Cell = dict[str, Any]
 SEEDS = (42, 123, 456)
 PRECISIONS = ("float32", "bfloat16")
 CAP, HELD = 1.05, ("cap", "fix", "decay")
+RATE = 3e-3  # at its peak
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,13 +53,11 @@ class Arm(NamedTuple):
       which: "A", "B", "C" as in `multipliers.condition`, or "none" for a model without multipliers.
       fixing: keyword arguments of `gauge_fix`.
       held: keyword arguments of `hold_products`; None where products are free.
-      quotient: keyword arguments of `quotient` around the optimizer; None without it.
     """
 
     which: str
     fixing: dict[str, Any]
     held: dict[str, Any] | None = None
-    quotient: dict[str, Any] | None = None
 
 
 def arms(rate: float) -> dict[str, Arm]:
@@ -96,12 +95,12 @@ class Task(NamedTuple):
 LENGTH, BATCH = 32, 8
 
 
-def small(steps: int, rate: float = 3e-3, **switches: Any) -> Task:
-    """Two layers on bytes of text; `switches` of the model's configuration."""
+def small(steps: int) -> Task:
+    """Two layers on bytes of text."""
     sizes = {"d_model": 48, "layers": 2, "heads": 4, "kv_heads": 4, "d_head": 12, "d_ff": 192}
     drawn = functools.cache(lambda seed: data.batches(LENGTH, BATCH, seed=seed)[0])
-    config = gpt2.config(vocab=data.VOCAB, max_len=LENGTH, **(sizes | switches))
-    return Task(config, steps, rate, lambda n, seed: drawn(seed)[n], np.stack(data.batches(LENGTH, 8 * BATCH)[1]))
+    config = gpt2.config(vocab=data.VOCAB, max_len=LENGTH, **sizes)
+    return Task(config, steps, RATE, lambda n, seed: drawn(seed)[n], np.stack(data.batches(LENGTH, 8 * BATCH)[1]))
 
 
 def schedule(task: Task) -> optax.Schedule:
@@ -133,15 +132,8 @@ class Program(NamedTuple):
     evaluate: Callable[..., Any]
 
 
-def program(task: Task, arm: Arm, dtype: str, observe: Callable[[Any, Any, Any], Any] | None = None) -> Program:
-    """Of one arm. A step gives (parameters, state) and (gradient norm, drift, mean product).
-
-    Args:
-      task: the model, and for how long.
-      arm: the optimizer.
-      dtype: of forward and backward.
-      observe: (parameters, gradients, parameters after the step) → what a step gives instead.
-    """
+def program(task: Task, arm: Arm, dtype: str) -> Program:
+    """Of one arm, forward and backward in `dtype`. A step gives its carry and (gradient norm, drift, mean product)."""
     multiplied = arm.which != "none"
     make = functools.partial(gpt2.build, task.config, multiplied=multiplied)
     graph, _ = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
@@ -149,7 +141,6 @@ def program(task: Task, arm: Arm, dtype: str, observe: Callable[[Any, Any, Any],
     tx = plain(schedule(task))
     if multiplied:
         tx = multipliers.condition(arm.which, schedule(task), gauge, arm.held, **arm.fixing)
-        tx = tx if arm.quotient is None else go.quotient(tx, gauge, **arm.quotient)
         tx = optax.chain(tx, go.measure.track_balance(gauge))
 
     def loss(params: Any, tokens: jax.Array) -> jax.Array:
@@ -163,8 +154,6 @@ def program(task: Task, arm: Arm, dtype: str, observe: Callable[[Any, Any, Any],
         grads = jax.grad(loss)(params, batch)
         updates, state = tx.update(grads, state, params)
         after = optax.apply_updates(params, updates)
-        if observe is not None:
-            return (after, state), observe(params, grads, after)
         drift, product = jnp.zeros(()), jnp.ones(())
         if multiplied:
             drift, product = optax.tree.get(state, "drift"), jnp.mean(optax.tree.get(state, "product").packed)
@@ -182,7 +171,7 @@ def program(task: Task, arm: Arm, dtype: str, observe: Callable[[Any, Any, Any],
     return Program(lambda seed: start(jax.random.key(seed)), step, evaluate)
 
 
-def trained(task: Task, compiled: Program, seed: int, window: int) -> tuple[Any, np.ndarray]:
+def trained(task: Task, compiled: Program, seed: int, window: int) -> tuple[np.ndarray, np.ndarray]:
     """What each step gives, stacked, and the validation loss after every `window` steps."""
     carry, recorded, losses = compiled.start(seed), [], []
     for n in range(task.steps):
@@ -190,7 +179,7 @@ def trained(task: Task, compiled: Program, seed: int, window: int) -> tuple[Any,
         recorded.append(figures)
         if (n + 1) % window == 0:
             losses.append(float(compiled.evaluate(carry[0], task.held_out)))
-    return jax.tree.map(lambda *x: np.stack(x), *jax.device_get(recorded)), np.array(losses)
+    return np.stack(jax.device_get(recorded)), np.array(losses)
 
 
 def measured(task: Task, name: str, dtype: str, seeds: Sequence[int], run: Run) -> Cell:
@@ -338,4 +327,4 @@ def cells(c: Config, args: argparse.Namespace) -> harness.Cells:
 
 
 STUDY = harness.Study(__doc__, "gaugefix_lrm", cells, section, figure, config=Config(), seeds=SEEDS, digits=5,
-                      settings=lambda c: {"steps": c.steps, "rate": 3e-3, "width": 48, "layers": 2})
+                      settings=lambda c: {"steps": c.steps, "rate": RATE, "width": 48, "layers": 2})

@@ -31,7 +31,6 @@ import optax
 
 import gauge_optax as go
 from examples.studies import baselines, harness, report
-from examples.studies.grok_readings import GROKKED, grok_reading
 from examples.studies.harness import Result, Run
 from models import grokking
 from models.grokking import GrokConfig, Params
@@ -39,6 +38,8 @@ from models.grokking import GrokConfig, Params
 NAME = "grokking"
 BEST_SEED = 42
 POINTS = 201  # of a curve that is kept
+GROKKED = 0.95
+KEPT = 10  # readings for which accuracy stays up, for a run to have grokked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,6 +233,16 @@ def run_cell(run: Run, config: Config, cell: Cell, of_grid: bool = False) -> dic
 # What a run says --------------------------------------------------------------------------------------
 
 
+def grok_reading(accuracy: Sequence[float]) -> int | None:
+    """The number of the reading at which a run groks: the first of 95 % that the next ones keep.
+
+    >>> grok_reading([0.1, 0.96, 0.2, *[0.97] * 11])
+    3
+    """
+    up = [x >= GROKKED for x in accuracy]
+    return next((k for k in range(len(up) - KEPT) if all(up[k : k + KEPT + 1])), None)
+
+
 def summary(accuracy: Sequence[float], every: int) -> dict[str, float]:
     """Mean test accuracy, steps to grok (inf), collapses, readings below 95 % and the lowest accuracy after it.
 
@@ -289,8 +300,16 @@ def queue(c: Config, args: argparse.Namespace) -> Callable[[Result], harness.Cel
 
 def figure(result: Result, path: Path) -> None:
     """Test accuracy of each arm, a line per seed, with the collapses after it grokked."""
-    fig, axes = report.grid_of_panels(len(result["cells"]), "Test accuracy: when it rises, and whether it stays")
-    for axis, (arm, cells) in zip(axes, result["cells"].items(), strict=True):
+    count, columns = len(result["cells"]), min(4, len(result["cells"]))
+    rows = -(-count // columns)
+    fig, grid = report.plt.subplots(
+        rows, columns, figsize=(3.4 * columns, 2.3 * rows + 0.6), layout="constrained", squeeze=False, sharex=True,
+        sharey=True,
+    )
+    fig.suptitle("Test accuracy: when it rises, and whether it stays")
+    for axis in grid.flat[count:]:
+        axis.set_visible(False)
+    for axis, (arm, cells) in zip(grid.flat, result["cells"].items(), strict=False):
         for seed, cell in cells.items():
             axis.plot(cell["curves"]["step"], cell["curves"]["test_accuracy"], lw=1.0, label=f"seed {seed}")
         axis.axhline(GROKKED, color="0.7", lw=0.8, zorder=0)

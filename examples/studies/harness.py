@@ -376,12 +376,10 @@ def by_name(
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """An optimizer, and the loss it minimises, what is observed and where it starts where these are its own."""
+    """An optimizer, and the loss it minimises where that is its own."""
 
     tx: optax.GradientTransformation
     loss: Loss | None = None
-    observe: Observe | None = None
-    make: Callable[[int], tuple[Params, Data]] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -391,16 +389,14 @@ class Training:
     Attributes:
       arms: by name, in the order of the table.
       make: seed → initial parameters and data; shapes may not depend on the seed, so that seeds share one program.
-      loss: of (parameters, batch).
+      loss: of (parameters, data): every step sees all of the data.
       observe: (initial parameters, parameters, data) → named scalars, read some hundred times along a run.
-      batch: (data, step) → batch; by default everything, at each step.
     """
 
     arms: Mapping[str, Arm]
     make: Callable[[int], tuple[Params, Data]]
     loss: Loss
     observe: Observe
-    batch: Callable[[Data, jax.Array], Any] = lambda data, step: data
 
 
 def trained(build: Callable[[Any], Training]) -> Callable[[Any, argparse.Namespace], Cells]:
@@ -408,20 +404,15 @@ def trained(build: Callable[[Any], Training]) -> Callable[[Any, argparse.Namespa
 
     def cells(config: Any, args: argparse.Namespace) -> Cells:
         training = build(config)
-        return runs_of(training, args.seeds, config.steps)
+        program = functools.cache(lambda name: advance(training, training.arms[name]))
+
+        def make(run: Run, name: str, seed: int) -> Any:
+            return run_cell(training, training.arms[name].tx, program(name), seed, config.steps, run.saved)
+
+        pairs = itertools.product(training.arms, args.seeds)
+        return {("cells", name, str(seed)): functools.partial(make, name=name, seed=seed) for name, seed in pairs}
 
     return cells
-
-
-def runs_of(training: Training, seeds: Sequence[int], steps: int) -> Cells:
-    """A training run per arm and seed."""
-    program = functools.cache(lambda name: advance(training, training.arms[name]))
-
-    def make(run: Run, name: str, seed: int) -> Any:
-        return run_cell(training, training.arms[name], program(name), seed, steps, run.saved)
-
-    pairs = itertools.product(training.arms, seeds)
-    return {("cells", name, str(seed)): functools.partial(make, name=name, seed=seed) for name, seed in pairs}
 
 
 def advance(training: Training, arm: Arm) -> Callable[..., tuple[Params, Any]]:
@@ -430,7 +421,7 @@ def advance(training: Training, arm: Arm) -> Callable[..., tuple[Params, Any]]:
 
     @jax.jit
     def steps(params: Params, state: Any, data: Data, first: int, last: int) -> tuple[Params, Any]:
-        return descend(arm.tx, loss, (params, state), lambda n: training.batch(data, n), first, last)
+        return descend(arm.tx, loss, (params, state), lambda n: data, first, last)
 
     return steps
 
@@ -449,13 +440,15 @@ def descend(
     return jax.lax.fori_loop(first, last, step, carry)
 
 
-def run_cell(training: Training, arm: Arm, go_on: Callable[..., Any], seed: int, steps: int, saved: Path) -> Any:
+def run_cell(
+    training: Training, tx: optax.GradientTransformation, go_on: Callable[..., Any], seed: int, steps: int, saved: Path
+) -> Any:
     """Train one arm from one seed, reading what the study observes at equal distances; goes on from `saved`."""
-    start, data = (arm.make or training.make)(seed)
-    observe = jax.jit(arm.observe or training.observe)
+    start, data = training.make(seed)
+    observe = jax.jit(training.observe)
     at = np.unique(np.linspace(0, steps, min(READINGS, steps) + 1).astype(int)).tolist()
     _, readings = along(
-        at, (start, jax.jit(arm.tx.init)(start)), lambda carry, first, last: go_on(*carry, data, first, last),
+        at, (start, jax.jit(tx.init)(start)), lambda carry, first, last: go_on(*carry, data, first, last),
         lambda carry: rounded(observe(start, carry[0], data)), saved,
     )
     curves = {key: [reading[key] for reading in readings] for key in readings[0]}

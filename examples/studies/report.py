@@ -53,11 +53,6 @@ def ratios(above: Values, below: Values, least: float = ROUNDING) -> Values:
     return [max(a, least) / max(b, least) for a, b in zip(above, below, strict=True)]
 
 
-def less(result: Result, ours: str, theirs: str, key: str, at: Reading = final) -> list[bool]:
-    """Whether one arm's reading is below another's, seed by seed."""
-    return [a < b for a, b in zip(at(result, ours, key), at(result, theirs, key), strict=True)]
-
-
 def span(values: Sequence[float], form: str = ".2g") -> str:
     """Smallest to largest, or one number where both read the same."""
     low, high = (number(x, form) for x in (min(values), max(values)))
@@ -194,27 +189,6 @@ def rows(axis: Axes, names: Iterable[str]) -> None:
     axis.invert_yaxis()
 
 
-def by_row(axis: Axes, values: Mapping[str, Sequence[float]]) -> None:
-    """Means and deviations over seeds, from the bottom to the top."""
-    for k, of_name in enumerate(values.values()):
-        axis.errorbar(np.mean(of_name), k, xerr=np.std(of_name, ddof=1), fmt="o", color="black")
-    axis.set_yticks(range(len(values)), list(values), fontsize=7)
-
-
-def grid_of_panels(count: int, title: str, columns: int = 4, common: bool = True) -> tuple[Figure, list[Axes]]:
-    """Rows of small panels under one title, with common axes or each with its own."""
-    columns = min(columns, count)
-    rows = -(-count // columns)
-    size = (3.4 * columns, 2.3 * rows + 0.6)
-    fig, axes = plt.subplots(
-        rows, columns, figsize=size, layout="constrained", squeeze=False, sharex=common, sharey=common
-    )
-    fig.suptitle(title)
-    for axis in axes.flat[count:]:
-        axis.set_visible(False)
-    return fig, list(axes.flat[:count])
-
-
 def colors(arms: Sequence[str]) -> dict[str, str]:
     """Red for AdamW and blue for the first DDC arm, in every figure."""
     ours = next((arm for arm in arms if arm.startswith("DDC")), "")
@@ -232,8 +206,6 @@ class Panel(NamedTuple):
       scale: of the quantity.
       ylabel: beside it.
       drift: whether what rounding hides is drawn at the rounding of float32, which is marked.
-      window: readings before and after that a running median takes, for what swings.
-      arms: the arms that are drawn; by default all.
     """
 
     key: str
@@ -241,15 +213,13 @@ class Panel(NamedTuple):
     scale: str = "log"
     ylabel: str = ""
     drift: bool = False
-    window: int = 0
-    arms: Sequence[str] = ()
 
 
-def figure(title: str | Callable[[Result], str], *shown: Panel) -> Callable[[Result, Path], None]:
+def figure(title: str, *shown: Panel) -> Callable[[Result, Path], None]:
     """What draws these panels in a row, under one title."""
 
     def draw(result: Result, path: Path) -> None:
-        fig, axes = panels(len(shown), title if isinstance(title, str) else title(result), grid=True)
+        fig, axes = panels(len(shown), title, grid=True)
         for axis, panel in zip(axes, shown, strict=True):
             curves(axis, result, panel)
         save(fig, path)
@@ -260,11 +230,8 @@ def figure(title: str | Callable[[Result], str], *shown: Panel) -> Callable[[Res
 def curves(axis: Axes, result: Result, panel: Panel) -> None:
     """One panel."""
     for arm, color in colors(result["arms"]).items():
-        for n, cell in enumerate(result["cells"][arm].values() if arm in (panel.arms or result["arms"]) else ()):
+        for n, cell in enumerate(result["cells"][arm].values()):
             values = cell["curves"][panel.key]
-            if panel.window:
-                around = (values[max(0, k - panel.window) : k + panel.window + 1] for k in range(len(values)))
-                values = [statistics.median(near) for near in around]
             values = [max(value, ROUNDING) for value in values] if panel.drift else values
             axis.plot(cell["curves"]["step"], values, color=color, lw=1.3, alpha=0.8, label=None if n else arm)
     axis.set(title=panel.title, xlabel="step", ylabel=panel.ylabel, yscale=panel.scale)

@@ -7,6 +7,7 @@ filter scale-invariant), with weight standardization, and without any normalisat
 ten labels of digits are drawn anew at each step: with all of them learnt there would be no gradient to speak of.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,16 +16,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 
 import gauge_optax as go
-from examples.studies import digits, harness, report, text
+from examples.studies import harness, report, starts
 from examples.studies.harness import Result
 from gauge_optax.binding import leaves_by_path
+from models import digits, lm
 from models.digits import DigitsConfig, neurons
+from models.weight_standardization import standardize
 
 Cell = dict[str, Any]
 
 LM_STEPS, DIGITS_STEPS, EVERY = 1_200, 3_000, 10
+BATCH, NOISE = 64, 0.3  # images; of their labels this share is drawn anew
 NEAR, STILL = 0.1, 0.1
 FIGURES = ("norm", "rotation", "decay", "square", "weight_gradient", "gradient_momentum")
 
@@ -90,35 +95,96 @@ def _cosine(a: jax.Array, b: jax.Array, dot: Callable[..., jax.Array]) -> jax.Ar
     return dot(a, b) / jnp.sqrt(jnp.maximum(dot(a, a) * dot(b, b), 1e-38))
 
 
+def along(
+    net: Net, loss: Callable[[Any, Any], jax.Array], axes: Mapping[str, str], params: Any, batches: Any
+) -> dict[str, jax.Array]:
+    """Path → (windows, `FIGURES`) along a run over stacked batches, means over `EVERY` steps; to be traced."""
+    decays = jax.tree.map(lambda x: x.ndim > 1, params)
+    tx, observe = optax.adamw(net.learning_rate, weight_decay=net.weight_decay, mask=decays), observer(net, axes)
+
+    def step(carry: tuple[Any, Any], batch: Any) -> tuple[tuple[Any, Any], Any]:
+        params, state = carry
+        grads = jax.grad(loss)(params, batch)
+        updates, after = tx.update(grads, state, params)
+        return (optax.apply_updates(params, updates), after), observe(params, grads, state, updates, after)
+
+    def window(carry: tuple[Any, Any], batches: Any) -> tuple[tuple[Any, Any], Any]:
+        carry, kept = jax.lax.scan(step, carry, batches)
+        return carry, jax.tree.map(lambda x: x.mean(0), kept)
+
+    windows = jax.tree.map(lambda x: x.reshape(-1, EVERY, *x.shape[1:]), batches)
+    return jax.lax.scan(window, (params, tx.init(params)), windows)[1]
+
+
+ATTENTION = dict.fromkeys(("query", "key", "value"), "_ head channel") | {"out": "_ _ channel"}
+MLP = dict.fromkeys(("up", "gate", "down"), "_ channel")
+"""Kernels of the language model → axes of their neurons."""
+
+
+def of_language_model(net: Net, seeds: Sequence[int]) -> tuple[dict[str, np.ndarray], dict[str, int]]:
+    """Path → (seeds, windows, `FIGURES`), and path → entries of a neuron."""
+    config, inside = lm.llama_config(), "layer/kernel" if net.standardized else "kernel"
+    axes = {
+        f"blocks/{k}/{block}/{name}/{inside}": over
+        for k in range(config.layers) for block, kernels in (("attn", ATTENTION), ("mlp", MLP))
+        for name, over in kernels.items()
+    }
+
+    def build(seed: int) -> tuple[Any, Any]:
+        model = lm.build(config, nnx.Rngs(seed))
+        if net.standardized:
+            standardize(model, ATTENTION | MLP)
+        graph, state = nnx.split(model)
+        return graph, nnx.to_pure_dict(state)
+
+    graph, _ = build(0)
+
+    def loss(params: Any, tokens: jax.Array) -> jax.Array:
+        return lm.loss_fn(nnx.merge(graph, params), tokens)
+
+    run = jax.jit(functools.partial(along, net, loss, axes))
+    runs = [jax.device_get(run(build(seed)[1], starts.batches(LM_STEPS, seed))) for seed in seeds]
+    entries = {path: config.d_ff if "mlp/down" in path else config.d_model for path in axes}
+    return jax.tree.map(lambda *x: np.stack(x), *runs), entries
+
+
+def of_digits(net: Net, config: DigitsConfig, seeds: Sequence[int]) -> tuple[dict[str, np.ndarray], dict[str, int]]:
+    """The same of a classifier."""
+    init, logits = digits.make(config)
+    (images, labels), _ = digits.data()
+    order = np.stack([np.random.default_rng(s).integers(0, len(labels), (DIGITS_STEPS, BATCH)) for s in seeds])
+    targets = np.stack([_redrawn(labels[rows], seed) for rows, seed in zip(order, seeds, strict=True)])
+    params = jax.vmap(init)(jnp.stack([jax.random.key(seed) for seed in seeds]))
+
+    def loss(params: Any, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
+        return digits.cross_entropy(logits(params, jnp.asarray(images)[batch[0]]), batch[1])
+
+    axes = neurons(config)
+    kept = jax.jit(jax.vmap(functools.partial(along, net, loss, axes)))(params, (order, targets))
+    return jax.device_get(kept), {path: 9 if "/0/" in path else 9 * config.width for path in axes}
+
+
+def _redrawn(labels: np.ndarray, seed: int) -> np.ndarray:
+    """Some of the labels drawn anew: gradients stay noise after all is learnt."""
+    draw = np.random.default_rng([seed, 1])
+    other = draw.integers(0, digits.CLASSES, labels.shape)
+    return np.where(draw.random(labels.shape) < NOISE, other, labels)
+
+
 def measured(name: str, seeds: Sequence[int]) -> Cell:
     """Per layer: curves of the first seed, and means over the last third for every seed."""
     net = NETS[name]
-    pair = [(net.learning_rate, net.weight_decay)]
-
-    def make(rate: optax.Schedule, decay: jax.Array) -> optax.GradientTransformation:
-        return optax.adamw(rate, weight_decay=decay, mask=text.kernels)
-
-    if net.cnn is None:
-        axes = {path.replace("{i}", str(i)): x for i in range(2) for path, x in text.neurons(net.standardized).items()}
-        task = text.Task(steps=LM_STEPS, constant=True, warmup=0.0, standardized=net.standardized)
-        _, kept = text.train(task, make, pair, seeds, observer(net, axes), EVERY)
-        entries = {path: 256 if "mlp/down" in path else 64 for path in axes}
-    else:
-        axes = neurons(net.cnn)
-        nets = digits.Task(net=net.cnn, steps=DIGITS_STEPS, constant=True, warmup=0.0, label_noise=0.3)
-        kept = digits.train(nets, make, pair, seeds, observer(net, axes)).observed
-        kept = {path: x.reshape(*x.shape[:2], -1, EVERY, x.shape[-1]).mean(3) for path, x in kept.items()}
-        entries = {path: 9 if "/0/" in path else 9 * net.cnn.width for path in axes}
+    kept, entries = of_language_model(net, seeds) if net.cnn is None else of_digits(net, net.cnn, seeds)
     out: Cell = {"layers": {}}
     for path, curves in kept.items():
         rest = go.measure.predict_equilibrium(
             "adamw", learning_rate=net.learning_rate, weight_decay=net.weight_decay or np.nan, dim=entries[path],
             second_order=True,
         )
-        means = curves[0, :, curves.shape[2] * 2 // 3 :].mean(1)
+        means = curves[:, curves.shape[1] * 2 // 3 :].mean(1)
         out["layers"][path] = {key: means[:, k] for k, key in enumerate(FIGURES)} | {
             "predicted": [float(rest.norm), float(rest.rotation)] if net.weight_decay else [],
-            "curves": {"norm": curves[0, 0, :, 0], "rotation": curves[0, 0, :, 1]},
+            "curves": {"norm": curves[0, :, 0], "rotation": curves[0, :, 1]},
         }
     return out
 

@@ -15,7 +15,8 @@ from examples import cli, demo
 from examples.studies import grokking, harness
 
 RESULTS = Path(__file__).parents[1] / "results"
-LAST_COMMIT = "7c6ca5f"  # that has the code of the settled studies
+EARLIER, LATER = "7c6ca5f", "68d5793"
+"""The commits that have the code of the settled studies."""
 
 INTRODUCTION = """# Results
 
@@ -27,8 +28,8 @@ settled stands as it was last written, and names the commit that has its code.
 
 *The paper* is *Dead-Direction Conditioners*, whose appendix C has the studies C.1 to C.15, or, in sections of those
 names, *Rotational Equilibrium* or *GaugeFix-LRM*. `python -m examples.studies <name> --out examples/results` makes a
-JSON and its figure again (delete the old JSON first: finished runs are kept). The studies of appendix C run in seconds
-to three minutes on one CPU core, those of deep networks in half an hour, with three seeds, and at the paper's sizes
+JSON and its figure again (delete the old JSON first: finished runs are kept). The studies of appendix C that
+are here run in seconds to three minutes on one CPU core, with three seeds, and at the paper's sizes
 with `--full`. *Drift* is motion that changes no output: the largest distance from the start among some hundred readings
 of a run, unless a column says otherwise. A loss is *matched* if it is at most twice the other's. [What training
 gains](../../benchmarks/results/training.md) says what the runs mean for the choice of an optimizer. More runs:
@@ -48,7 +49,7 @@ class Section(NamedTuple):
       by: the coordinates and statistics of its verdicts: each sentence with "shows" or "does not show" has one of them.
       markdown: its text, from the parsed JSON, where that is not what the study of this name says.
       command: what makes the JSON, where that is not the study of this name.
-      settled: whether the code is gone; the text is then what it last wrote, and stands beside the JSON.
+      settled: the commit that has the code, if it is gone; the text is then what it last wrote, beside the JSON.
     """
 
     name: str
@@ -56,13 +57,13 @@ class Section(NamedTuple):
     by: tuple[str, ...] = ()
     markdown: Callable[[Any], str] | None = None
     command: str = ""
-    settled: bool = False
+    settled: str = ""
 
     def text(self, results: Path) -> str:
         """Command and text."""
         if self.settled:
             text = (results / f"{self.name}.md").read_text().strip()
-            made = f"in commit {LAST_COMMIT} `examples/studies/{self.name}.py` made this section"
+            made = f"in commit {self.settled} `examples/studies/{self.name}.py` made this section"
             return f"The question is settled and its code gone; {made}. {text}"
         command = self.command or f"{self.name}.py"
         folder = "examples/studies" if (Path(__file__).parent / command.split()[0]).exists() else "examples"
@@ -81,22 +82,25 @@ SECTIONS = [
     Section("twins_benchmark", "Twins by the protocol of arXiv 2608.05136", ("relative distance of the logits",)),
     Section("starts", "From three usual starts"),
     Section("kronecker", "Shampoo and SOAP inside quotient"),
-    Section("whole_model", "Every symmetry of a decoder on the quotient", settled=True),
+    Section("whole_model", "Every symmetry of a decoder on the quotient", settled=EARLIER),
     Section("lora", "Fine-tuning with LoRA: rules, ranks and starts"),
     Section("merge", "Merging networks after alignment"),
     Section("released_weights", "Two released models, job by job"),
-    Section("probe", "One probe for two networks", settled=True),
+    Section("probe", "One probe for two networks", settled=EARLIER),
     Section("packed", "Packed heads: training what a gauge leaves"),
-    Section("rotational_walk", "Rotational equilibrium: a random walk", ("norm and rotation over the prediction",)),
+    Section("rotational_walk", "Rotational equilibrium: a random walk", ("norm and rotation over the prediction",),
+            settled=LATER),
     Section("rotational_networks", "Rotational equilibrium: trained networks",
             ("norm over its prediction", "rotation over its prediction", "cos(g, m)", "rotation at the end")),
-    Section("rotational_balance", "Rotational equilibrium: what imbalance costs", ("test loss",)),
-    Section("rotational_rates", "Rotational equilibrium: rate, decay and warm-up", ("test loss", "validation loss")),
-    Section("rotational_variants", "Rotational equilibrium: variants and their options", ("held-out loss",)),
+    Section("rotational_balance", "Rotational equilibrium: what imbalance costs", ("test loss",), settled=LATER),
+    Section("rotational_rates", "Rotational equilibrium: rate, decay and warm-up", ("test loss", "validation loss"),
+            settled=LATER),
+    Section("rotational_variants", "Rotational equilibrium: variants and their options", ("held-out loss",),
+            settled=LATER),
     Section("gaugefix_lrm", "GaugeFix-LRM: learnable multipliers, fixed, held and free",
             ("|log(s_Q/s_K)|", "s_Q·s_K", "validation loss", "gradient norm")),
     Section("gaugefix_networks", "GaugeFix-LRM: where multipliers drift",
-            ("|log(s_Q/s_K)|", "s_Q·s_K", "validation loss")),
+            ("|log(s_Q/s_K)|", "s_Q·s_K", "validation loss"), settled=LATER),
     Section("row_shift", "C.1 Logit shift of a grokking transformer", ("norm of the mean column", "that norm")),
     Section("relu_rescale", "C.2 ReLU rescale, teacher and student"),
     Section("layernorm_scale", "C.3 LayerNorm scale"),
@@ -110,27 +114,30 @@ SECTIONS = [
             ("axis alignment of the hidden layer's dead directions",), grokking.STUDY.section,
             "grokking.py --p 59 --hidden 128 --steps 8000 --grid-steps 2500"),
     Section("overtraining_lm", "C.5 Over-training a language model",
-            ("gap at the end", "validation loss", "number of readable cells")),
-    Section("depth24", "C.6 Grokking with 24 blocks", ("accuracy on held-out pairs", "the smallest singular value")),
+            ("gap at the end", "validation loss", "number of readable cells"), settled=LATER),
+    Section("depth24", "C.6 Grokking with 24 blocks", ("accuracy on held-out pairs", "the smallest singular value"),
+            settled=LATER),
     Section("depth8", "C.7 and C.8 Grokking with 8 rotary blocks",
             ("accuracy on held-out pairs", "the variance of that accuracy", "whether 95% stay",
-             "the smallest eigenvalue of the Fisher", "test loss", "the smallest singular value")),
+             "the smallest eigenvalue of the Fisher", "test loss", "the smallest singular value"), settled=LATER),
     Section("vit", "C.10 A vision transformer under weight decay",
-            ("validation loss at the end", "number of dead units", "smallest singular value", "effective rank")),
+            ("validation loss at the end", "number of dead units", "smallest singular value", "effective rank"),
+            settled=LATER),
     Section("digit_addition", "C.13 Effective rank and the feed-forward block",
-            ("effective rank before the block", "effective rank behind the block", "scale of the block")),
+            ("effective rank before the block", "effective rank behind the block", "scale of the block"),
+            settled=LATER),
     Section("sparse_parity", "C.14 Keeping or shedding a block: sparse parity",
             ("final accuracy", "final loss", "log|γ|")),
     Section("self_tests", "C.15 Equivariance self-tests"),
     Section("minimum", "C.1, C.4 and §5.8 read at a minimum",
             ("share along the orbit", "order k", "directional Fisher", "rotation of heads", "gap of twins")),
-    Section("lemmas", "Theorem 1, Lemmas 17 and 23, Remarks 8 and 12", settled=True),
-    Section("radial_equilibrium", "B.7 Where decay and loss balance", settled=True),
+    Section("lemmas", "Theorem 1, Lemmas 17 and 23, Remarks 8 and 12", settled=EARLIER),
+    Section("radial_equilibrium", "B.7 Where decay and loss balance", settled=EARLIER),
     Section(  # what the studies that it names say
         "table4", "DDC's Table 4, finding by finding",
         ("validation loss", "accuracy on held-out pairs", "the smallest eigenvalue of the Fisher", "readable cells",
          "axis alignment of the hidden layer's dead directions"),
-        settled=True,
+        settled=EARLIER,
     ),
 ]
 

@@ -22,7 +22,6 @@ KINDS = {
     case.name.split("/")[0]: case
     for case in reversed(TRANSFORM_CASES) if case.name not in VARIANTS and not case.linear
 }
-del KINDS["max_norm_muon"]  # explicit axes that Optax's Muon would have to multiply are an error
 
 
 @pytest.mark.slow_rows("[!rhgst]*", "gauge_[!f]*", "track", "scale_by_[!o]*", "rotational", "rotational_[!a]*", "hold*")

@@ -278,7 +278,10 @@ def test_a_preset_is_what_discover_finds_beside_a_rotation_of_the_stream(name: s
     assert len(turned) == (name in ("vision_transformer", "maxtext_llama", "qwen3", "hf_llama")), report
     size = D - images  # a LayerNorm keeps the vector of ones
     assert all(gauge.dim(params) == size * (size - 1) // 2 for gauge in turned)
-    assert not report.rejected and not report.ungauged, report
+    # Values are wider than the stream here, so that an output kernel maps a part of their biases to nothing.
+    hidden = [kind for kind in report.ungauged if "maps to nothing" in kind or "the norm hides" in kind]
+    assert not report.rejected and list(report.ungauged) == hidden, report
+    assert bool(hidden) == (name in ("vision_transformer", "hf_gpt2")), report
 
 
 def test_attention_alone() -> None:

@@ -68,6 +68,11 @@ class Window(NamedTuple):
     atoms: tuple[Atom, ...]
 
     @property
+    def spaces(self) -> tuple[Space | None, ...]:
+        """The spaces of the atoms that are not picked."""
+        return tuple(atom.space for atom in self.atoms if atom.pick is None)
+
+    @property
     def entries(self) -> np.ndarray:
         """The entries of the axis that are read, in order."""
         grid = np.arange(self.start, self.stop).reshape([atom.full for atom in self.atoms])
@@ -212,9 +217,12 @@ def views_of(trace: Trace, path: str, shape: tuple[int, ...], searched: set[Spac
     main = [way[0] for way in ways]
     yield from (View(path, shape, windows) for windows in itertools.product(*main))
     for k, way in enumerate(ways):
+        # Two ways can read the same entries by the same spaces, as a range of an axis and as a window of it.
+        seen = {(w.entries.tobytes(), w.spaces) for w in way[0]}
         for other in way[1:]:
-            windows_of = itertools.product(*main[:k], other, *main[k + 1 :])
-            yield from (View(path, shape, windows, k) for windows in windows_of)
+            new = [w for w in other if (w.entries.tobytes(), w.spaces) not in seen]
+            seen.update((w.entries.tobytes(), w.spaces) for w in new)
+            yield from (View(path, shape, windows, k) for windows in itertools.product(*main[:k], new, *main[k + 1 :]))
 
 
 def selected(grid: np.ndarray, atoms: Sequence[Atom], first: int = 0) -> np.ndarray:

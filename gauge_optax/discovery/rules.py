@@ -233,6 +233,7 @@ def _concatenate(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     parts = [(value.axes[at], shape[at]) for value, shape in zip(ins, _shapes(eqn.invars), strict=True)]
     if any(axis is not None for axis, _ in parts):
         out[at] = np.concatenate([trace.spaces.fresh(n) if axis is None else axis for axis, n in parts])
+        trace.concatenated.append([axis for axis, _ in parts if axis is not None])
     return [out]
 
 

@@ -198,6 +198,20 @@ def spaces_with_companions(trace: Trace) -> dict[Space, set[Space]]:
     for space, companions in list(spaces.items()):
         for ranges in runs(space):
             spaces.setdefault(part(space, ranges), set()).update(companions)
+    # Features that are concatenated before a kernel reads them are spaces of their own, also if they are the same
+    # features at other places or with the other sign. They are not if they have only some entries in common.
+    for joined in trace.concatenated:
+        keys = {trace.spaces.key(axis) for axis in joined}
+        within = [
+            space for space in spaces if all(len(key) < len(space) and set(key) <= set(space) for key in keys)
+        ]
+        if len(set().union(*keys)) < sum(map(len, keys)) or not within:
+            continue
+        for axis in joined:
+            atoms = [atom for atom in trace.atom_keys(axis) if len(atom) > 1]
+            for atom in atoms:
+                companions = {x for x in atoms if x != atom}.union(*(spaces[space] for space in within))
+                spaces.setdefault(atom, set()).update(companions)
     return spaces
 
 

@@ -45,6 +45,7 @@ class Trace:
       spaces: ids, shared by all walks.
       leaves: the ids of every leaf's axes, by path.
       contracted: axes on which symmetries are searched, each with the axes that may count copies of it, such as heads.
+      concatenated: per concatenation, the axes that it joined end to end.
       layers: during the walk, leading axes of the arrays that the enclosing scans loop over.
       stacked: all axes that are scanned over.
       tables: axes of which rows are taken by index.
@@ -67,6 +68,7 @@ class Trace:
     def __init__(self, spaces: Spaces, leaves: dict[str, Axes]) -> None:
         self.spaces, self.leaves = spaces, leaves
         self.contracted: list[tuple[np.ndarray, list[np.ndarray]]] = []
+        self.concatenated: list[list[np.ndarray]] = []
         self.layers: list[np.ndarray] = []
         self.stacked: list[np.ndarray] = []
         self.tables: list[np.ndarray] = []

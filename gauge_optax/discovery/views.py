@@ -280,12 +280,16 @@ def _readings(trace: Trace, axis: Axis, length: int, searched: set[Space]) -> li
     if length <= _MOST_PICKED and not spaces.picked.isdisjoint(whole):
         return [[Window(0, length, (Atom(whole, length, q),)) for q in range(length)], [one]]
     ways = [[one]] if whole in searched else []
-    parts = _segments(trace, whole, (), searched)
+    # A part of a segment is a range of the whole axis.
+    parts = [
+        [Window(0, length, _lifted(w, length)) if len(w.atoms) == 1 and w.atoms[0].span else w for w in way]
+        for way in _segments(trace, whole, (), searched)
+    ]
     ways += [*parts, *([Window(0, length, (atom,))] for atom in _divided(whole, searched))]
     inner = [] if parts else _inner_windows(whole, searched)
     if not ways and sum(window.stop - window.start for window in inner) < length:
         ways = [[one]]  # the main way has to read all entries
-    return [*ways, inner] if inner else ways
+    return [*ways, *([inner] if inner else []), *_strided(whole, searched)]
 
 
 def _segments(trace: Trace, key: Space, inside: Sequence[Space], searched: set[Space]) -> list[list[Window]]:
@@ -314,6 +318,23 @@ def _segments(trace: Trace, key: Space, inside: Sequence[Space], searched: set[S
     if len(parts) == 1 or all(len(ways) == 1 and len(ways[0][0].atoms) == 1 for ways in parts):
         return []
     return [[window for part in parts if k < len(part) for window in part[k]] for k in range(max(map(len, parts)))]
+
+
+def _strided(key: Space, searched: set[Space]) -> list[list[Window]]:
+    """Ways to read every k-th entry of an axis, such as gates and channels that take turns in a fused kernel.
+
+    >>> (way,) = _strided((5, 8, 6, 9), {(8, 9)})
+    >>> [window.entries.tolist() for window in way]
+    [[0, 2], [1, 3]]
+    """
+    found = []
+    for step in (n for n in range(2, min(len(key) // 2, _MOST_PICKED) + 1) if len(key) % n == 0):
+        turns = [key[k::step] for k in range(step)]
+        if not searched.isdisjoint(turns):
+            length = len(key) // step
+            grids = [(Atom(turn, length), Atom(None, step, k)) for k, turn in enumerate(turns)]
+            found.append([Window(0, len(key), grid) for grid in grids])
+    return found
 
 
 def _lifted(window: Window, length: int) -> tuple[Atom, ...]:

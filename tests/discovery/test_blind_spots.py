@@ -109,6 +109,60 @@ def test_biases_of_a_fused_kernel() -> None:
     assert not report.rejected and not report.ungauged, report
 
 
+def test_gates_and_channels_that_take_turns_in_one_kernel() -> None:
+    """The kernel has a bias, which moves along."""
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        y = x @ p["fused"] + p["bias"]
+        return jnp.sin((jax.nn.silu(y[..., ::2]) * y[..., 1::2]) @ p["down"])
+
+    up = {"fused": "_ (channel turn=1)", "bias": "(channel turn=1)"}
+    hand = [go.rescale(up, {"down": "channel _"}, sizes={"turn": 2})]
+    check(fn, drawn(fused=(D, 12), bias=(12,), down=(6, D)), inputs(2, 6, D), hand, outputs="loss")
+
+
+def test_features_that_are_concatenated_before_a_kernel() -> None:
+    """Heads and a gated layer beside them; then features of two layers, and those of a third, as in dense blocks."""
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        q, k, v = (y.reshape(*x.shape[:2], H, E) for y in (x @ p["q"], x @ p["k"], x @ p["v"]))
+        gated = jax.nn.silu(x @ p["gate"]) * (x @ p["up"])
+        y = jnp.tanh(jnp.concatenate([attention(q, k, v).reshape(*x.shape[:2], -1), gated], -1) @ p["out"])
+        one = jax.nn.relu(y @ p["one"])
+        two = jax.nn.relu(jnp.concatenate([y, one], -1) @ p["two"])
+        return jnp.sin(jnp.concatenate([y, one, two], -1) @ p["last"])
+
+    params = drawn(**dict.fromkeys("qkv", (D, H * E)), gate=(D, 5), up=(D, 5), out=(H * E + 5, D), one=(D, 3),
+                   two=(D + 3, 4), last=(D + 7, 2))
+    heads = {"head": H}
+    hand = [
+        go.head_linear({"q": "_ (head basis)"}, {"k": "_ (head basis)"}, sizes=heads),
+        go.head_linear({"v": "_ (head basis)"}, {"out": f"(head basis)=0:{H * E} _"}, sizes=heads),
+        go.rescale({"up": "_ channel"}, {"out": f"channel={H * E}:{H * E + 5} _"}),
+        go.rescale({"one": "_ channel"}, {"two": f"channel={D}:{D + 3} _", "last": f"channel={D}:{D + 3} _"}),
+        go.rescale({"two": "_ channel"}, {"last": f"channel={D + 3}:{D + 7} _"}),
+    ]
+    report = check(fn, params, inputs(2, 3, T, D), hand, outputs="loss")
+    assert not report.rejected and not report.ungauged
+
+
+def test_one_layer_at_two_places_of_a_concatenation() -> None:
+    """With its neighbour in the sequence, and with itself after a ReLU of the other sign."""
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        y = x @ p["first"]
+        y = jnp.tanh(jnp.concatenate([y[:, :-1], y[:, 1:]], -1) @ p["pairs"]) @ p["both"]
+        return jnp.sin(jnp.concatenate([jax.nn.relu(y), jax.nn.relu(-y)], -1) @ p["last"])
+
+    hand = [
+        go.head_linear({"first": "_ basis"}, {"pairs": "(_ basis) _"}),
+        go.rescale({"both": "_ channel"}, {"last": "(_ channel) _"}),
+    ]
+    params = drawn(first=(D, 5), pairs=(10, 6), both=(6, 4), last=(8, 3))
+    report = check(fn, params, inputs(2, 3, T, D), hand, outputs="loss")
+    assert not report.rejected and not report.ungauged
+
+
 def test_arrays_that_are_added_to_each_other_trade_every_entry() -> None:
     """Biases of parallel branches, of one stacked layer too, and two tables of positions."""
 

@@ -13,7 +13,7 @@ from flax import nnx
 import gauge_optax as go
 from examples.studies import twins_benchmark
 from gauge_optax.binding import leaves_by_path
-from models import grokking, linen_mha, lm, modular, vit
+from models import grokking, linen_mha, lm, modular
 from tests.cases import lm_parts
 from tests.quick import jit
 
@@ -39,7 +39,6 @@ GROKKING = {
     "two blocks, rotary": grokking.GrokConfig(p=7, d_model=8, heads=2, d_ff=12, mlp="relu2", layers=2, rope=True),
 }
 MODULAR = twins_benchmark.Config(modulus=7, width=8, heads=2)
-VIT = vit.ViTConfig(side=4, patch=2, channels=2, classes=3, d_model=8, depth=2, heads=2, d_ff=12)
 
 
 def case(name: str) -> tuple[Any, Callable[[Any], jax.Array], list[Any]]:
@@ -54,9 +53,6 @@ def case(name: str) -> tuple[Any, Callable[[Any], jax.Array], list[Any]]:
     elif name == "modular":
         shapes, gauges = jax.eval_shape(functools.partial(modular.init, MODULAR), key), modular.gauges()[:-1]
         read = functools.partial(modular.logits, MODULAR, tokens=twins_benchmark.pairs(MODULAR, 0)[2])
-    elif name == "vit":
-        shapes, gauges = jax.eval_shape(functools.partial(vit.init, VIT), key), vit.multiplicative_gauges()
-        read = functools.partial(vit.logits, VIT, images=jnp.asarray(generator.normal(size=(5, 4, 4, 2))))
     elif isinstance(config, grokking.GrokConfig):
         shapes, gauges = jax.eval_shape(functools.partial(grokking.init, config), key), grokking.gauges(config)
         read = functools.partial(grokking.loss, config, pairs=grokking.data(config, 0)[0])
@@ -70,8 +66,8 @@ def case(name: str) -> tuple[Any, Callable[[Any], jax.Array], list[Any]]:
     return jax.tree.map(drawn, shapes), jit(read), gauges
 
 
-@pytest.mark.slow_rows("linen", "gpt/*", "llama/[!q]*", "vit", "one block")
-@pytest.mark.parametrize("name", [*LM_CONFIGS, "linen", "modular", "vit", *GROKKING])
+@pytest.mark.slow_rows("linen", "gpt/*", "llama/[!q]*", "one block")
+@pytest.mark.parametrize("name", [*LM_CONFIGS, "linen", "modular", *GROKKING])
 def test_every_gauge_keeps_what_is_read(name: str, x64: None) -> None:
     params, read, gauges = case(name)
     go.testing.assert_invariant(read, params, gauges, jax.random.key(2), rtol=1e-12)

@@ -134,7 +134,17 @@ def rotational(
       is zero; a trained gain is part of the state and multiplies the vector, but in the paper it is a parameter of the
       model.
     """
-    name = "rotational"
+    return named_rotational(
+        "rotational", inner, blocks, sizes, learning_rate, weight_decay, eta_r, beta, center, gain, eps, b1, b2
+    )
+
+
+def named_rotational(
+    name: str, inner: optax.GradientTransformation, blocks: Mapping[str, Axes], sizes: Mapping[str, int] | None,
+    learning_rate: optax.ScalarOrSchedule, weight_decay: optax.ScalarOrSchedule, eta_r: optax.ScalarOrSchedule | None,
+    beta: Scalar, center: bool, gain: optax.GradientTransformation | None, eps: Scalar, b1: Scalar, b2: Scalar = 0.99,
+) -> optax.GradientTransformationExtraArgs:
+    """`rotational`, whose errors carry the name of the function that the user called."""
     specs = vectors.parse(name, blocks, sizes)
     optimizer = checked_inner(name, inner)
 

@@ -8,7 +8,7 @@ import optax
 
 from gauge_optax.binding import Axes, is_empty, values_at, with_leaves
 from gauge_optax.norms import vectors
-from gauge_optax.norms._rotational import rotational
+from gauge_optax.norms._rotational import named_rotational
 
 Scalar = float | jax.Array
 
@@ -69,9 +69,8 @@ def rotational_adamw(
     Reference: Kosson et al. 2024, Algorithm 1 and Table 1 (RV-AdamW).
     """
     inner = optax.adamw(learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov=nesterov)
-    return rotational(
-        inner, blocks, learning_rate=learning_rate, weight_decay=weight_decay, eta_r=eta_r, beta=beta, eps=1e-8,
-        center=center, gain=gain, b1=b1, sizes=sizes,
+    return named_rotational(
+        "rotational_adamw", inner, blocks, sizes, learning_rate, weight_decay, eta_r, beta, center, gain, 1e-8, b1
     )
 
 
@@ -130,9 +129,8 @@ def rotational_sgdm(
 
     sgd = optax.sgd(learning_rate, momentum, nesterov, accumulator_dtype)
     inner = optax.chain(optax.add_decayed_weights(weight_decay, decays), sgd)
-    return rotational(
-        inner, blocks, learning_rate=learning_rate, weight_decay=weight_decay, eta_r=eta_r, beta=beta, eps=eps,
-        center=center, gain=gain, b1=momentum, sizes=sizes,
+    return named_rotational(
+        "rotational_sgdm", inner, blocks, sizes, learning_rate, weight_decay, eta_r, beta, center, gain, eps, momentum
     )
 
 
@@ -178,7 +176,6 @@ def rotational_lion(
     Reference: Kosson et al. 2024, Algorithm 1 and Table 1 (RV-Lion); `measure.predict_equilibrium` defines γ.
     """
     inner = optax.lion(learning_rate, b1, b2, mu_dtype, weight_decay, mask)
-    return rotational(
-        inner, blocks, learning_rate=learning_rate, weight_decay=weight_decay, eta_r=eta_r, beta=beta, eps=1e-8,
-        center=center, gain=gain, b1=b1, b2=b2, sizes=sizes,
+    return named_rotational(
+        "rotational_lion", inner, blocks, sizes, learning_rate, weight_decay, eta_r, beta, center, gain, 1e-8, b1, b2
     )

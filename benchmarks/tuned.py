@@ -152,6 +152,7 @@ class Stage(NamedTuple):
 
 
 BOTH = ("Muon", "max_norm_muon")
+LONGER = ("4,000 steps", "width 256", "depth 8")
 RECENT = ("Muown", "MuonH", "NorMuon", "NorMuonH", "Aurora", "symmetry-compatible", "Muon, EMA-Nesterov", "Scion")
 STAGES = (
     Stage(FIRST, "lecun", BOTH), Stage(FIRST, "lecun", ("AdamW",)),
@@ -161,7 +162,9 @@ STAGES = (
     *(Stage(FIRST, "lecun", (arm,)) for arm in RECENT),
     Stage(FIRST, "lecun", ("Muon, tail average", "max_norm_muon, tail average"), budget=0),
     Stage("depth 8", "lecun", BOTH),
-    *(Stage(problem, "lecun", ("AdamW",)) for problem in ("4,000 steps", "width 256", "depth 8")),
+    *(Stage(problem, "lecun", ("AdamW",)) for problem in LONGER),
+    # The two that are level with `max_norm_muon` at 1,000 steps.
+    *(Stage(problem, "lecun", (arm,)) for problem in LONGER for arm in ("symmetry-compatible", "NorMuon")),
 )
 
 

@@ -59,10 +59,10 @@ def _muon(rate: Rate, decay: jax.Array, gauges: Gauges) -> Link:
     )
 
 
-def _max_norm_muon(rate: Rate, decay: jax.Array, gauges: Gauges) -> Link:
+def _max_norm_muon(rate: Rate, decay: jax.Array, gauges: Gauges, **options: Any) -> Link:
     return go.max_norm_muon(
         lambda n: rate(n)[0], gauges, {**NEURONS, **TOKENS}, {"{table}/embedding": "token _"}, weight_decay=decay,
-        adam_learning_rate=lambda n: rate(n)[1],
+        adam_learning_rate=lambda n: rate(n)[1], **options,
     )
 
 
@@ -102,12 +102,17 @@ ARMS: Mapping[str, Tuned] = {
     "Aurora": _recent(recent.aurora, (0.02, 0.02)),
     "Scion": _recent(recent.scion, (0.02, 0.04)),
     "symmetry-compatible": _recent(recent.symmetric, (0.02, 0.02)),
+    "Compositional Muon": _recent(recent.compositional, (0.02, 0.02)),
     "Muon, EMA-Nesterov": Tuned(Arm(recent.ahead(_muon)), (0.0141, 0.0283), 2),
     "Muon, tail average": Tuned(Arm(recent.averaged(_muon)), (0.0141, 0.0283), 2),
     "max_norm_muon, tail average": Tuned(Arm(recent.averaged(_max_norm_muon)), (0.02, 0.02), 0),
+    "max_norm_muon, b2 0.99": Tuned(Arm(functools.partial(_max_norm_muon, adam_b2=0.99)), (0.02, 0.02), 0),
+    "max_norm_muon, brake": Tuned(Arm(recent.even_pace(_max_norm_muon, 0.0, 1.0)), (0.02, 0.02), 0),
+    "Muon, floor and brake": Tuned(Arm(recent.even_pace(_muon, 0.5, 2.0)), (0.0141, 0.0283), 2),
 }
 """AdamW and Optax's Muon with b2 = 0.95 of Adam, and decay on every leaf; `max_norm_muon` decays matrices, MuonH and
-NorMuonH all leaves but matrices. The last three begin where the search of the optimizer that they wrap ended."""
+NorMuonH all leaves but matrices. Those with a comma begin where the search of the optimizer that they change
+ended."""
 
 
 # Problems and stages ------------------------------------------------------------------------------------
@@ -163,6 +168,8 @@ STAGES = (
     Stage(FIRST, "lecun", ("Muon, tail average", "max_norm_muon, tail average"), budget=0),
     Stage("depth 8", "lecun", BOTH),
     *(Stage(problem, "lecun", ("AdamW",)) for problem in LONGER),
+    Stage(FIRST, "lecun", ("max_norm_muon, b2 0.99", "max_norm_muon, brake", "Muon, floor and brake"), budget=0),
+    Stage(FIRST, "lecun", ("Compositional Muon",)),
     # The two that are level with `max_norm_muon` at 1,000 steps.
     *(Stage(problem, "lecun", (arm,)) for problem in LONGER for arm in ("symmetry-compatible", "NorMuon")),
 )

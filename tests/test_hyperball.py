@@ -253,6 +253,6 @@ def test_a_state_of_other_vectors_is_refused(make: Any) -> None:
     params = {"w": jnp.ones((4, 4)), "v": jnp.ones((4, 4)), "shift": jnp.zeros(3)}
     tx = make({"w": "_ c", "v": "_ c"})
     for other in ({"w": "c _", "v": "_ c"}, {"w": "_ c"}, {"w": ("_ c=0:2", "_ c=2:4"), "v": "_ c"}):
-        with refused("a state that was made for other vectors, at '", "tx.init(params)"):
+        with refused("a state (that was made for other vectors, at '|of another optimizer)", "tx.init(params)"):
             tx.update(params, make(other).init(params), params)
     tx.update(params, tx.init(params), params)

@@ -69,12 +69,14 @@ def orthogonalised() -> Link:
     Reference: Jordan et al. 2024 (Muon), with Optax's factor.
     """
 
-    def one(path: str, x: jax.Array) -> jax.Array:
-        matrix = x.reshape(math.prod(x.shape[: 2 if x.ndim == 3 and "/out/" in path else 1]), -1)
-        rows, columns = matrix.shape
-        return (linalg.polar(matrix) * max(1.0, columns / rows) ** 0.5).reshape(x.shape)
+    return by_path(polar_step)
 
-    return by_path(one)
+
+def polar_step(path: str, x: jax.Array) -> jax.Array:
+    """One kernel's part of `orthogonalised`."""
+    matrix = x.reshape(math.prod(x.shape[: 2 if x.ndim == 3 and "/out/" in path else 1]), -1)
+    rows, columns = matrix.shape
+    return (linalg.polar(matrix) * max(1.0, columns / rows) ** 0.5).reshape(x.shape)
 
 
 class NeuronState(NamedTuple):

@@ -124,6 +124,48 @@ def _as_long_as_orthogonal(path: str, x: jax.Array) -> jax.Array:
     return x * length / (jnp.linalg.norm(x) + of.TINY)
 
 
+# Compositional Muon ------------------------------------------------------------------------------------
+
+_PARTNERS = {"query": "key", "key": "query", "value": "out", "out": "value"}
+_DAMPING = 1e-3
+
+
+def compositional(rate: Rate, decay: jax.Array) -> Link:
+    """Muon, except that attention's kernels step by the spectral norm of the products that they form in each head.
+
+    The momentum of a factor is multiplied by the inverse root of its partner's Gram matrix before the polar factor and
+    after it; each factor takes half of the step. Queries, keys and values have a matrix per head, the output has one.
+
+    Reference: Keigwin et al. 2026, the public description of Compositional Muon (half split; hybrid for the output). It
+    names no damping; here a thousandth of the mean eigenvalue is added to Gram matrices.
+    """
+
+    def update(updates: Tree, params: Tree) -> Tree:
+        weights = {of.joined(path): x for path, x in jax.tree.leaves_with_path(params)}
+
+        def one(path: Any, x: jax.Array) -> jax.Array:
+            block, name, _ = of.joined(path).rsplit("/", 2)
+            if name not in _PARTNERS:
+                return of.polar_step(of.joined(path), x)
+            other = _heads_first(_PARTNERS[name], weights[f"{block}/{_PARTNERS[name]}/kernel"])
+            gram = linalg.matmul(other, other.swapaxes(1, 2))
+            damping = _DAMPING * jnp.trace(gram, axis1=1, axis2=2)[:, None, None] / gram.shape[1]
+            root = linalg.inverse_sqrt_by_products(gram + damping * jnp.eye(gram.shape[1]), 1e-4)
+            whitened = linalg.matmul(root, _heads_first(name, x))
+            matrices = whitened.reshape(-1, whitened.shape[2]) if name == "out" else whitened
+            step = 0.5 * linalg.matmul(root, linalg.polar(matrices).reshape(whitened.shape))
+            return step if name == "out" else step.transpose(2, 0, 1)
+
+        return jax.tree_util.tree_map_with_path(one, updates)
+
+    return other_leaves(_stepped([of.momentum(), optax.stateless(update)], rate, decay), rate, decay)
+
+
+def _heads_first(name: str, x: jax.Array) -> jax.Array:
+    """Shows a kernel of attention as (heads, size, d)."""
+    return x if name == "out" else x.transpose(1, 2, 0)
+
+
 # Muown ------------------------------------------------------------------------------------------------
 
 
@@ -316,6 +358,30 @@ def tail_average(inner: Link, rate: Rate, blend: float = 0.6) -> Link:
 
 
 Build = Callable[[Rate, jax.Array, Any], Link]
+
+
+def even_pace(build: Build, least: float, most: float) -> Build:
+    """An arm's optimizer whose neurons step by at least and at most so many times the rate, relative to their norms."""
+
+    def made(rate: Rate, decay: jax.Array, gauges: Any) -> Link:
+        inner = build(rate, decay, gauges)
+
+        def update(updates: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
+            count, kept = state
+            moves, kept = inner.update(updates, kept, params)
+
+            def one(path: Any, u: jax.Array, x: jax.Array) -> jax.Array:
+                if not of.is_matrix(path):
+                    return u
+                length, norm = (jnp.sqrt(jnp.sum(jnp.square(y), of.inputs(path), keepdims=True)) for y in (u, x))
+                pace = rate(count)[0] * norm
+                return u * linalg.safe_divide(jnp.clip(length, least * pace, most * pace), length)
+
+            return jax.tree_util.tree_map_with_path(one, moves, params), (count + 1, kept)
+
+        return optax.GradientTransformation(lambda params: (jnp.zeros((), jnp.int32), inner.init(params)), update)
+
+    return made
 
 
 def ahead(build: Build) -> Build:

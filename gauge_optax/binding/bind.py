@@ -221,5 +221,5 @@ def require_no_absent_leaf(gauge: str, specs: Sequence[BlockSpec], tree: Any) ->
 
 def _hidden(gauge: str, problem: str, paths: Sequence[str]) -> ValueError:
     return binding_error(
-        gauge, problem, f"MaskedNode at {', '.join(paths[:3])}", "every block of the gauge in the same partition",
+        gauge, problem, f"MaskedNode at {', '.join(paths[:3])}", "every listed leaf in the same partition",
         "give each partition (optax.partition, optax.masked) its own gauge list, or its own axes, for its leaves")

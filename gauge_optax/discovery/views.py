@@ -403,7 +403,7 @@ def _grid_readings(
         inner = [[Atom(key[w.start : w.stop], w.stop - w.start, None, (((w.start, w.stop),), len(key)))]
                  for w in _inner_windows(key, searched)]
         ways = [*([inner] if inner else []), *([[atom]] for atom in _divided(key, searched))]
-        for way in [[lifted for w in part if (lifted := _lifted(w, len(key)))] for part in parts] or ways:
+        for way in [[lifted for w in part if (lifted := _lifted(w, len(key)))] for part in parts] + ways:
             others.append([grid for at_k in way for grid in chosen(k, at_k)])
     for k, key in enumerate(keys):  # two indices that are picked one by one may be the two entries of a rotary plane
         if picked[k] and len(key) == 2:

@@ -7,18 +7,17 @@ back to the bound. A vector that starts above the bound shrinks by at most the l
 in both: there a step is relative to the norm, and the norm never changes.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from gauge_optax.binding import Axes, leaves_by_path
-from gauge_optax.errors import binding_error
+from gauge_optax.binding import Axes
 from gauge_optax.frozen import frozen_leaves
 from gauge_optax.norms import vectors
-from gauge_optax.norms.links import kept_below, no_lengths, of_length_one, require_bound
+from gauge_optax.norms.links import above, kept_below, no_lengths, of_length_one, require_bound
 from gauge_optax.norms.vectors import Clock, Selection
 from gauge_optax.transformation import checked_inner, placeholder, transformation
 from gauge_optax.wrapped import preflight_of
@@ -103,42 +102,8 @@ def max_norm(
     Reference: Srebro and Shraibman 2005 for max-norm; Kosson et al. 2024, Algorithm 1, for steps of one length on
       average, there relative to a norm that never changes.
     """
-    specs = vectors.parse("max_norm", blocks, sizes)
-    return named_max_norm("max_norm", inner, specs, lambda selection: Measure(), learning_rate, bound, beta)
-
-
-class Measure(NamedTuple):
-    """How far the vectors of one `Selection` step, and how long they may become.
-
-    Attributes:
-      unit: a norm. With the learning rate η and the argument `bound` R, steps have the length η·R·unit on average, and
-        norms are at most R·unit.
-      bounded: if False, norms have no bound.
-    """
-
-    unit: float = 1.0
-    bounded: bool = True
-
-
-def named_max_norm(
-    name: str, inner: optax.GradientTransformation, specs: vectors.Specs, measure: Callable[[Selection], Measure],
-    learning_rate: optax.ScalarOrSchedule, bound: Scalar, beta: Scalar,
-) -> optax.GradientTransformationExtraArgs:
-    """`max_norm` with two more arguments: the name of the function that the user called, and a measure per selection.
-
-    Args:
-      name: name of the public function.
-      inner: a whole optimizer.
-      specs: the parsed axes of all vectors.
-      measure: a function that returns the `Measure` of a selection of vectors.
-      learning_rate: the learning rate of `inner`.
-      bound: see `max_norm`.
-      beta: see `max_norm`.
-
-    Returns:
-      A whole optimizer.
-    """
-    optimizer = checked_inner(name, inner)
+    name = "max_norm"
+    specs, optimizer = vectors.parse(name, blocks, sizes), checked_inner(name, inner)
     require_bound(name, bound)
 
     def empty(params: Any) -> MaxNormState:
@@ -152,36 +117,16 @@ def named_max_norm(
         selections, now = vectors.resolve(name, specs, params, state.length), Clock.read(state, learning_rate, beta)
         moves, inner_state = optimizer.update(updates, state.inner_state, params, **extra)
 
-        def stepped(selection: Selection, point: jax.Array, tangent: jax.Array, usual: jax.Array) -> tuple[Any, Any]:
-            unit, bounded = measure(selection)
-            direction, after = of_length_one(selection, tangent * now.inverse, usual, now.memory, now.correction)
-            step = now.rate * bound * unit * direction
-            return kept_below(selection, point, step, bound * unit) if bounded else step, after
+        def stepped(x: Selection, point: jax.Array, tangent: jax.Array, usual: jax.Array) -> tuple[Any, Any]:
+            direction, after = of_length_one(x, tangent * now.inverse, usual, now.memory, now.correction)
+            return kept_below(x, point, now.rate * bound * direction, bound), after
 
         moves, length = vectors.moved(name, selections, stepped, moves, params, state.length)
         return moves, MaxNormState(inner_state, optax.safe_increment(state.count), now.tracked, length)
 
     def preflight(params: Any) -> list[str | ValueError]:
-        said = list(preflight_of(inner)(params))
-        frozen, leaves = frozen_leaves(name, optimizer, params), leaves_by_path(params)
-        for selection in vectors.resolve(name, specs, params):
-            unit, bounded = measure(selection)
-            if isinstance(bound, jax.core.Tracer) or not bounded or selection.block.path in frozen:
-                continue
-            usual = float(jnp.sqrt(jnp.mean(jnp.square(selection.norm(leaves)))) / (bound * unit))
-            if usual > _ABOVE:
-                said.append(_above(name, selection, usual, float(bound)))
-        return said
+        frozen = frozen_leaves(name, optimizer, params)
+        moving = [x for x in vectors.resolve(name, specs, params) if x.block.path not in frozen]
+        return [*preflight_of(inner)(params), *above(name, moving, params, bound, lambda selection: 1.0)]
 
     return transformation(name, init, update, MaxNormState, empty, rules=optimizer.rules, preflight=preflight)
-
-
-_ABOVE = 1.25  # norms in units of the bound from which on `check` raises: LeCun-normal vectors have 1, He-normal 1.41
-
-
-def _above(name: str, selection: Selection, usual: float, bound: float) -> ValueError:
-    return binding_error(
-        name, f"weights above the norm bound, '{selection.block.path}'",
-        f"vectors \"{selection.block.axes}\" with a root mean square norm of {usual:.3g} times the bound",
-        "vectors within the bound at the start: others shrink in training, whatever the loss says",
-        f"write bound={1.1 * usual * bound:.2g} or more, or start from kernels of variance 1/inputs")

@@ -1,9 +1,10 @@
 """Two links of a chain: one gives updates the length 1 per weight vector, one keeps norms below a bound.
 
-The first link stands before the learning rate, the second behind it. `max_norm` does both around a whole optimizer.
+The first link stands before the learning rate, the second behind it. `max_norm_muon` is made of them; `max_norm` does
+both around a whole optimizer.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +19,8 @@ from gauge_optax.norms.vectors import Selection
 from gauge_optax.transformation import GaugeTransformation, placeholder, transformation
 
 Scalar = float | jax.Array
+Sizes = Callable[[Selection], Scalar]
+"""A function that returns one length for all vectors of a selection."""
 
 
 class ScaleByVectorNormState(NamedTuple):
@@ -72,7 +75,11 @@ def scale_by_vector_norm(
     Reference: Kosson et al. 2024, Algorithm 1, for steps of one length on average.
     """
     name = "scale_by_vector_norm"
-    specs = vectors.parse(name, neurons, sizes)
+    return vector_norm(name, vectors.parse(name, neurons, sizes), beta, lambda selection: 1.0)
+
+
+def vector_norm(name: str, specs: vectors.Specs, beta: Scalar, unit: Sizes) -> GaugeTransformation:
+    """`scale_by_vector_norm` for parsed axes, with the name that errors carry, and the average length of updates."""
 
     def init(params: optax.Params) -> ScaleByVectorNormState:
         length = no_lengths(vectors.resolve(name, specs, params), params)
@@ -83,7 +90,8 @@ def scale_by_vector_norm(
         correction = 1.0 - jnp.asarray(beta, real_dtype()) ** count
 
         def rule(x: Selection, point: jax.Array, tangent: jax.Array, usual: jax.Array) -> tuple[Any, Any]:
-            return of_length_one(x, tangent, usual, beta, correction)
+            direction, after = of_length_one(x, tangent, usual, beta, correction)
+            return unit(x) * direction, after
 
         updates, length = vectors.moved(name, selections, rule, updates, params, state.length)
         return updates, ScaleByVectorNormState(count, length)
@@ -126,8 +134,12 @@ def keep_norms_below(
     Reference: Srebro and Shraibman 2005 for max-norm.
     """
     name = "keep_norms_below"
-    specs = vectors.parse(name, neurons, sizes)
     require_bound(name, bound)
+    return norms_below(name, vectors.parse(name, neurons, sizes), bound, lambda selection: 1.0)
+
+
+def norms_below(name: str, specs: vectors.Specs, bound: Scalar, unit: Sizes) -> GaugeTransformation:
+    """`keep_norms_below` for parsed axes, with the name that errors carry, and the length that a bound of 1 means."""
 
     def init(params: optax.Params) -> optax.EmptyState:
         vectors.resolve(name, specs, params)  # raises where axes do not fit
@@ -135,11 +147,14 @@ def keep_norms_below(
 
     def update(updates: Any, state: optax.EmptyState, params: Any, **extra: Any) -> tuple[Any, optax.EmptyState]:
         def rule(x: Selection, point: jax.Array, tangent: jax.Array) -> tuple[Any]:
-            return (kept_below(x, point, tangent, bound),)
+            return (kept_below(x, point, tangent, bound * unit(x)),)
 
         return vectors.moved(name, vectors.resolve(name, specs, params), rule, updates, params)[0], state
 
-    return transformation(name, init, update, optax.EmptyState, lambda params: optax.EmptyState())
+    def preflight(params: Any) -> list[ValueError]:
+        return above(name, vectors.resolve(name, specs, params), params, bound, unit)
+
+    return transformation(name, init, update, optax.EmptyState, lambda params: optax.EmptyState(), preflight=preflight)
 
 
 def no_lengths(selections: list[Selection], params: Any) -> dict[str, dict[str, jax.Array]]:
@@ -186,3 +201,20 @@ def require_bound(name: str, bound: Scalar) -> None:
         raise binding_error(
             name, "bad bound", repr(bound), "a positive number", "write bound=1.0: the norm of a neuron at the start"
         )
+
+
+_ABOVE = 1.25  # norms in units of the bound from which on `check` raises: LeCun-normal vectors have 1, He-normal 1.41
+
+
+def above(name: str, selections: Sequence[Selection], params: Any, bound: Scalar, unit: Sizes) -> list[ValueError]:
+    """Returns an error per selection whose vectors start above their bound; none for a bound that is traced."""
+    leaves, errors = leaves_by_path(params), []
+    for selection in selections if not isinstance(bound, jax.core.Tracer) else ():
+        usual = float(jnp.sqrt(jnp.mean(jnp.square(selection.norm(leaves)))) / (bound * unit(selection)))
+        if usual > _ABOVE:
+            errors.append(binding_error(
+                name, f"weights above the norm bound, '{selection.block.path}'",
+                f"vectors \"{selection.block.axes}\" with a root mean square norm of {usual:.3g} times the bound",
+                "vectors within the bound at the start: others shrink in training, whatever the loss says",
+                f"write bound={1.1 * usual * float(bound):.2g} or more, or start from kernels of variance 1/inputs"))
+    return errors

@@ -9,12 +9,13 @@ import jax
 import optax
 
 from gauge_optax.binding import Axes, block_specs, is_empty, leaf_shape, leaves_by_path
+from gauge_optax.binding.axes import parse_axes
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.bound import bound as slice_of
 from gauge_optax.gauges.gauge import Gauge, Gauges, Product
 from gauge_optax.linalg import Coefficients
 from gauge_optax.norms import vectors
-from gauge_optax.norms._max_norm import Measure, named_max_norm
+from gauge_optax.norms.links import norms_below, require_bound, vector_norm
 from gauge_optax.optimizers._quotient import group_of, quotient_for
 from gauge_optax.optimizers.muon import muon, readings_of_neurons
 from gauge_optax.optimizers.polar import Labels, polar_of, rotated_or_scaled
@@ -221,7 +222,7 @@ def max_norm_muon(
     pin: bool = False,
     rest: str = "anchor",
 ) -> GaugeTransformation:
-    """`quotient` around `max_norm` around Muon: weight vectors have steps of a set average length, and bounded norms.
+    """`quotient` around Muon whose weight vectors have steps of a set average length, and bounded norms.
 
     Take the peak rate 0.02·√(1,000/steps). In sweeps of five rates, in 250 to 4,000 steps of 8 × 128 bytes, at widths
     64 to 256 and depths 3 and 8, it costs at most 0.0 % of the best of the five (benchmarks/results/rates.md). At width
@@ -263,7 +264,7 @@ def max_norm_muon(
       adam_eps_root: added inside the root of Adam's second moment.
       adam_weight_decay: decoupled decay of the leaves that Adam steps.
       adam_learning_rate: learning rate of the leaves that Adam steps; by default half of `learning_rate`.
-      bound: see `max_norm`.
+      bound: the largest norm of a vector in its unit; steps are in proportion to it. See `keep_norms_below`.
       sizes: axis name → length, for axes in parentheses, `(a b)`, whose lengths do not follow from a leaf's shape.
       hold: see `quotient`.
       pin: see `quotient`.
@@ -273,8 +274,8 @@ def max_norm_muon(
       The optimizer. Its `update` needs `params`.
 
     Raises:
-      ValueError: as `max_norm` and `quotient`; neurons that describe no matrix; a path in both mappings; a leaf of
-        which the mappings list only some entries.
+      ValueError: as `keep_norms_below` and `quotient`; neurons that describe no matrix; a path in both mappings; a leaf
+        of which the mappings list only some entries.
 
     For a fused kernel, list the ranges of its matrices: `("_ (head unit)=0:32", "_ (head unit)=32:40")`. Leaves that
     neither mapping lists get Adam with `eps`; `init` warns if some of them are matrices.
@@ -302,6 +303,7 @@ def max_norm_muon(
             name, "no neurons", "gauges without a mapping", "path → axes of every kernel, or a report of go.discover",
             "write go.max_norm_muon(rate, go.discover(fn, params, batches)), or neurons={'up/kernel': '_ neuron', ...}")
     group = group_of(name, learning_rate, gauges)
+    require_bound(name, bound)
     tables = {} if embeddings is None else embeddings
     neurons = {} if neurons is None else neurons
     arguments: dict[str, Any] = {"neurons": neurons, "embeddings": tables}
@@ -358,21 +360,29 @@ def max_norm_muon(
             )
         return [selection.block.path for selection in found]
 
-    scale = optax.scale_by_learning_rate(learning_rate)
-    tail = optax.add_decayed_weights(weight_decay, weight_decay_mask), scale
+    def unit(selection: vectors.Selection) -> float:
+        return math.sqrt(selection.length) if is_table(selection) else 1.0
+
+    def stepped(own: vectors.Specs, bounded: vectors.Specs) -> tuple[optax.GradientTransformation, ...]:
+        """Returns the links behind a direction: a length per vector, the learning rate, and a bound for some vectors.
+
+        A token's step is its momentum divided by an average of the momentum's norm. While no batch contains the token,
+        the momentum falls by the factor 0.95 a step and the average only by √0.95, so that the steps fade.
+        """
+        rate = optax.scale_by_learning_rate(learning_rate)
+        lengths = [vector_norm(name, own, 0.95, lambda x: bound * unit(x))] if own else []
+        return *lengths, rate, *([norms_below(name, bounded, bound, unit)] if bounded else [])
+
+    named = [(spec, {part.name for part in parse_axes(name, spec[0].pattern, spec[0].axes).items}) for spec in specs]
+    in_tables = tuple(spec for spec in specs if spec[0].pattern in tables)
+    kernels = tuple(spec for spec, names in named if spec not in in_tables and TOKEN not in names)
+    # The tokens of an unembedding have no bound: adding one vector to all of them changes their norms but not the loss.
+    of_token = optax.chain(*stepped(tuple(spec for spec in specs if spec not in kernels), in_tables))
+    tail = optax.add_decayed_weights(weight_decay, weight_decay_mask), *stepped(kernels, kernels)
     adam_rate = _half(learning_rate) if adam_learning_rate is None else adam_learning_rate
     adam = optax.adamw(adam_rate, adam_b1, adam_b2, eps, adam_eps_root, mu_dtype, adam_weight_decay, nesterov=nesterov)
-    inner = muon(matrices, polar, nesterov, mu_dtype, tail, adam, (tokens, scale))
-
-    # The tokens of an unembedding have no bound: adding one vector to all of them changes their norms but not the loss.
-    def measure(selection: vectors.Selection) -> Measure:
-        table = is_table(selection)
-        return Measure(math.sqrt(selection.length) if table else 1.0, bounded=table or not of_tokens(selection))
-
-    # A token's step is its momentum divided by an average of the momentum's norm. While no batch contains the token,
-    # the momentum falls by the factor 0.95 a step and the average only by √0.95, so that the steps fade.
-    stepped = named_max_norm(name, inner, specs, measure, learning_rate, bound, beta=0.95)
-    made = quotient_for(name, stepped, group, hold=hold, pin=pin, rest=rest)
+    inner = muon(matrices, polar, nesterov, mu_dtype, tail, adam, (tokens, of_token))
+    made = quotient_for(name, inner, group, hold=hold, pin=pin, rest=rest)
 
     def of_unlisted(params: Any) -> list[ValueError]:
         unlisted = {} if is_empty(params) else _unlisted(group, params, vectors.resolve(name, specs, params))

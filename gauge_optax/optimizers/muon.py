@@ -19,6 +19,7 @@ from gauge_optax.norms import vectors
 from gauge_optax.optimizers.polar import Polar, polar_of
 from gauge_optax.parts.matrices import Fused, Matrices, Reading, neuron_matrices
 from gauge_optax.transformation import GaugeTransformation, LeafRule, transformation
+from gauge_optax.wrapped import preflight_of
 
 
 class ScaleByHeadPolarState(NamedTuple):
@@ -50,11 +51,10 @@ def muon(
       polar: settings of the polar factors.
       nesterov: whether matrices and momentum leaves use Nesterov momentum.
       mu_dtype: dtype of the first moments of matrices and momentum leaves.
-      matrix_tail: transformations that follow the polar factor in a chain: decay and learning rate of matrices.
+      matrix_tail: transformations that follow the polar factor in a chain, such as decay and learning rate.
       adam: the optimizer of every other leaf.
       momentum: None, or two things: a function of params that returns the paths of the leaves that are stepped by their
-        momentum, and a transformation that multiplies these steps by a learning rate. These leaves have no decay,
-        because their steps have the size of gradients, and no fixed decay is in proportion to that.
+        momentum, and a transformation that follows it, such as a learning rate.
 
     Returns:
       A whole optimizer.
@@ -67,8 +67,8 @@ def muon(
         rules = {"muon": optax.chain(head_polar, *matrix_tail), "adam": adam}
         labels = dict.fromkeys(read, "muon")
         if momentum is not None:
-            paths, rate = momentum
-            rules["momentum"] = optax.chain(optax.trace(polar.beta, nesterov, mu_dtype), rate)
+            paths, tail = momentum
+            rules["momentum"] = optax.chain(optax.trace(polar.beta, nesterov, mu_dtype), tail)
             labels |= dict.fromkeys(() if is_empty(params) else paths(params), "momentum")
         tree = with_leaves(jax.tree.map(lambda _: "adam", params), labels)
         return optax.partition(rules, lambda _: tree)  # not `tree` itself: Optax calls a tree that is callable
@@ -80,7 +80,8 @@ def muon(
         found = polar_rules(leaves_by_path(params), matrices(params))
         return found | dict.fromkeys(() if momentum is None else momentum[0](params), LeafRule("momentum"))
 
-    return GaugeTransformation(lambda params: partition(params).init(params), update_fn, rules=rules)
+    preflight = preflight_of((matrix_tail, momentum))
+    return GaugeTransformation(lambda params: partition(params).init(params), update_fn, (), rules, preflight)
 
 
 def polar_rules(paths: Iterable[str], matrices: Mapping[str, Reading]) -> dict[str, LeafRule]:

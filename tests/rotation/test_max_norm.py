@@ -14,6 +14,7 @@ from tests.tolerances import tolerance
 from tests.twins import walk
 
 RATE = 0.05
+NO_GAUGE = go.logit_shift({"shift": "vocab"})
 
 
 def _noise(seed: int, *shape: int) -> np.ndarray:
@@ -84,6 +85,28 @@ def test_weights_above_the_bound_come_back_to_it_at_the_pace_of_the_rate(rate: f
     np.testing.assert_allclose(norms[-5:, :3], 1.0, rtol=1e-12)
     np.testing.assert_allclose(norms[steps // 2, :3], 2.0, rtol=0.06)
     np.testing.assert_array_equal(norms[:, 3:], norms[:1, 3:].repeat(len(norms), 0))
+
+
+BOUNDED: dict[str, Any] = {
+    "max_norm": lambda bound: go.norms.max_norm(optax.sgd(RATE), {"w": "_ n"}, learning_rate=RATE, bound=bound),
+    "keep_norms_below": lambda bound: optax.chain(optax.sgd(RATE), go.links.keep_norms_below({"w": "_ n"}, bound)),
+    "max_norm_muon": lambda bound: go.max_norm_muon(RATE, NO_GAUGE, {"w": "_ n"}, {"t": "token _"}, bound=bound),
+}
+
+
+@pytest.mark.parametrize(("name", "leaf"), [*((name, "w") for name in BOUNDED), ("max_norm_muon", "t")])
+def test_check_names_vectors_above_their_bound_and_the_bound_that_they_need(name: str, leaf: str) -> None:
+    """The bound of a token in a table of embeddings is in units of √d."""
+    params = {"w": jnp.eye(4), "t": jnp.ones((3, 9)), "shift": jnp.zeros(3)}
+    params[leaf] = 3.0 * params[leaf]
+
+    def check(bound: float) -> None:
+        tx = BOUNDED[name](bound)
+        go.check(tx, tx.init(params), params, params)
+
+    with refused(f"weights above the norm bound, '{leaf}'", name, "of 3 times", "write bound=3.3"):
+        check(1.0)
+    check(3.3)
 
 
 # Link by link ------------------------------------------------------------------------------------------------

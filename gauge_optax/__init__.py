@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from gauge_optax.gauges.scale import multiplier_balance, norm_scale, rescale, residual_scale, scale_invariant
     from gauge_optax.gauges.shift import key_bias, logit_shift, norm_write_shift
     from gauge_optax.gauges.torus import rope_torus
+    from gauge_optax.optimizers._max_norm_muon import max_norm_muon
     from gauge_optax.optimizers._quotient import quotient
-    from gauge_optax.optimizers.aliases import max_norm_muon, quotient_adamw, quotient_muon
+    from gauge_optax.optimizers.aliases import quotient_adamw, quotient_muon
     from gauge_optax.optimizers.decay import add_gauge_decay
     from gauge_optax.tools.check import check
     from gauge_optax.tools.lora import lora
@@ -47,8 +48,9 @@ else:
         "gauges.scale": "multiplier_balance norm_scale rescale residual_scale scale_invariant",
         "gauges.shift": "key_bias logit_shift norm_write_shift",
         "gauges.torus": "rope_torus",
+        "optimizers._max_norm_muon": "max_norm_muon",
         "optimizers._quotient": "quotient",
-        "optimizers.aliases": "max_norm_muon quotient_adamw quotient_muon",
+        "optimizers.aliases": "quotient_adamw quotient_muon",
         "optimizers.decay": "add_gauge_decay",
         "tools.check": "check",
         "tools.lora": "lora",

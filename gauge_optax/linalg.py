@@ -525,8 +525,9 @@ def inverse_sqrt_by_products(m: jax.Array, least: float) -> jax.Array:
     R, every iterate thus becomes Rᵀ·(iterate)·R, even before convergence. This holds up to roundoff of ε·‖M‖/λ_min,
     which rounding M itself would cost as well.
 
-    Reference: Higham, Functions of Matrices (2008), Eq. (6.35), the coupled Newton–Schulz iteration. Deviation: the
-    scaling of Chen & Chow (2014) for the interval [`least`, 1], which halves the number of iterations.
+    Reference: Higham, Functions of Matrices (2008), Eq. (6.35), the coupled Newton–Schulz iteration. Deviation:
+    each iteration is scaled as by Chen & Chow (2014), for eigenvalues of M/‖M‖_F in [`least`, 1], which halves their
+    number.
 
     >>> m = jnp.diag(jnp.array([4.0, 1.0, 0.25]))
     >>> inverse_sqrt_by_products(m, 1e-2).round(4).tolist()

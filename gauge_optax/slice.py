@@ -455,8 +455,9 @@ class Slice:
     def _read_sizes(self, x: Arrays) -> tuple[Elements, dict[str, jax.Array], Arrays]:
         """The elements of sizes, the live channels as in `Frame`, and the point after the sizes were undone.
 
-        In this point, channels that were read are on the slice. Channels whose anchors are all zero could not be read.
-        They are set to zero in all blocks, because their entries differ between twins.
+        In this point, every channel that could be read is on the slice. A channel whose anchors are all zero cannot be
+        read, so that nothing gives its entries in other blocks the same values in twins. They are set to zero: what is
+        read from the point later is then the same for twins.
         """
         f = {part.label: part.identity() for part, _, _ in self.sizes}
         known = {part.label: jnp.zeros(part.shape, bool) for part, _, _ in self.sizes}

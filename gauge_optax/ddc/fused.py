@@ -176,7 +176,10 @@ def _means_do_not(part: Mean) -> bool:
 
 @functools.singledispatch
 def acts_in_any_basis(part: Part[Any]) -> bool:
-    """Whether a part acts on heads in the same way in any basis. A constant does not: a rotation changes it."""
+    """Whether a part's moves of heads are the same map in whichever basis a head's entries are stored.
+
+    Those of a constant, a part that adds, are not: if the basis is rotated, so is the vector that it adds.
+    """
     return True
 
 

@@ -440,7 +440,10 @@ def _cannot_step_matrices(part: Stretch) -> bool:
 
 
 def check_ddc(s: Slice, options: Options, params: optax.Params) -> None:
-    """Raises ValueError for gauges that DDC cannot step, such as GL(d), and for complex leaves.
+    """Raises ValueError for what DDC has no rule for: complex leaves, and gauges of all invertible matrices, GL(d).
+
+    Unless `options.vertical` is "frozen", it also raises for gauges along whose orbit `vertical_step` cannot step, such
+    as gauges that a user defined.
 
     Args:
       s: the slice.

@@ -404,7 +404,10 @@ class _Reader:
 
 
 def _require_grid(ids: Places, shape: tuple[int, ...]) -> None:
-    """Raises unless an operand holds all combinations of some indices per axis of the parameter, a *grid*.
+    """Raises unless ranges of indices along the parameter's axes describe which entries an operand holds.
+
+    Every place of the operand must hold an entry of the parameter. Its index along each axis of the parameter must be
+    the sum of what the operand's axes contribute to it.
 
     Args:
       ids: which entry of the parameter stands at each place of the operand.

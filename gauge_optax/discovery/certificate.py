@@ -24,7 +24,9 @@ _SECONDS = 600.0  # time after which no further block is counted
 _POINTS = 6  # points, at most: a ReLU may be on (or off) for every input at one point, so that more directions are dead
 _PATIENCE = 60.0  # seconds after which no further point is tried
 _NEAR = 0.3  # vectors go this share of the way from their given values to a generic point
-_LEAST = 8  # drawn batches, at least: a norm may hide a part of the effect of a token that occurs only once
+# The least number of random batches. At one place a norm hides some changes of a token's embedding, such as its length.
+# They would look dead if the token occurred once; at other places the norm hides others.
+_LEAST = 8
 _MARGIN = 2  # output numbers per parameter: more than one, because those of one sequence depend on each other
 
 

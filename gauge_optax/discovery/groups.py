@@ -1,10 +1,11 @@
 """How groups act on pieces of leaves, and which groups contain which. All arrays are NumPy's, in float64.
 
-A *piece* is a leaf, or a range of it, seen along one axis (*space*) on which a group could act. Its *companions* are
-axes, such as heads, for each index of which the group has an element of its own. Groups come in families, such as all
-invertible matrices. An element here is the logarithm of a scale or matrix, that is, a member of the Lie algebra. At a
-fixed point, the tangent of a move, its *motion*, is linear in the element. With this map and its transpose, least
-squares finds whether the motions of one group are among those of others.
+A *space* is an axis on which a group could act. A *piece* is a leaf, or a range of it, seen along one space. A piece
+may have *companions*, which are axes such as that of heads: the group then has one element per index of them. Groups
+come in families, such as all invertible matrices. An element here is the logarithm of a scale or matrix (a member of
+the Lie algebra), or a number that is added. The *motion* of an element is the derivative of its move at a fixed point,
+one array per leaf. It is linear in the element: `Symmetry.tangent` is this map, and `adjoint` its transpose. With the
+two, `independent` finds by least squares whether the motions of one group are sums of motions of others.
 """
 
 from __future__ import annotations
@@ -59,7 +60,10 @@ class Term(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Symmetry:
-    """A group with the pieces that it moves: a symmetry if the gradients are orthogonal to its motions.
+    """A group, and the pieces of leaves that it moves.
+
+    It is a symmetry of the function if the gradients of all outputs are orthogonal to its motions: `residual` is then
+    roundoff.
 
     Attributes:
       family: the key of its family in `FAMILIES`.

@@ -213,12 +213,12 @@ class _Norm(NamedTuple):
 
 
 class _Column(NamedTuple):
-    """How a leaf moves, given an array: by the product of the array and all `factors`, an einsum over labels.
+    """How a leaf moves, given an array: by the product of the array and all `factors`.
 
     Attributes:
-      view: the entries that move. The product is summed over labels that the view lacks, and constant along labels that
-        only the view has.
-      factors: views of other leaves, whose values are the factors; or norms, whose factor is 1/γ.
+      view: the entries of the leaf that move. If the array or a factor has an axis that the view lacks, the product is
+        summed over it. If only the view has an axis, the motion is the same at all its indices.
+      factors: what the array is multiplied by. A `View` stands for its leaf's values, a `_Norm` for 1/γ of its scale γ.
     """
 
     view: View
@@ -465,7 +465,11 @@ def _common_row(spaces: Sequence[Space], tables: Sequence[View], layers: set[Spa
         return _call("embedding_shift", {"token": [token], "position": [position]}, _names(spaces, layers))
 
     def belongs(taken: list[int]) -> bool:
-        """False for tables that share further axes (another flow handles these) and for vectors (`search` does)."""
+        """Whether this flow reports a combination of tables.
+
+        Tables that all share more axes than `spaces` belong to another flow, and leaves whose only axis, apart from
+        stacked layers, is that of `spaces` to `search`. One table alone is no combination.
+        """
         if len(taken) < 2 or (lone and all(len(tables[k].labels) == len(spaces) for k in taken)):
             return False
         return frozenset.intersection(*(frozenset(tables[k].labels) for k in taken)) == set(spaces)

@@ -29,7 +29,9 @@ from gauge_optax.linalg import singular_vectors
 
 _MOST_NEAR = 16  # a candidate keeps at most so many nearly null vectors
 _PASSES = 8  # repetitions that make a basis sparse, at most; one or two nearly always suffice
-BLUR = 1e-5  # in a null vector of length one, smaller entries count as roundoff, which nearly null vectors enlarge
+# An entry below this in a null vector of length one counts as zero. Roundoff mixes null vectors with those of small
+# singular values, so that entries that should be zero can be far above float64's epsilon.
+BLUR = 1e-5
 _DENOMINATOR = 6  # the largest denominator of an exponent
 _MATRIX = 128  # the largest basis on which a linear group is tried
 _MOTIONS = 2**26  # bytes of motions of a leaf that are held at a time

@@ -260,6 +260,9 @@ def equal_runs(shape: Sequence[int], new: Sequence[int]) -> Iterator[tuple[range
 
 
 def _common_cuts(one: Sequence[int], other: Sequence[int]) -> list[int] | None:
-    """The products of the last k sizes of two grids, for all k, ascending; None if one does not divide the next."""
+    """For each of two grids, given by the lengths of its axes, the products of its last k lengths, for every k.
+
+    Returns the products of both in one ascending list, or None if a product does not divide the next one.
+    """
     cuts = sorted({math.prod(sizes[k:]) for sizes in (one, other) for k in range(len(sizes) + 1)})
     return cuts if all(b % a == 0 for a, b in itertools.pairwise(cuts)) else None

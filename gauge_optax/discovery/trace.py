@@ -277,7 +277,9 @@ def literal(number: Any) -> Value:
 
 
 def _united(trace: Trace, *lists: Sequence[Value]) -> list[Value]:
-    """Unites values that control flow makes one: the results of two branches, or a carry before and after the body.
+    """Merges values that control flow treats as one: the results of two branches, or a carry before and after the body.
+
+    The ids of their axes become equal, and a merged value has the writers and vectors of all.
     """
     out = []
     for values in zip(*lists, strict=True):

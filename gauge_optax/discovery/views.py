@@ -1,9 +1,11 @@
 """Reads leaves as tensors, each of whose axes is one *space* (`spaces`), an axis on which a group could act.
 
-A `View` cuts every axis of a leaf to a window, and splits the window into *atoms*, such as heads and entries of heads.
-Each atom is along one space. A view reads all indices of an atom, or *picks* one, such as the index of the queries in a
-fused kernel. A `Piece` is a view with one atom on which a group acts, and with *companions*: atoms that index copies of
-the group, such as heads. It reads a leaf as a tensor (companions, space, rest).
+A `View` reads a range of each axis of a leaf, a *window*. If a window holds several axes in one, such as heads and
+entries of heads, the view splits it into these, its *atoms*. An atom has at most one space. The view reads all indices
+of an atom, some ranges of them, or one index, which it *picks*: of an atom with the indices query, key and value in a
+fused kernel, it can pick query. A `Piece` is a view in which a group acts on one atom, or on the whole leaf. Other
+atoms, its *companions*, count copies of the group, as heads do. A piece reads the leaf as a tensor (companions, space,
+rest).
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Gauges that a user defines by an action and a reading (`Gauge` subclasses with their own `act` and `read`).
 
-One part stands for the whole gauge. Tangents move by the derivative of the action, cotangents by its transpose.
+On a tree, such a gauge has a single part. The derivative of `act` takes tangents from θ to g·θ; its transpose takes
+cotangents, such as gradients, from g·θ back to θ.
 """
 
 import dataclasses

@@ -43,7 +43,10 @@ def part_label(found: Matched, **options: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Copy(Additive, abc.ABC):
-    """One copy of a gauge on a tree. By default its group is addition, and its public element is that of its one part.
+    """One copy of a gauge on a tree, such as that of one layer.
+
+    By default two elements compose by adding their arrays, and the copy has one part, whose element is the public one.
+    Subclasses override what differs.
 
     Attributes:
       key: the captures, see `Matched`.

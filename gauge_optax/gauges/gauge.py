@@ -64,12 +64,14 @@ class Gauge(abc.ABC):
 
     Attributes:
       name: name for messages.
-      effect: what a move does to tangents: "shift" (nothing, it moves points alone), "diagonal" (it multiplies
-        entries), "permutation" (it renumbers them), "orthogonal" (it rotates bases) or "linear" (anything else).
-      balancing: what the move to the point of least norm on the orbit does to tangents; "still" if there is none.
-      breaks: usual reasons why a binding is no symmetry, for messages.
-      commutes: True declares that the moves of a subclass with its own `act` commute with those of other gauges, so
-        that it may share leaves with them.
+      effect: what a move does to tangents, the differences of weights. "shift": nothing, because the move adds a
+        constant to weights. "diagonal": it multiplies entries. "permutation": it renumbers entries. "orthogonal": it
+        rotates bases. "linear": any other linear map.
+      balancing: the same for the move of `balance`, to the smallest weights that moves reach; "still" if the gauge has
+        no such move.
+      breaks: the usual reasons why the leaves that a user bound do not have this symmetry, for messages.
+      commutes: for a subclass with its own `act`. True declares that its moves commute with those of all other gauges.
+        Only then may it share leaves with them.
 
     >>> class Translation(go.Gauge):  # a constant from one table of embeddings to another
     ...     name, effect = "translation", "shift"

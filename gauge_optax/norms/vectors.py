@@ -102,7 +102,7 @@ def resolve(name: str, specs: Specs, tree: Any, kept: Any = None) -> list[Select
 
     Raises:
       ValueError: an axes string that matches no leaf; a leaf that `optax.MaskedNode` hides; ranks or lengths that do
-        not fit; an entry in two vectors; `kept` of other vectors.
+        not fit; an entry that two axes strings select; a state (`kept`) that was made for other vectors.
     """
     by_path: dict[str, list[Selection]] = {}
     for spec, sizes in specs:
@@ -145,7 +145,9 @@ def moved(
     name: str, selections: Sequence[Selection], rule: Callable[..., Sequence[Any]], updates: Any, params: Any,
     *kept: Any,
 ) -> tuple[Any, ...]:
-    """Applies a rule to the vectors of every selection. This is the step of all transformations of weight vectors.
+    """Calls a function, `rule`, on the vectors of each selection, and puts its results into the updates.
+
+    All transformations of weight vectors compute their steps by it.
 
     Args:
       name: name of the transformation, for errors.

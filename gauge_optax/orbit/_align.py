@@ -213,7 +213,10 @@ def _order(s: Slice) -> list[Any]:
 
 
 def _from_itself(s: Slice, a: Any, b: Any, known: Mapping[Any, Any]) -> _Path:
-    """The path from b as it is stored towards a. `known` (part → element) acts first; its parts take no turns."""
+    """Moves the stored weights of b nearer to a, part by part, and returns the moves.
+
+    The elements of `known` (part → element) act first and stay as they are. Then the other parts are improved in turn.
+    """
     path = _Path(s, s.values(b), s.values(a))
     for part, e in known.items():
         path.move(part, e)
@@ -222,9 +225,9 @@ def _from_itself(s: Slice, a: Any, b: Any, known: Mapping[Any, Any]) -> _Path:
 
 
 def _from_slice(s: Slice, a: Any, b: Any, known: Mapping[Any, Any]) -> _Path:
-    """The path from b to its slice point, on towards the slice point of a, and then towards a.
+    """Moves b to its slice point, then nearer to the slice point of a, and then towards a; returns the moves.
 
-    The elements of `known` (part → element) act at the slice point of b; their parts take no turns.
+    The elements of `known` (part → element) act at the slice point of b and stay as they are.
     """
     there, here = (s.unturned_slice_point(x)[1] for x in (a, b))
     path = _Path(s, s.values(b), dict(there.point))

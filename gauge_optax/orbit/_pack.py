@@ -157,7 +157,7 @@ class PackedBlock:
         return self._laid(fixed + jnp.einsum("...hr,hrb->...hb", jnp.take(x, self.kept, -1), by_head))
 
     def _laid(self, heads: jax.Array) -> jax.Array:
-        """One vector per head, (…, heads, basis), reshaped to the axes that the leaf has for heads and basis."""
+        """Returns vectors of heads, (…, heads, basis), with the leaf's own axes for heads and basis, in its order."""
         lead, axes = heads.shape[:-2], (*self._order[:-2], self._order[-1])
         split = heads.reshape(*lead, *self.heads, heads.shape[-1])
         view = split.transpose(*range(len(lead)), *(len(lead) + axes.index(k) for k in sorted(axes)))

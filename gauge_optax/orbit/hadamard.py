@@ -77,7 +77,7 @@ def hadamard_with_ones(key: jax.Array, size: int) -> jax.Array:
 
 
 def require_even(gauge: str, blocks: Sequence[Block], size: int, multiple: int = 2) -> None:
-    """Raises ValueError if `size` is no multiple of `multiple`, so that it has no Hadamard factor.
+    """Raises ValueError if `size` is no multiple of `multiple`: no rotation here then has a Hadamard matrix as factor.
 
     Args:
       gauge: the gauge's name, for the message.

@@ -100,7 +100,9 @@ def _nearest_factor(part: Factor, target: Arrays, point: Arrays, others: Sequenc
 
 @nearest.register
 def _nearest_stretch(part: Stretch, target: Arrays, point: Arrays, others: Sequence[Part[Any]] = ()) -> jax.Array:
-    """The nearest invertible matrix, by Gauss–Newton steps with a line search from the best of three starts.
+    """An invertible matrix per head that moves the point near to the target: a local minimum of the distance.
+
+    It is found by Gauss–Newton steps, each with a line search, from the best of three starts.
 
     The starts are the identity, the least-squares solution of the left side alone, and that of the right side alone.
     Starts at other rotations are not needed, because `align` has rotated the same heads before.

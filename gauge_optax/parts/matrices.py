@@ -164,7 +164,7 @@ class Fused:
 
     @property
     def text(self) -> str:
-        """The texts of all ranges, joined as in `1 × (8, 12) + 1 × (8, 3)`."""
+        """How many matrices of which shape each range has, as in `1 × (8, 12) + 1 × (8, 3)`."""
         return " + ".join(piece.text for piece in self.pieces)
 
 

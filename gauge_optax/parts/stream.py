@@ -113,7 +113,10 @@ class Stream(Orthogonal, Turn[jax.Array]):
         return reflected(reflected(matrix, -1), -2)[1:, 1:]
 
     def embedded(self, matrix: jax.Array) -> jax.Array:
-        """The inverse of `restricted`: H·M·Hᵀ + 1·1ᵀ/d for an orthogonal (d − 1, d − 1) matrix M."""
+        """H·M·Hᵀ + 1·1ᵀ/d for an orthogonal (d − 1, d − 1) matrix M: 1 is the vector of ones, H that of `restricted`.
+
+        The result keeps 1, and `restricted` takes it back to M. Without `keeps_ones` it is M itself, (d, d).
+        """
         if not self.keeps_ones:
             return matrix
         embedded = jnp.zeros((self.size, self.size), matrix.dtype).at[1:, 1:].set(matrix).at[0, 0].set(1.0)

@@ -14,7 +14,9 @@ from gauge_optax.discovery.report import Report
 from gauge_optax.errors import binding_error
 from gauge_optax.parts.matrices import COUNTING, TOKEN
 
-_MOST_ALIKE = 4096  # matrices of one leaf that an axis counts are compared one by one if there are at most so many
+# An axis that counts matrices (`layer`, `expert`) is compared index by index if it has at most this length, and else as
+# a whole.
+_MOST_ALIKE = 4096
 Kinds = tuple[Any, ...]
 
 

@@ -158,6 +158,7 @@ def test_three_donated_steps_in_bfloat16(case: TransformCase) -> None:
         assert _finite((updates, state, params))
 
 
+@pytest.mark.slow_rows("[!dq]*-float64")
 @pytest.mark.parametrize("precision", ["mixed", "float64", "float32"])
 @rows
 def test_dtypes_are_kept(case: TransformCase, precision: str) -> None:
@@ -256,7 +257,7 @@ WRAPPERS: dict[str, Callable[[TransformCase], Transformation]] = {
 SHAPED_LIKE_PARAMS = {".mu", ".nu", ".trace", ".columns", ".acc_grads"}
 
 
-@pytest.mark.slow_rows("partition-*", "apply_if_finite-[b-z]*")
+@pytest.mark.slow_rows("partition-*", "apply_if_finite-[b-z]*", "MultiSteps-[!adq]*")
 @rows
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_wrappers_keep_signatures_and_map_params(wrapper: str, case: TransformCase) -> None:

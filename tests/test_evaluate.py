@@ -60,7 +60,7 @@ PINNED: dict[str, Any] = {}
 FREE, BALANCED = {"pin": False}, {"rest": "balanced"}
 
 
-@pytest.mark.slow_rows("product/llama-*")
+@pytest.mark.slow_rows("product/llama-*", "[!r]*-slow weights")
 @pytest.mark.parametrize("average", AVERAGES)
 @pytest.mark.parametrize(("name", "options"), [
     *((name, PINNED) for name in NAMES), ("rescale/channel", FREE), ("product/llama", FREE),

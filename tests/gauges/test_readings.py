@@ -30,7 +30,9 @@ def _slice_point(group: go.Gauge, params: Any) -> Any:
     return go.bind(group, params).slice_point(params)
 
 
-@pytest.mark.slow_rows("product/latent_fused*", "product/llama", "product/whole_*")
+@pytest.mark.slow_rows(
+    "product/latent_fused*", "product/llama", "product/whole_*", "*stacked", "*fused", "*value_gqa", "*trained_scale"
+)
 @rows
 def test_twins_have_one_slice_point_and_readings_lead_back(case: GaugeCase, x64: None) -> None:
     """A reading is the element that leads from the slice to the point, and the identity on the slice itself."""

@@ -109,14 +109,14 @@ test_errors_name_the_gauge_and_the_remedy = each_refused([
 @pytest.mark.usefixtures("x64")
 def test_two_methods_open_every_door() -> None:
     """The same symmetry by two methods and by the library, on the leaves that it moves."""
-    params, mine, ours = {path: _params()[path] for path in ("up", "down")}, Trade("up", "down"), OURS[0]
+    params, mine, ours = {"up": _params()["up"][:, :3], "down": _params()["down"][:3]}, Trade("up", "down"), OURS[0]
     other = jax.tree.map(lambda x: x + 0.1 * jnp.cos(jnp.arange(x.size)).reshape(x.shape), params)
 
     def objective(p: Tree) -> jax.Array:
         return jnp.sum(p["up"] ** 4) + jnp.sum(p["down"] ** 4)
 
     def found(gauge: go.Gauge) -> dict[str, Any]:
-        tx, element = go.quotient(optax.adamw(0.02), gauge, pin=False), {"": jnp.linspace(-0.4, 0.4, 6)}
+        tx, element = go.quotient(optax.adamw(0.02), gauge, pin=False), {"": jnp.linspace(-0.4, 0.4, 3)}
         return {
             "align": go.orbit.align(params, other, gauge)[""],
             "average": go.orbit.average([params, other], gauge),
@@ -131,8 +131,8 @@ def test_two_methods_open_every_door() -> None:
     ours_found = found(ours)
     for door, here in found(mine).items():
         assert max(apart(here, ours_found[door]).values()) <= 1e-6, door
-    assert mine.dim(params) == ours.dim(params) == 6
-    assert jax.tree.map(jnp.shape, mine.sample(jax.random.key(0), params)) == {"": (6,)}
+    assert mine.dim(params) == ours.dim(params) == 3
+    assert jax.tree.map(jnp.shape, mine.sample(jax.random.key(0), params)) == {"": (3,)}
     assert go.tools.from_json(go.tools.to_json([mine, ours]), classes=[Trade]) == [mine, ours]
     tx = go.quotient(optax.adamw(0.01), [mine, go.logit_shift({"down": "_ vocab"})])
     assert tx.init(params).frame.elements

@@ -144,9 +144,7 @@ WRAPPERS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.slow_rows(
-    "[Mgscimwpb]*-False", "ddc_adamw-False", "links-True", "quotient_muon-True", "[bim]*-True", "sgd-True"
-)
+@pytest.mark.slow_rows("[!lq]*-False", "[lqbim]*-True", "sgd-True")
 @pytest.mark.parametrize("jitted", [False, True])
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_nothing_is_raised_at_the_first_step_or_later(name: str, jitted: bool) -> None:

@@ -15,6 +15,7 @@ from gauge_optax.gauges.gauge import Gauge
 from models import lm_sharding
 from tests.cases import GAUGE_CASES
 from tests.refusals import refused
+from tests.twins import normal
 
 Tree = Any
 RESCALE = go.rescale({"up": "_ channel"}, {"down": "channel _"})
@@ -39,10 +40,8 @@ ALL = FRAMED | {
 
 
 def _params(**other: Any) -> Tree:
-    generator = np.random.default_rng(0)
     shapes = SHAPES | {path: x for path, x in other.items() if isinstance(x, tuple)}
-    tree = {path: jnp.asarray(generator.normal(size=shape), jnp.float32) for path, shape in shapes.items()}
-    return tree | {path: x for path, x in other.items() if not isinstance(x, tuple)}
+    return normal(0, shapes, jnp.float32) | {path: x for path, x in other.items() if not isinstance(x, tuple)}
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from flax.traverse_util import unflatten_dict
 import gauge_optax as go
 from models import latent
 from tests.quick import jit
+from tests.twins import normal
 
 Params = dict[str, jax.Array]
 TOKENS, WIDTH, HEADS, BASIS, HIDDEN, VOCAB, EXPERTS = 7, 8, 2, 4, 6, 9, 5
@@ -225,9 +226,7 @@ ROWS = [
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_a_finite_move_keeps_the_function_where_the_symmetry_holds(row: Row, x64: None) -> None:
-    rng = np.random.default_rng(1)
-    params = {path: rng.standard_normal(shape) for path, shape in (SHAPES | {"gate": row.gate}).items()}
-    group = go.product(row.gauges)
+    params, group = normal(1, SHAPES | {"gate": row.gate}), go.product(row.gauges)
 
     @jit
     def found(params: Params) -> tuple[Params, jax.Array, jax.Array]:

@@ -13,7 +13,7 @@ import gauge_optax as go
 from tests.gauges.user_gauges import Trade, Translation
 from tests.refusals import each_refused, refused
 from tests.tolerances import tolerance
-from tests.twins import apart, stepper, train, trained
+from tests.twins import apart, normal, stepper, train, trained
 
 Tree = Any
 # Integers of 32 bits in both precisions: JAX keeps indices of 64 bits from a trace in float64 for the next in float32.
@@ -24,8 +24,7 @@ OURS = [go.rescale({"up": "_ channel"}, {"down": "channel _"}), go.logit_shift({
 
 
 def _params(dtype: str = "float64") -> Tree:
-    generator = np.random.default_rng(0)
-    return {path: jnp.asarray(generator.normal(size=shape), dtype) for path, shape in SHAPES.items()}
+    return normal(0, SHAPES, dtype)
 
 
 def _loss(p: Tree) -> jax.Array:

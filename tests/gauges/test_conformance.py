@@ -493,12 +493,15 @@ def test_degenerate_points_stay_finite_and_equivariant(exact: Subject) -> None:
 
 @pytest.mark.parametrize("case", (*GAUGE_CASES, *FLAT_CASES, *DISCRETE_CASES), ids=_name)
 def test_a_gauge_is_a_hashable_value(case: GaugeCase) -> None:
-    """Also by its `repr`, and by JSON."""
+    """Also by its `repr`, which is the source that makes it, and by JSON."""
     (gauge, *_), (again, *_) = case.gauges(), case.gauges()
     assert gauge is not again and gauge == again and hash(gauge) == hash(again)
     whole = go.product(case.gauges())
-    assert whole == go.product(case.gauges()) == eval(repr(whole), {"go": go, "Translation": Translation})
-    assert eval(repr(gauge), {"go": go, "Translation": Translation}) == gauge
+    assert whole == go.product(case.gauges())
+    for value in (gauge, whole):
+        text = repr(value)
+        assert eval(text, {"go": go, "Translation": Translation}) == value and str(value) == text
+        assert "Block" not in text and max(map(len, text.splitlines())) <= 120
     assert go.tools.from_json(go.tools.to_json(case.gauges()), classes=[Translation]) == list(whole.gauges)
     assert not any(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(dataclasses.astuple(gauge)))
 

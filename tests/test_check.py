@@ -11,7 +11,6 @@ import pytest
 
 import gauge_optax as go
 from tests.cases import FLAT_CASES, GAUGE_CASES, GaugeCase
-from tests.quick import jit
 from tests.refusals import refused
 from tests.tolerances import roundoff_of_asymmetry
 from tests.twins import trained
@@ -37,8 +36,7 @@ def _cast(dtype: str, params: Any) -> Any:
 
 
 def _preflight(tx: Any, params: Any, loss: Any, state: Any = None, **options: Any) -> Any:
-    gradient = jit(jax.grad(loss))(params)
-    return go.check(tx, tx.init(params) if state is None else state, params, gradient, **options)
+    return go.check(tx, tx.init(params) if state is None else state, params, jax.grad(loss)(params), **options)
 
 
 MLP = {"up": _normal(2, 8, 16), "bias": 0.1 * _normal(3, 16), "down": _normal(4, 16, 5)}

@@ -19,7 +19,8 @@ from flax import nnx
 import gauge_optax as go
 from gauge_optax.slice import VERSION
 from tests.cases import TRANSFORM_CASES, TransformCase
-from tests.test_conformance import EVERY_KIND, FIRST_OF_ITS_KIND, _noise, _params
+from tests.test_conformance import EVERY_KIND, FIRST_OF_ITS_KIND, _params
+from tests.twins import normal_like
 
 Tree = Any
 DATA = Path(__file__).parent / "data"
@@ -44,9 +45,9 @@ def third_step(case: TransformCase) -> tuple[Tree, Tree, Tree]:
     update = jax.jit(tx.update)
     state = jax.jit(tx.init)(params)
     for n in range(2):
-        updates, state = update(_noise(n + 1, params), state, params)
+        updates, state = update(normal_like(n + 1, params), state, params)
         params = optax.apply_updates(params, updates)
-    return params, state, update(_noise(3, params), state, params)[0]
+    return params, state, update(normal_like(3, params), state, params)[0]
 
 
 class Net(nnx.Module):

@@ -10,8 +10,9 @@ from flax import nnx
 from tests import frozen_states as frozen
 from tests.cases import TransformCase
 from tests.quick import jit
-from tests.test_conformance import EVERY_KIND, _noise, _params
+from tests.test_conformance import EVERY_KIND, _params
 from tests.tolerances import tolerance
+from tests.twins import normal_like
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,7 @@ def test_training_goes_on_from_a_stored_state(case: TransformCase, stored: dict[
 
     params, update = read("params", template), read("update", template)
     state = read("state", jax.eval_shape(tx.init, template))
-    found, _ = jit(tx.update)(_noise(3, template), state, params)
+    found, _ = jit(tx.update)(normal_like(3, template), state, params)
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(update), strict=True):
         np.testing.assert_allclose(x, y, rtol=10 * tolerance("optax", x.dtype), atol=10 * tolerance("optax", x.dtype))
 

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from models import lm
-from tests.cases import TRANSFORM_CASES, VARIANTS
+from tests.cases import TRANSFORM_CASES, VARIANTS, _lm_params
 from tests.test_conformance import ON_VECTORS
 from tests.twins import driven
 
@@ -28,7 +28,7 @@ KINDS = {
 @pytest.mark.parametrize("name", KINDS)
 def test_explicit_axes_change_nothing(name: str) -> None:
     """The last axis of every leaf is dealt out."""
-    params, _ = lm.params_and_loss(LLAMA, jax.random.key(0))
+    params = _lm_params(LLAMA, jax.random.key(0))
     gradient = jax.tree.map(jnp.sin, params)
     tx = KINDS[name].make(UNGROUPED if name.startswith(ON_VECTORS) else GAUGES)
     expected = driven(tx, params, [gradient, gradient])

@@ -84,6 +84,7 @@ def test_latent_attention_and_experts_are_routed_by_hand(config: latent.LatentCo
     np.testing.assert_array_equal(pair.leaf(pair.view(kernel)), kernel)
 
 
+@pytest.mark.slow
 def test_fused_kernels_get_the_steps_of_split_ones(x64: None) -> None:
     """Three steps; the same function in two trees."""
     split, fused = (
@@ -157,13 +158,14 @@ def _same(one: Any, two: Any, start: Any) -> None:
         assert float(jnp.linalg.norm(x - two[name])) <= 1e-9 * moved, name
 
 
-@pytest.mark.slow_rows("ddc_muon", "quotient_muon, rms")
+@pytest.mark.slow_rows("[!q]*", "quotient_muon, rms")
 @pytest.mark.parametrize("name", MAKERS)
 def test_ranges_of_heads_get_the_steps_of_split_kernels(name: str, x64: None) -> None:
     one, two = (_after(MAKERS[name](ATTENTION[fused]), fused) for fused in (True, False))
     _same(one, two, _fused(_tree(0)))
 
 
+@pytest.mark.slow_rows("quotient_muon, rms")
 @pytest.mark.parametrize("name", [name for name in MAKERS if "polar" not in name])
 def test_labels_say_what_gauges_leave_open(name: str, x64: None) -> None:
     """A norm reads all, a rescale binds one range: whether the rest is one matrix or two is for the user to say."""
@@ -249,7 +251,7 @@ TINY: dict[str, Any] = MAKERS | {
 }
 
 
-@pytest.mark.slow_rows("*-float64-*", "*-bfloat16-rescale", "[!hq]*-bfloat16-heads")
+@pytest.mark.slow_rows("*-float64-*", "*-bfloat16-rescale", "[!q]*-bfloat16-heads", "*, *-heads", "[hms]*-heads")
 @pytest.mark.parametrize("gauge", ["rescale", "heads"])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 @pytest.mark.parametrize("name", TINY)

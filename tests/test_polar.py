@@ -110,7 +110,7 @@ def test_the_interval_of_the_map_is_what_is_documented(name: str) -> None:
 
 def unequal(shape: tuple[int, int], dtype: str, preset: str, kernel: Callable[..., Any] = polar) -> dict[str, float]:
     """By spectrum: ‖f(L·M·R) − L·f(M)·R‖/‖f(M)‖, the larger of one rotation on the left and one on the right."""
-    names, m = matrices(shape, CONDITIONS[:4])
+    names, m = matrices(shape, CONDITIONS[1:4])  # of condition 1 all four are one matrix
     generator = np.random.default_rng(3)
     left, right = orthogonal(generator, shape[0], shape[0]), orthogonal(generator, shape[1], shape[1])
     m = np.asarray(jnp.asarray(m, dtype), np.float64)
@@ -123,7 +123,7 @@ def unequal(shape: tuple[int, int], dtype: str, preset: str, kernel: Callable[..
 WIDE = [("standard", (128, 128)), ("polar_express", (128, 128))]
 
 
-@pytest.mark.slow_rows("dion-(768, 64)", "*-(64, 768)")
+@pytest.mark.slow_rows("[!s]*-(768, 64)", "standard-(768, 64)", "standard-(128, 128)", "*-(64, 768)")
 @pytest.mark.parametrize(("name", "shape"), [*((name, shape) for name in PRESETS for shape in HEADS), *WIDE], ids=str)
 def test_equivariant_in_float32(name: str, shape: tuple[int, int]) -> None:
     worst = unequal(shape, "float32", name)

@@ -22,6 +22,7 @@ from tests.cases import GAUGE_CASES
 from tests.programs import primitives
 from tests.quick import jit
 from tests.tolerances import tolerance
+from tests.twins import normal_like
 
 LLAMA = lm.llama_config(vocab=256, d_model=64, layers=2, heads=4, kv_heads=2, d_head=16, d_ff=172, max_len=64)
 WIDE = lm.llama_config(vocab=256, d_model=2048, layers=1, heads=16, kv_heads=16, d_head=128, d_ff=8192)
@@ -117,7 +118,7 @@ def test_init_outside_jit_compiles_few_programs(name: str, width: int, caplog: p
     config = lm.LMConfig(
         vocab=13, d_model=width, layers=2, heads=2, kv_heads=2, d_head=width // 2, d_ff=3 * width, max_len=8
     )
-    params, tx = lm.params_and_loss(config, jax.random.key(0))[0], getattr(go, name)(1e-3, lm.gauges(config))
+    params, tx = normal_like(0, _shapes(config)), getattr(go, name)(1e-3, lm.gauges(config))
 
     def compiled() -> int:
         caplog.clear()

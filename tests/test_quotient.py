@@ -31,7 +31,7 @@ CONDITION_100 = 2.303
 
 
 def _relative(found: Any, expected: Any) -> float:
-    return float(jnp.linalg.norm(found - expected) / jnp.linalg.norm(expected))
+    return float(np.linalg.norm(np.subtract(found, expected)) / np.linalg.norm(expected))
 
 
 # The post's examples ------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """What does not belong together is refused: states of other gauges, leaves of other shapes, a seed for a key."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from gauge_optax.gauges.gauge import Gauge
 from models import lm_sharding
 from tests.cases import GAUGE_CASES
 from tests.refusals import refused
+from tests.twins import normal
 
 Tree = Any
 RESCALE = go.rescale({"up": "_ channel"}, {"down": "channel _"})
@@ -38,10 +40,13 @@ ALL = FRAMED | {
 
 
 def _params(**other: Any) -> Tree:
-    generator = np.random.default_rng(0)
     shapes = SHAPES | {path: x for path, x in other.items() if isinstance(x, tuple)}
-    tree = {path: jnp.asarray(generator.normal(size=shape), jnp.float32) for path, shape in shapes.items()}
-    return tree | {path: x for path, x in other.items() if not isinstance(x, tuple)}
+    return normal(0, shapes, jnp.float32) | {path: x for path, x in other.items() if not isinstance(x, tuple)}
+
+
+@functools.cache
+def _state(name: str) -> Tree:
+    return FRAMED[name](GAUGES).init(_params())
 
 
 @pytest.mark.filterwarnings("ignore:an empty list of gauges")
@@ -52,9 +57,8 @@ def _params(**other: Any) -> Tree:
 )
 def test_a_state_of_another_list_is_refused(name: str, gauges: list[Gauge]) -> None:
     params = _params()
-    state = FRAMED[name](GAUGES).init(params)
     with refused(r"a state of other gauges\n.*rescale\[\]\..*\n.*expected.*\n.*remedy"):
-        FRAMED[name](gauges).update(params, state, params)
+        FRAMED[name](gauges).update(params, _state(name), params)
 
 
 def test_the_opposite_grams_state_too() -> None:
@@ -67,8 +71,7 @@ def test_the_opposite_grams_state_too() -> None:
 @pytest.mark.parametrize("name", FRAMED)
 def test_a_state_goes_on_under_the_same_list_in_another_order(name: str) -> None:
     params, gradient = _params(), jax.tree.map(jnp.cos, _params())
-    state = FRAMED[name](GAUGES).init(params)
-    expected, found = (FRAMED[name](order).update(gradient, state, params) for order in (GAUGES, GAUGES[::-1]))
+    expected, found = (FRAMED[name](order).update(gradient, _state(name), params) for order in (GAUGES, GAUGES[::-1]))
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
@@ -84,7 +87,7 @@ def test_a_state_goes_on_under_the_same_list_in_another_order(name: str) -> None
 def test_a_state_of_other_shapes_is_refused(name: str, other: dict[str, Any], found: str) -> None:
     params, tx = _params(**other), FRAMED[name](GAUGES)
     with pytest.raises(ValueError, match=found):
-        tx.update(params, tx.init(_params()), params)
+        tx.update(params, _state(name), params)
 
 
 def test_a_state_of_another_version_is_refused() -> None:

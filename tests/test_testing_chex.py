@@ -11,14 +11,11 @@ import pytest
 from absl import flags
 
 import gauge_optax as go
+from tests.twins import normal
 
 KEY = jax.random.key(0)
-PARAMS = {
-    "up": jax.random.normal(jax.random.key(1), (3, 4)),
-    "bias": jax.random.normal(jax.random.key(2), (4,)),
-    "down": jax.random.normal(jax.random.key(3), (4, 2)),
-}
-X = jax.random.normal(jax.random.key(4), (5, 3))
+PARAMS = normal(1, {"up": (3, 4), "bias": (4,), "down": (4, 2)})
+X = normal(4, {"x": (5, 3)})["x"]
 GAUGE = go.rescale({"up": "_ channel", "bias": "channel"}, {"down": "channel _"})
 WRONG = go.rescale({"up": "_ channel"}, {"down": "channel _"})  # the bias is missing
 PROJECTED = optax.chain(optax.scale_by_adam(), go.gauge_project(GAUGE, kind="update"))

@@ -13,7 +13,7 @@ import pytest
 
 import gauge_optax as go
 from gauge_optax.binding import leaves_by_path, with_leaves
-from tests.cases import FLAT_CASES, GAUGE_CASES, with_masks
+from tests.cases import FLAT_CASES, with_masks
 from tests.gauges.user_gauges import Translation
 from tests.quick import jit
 from tests.refusals import complaint
@@ -33,15 +33,6 @@ def _says(call: Callable[[], Any], heading: str, remedy: str) -> None:
 
 
 # What gauges print -------------------------------------------------------------------------------------------
-
-
-def test_every_gauge_prints_as_the_source_that_makes_it() -> None:
-    for case in GAUGE_CASES:
-        for gauge in (*case.gauges(), go.product(case.gauges())):
-            text = repr(gauge)
-            assert str(gauge) == text and "BlockSpec" not in text and "BlockGauge" not in text
-            assert eval(text, {"go": go, "Translation": Translation}) == gauge, case.name
-            assert max(map(len, text.splitlines())) <= 120
 
 
 def test_sizes_tuples_and_options_are_written_and_defaults_are_not() -> None:

@@ -156,15 +156,15 @@ def odd(start: str, params: Tree) -> Tree:
 
 
 @functools.cache
-def _sampler(group: Any) -> Callable[[Tree], Any]:
-    return jit(lambda params: group.sample(jax.random.key(3), params))
+def _sampler_and_action(group: Any) -> tuple[Callable[[Tree], Any], Callable[[Any, Tree], Tree]]:
+    return jit(lambda params: group.sample(jax.random.key(3), params)), jit(group.act)
 
 
 def element_of(group: Any, params: Tree, dtype: str) -> Any:
     """An element large enough to matter, drawn in float64: one program for both precisions."""
     with jax.enable_x64(True):
         exact = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
-        return jax.tree.map(lambda x: np.asarray(x, dtype), _sampler(group)(exact))
+        return jax.tree.map(lambda x: np.asarray(x, dtype), _sampler_and_action(group)[0](exact))
 
 
 def an_ulp_off(params: Tree) -> Tree:
@@ -185,7 +185,7 @@ def check_twins(
     Where they part further than they may, so must the run itself if its start is off by an ulp: a tenth as far, and ten
     times the tolerance is the most.
     """
-    act, g = jit(group.act), element_of(group, params, dtype)
+    act, g = _sampler_and_action(group)[1], element_of(group, params, dtype)
     ours, losses = train(init, step, params)
     theirs, twin_losses = train(init, step, act(g, params))
     errors, loss = apart(theirs, act(g, ours)), float(np.max(np.abs(twin_losses / losses - 1.0)))

@@ -20,6 +20,7 @@ from models import lm
 from tests.cases import GAUGE_CASES
 from tests.quick import jit
 from tests.tolerances import tolerance
+from tests.twins import normal
 
 Tree = Any
 Shape = tuple[int, ...]
@@ -111,8 +112,7 @@ by_name = pytest.mark.parametrize("name", READINGS)
 
 
 def _params(shapes: dict[str, Shape], seed: int = 0) -> Tree:
-    draw = np.random.default_rng(seed).normal
-    return {path: jnp.asarray(draw(size=shape), float) for path, shape in shapes.items()} | {"free": jnp.ones((3, 4))}
+    return normal(seed, shapes) | {"free": jnp.ones((3, 4))}
 
 
 def _read(gauges: list[go.Gauge], params: Tree) -> dict[str, Matrices]:

@@ -29,7 +29,7 @@ QUICK = ("bias_absorption/value_gqa", "residual_rotation/stacked", "product/line
 def apart(a: Tree, b: Tree) -> float:
     """The largest difference of a leaf, relative to the leaf or to 1."""
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return max(float(jnp.linalg.norm((x - y).ravel()) / jnp.maximum(1.0, jnp.linalg.norm(y.ravel()))) for x, y in pairs)
+    return max(float(np.linalg.norm(np.subtract(x, y)) / max(1.0, np.linalg.norm(y))) for x, y in pairs)
 
 
 def whole(model: str) -> tuple[list[go.Gauge], Tree]:

@@ -17,6 +17,7 @@ from tests.gauges.user_gauges import Translation
 from tests.orbit.test_canonicalize import apart, keeps_the_loss, whole
 from tests.quick import rows
 from tests.refusals import each_refused
+from tests.twins import normal
 
 Tree = Any
 
@@ -33,8 +34,7 @@ def squares(p: Tree) -> jax.Array:
 )
 def test_the_least_norm_is_the_balanced_point(optimizer: Any, steps: int, x64: None) -> None:
     """GL of a pair: the closed form of `balance` is what the search finds."""
-    draw = np.random.default_rng(0).normal
-    params = {"a": jnp.asarray(draw(size=(6, 3))), "b": jnp.asarray(draw(size=(3, 5)))}
+    params = normal(0, {"a": (6, 3), "b": (3, 5)})
     element = go.orbit.choose(squares, params, LINEAR, optimizer, steps=steps, progress=False)
     found, least = LINEAR.act(element, params), LINEAR.act(LINEAR.balance(params), params)
     np.testing.assert_allclose(float(squares(found)), float(squares(least)), rtol=1e-3)

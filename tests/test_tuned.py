@@ -107,6 +107,11 @@ def test_pages_say_what_newer_optimizers_show() -> None:
     tails = [words(less(ends(tuned.FIRST, "lecun", f"{arm}, tail average", 0), base), "+")
              for arm, base in ((MUON, muon), (OURS, ours))]
     assert f"of Muon by {tails[0]} and that of `max_norm_muon` by {tails[1]}." in TRAINING
+    changes = [less(ends(tuned.FIRST, "lecun", f"{arm}, {change}", 0), base) for change, arm, base in
+               (("b2 0.99", OURS, ours), ("brake", OURS, ours), ("floor and brake", MUON, muon))]
+    assert all(abs(mean) < 2 * error for mean, error in map(tuned.mean_and_error, changes))
+    shown = "by {}; a brake on its neurons by {}; a floor and a brake that of Muon by {}."
+    assert shown.format(*(words(gaps, "+") for gaps in changes)) in TRAINING
     assert f"{', '.join(above)} are above by two standard errors; {', '.join(level)} are level with it" in TRAINING
 
 

@@ -109,7 +109,7 @@ def check(
 
     Raises:
       ValueError: training would go wrong without an error: a gauge that is no symmetry of the loss; a state
-        that was made for other weights; weights above the bound of `max_norm`; a matrix that Adam steps at Muon's rate;
+        that was made for other weights; weights above a bound on norms; a matrix that Adam steps at Muon's rate;
         a leaf that is frozen in part, or by a mask outside the wrapper whose gauge moves it; an update that its leaf's
         dtype rounds away; a gradient that is not finite; axes of a leaf that contradict the report.
 

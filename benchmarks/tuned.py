@@ -158,7 +158,10 @@ class Stage(NamedTuple):
 
 BOTH = ("Muon", "max_norm_muon")
 LONGER = ("4,000 steps", "width 256", "depth 8")
-RECENT = ("Muown", "MuonH", "NorMuon", "NorMuonH", "Aurora", "symmetry-compatible", "Muon, EMA-Nesterov", "Scion")
+RECENT = (
+    "Muown", "MuonH", "NorMuon", "NorMuonH", "Aurora", "symmetry-compatible", "Muon, EMA-Nesterov", "Scion",
+    "Compositional Muon",
+)
 STAGES = (
     Stage(FIRST, "lecun", BOTH), Stage(FIRST, "lecun", ("AdamW",)),
     Stage("another net and text", "lecun", (*BOTH, "AdamW"), budget=0),
@@ -169,7 +172,6 @@ STAGES = (
     Stage("depth 8", "lecun", BOTH),
     *(Stage(problem, "lecun", ("AdamW",)) for problem in LONGER),
     Stage(FIRST, "lecun", ("max_norm_muon, b2 0.99", "max_norm_muon, brake", "Muon, floor and brake"), budget=0),
-    Stage(FIRST, "lecun", ("Compositional Muon",)),
     # The two that are level with `max_norm_muon` at 1,000 steps.
     *(Stage(problem, "lecun", (arm,)) for problem in LONGER for arm in ("symmetry-compatible", "NorMuon")),
 )

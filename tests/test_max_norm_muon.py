@@ -1,7 +1,7 @@
 """`max_norm_muon`: matrices and tokens beside the same by hand, and twins that train as one."""
 
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -183,6 +183,23 @@ def test_matrices_that_no_mapping_lists_are_named(gauge: go.Gauge) -> None:
         go.max_norm_muon(0.1, gauge, {"w": "_ neuron"}, {"other": "token _"}).init(params)
         tx.update(params, state, params)
         tx.init({})
+
+
+def test_of_a_report_only_undecided_leaves_are_named() -> None:
+    """The report knows that a leaf that is in none of its mappings is no kernel."""
+
+    class Said(NamedTuple):
+        turning: Any
+        neurons: Any
+        embeddings: Any
+        undecided: Any
+
+    params = {"w": jnp.ones((4, 4)), "biases": jnp.ones((2, 4)), "free": jnp.ones((3, 4)), **SHIFT}
+    report = Said([NO_GAUGE], {"w": "_ neuron"}, {}, {"free": "no kernel is applied to it"})
+    with pytest.warns(UserWarning, match="no mapping lists 1 matrix\n.*'free'"):
+        go.max_norm_muon(0.1, report).init(params)
+    with pytest.warns(UserWarning, match="no mapping lists 2 matrices"):
+        go.max_norm_muon(0.1, report, report.neurons).init(params)
 
 
 def test_scanned_biases_are_no_matrices() -> None:

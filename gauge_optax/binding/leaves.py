@@ -103,6 +103,37 @@ def leaves_by_path(tree: Any) -> dict[str, Any]:
     return shown_and_hidden(tree)[0]
 
 
+def real_leaves(name: str, tree: Any) -> dict[str, Any]:
+    """Leaves of floating-point numbers by path, for functions that count or move every parameter.
+
+    Args:
+      name: name of the function, for errors.
+      tree: any pytree.
+
+    Returns:
+      A dict from path to leaf, without the leaves of integers, bools and keys, which nothing trains.
+
+    Raises:
+      ValueError: a complex leaf, which is two real parameters per entry.
+
+    >>> from gauge_optax.binding.leaves import real_leaves
+    >>> list(real_leaves("llc", {"w": jnp.ones(2), "count": 3}))
+    ['w']
+    """
+    numbers = {path: leaf for path, leaf in leaves_by_path(tree).items()
+               if hasattr(leaf, "dtype") or isinstance(leaf, bool | int | float | complex)}
+    for path, leaf in numbers.items():
+        if jnp.iscomplexobj(leaf):
+            raise binding_error(
+                name, f"a complex leaf '{path}'", str(jnp.result_type(leaf)),
+                "real parameters: a complex one is two of them",
+                "store the real and the imaginary part as two leaves, and join them in the function: "
+                "p['re'] + 1j * p['im']; if it is no parameter, pass a tree without it, and let the function close "
+                "over it",
+            )
+    return {path: leaf for path, leaf in numbers.items() if jnp.issubdtype(jnp.result_type(leaf), jnp.floating)}
+
+
 def with_leaves(tree: Any, leaves: Mapping[str, Any]) -> Any:
     """The same tree with some leaves replaced.
 

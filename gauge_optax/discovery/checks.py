@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from gauge_optax.binding import leaves_by_path
+from gauge_optax.binding import leaves_by_path, real_leaves
 from gauge_optax.discovery.interpret import applied, called, equations, interpret, source
 from gauge_optax.discovery.sketch import Leaves
 from gauge_optax.errors import binding_error
@@ -99,7 +99,7 @@ def double_leaves(params: Any, seed: int) -> Leaves:
     """Floating-point leaves by path, in float64. A leaf that is given as a shape gets random values.
 
     Raises:
-      ValueError: no floating-point leaves; an integer leaf that is given as a shape.
+      ValueError: no floating-point leaves; a complex leaf; an integer leaf that is given as a shape.
 
     >>> double_leaves({"a": jnp.ones(2), "count": jnp.zeros((), int)}, 0)
     {'a': array([1., 1.])}
@@ -114,7 +114,8 @@ def double_leaves(params: Any, seed: int) -> Leaves:
         positive = x.ndim < 2 and not path.rpartition("/")[2].lower().startswith("b")
         return np.exp(0.5 * noise) if positive else noise / math.sqrt(max(x.size, 1) ** (1 / max(x.ndim, 1)))
 
-    leaves = {path: double(path, x) for path, x in all_leaves.items() if is_float(x)}
+    # A Python number, such as the rate of a dropout, is no parameter: the function may decide by it.
+    leaves = {path: double(path, x) for path, x in real_leaves("discover", params).items() if is_float(x)}
     shapes = [path for path, x in all_leaves.items() if path not in leaves and isinstance(x, jax.ShapeDtypeStruct)]
     if shapes:
         raise _refusal(
@@ -167,7 +168,13 @@ def _looked_up(jaxpr: Any) -> Iterator[tuple[int, ...]]:
 def _output_arrays(out: Any) -> list[Any]:
     """The floating-point arrays in the outputs, without the new statistics that Flax's `apply` may return too."""
     paths = jax.tree_util.tree_flatten_with_path(out)[0]
-    return [x for path, x in paths if is_float(x) and jax.tree_util.DictKey("batch_stats") not in path]
+    shown = [x for path, x in paths if jax.tree_util.DictKey("batch_stats") not in path]
+    for x in shown:
+        if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.complexfloating):
+            raise _refusal(
+                "complex outputs", f"an output of {x.dtype}, shape {x.shape}", "real numbers",
+                "return the real and the imaginary part: (z.real, z.imag)")
+    return [x for x in shown if is_float(x)]
 
 
 def compared(out: Any, outputs: Outputs | None) -> list[jax.Array]:
@@ -181,12 +188,37 @@ def compared(out: Any, outputs: Outputs | None) -> list[jax.Array]:
         raise _refusal(
             "no floating-point outputs", f"{len(jax.tree.leaves(out))} leaves of other types",
             "an array of floating-point numbers", "return the logits, log-probabilities or loss from fn")
-    if outputs == "logits" and any(x.ndim == 0 or x.shape[-1] == 1 for x in leaves):
+    shapes = [x.shape for x in leaves]
+    if outputs == "logits" and any(not shape or shape[-1] == 1 for shape in shapes):
         raise _refusal(
-            "outputs that are no logits", f"shapes {', '.join(str(x.shape) for x in leaves)}",
+            "outputs that are no logits", f"shapes {', '.join(map(str, shapes))}",
             "more than one class along the last axis",
             "pass outputs='predictions' for a regression, outputs='loss' if fn returns a loss")
+    # Beside logits of (batch, tokens, classes), (batch, tokens) is one number per token, as of a value head.
+    shorter = next((x for x in shapes if any(x == other[:len(x)] and x != other for other in shapes)), None)
+    if outputs == "logits" and shorter is not None:
+        raise _refusal(
+            "outputs of which not all are logits", f"shapes {', '.join(map(str, shapes))}",
+            f"more than one class along the last axis of each; {shorter} looks like one number per row",
+            "leave it out of what fn returns, or return (jax.nn.log_softmax(logits), value) with outputs='logprobs'")
     return [jax.nn.log_softmax(x, axis=-1) for x in leaves] if outputs == "logits" else leaves
+
+
+def check_classes(shapes: Sequence[tuple[int, ...]], axes: Sequence[Any]) -> None:
+    """Raises if what the user calls logits is one number per example: an array of one axis, which data alone decide.
+
+    Args:
+      shapes: shapes of the outputs.
+      axes: those of their axes that come from parameters.
+
+    >>> check_classes([(3,)], ["a kernel's axis"])
+    """
+    if not axes and all(len(shape) == 1 for shape in shapes):
+        raise _refusal(
+            "outputs that are no logits", f"shapes {', '.join(map(str, shapes))}, one number per example",
+            "an axis of classes, along which a softmax follows",
+            "pass outputs='predictions', also for the logit of a sigmoid; if a softmax over examples is meant, return "
+            "jax.nn.log_softmax(...) with outputs='logprobs'")
 
 
 def check_repeatable(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> None:

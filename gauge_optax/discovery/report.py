@@ -278,6 +278,8 @@ def _discovered(
     outputs = outputs or checks.shown_outputs(double, leaves, batches[0])
     by_leaves = _comparable(double, outputs)
     trace = walked(by_leaves, leaves, batches[0])
+    if outputs == "logits":
+        checks.check_classes([x.shape for x in jax.eval_shape(by_leaves, leaves, batches[0])], trace.returned)
     axes = read_axes(by_leaves, leaves, batches[0], trace, asked=outputs is None)
     small, on_few, given = smaller(by_leaves, trace, leaves, batches), by_leaves, batches
     bar.update()

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gauge_optax.binding import leaves_by_path, with_leaves
+from gauge_optax.binding import leaves_by_path, real_leaves, with_leaves
 from gauge_optax.binding.paths import match
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, Product, product
@@ -721,8 +721,8 @@ def _arrays(name: str, params: Any, batches: Sequence[Any], only: str | Sequence
     """Collects the arrays of an operator, with an empty list of labels; `only` selects the leaves."""
     if not batches:
         raise binding_error(name, "no batches", "an empty list", "at least one batch", "pass a list of batches")
-    floating = {p: x for p, x in leaves_by_path(params).items() if jnp.issubdtype(jnp.result_type(x), jnp.floating)}
-    leaves = {path: jnp.asarray(x, jnp.promote_types(jnp.result_type(x), jnp.float32)) for path, x in floating.items()}
+    floating = real_leaves(name, params).items()
+    leaves = {path: jnp.asarray(x, jnp.promote_types(jnp.result_type(x), jnp.float32)) for path, x in floating}
     patterns = [only] if isinstance(only, str) else only
     selected = leaves
     if patterns is not None:

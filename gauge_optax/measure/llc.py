@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.binding import leaves_by_path, with_leaves
+from gauge_optax.binding import real_leaves, with_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.measure._metric import Leaves, stored, ways
@@ -158,8 +158,7 @@ class _Chart(NamedTuple):
 
 
 def _chart(params: Any, group: Product | None) -> _Chart:
-    leaves = {path: jnp.asarray(x) for path, x in leaves_by_path(params).items()}
-    leaves = {path: x for path, x in leaves.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+    leaves = {path: jnp.asarray(x) for path, x in real_leaves("llc", params).items()}
     if group is None:
         return _Chart(leaves, lambda before, after: after, lambda point: with_leaves(params, point))
     s = group._bound(params).slice

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gauge_optax.binding import leaves_by_path
+from gauge_optax.binding import real_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.measure._metric import check_at, perpendicular, stored, ways
@@ -153,8 +153,7 @@ def _step(group: Product, at: str, frame: Elements, before: Any, after: Any) -> 
     s = group._bound(before).slice
     ends = []
     for params in (before, after):
-        free = {p: jnp.asarray(x) for p, x in leaves_by_path(params).items()}
-        free = {p: x for p, x in free.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+        free = {p: jnp.asarray(x) for p, x in real_leaves("quotient_arc_length", params).items()}
         ends.append(free | stored(s, ways(group, params, at, frame)[-1].point))
     step = perpendicular(group, ends[0], jax.tree.map(jnp.subtract, ends[1], ends[0]))
     return jnp.sqrt(sum((jnp.sum(jnp.square(x)) for x in step.values()), start=jnp.zeros(())))

@@ -6,7 +6,7 @@ the learning rate; tables of tokens take a momentum and the same links; all othe
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -33,7 +33,7 @@ _MEMORY = 0.95  # decay of the average of squared lengths
 
 @runtime_checkable
 class Found(Protocol):
-    """The three attributes of a report of `go.discover` that an optimizer needs."""
+    """The four attributes of a report of `go.discover` that an optimizer needs."""
 
     @property
     def turning(self) -> Sequence[Gauge]:
@@ -46,6 +46,11 @@ class Found(Protocol):
     @property
     def embeddings(self) -> Mapping[str, Axes]:
         """Path → axes string of every table of tokens, such as "token _"."""
+
+    @property
+    def undecided(self) -> Mapping[str, str]:
+        """Path → why the function does not decide a leaf's axes. All other leaves that are not listed are no kernels.
+        """
 
 
 def max_norm_muon(
@@ -144,7 +149,9 @@ def max_norm_muon(
       average over steps of its norm, so that the steps of a token that no batch contains fade. `optax.contrib.muon` for
       names, and for defaults except those of Adam's rate and b2.
     """
+    undecided = None
     if isinstance(gauges, Found):
+        undecided = gauges.undecided if neurons is None else None
         neurons = gauges.neurons if neurons is None else neurons
         embeddings = gauges.embeddings if embeddings is None else embeddings
         gauges = gauges.turning
@@ -184,12 +191,12 @@ def max_norm_muon(
 
     def init(params: Any) -> Any:
         state = made.init(params)
-        for error in _unlisted(group, listed, params, with_rate):
+        for error in _unlisted(group, listed, undecided, params, with_rate):
             warnings.warn(str(error), stacklevel=2)
         return state
 
     def preflight(params: Any) -> Sequence[str | ValueError]:
-        unlisted = _unlisted(group, listed, params, with_rate)
+        unlisted = _unlisted(group, listed, undecided, params, with_rate)
         return [*(map(str, unlisted) if with_rate else unlisted), *made.preflight(params)]
 
     tx = GaugeTransformation(init, made.update, made.gauges, made.rules, preflight)
@@ -271,11 +278,14 @@ class Listed(NamedTuple):
         return neurons, tokens
 
 
-def _unlisted(group: Product, listed: Listed, params: Any, adam_has_a_rate: bool) -> list[ValueError]:
+def _unlisted(
+    group: Product, listed: Listed, undecided: Collection[str] | None, params: Any, adam_has_a_rate: bool
+) -> list[ValueError]:
     """Returns an error about the matrices that no mapping lists; nothing if there is none.
 
     A matrix is a leaf with at least two axes that are longer than 1. A leaf that gauges treat as a bias or as a norm's
-    scale is no matrix.
+    scale is no matrix. If a report made the mappings, only leaves in `undecided` may be: it knows that a stack of
+    biases, for instance, is none.
     """
     if is_empty(params):
         return []
@@ -283,7 +293,8 @@ def _unlisted(group: Product, listed: Listed, params: Any, adam_has_a_rate: bool
     own = {selection.block.path for selections in listed.on(params) for selection in selections}
     known = rotated_or_scaled(s) - matrices_of(s.parts).keys() | own
     shapes = {path: leaf_shape(leaf) for path, leaf in leaves_by_path(params).items() if path not in known}
-    matrices = {path: shape for path, shape in shapes.items() if sum(length > 1 for length in shape) > 1}
+    matrices = {path: shape for path, shape in shapes.items() if sum(length > 1 for length in shape) > 1
+                and (undecided is None or path in undecided)}
     return [binding_error(
         _NAME, f"no mapping lists {len(matrices)} {'matrix' if len(matrices) == 1 else 'matrices'}",
         ", ".join(f"'{path}' {shape}" for path, shape in matrices.items()),

@@ -115,8 +115,14 @@ def rotate(
 def _require_same_function(before: Any, after: Any, params: Any) -> None:
     """Raises ValueError if outputs differ by more than √ε of the largest one; ε is the eps of the coarsest dtype."""
     pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
-    floats = [(a.astype(np.float64), b.astype(np.float64)) for a, b in pairs if jnp.issubdtype(a.dtype, jnp.floating)]
-    change = max((np.max(np.abs(b - a), initial=0.0) / max(np.max(np.abs(a), initial=0.0), 1e-30) for a, b in floats))
+    numbers = [(a.astype(complex), b.astype(complex)) for a, b in pairs if jnp.issubdtype(a.dtype, jnp.inexact)]
+    if not numbers:
+        raise binding_error(
+            _NAME, "fn returns nothing to compare", ", ".join(str(x.dtype) for x in jax.tree.leaves(before)) or "()",
+            "floating-point outputs", "return logits from fn, and not tokens")
+    # NumPy's maximum of NaN and a number is NaN, Python's may be the number.
+    change = np.max([
+        np.max(np.abs(b - a), initial=0.0) / max(np.max(np.abs(a), initial=0.0), 1e-30) for a, b in numbers])
     dtypes = [jnp.result_type(x) for x in (*jax.tree.leaves(params), *jax.tree.leaves(after))]
     limit = max(float(jnp.finfo(x).eps) for x in dtypes if jnp.issubdtype(x, jnp.floating)) ** 0.5
     if not change <= limit:
@@ -162,7 +168,7 @@ def _given(on_tree: Bound, expected: Any, element: Element) -> Elements:
     for gauge, copies, value in zip(on_tree.gauges, on_tree.copies, element, strict=True):
         for copy, own in zip(copies, gauge._split(copies, value), strict=True):
             own = jnp.asarray(own, float)
-            worst = max(float(misfit(part, e)) for part, e in zip(copy.parts, copy.split(own), strict=True))
+            worst = np.max([float(misfit(part, e)) for part, e in zip(copy.parts, copy.split(own), strict=True)])
             if not worst <= direction_tolerance(jnp.dtype(jnp.float32)):
                 raise binding_error(
                     copy.gauge, f"an element that is no rotation, at '{copy.key}'",

@@ -24,10 +24,10 @@ def distance(a: Any, b: Any, gauges: Gauges) -> float:
       gauges: a gauge, or a sequence of them.
 
     Returns:
-      ‖â − g·b̂‖/‖â‖ over all leaves of real numbers. Here â and b̂ are the slice points of a and b; g is the element
-      that `align` returns for them. For two sets of weights of one function the number is zero, up to roundoff. It
-      depends on the two functions alone if `align` finds the nearest element, because slice points do not depend on the
-      sizes and constants that gauges can change. If `align` ends in another local minimum, the number is larger.
+      ‖â − g·b̂‖/‖â‖ over all leaves of real or complex numbers. Here â and b̂ are the slice points of a and b; g is the
+      element that `align` returns for them. For two sets of weights of one function the number is zero, up to roundoff.
+      It depends on the two functions alone if `align` finds the nearest element, because slice points do not depend on
+      the sizes and constants that gauges can change. If `align` ends in another local minimum, the number is larger.
 
     Raises:
       ValueError: the errors of `align`.
@@ -53,7 +53,7 @@ def average(trees: Sequence[Params], gauges: Gauges) -> Params:
       gauges: a gauge, or a sequence of them.
 
     Returns:
-      Parameters, every leaf in the dtype of the first tree; leaves that hold no real numbers are those of the first.
+      Parameters, every leaf in the dtype of the first tree; leaves of integers or bools are those of the first.
 
     Raises:
       ValueError: no trees; the errors of `align`.
@@ -80,7 +80,7 @@ def average(trees: Sequence[Params], gauges: Gauges) -> Params:
     aligned = [first, *(group.act(align(first, tree, group), tree) for tree in others)]
     leaves = [leaves_by_path(tree) for tree in aligned]
     means = {
-        path: jnp.mean(jnp.stack([tree[path] for tree in leaves]), 0).astype(jnp.asarray(x).dtype) if _real(x) else x
+        path: jnp.mean(jnp.stack([tree[path] for tree in leaves]), 0).astype(jnp.asarray(x).dtype) if _inexact(x) else x
         for path, x in leaves[0].items()
     }
     return with_leaves(first, means)
@@ -95,7 +95,7 @@ def interpolate(a: Params, b: Params, t: float | jax.Array) -> Params:
       t: 0 for a, 1 for b; a number or an array without axes.
 
     Returns:
-      Parameters, every leaf in the dtype that it has in a; leaves that hold no real numbers are those of a.
+      Parameters, every leaf in the dtype that it has in a; leaves of integers or bools are those of a.
 
     Raises:
       ValueError: trees that differ in structure or shapes.
@@ -107,25 +107,25 @@ def interpolate(a: Params, b: Params, t: float | jax.Array) -> Params:
     require_no_statistics("interpolate", [a])
     end = leaves_by_path(b)
     between = {
-        path: ((1.0 - t) * x + t * end[path]).astype(jnp.asarray(x).dtype) if _real(x) else x
+        path: ((1.0 - t) * x + t * end[path]).astype(jnp.asarray(x).dtype) if _inexact(x) else x
         for path, x in leaves_by_path(a).items()
     }
     return with_leaves(a, between)
 
 
 def relative_difference(value: Any, expected: Any) -> float:
-    """‖value − expected‖/‖expected‖ over all leaves of real numbers; ‖value‖ if `expected` is zero."""
+    """‖value − expected‖/‖expected‖ over all leaves of real or complex numbers; ‖value‖ if `expected` is zero."""
     leaves, pairs = leaves_by_path(expected), leaves_by_path(value)
-    real = [path for path, x in leaves.items() if _real(x)]
+    real = [path for path, x in leaves.items() if _inexact(x)]
     apart, size = (
-        sum(float(jnp.sum(jnp.square(x))) for x in arrays)
+        sum(float(jnp.sum(jnp.square(jnp.abs(x)))) for x in arrays)
         for arrays in ([pairs[p] - leaves[p] for p in real], [jnp.asarray(leaves[p]) for p in real])
     )
     return float((apart / size) ** 0.5) if size else float(apart**0.5)
 
 
-def _real(leaf: Any) -> bool:
-    return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.floating))
+def _inexact(leaf: Any) -> bool:
+    return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))
 
 
 def _slice_point(group: Any, params: Any) -> Any:

@@ -219,7 +219,11 @@ def test_a_nan_names_the_operation_and_the_line() -> None:
     (dict(near=2.0), "bad near 2.0"),
     (dict(fn=lambda p, x: mlp(p, x).sum(), outputs="logits"), "outputs that are no logits"),
     (dict(fn=lambda p, x: mlp(p, x)[:, :1], outputs="logits"), "outputs='predictions' for a regression"),
+    (dict(fn=lambda p, x: mlp(p, x)[:, 0], outputs="logits"), "one number per example"),
+    (dict(fn=lambda p, x: {"logits": mlp(p, x), "value": mlp(p, x)[:, 0]}, outputs="logits"), "not all are logits"),
     (dict(fn=lambda p, x: x.shape[0]), "no floating-point outputs"),
+    (dict(fn=lambda p, x: (mlp(p, x), 1j * mlp(p, x))), "complex outputs"),
+    (dict(params={**MLP, "phase": np.ones(2, complex)}), "a complex leaf 'phase'"),
 ])
 def test_arguments_that_say_nothing(arguments: dict[str, Any], problem: str) -> None:
     refused(problem, **arguments)

@@ -223,6 +223,7 @@ test_messages = each_refused([
     (lambda: go.measure.EmpiricalFisher(*GIVEN, []), "labels do not fit batch 0"),
     (lambda: go.measure.GGN(*GIVEN) @ jnp.ones(3), "operator.ravel"),
     (lambda: go.measure.quotient_fisher(go.measure.GGN(*GIVEN, only="up"), UNIT), "'down', which is not"),
+    (lambda: go.measure.GGN(_net, {**GIVEN[1], "phase": 1j}, GIVEN[2]), "a complex leaf 'phase'"),
     (lambda: go.measure.quotient_fisher(HESSIAN, UNIT), "no operator with zeros along orbits"),
 ])
 

@@ -111,6 +111,7 @@ test_messages = each_refused([
     (lambda: estimated([ONES, jnp.ones(3)]), "different shapes"),
     (lambda: estimated([ONES], num_draws=0), "num_draws=1"),
     (lambda: estimated([ONES], num_chains=0), "num_chains=1"),
+    (lambda: go.measure.llc(lambda p, x: 0.0, {"w": 1j * ONES}, [ONES], **GIVEN), "a complex leaf 'w'"),
 ])
 
 

@@ -151,8 +151,9 @@ def test_an_average_of_twins_is_the_first_of_them(x64: None) -> None:
 def test_lines_and_barriers() -> None:
     a = {"up": jnp.array([[1.0, -2.0]], jnp.bfloat16), "down": jnp.array([[1.0], [3.0]]), "step": jnp.int32(4)}
     b = UNIT.act({"": jnp.array([1, 0])}, a)
+    a["free"], b["free"] = jnp.array([2j]), jnp.array([4.0 + 0j])
     middle = go.orbit.interpolate(a, b, 0.5)
-    assert middle["up"].tolist() == [[-0.5, -0.5]] and middle["step"] == 4
+    assert middle["up"].tolist() == [[-0.5, -0.5]] and middle["step"] == 4 and middle["free"].tolist() == [2 + 1j]
     assert [x.dtype for x in jax.tree.leaves(middle)] == [x.dtype for x in jax.tree.leaves(a)]
     assert go.orbit.average([a, b], UNIT)["up"].tolist() == a["up"].tolist()
 

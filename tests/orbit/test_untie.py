@@ -65,6 +65,10 @@ def test_a_tied_table_does_not_rotate(norm: str, x64: None) -> None:
     assert abs(float(tied(wrong, TOKENS) - tied(params, TOKENS))) > 0.1
     with refused("another function", "go.orbit.untie"):
         go.orbit.rotate(params, alone, "random", fn=tied, batch=TOKENS)
+    with refused("another function", "by nan"):  # behind an output that stays
+        go.orbit.rotate(params, alone, "random", fn=lambda p, t: (jnp.ones(2), jnp.nan * tied(p, t)), batch=TOKENS)
+    with refused("nothing to compare", "int"):
+        go.orbit.rotate(params, alone, "random", fn=lambda p, t: t, batch=TOKENS)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -207,8 +207,8 @@ def discover(
         alike in a list or dict; every gauge is proved on `params`.
       batches: at least two values that `fn` accepts; together they should reach what training reaches.
       outputs: what `fn` returns. With "logits", outputs count as unchanged if one number is added to all entries along
-        the last axis, because a softmax follows; with "predictions" (of a regression), "logprobs" or "loss", every
-        change counts. By default `discover` looks at the function. If each token looks up one of V rows of a table and
+        the last axis, because a softmax follows; with "predictions" (of a regression, or of a sigmoid's logit),
+        "logprobs" or "loss", every change counts. By default `discover` looks at the function. If each token looks up one of V rows of a table and
         has V outputs, these are logits. If the outputs come from a softmax or are single numbers, every change counts.
         Other arrays, such as `model(x)` of images, may be logits or predictions. Then every change counts, so that no
         gauge is false, and the report asks you to pass `outputs`.
@@ -222,8 +222,9 @@ def discover(
       gauge.
 
     Raises:
-      ValueError: no floating-point leaves; outputs that are not finite or differ between two calls; an operation that
-        has no float64 version, named with its line; fewer than two batches; an unknown kind of outputs.
+      ValueError: no floating-point leaves; complex leaves or outputs; outputs that are not finite or differ between two
+        calls; an operation that has no float64 version, named with its line; fewer than two batches; an unknown kind of
+        outputs; "logits" for one number per example.
 
     >>> def fn(p, x):
     ...     return jax.nn.relu(x @ p["up"]) @ p["down"]

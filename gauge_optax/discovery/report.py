@@ -208,10 +208,10 @@ def discover(
       batches: at least two values that `fn` accepts; together they should reach what training reaches.
       outputs: what `fn` returns. With "logits", outputs count as unchanged if one number is added to all entries along
         the last axis, because a softmax follows; with "predictions" (of a regression, or of a sigmoid's logit),
-        "logprobs" or "loss", every change counts. By default `discover` looks at the function. If each token looks up one of V rows of a table and
-        has V outputs, these are logits. If the outputs come from a softmax or are single numbers, every change counts.
-        Other arrays, such as `model(x)` of images, may be logits or predictions. Then every change counts, so that no
-        gauge is false, and the report asks you to pass `outputs`.
+        "logprobs" or "loss", every change counts. By default `discover` looks at the function. If each token looks up
+        one of V rows of a table and has V outputs, these are logits. If the outputs come from a softmax or are single
+        numbers, every change counts. Other arrays, such as `model(x)` of images, may be logits or predictions. Then
+        every change counts, so that no gauge is false, and the report asks you to pass `outputs`.
       near: a move is tested as nearly a symmetry if, by the gradients, it changes the outputs by less than this,
         relative to the change if its leaves moved each on its own.
       seed: seed of the random points, projections of outputs, and moves.

@@ -9,6 +9,8 @@ must not jump. They therefore read rotations once, by comparison with a constant
 
 import dataclasses
 import functools
+import math
+import warnings
 from collections.abc import Sequence
 from typing import Any, Literal, TypeVar, get_args
 
@@ -19,7 +21,7 @@ from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.bound import require_nonzero_norms
 from gauge_optax.gauges.gauge import Gauges, bind
-from gauge_optax.linalg import matmul
+from gauge_optax.linalg import full_rank, matmul, roundoff, triangular_factor
 from gauge_optax.orbit.eigenbases import eigenbases
 from gauge_optax.parts.part import Arrays, Part
 from gauge_optax.parts.permutation import Permutation
@@ -79,7 +81,9 @@ def canonicalize(
       donate: whether the arrays of `params` may be overwritten, which saves the memory of a second tree.
 
     Returns:
-      Parameters like `params`, every leaf in its dtype. Computation is in float32, and in float64 under x64.
+      Parameters like `params`, every leaf in its dtype. If both factors of a head in `head_linear` have less than full
+      rank, as in padded heads, that head is only rotated, and a warning names it. Computation is in float32, and in
+      float64 under x64.
 
     Raises:
       ValueError: gauges that do not fit `params`; an unknown basis; a zero in a norm's scale that a gauge divides by;
@@ -106,13 +110,19 @@ def canonicalize(
     require_no_statistics_behind(_NAME, s, params)
     s = s if signs else _without_signs(s)
     bound = {path: leaves[path] for path in s.added}
-    elements = _read(s, heads, stream, bound)
+    elements, unread = _read(s, heads, stream, bound)
+    for part, heads_unread in zip(_products(s), unread, strict=True):
+        if not isinstance(heads_unread, jax.core.Tracer) and heads_unread:
+            warnings.warn(str(_no_basis(part, int(heads_unread))), stacklevel=2)
     return with_leaves(params, (_entered_donated if donate else _entered)(s, elements, bound))
 
 
 # Two programs, so that the copies that the first one needs are freed before the second one starts.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _read(s: Slice, heads: Basis, stream: Basis, leaves: dict[str, jax.Array]) -> Elements:
+def _read(
+    s: Slice, heads: Basis, stream: Basis, leaves: dict[str, jax.Array]
+) -> tuple[Elements, list[jax.Array]]:
+    """The elements, and per product of factors the number of heads that have no canonical basis."""
     of_heads = {type(turn) for turn in s.heads}
 
     def reader(kind: Any) -> Any:
@@ -123,11 +133,36 @@ def _read(s: Slice, heads: Basis, stream: Basis, leaves: dict[str, jax.Array]) -
         return eigenbases(turns[0], turns, point)
 
     elements = s.read(s.values(leaves), reader=reader).elements
-    return elements | {part.label: refined(part, elements[part.label]) for part, _, _ in s.sizes}
+    refinements = {part.label: refined(part, elements[part.label]) for part, _, _ in s.sizes}
+    return elements | refinements, [_count_unread(part, s.values(leaves)) for part in _products(s)]
+
+
+def _products(s: Slice) -> list[Stretch]:
+    return list({part.label: part for part, _, _ in s.sizes if isinstance(part, Stretch)}.values())
+
+
+def _count_unread(part: Stretch, x: Arrays) -> jax.Array:
+    """The number of heads with entries both of whose factors have less than full rank."""
+    factors = [side.stacked(x) for side in (part.left, part.right)]
+    deficient = [~full_rank(triangular_factor(rows)) for rows in factors]
+    filled = [jnp.any(rows != 0, (-2, -1)) for rows in factors]
+    return jnp.sum(deficient[0] & deficient[1] & (filled[0] | filled[1]))
+
+
+def _no_basis(part: Stretch, count: int) -> ValueError:
+    paths = " and ".join(f"'{side.blocks[0].path}'" for side in (part.left, part.right))
+    return binding_error(
+        _NAME, f"no canonical basis of {paths}",
+        f"both factors have less than full rank in {count} of {math.prod(part.shape)} heads",
+        "a factor of full rank in every head: these heads are only rotated, so that twins stay different",
+        "cut the columns that pad the heads off both factors, or take the gauge out of the list",
+    )
 
 
 def _enter(s: Slice, elements: Elements, leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
     point = s.enter(elements, s.values(leaves)).point
+    for part, _, _ in s.sizes:
+        point = without_roundoff(part, point)
     for part in s.free:
         point = part.undo(sorting(part, point), point)
     return {path: (x - s.added[path]).astype(leaves[path].dtype) for path, x in point.items()}
@@ -165,6 +200,29 @@ def _with_exact_inverse(part: Stretch, e: jax.Array) -> jax.Array:
     """Improves S⁻¹ by one Newton step: S and S⁻¹ are read separately, and S·S⁻¹ ≠ 1 would change a head's product."""
     s, inverse = jnp.unstack(e, axis=-3)
     return jnp.stack([s, 2.0 * inverse - matmul(matmul(inverse, s), inverse)], -3)
+
+
+@functools.singledispatch
+def without_roundoff(part: Part[Any], point: Arrays) -> Arrays:
+    """A canonical point with zeros in place of what is only roundoff of zero. The default returns it as it is."""
+    return point
+
+
+@without_roundoff.register
+def _exact_columns(part: Stretch, point: Arrays) -> Arrays:
+    """Sets the columns of a factor to zero that are roundoff beside the largest column of their head.
+
+    They are columns of singular value zero, in a factor of less than full rank. Read again, their arbitrary directions
+    would count as full rank, and the head would get another canonical point.
+    """
+    for side in (part.left, part.right):
+        squares = jnp.diagonal(side.gram(point, point), axis1=-2, axis2=-1)
+        kept = squares > roundoff(squares.dtype) ** 2 * jnp.max(squares, -1, keepdims=True)
+        for block in side.blocks:
+            rows = block.rows(point[block.path])
+            rows = jnp.where(side.along_basis(block, kept), rows, 0.0)
+            point = point | {block.path: block.write(point[block.path], rows)}
+    return point
 
 
 @functools.singledispatch

@@ -161,6 +161,30 @@ def test_negative_scales_of_norms_may_stay_negative(x64: None) -> None:
     assert keeps_the_loss(case, params, kept)
 
 
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_factor_of_less_than_full_rank_is_read_from_the_other(rank: int, x64: None) -> None:
+    """Twins agree, and the canonical point is its own canonical point: columns of roundoff do not count again."""
+    gauge, rng = go.head_linear({"a": "_ head basis"}, {"b": "head basis _"}), np.random.default_rng(0)
+    low = np.einsum("ihr,hrj->ihj", rng.normal(size=(4, 2, rank)), rng.normal(size=(2, rank, 3)))
+    full = rng.normal(size=(5, 2, 3))
+    for params in ({"a": low, "b": np.moveaxis(full, 0, 2)}, {"a": full, "b": np.moveaxis(low, 0, 2)}):
+        canonical = go.orbit.canonicalize(params, gauge)
+        twin = gauge.act(gauge.sample(jax.random.key(0), params), params)
+        for other in (canonical, twin):
+            assert apart(go.orbit.canonicalize(other, gauge), canonical) <= 1e-10
+        product = [np.einsum("ihd,hdj->ihj", p["a"], p["b"]) for p in (params, canonical)]
+        np.testing.assert_allclose(product[1], product[0], atol=1e-12)
+
+
+def test_heads_without_a_canonical_basis_are_named() -> None:
+    """Both factors are padded. A head of zeros has nothing to move."""
+    gauge = go.head_linear({"a": "_ head basis"}, {"b": "head basis _"})
+    kernel = jnp.ones((4, 2, 3)).at[:, :, 0].set(jnp.arange(8.0).reshape(4, 2)).at[:, 1].set(0.0)
+    with pytest.warns(UserWarning, match=r"no canonical basis of 'a' and 'b'\n.*1 of 2 heads(.|\n)*remedy") as told:
+        go.orbit.canonicalize({"a": kernel, "b": jnp.moveaxis(kernel, 0, 2)}, gauge)
+    assert len(told) == 1
+
+
 @pytest.mark.slow
 def test_dead_heads_and_channels_stay_finite() -> None:
     """A zero output kernel, a zero norm scale, a dead unit, a head of rank one: finite, and the same loss."""

@@ -36,6 +36,13 @@ def by_head(x: jax.Array, *kernels: jax.Array) -> list[jax.Array]:
     return [jnp.einsum("btd,dhe->bthe", x, kernel) for kernel in kernels]
 
 
+def explained(fn: Any, params: Any, *names: str) -> None:
+    """Gauges with these names are found, and the gauges contain every dead direction."""
+    report = go.discover(fn, params, inputs(2, 40, D), "predictions", progress=False)
+    assert {gauge.name for gauge in report.whole} >= set(names), report
+    assert report.certificate.unexplained == 0
+
+
 @pytest.mark.slow
 def test_planes_that_rotary_leaves_still_have_all_matrices() -> None:
     def fn(p: Any, x: Any) -> jax.Array:
@@ -107,6 +114,18 @@ def test_biases_of_a_fused_kernel() -> None:
         ("key_bias", ("bias",)),
     } <= found, report
     assert not report.rejected and not report.ungauged, report
+
+
+@pytest.mark.parametrize(("layer", "factor"), [(True, 4.0), (False, 1.0), (False, 4.0)])
+def test_what_a_norm_of_a_layer_or_of_the_data_hides(layer: bool, factor: float) -> None:
+    """The scale is multiplied with the data, or with a constant before it is."""
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        y = centred(jnp.tanh(x @ p["first"]) if layer else x) * (factor * p["scale"]) + p["shift"]
+        return jnp.sin(jax.nn.silu(y @ p["up"] + p["bias"]) @ p["down"])
+
+    params = drawn(scale=(D,), shift=(D,), up=(D, 5), bias=(5,), down=(5, 3)) | (drawn(first=(D, D)) if layer else {})
+    explained(fn, params, "norm_read_shift", "bias_absorption")
 
 
 def test_gates_and_channels_that_take_turns_in_one_kernel() -> None:

@@ -227,6 +227,21 @@ def views_of(trace: Trace, path: str, shape: tuple[int, ...], searched: set[Spac
             yield from (View(path, shape, windows, k) for windows in itertools.product(*main[:k], new, *main[k + 1 :]))
 
 
+def undivided(trace: Trace, path: str, shape: tuple[int, ...]) -> View:
+    """The view of a whole leaf in which every axis is one atom.
+
+    All views of `views_of` may read parts alone. If a function multiplies the two halves of a kernel's output with each
+    other, for example, both halves are along one space, and each view reads one of them.
+
+    >>> from gauge_optax.discovery.trace import walked
+    >>> trace = walked(lambda p, x: [x @ p["a"]], {"a": np.ones((2, 3))}, np.ones(2))
+    >>> undivided(trace, "a", (2, 3)).labels
+    ((0, 1), (2, 3, 4))
+    """
+    keys = [None if axis is None else trace.spaces.key(axis) for axis in trace.leaves[path]]
+    return View(path, shape, tuple(Window(0, n, (Atom(key, n),)) for key, n in zip(keys, shape, strict=True)))
+
+
 def selected(grid: np.ndarray, atoms: Sequence[Atom], first: int = 0) -> np.ndarray:
     """The entries of an array that atoms read, one atom per axis from axis `first` on; a picked axis keeps length 1.
 

@@ -128,6 +128,25 @@ def test_what_a_norm_of_a_layer_or_of_the_data_hides(layer: bool, factor: float)
     explained(fn, params, "norm_read_shift", "bias_absorption")
 
 
+GATED: dict[str, Any] = {
+    "halves": lambda y, u, v: jax.nn.silu(u) * v,
+    "halves of an activation": lambda y, u, v: jnp.prod(jnp.stack(jnp.split(jax.nn.gelu(y), 2, -1)), 0),
+    "mixed along the sequence": lambda y, u, v: u * (jnp.cumsum(jnp.exp(v), 1) + 1.0),
+}
+
+
+@pytest.mark.parametrize("gated", GATED)
+def test_parts_of_one_kernel_that_multiply_each_other(gated: str) -> None:
+    """The norm before the kernel hides a number per output, and its bias flows into all parts of the bias behind."""
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        y = (centred(jnp.tanh(x @ p["first"])) * p["scale"] + p["shift"]) @ p["up"] + p["bias"]
+        return jnp.sin(GATED[gated](y, *jnp.split(y, 2, -1)) @ p["down"])
+
+    params = drawn(first=(D, D), scale=(D,), shift=(D,), up=(D, 8), bias=(8,), down=(4, 3))
+    explained(fn, params, "norm_read_shift", "bias_absorption")
+
+
 def test_gates_and_channels_that_take_turns_in_one_kernel() -> None:
     """The kernel has a bias, which moves along."""
 

@@ -3,7 +3,7 @@
 A `View` reads a range of each axis of a leaf, a *window*. If a window holds several axes in one, such as heads and
 entries of heads, the view splits it into these, its *atoms*. An atom has at most one space. The view reads all indices
 of an atom, some ranges of them, or one index, which it *picks*: of an atom with the indices query, key and value in a
-fused kernel, it can pick query. A `Piece` is a view in which a group acts on one atom, or on the whole leaf. Other
+fused kernel, it can pick query. A `Piece` is a view in which a group acts on one atom, or on all of it. Other
 atoms, its *companions*, count copies of the group, as heads do. A piece reads the leaf as a tensor (companions, space,
 rest).
 """
@@ -150,8 +150,8 @@ class Piece:
 
     Attributes:
       view: the view.
-      at: number of the atom that the group acts on, among the atoms that are not picked; None for one scale of the
-        whole leaf.
+      at: number of the atom that the group acts on, among the atoms that are not picked; None for one scale of
+        all that the view reads.
       beside: numbers of the companions.
 
     >>> view = View("up", (2, 3), (Window(0, 2, (Atom(None, 2),)), Window(0, 3, (Atom((5, 6, 7), 3),))))

@@ -147,6 +147,20 @@ def test_parts_of_one_kernel_that_multiply_each_other(gated: str) -> None:
     explained(fn, params, "norm_read_shift", "bias_absorption")
 
 
+def test_every_part_of_a_leaf_has_a_factor_of_its_own() -> None:
+    """Layers in one leaf that a Python loop takes out by index, and halves of a kernel, each divided by its norm."""
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        for k in range(2):
+            x = jnp.tanh(x @ (p["layers"][k] / jnp.linalg.norm(p["layers"][k])))
+        gate, up = (x @ (half / jnp.linalg.norm(half)) for half in jnp.split(p["up"], 2, -1))
+        return jnp.sin((jax.nn.silu(gate) * jnp.tanh(up)) @ p["down"])
+
+    hand = [go.scale_invariant({"layers": f"layer={k} _ _"}) for k in range(2)]
+    hand += [go.scale_invariant({"up": f"_ _={k}:{k + 4}"}) for k in (0, 4)]
+    check(fn, drawn(layers=(2, D, D), up=(D, 8), down=(4, 3)), inputs(2, 6, D), hand, outputs="loss")
+
+
 def test_gates_and_channels_that_take_turns_in_one_kernel() -> None:
     """The kernel has a bias, which moves along."""
 

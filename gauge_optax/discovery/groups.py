@@ -29,7 +29,7 @@ STILL = 1e-12  # relative change of the outputs under a finite move that is roun
 _WITHIN = 1e-6  # a motion that is at most this far (relatively) from motions of other groups is one of them
 _STEPS = 500  # of conjugate gradients, at most
 _PATIENCE = 30  # conjugate gradients end if the squared distance falls by less than 1 % in this number of steps
-WHOLE: Space = (0,)  # stands for the space of a group that multiplies whole leaves by one number
+WHOLE: Space = (0,)  # stands for the space of a group that multiplies whole leaves, or parts of them, by one number
 # Family of groups → the modes in which an element can act on a piece. A matrix multiplies a "vector", and its inverse a
 # "covector"; a number multiplies ("scale") or is added ("offset"). Larger groups come first, because a group that a
 # reported one contains is not reported.

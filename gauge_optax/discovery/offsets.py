@@ -26,7 +26,7 @@ from gauge_optax.discovery.search import BLUR, echelon, spaces_with_companions, 
 from gauge_optax.discovery.sketch import Leaves
 from gauge_optax.discovery.spaces import Space
 from gauge_optax.discovery.trace import Trace
-from gauge_optax.discovery.views import Atom, View, views_of
+from gauge_optax.discovery.views import Atom, View, undivided, views_of
 from gauge_optax.discovery.write import Unwritable, axes_text
 from gauge_optax.linalg import singular_vectors
 
@@ -261,7 +261,8 @@ def flows(trace: Trace, leaves: Leaves) -> list[Flow]:
     """
     searched, views, parts = set(spaces_with_companions(trace)), list[View](), list[View]()
     for path, leaf in leaves.items():  # one view per leaf that reads all of it, each axis along a space of its own
-        numbered = [_with_numbered_parts(view, trace) for view in views_of(trace, path, leaf.shape, searched)]
+        ways = [*views_of(trace, path, leaf.shape, searched), undivided(trace, path, leaf.shape)]
+        numbered = [_with_numbered_parts(view, trace) for view in ways]
         usable = [view for view in numbered if None not in view.labels and len(set(view.labels)) == len(view.labels)]
         views += [view for view in usable if view.size == leaf.size > 1][:1]
         parts += [view for view in usable if 1 < view.size < leaf.size]

@@ -243,9 +243,10 @@ def candidates(trace: Trace, leaves: Leaves, stream: bool = False) -> list[_Cand
     for space in spaces:
         halves = tuple(dict.fromkeys(space))
         spaces[space] |= spaces.get(halves, set()) if halves != space else set()
-    whole = {view.path: Piece(view, None, ()) for view in reversed(views)}
+    # Parts of a leaf have factors of their own, such as layers that the function takes from a stack one by one.
+    whole = [Piece(view, None, ()) for view in views if view.other is None]
     # A vector may be stored less one. A factor of the vector then also adds a constant to what is stored.
-    scales = [(piece, mode) for piece in whole.values() for mode in ("scale", "offset")[: 1 + piece.lone]]
+    scales = [(piece, mode) for piece in whole for mode in ("scale", "offset")[: 1 + piece.lone]]
     tried = [] if stream else [_Candidate("diagonal", WHOLE, (), scales)]
     for space, companions in sorted(spaces.items(), key=lambda item: (-len(item[0]), item[0])):
         near = companions | _beside_companions(space, companions, views)

@@ -24,6 +24,7 @@ from gauge_optax.discovery.spaces import Axis, Space, Spaces
 _MOVES = {"transpose", "reshape", "convert_element_type", "squeeze", "slice", "split", "dynamic_slice",
           "broadcast_in_dim", "copy", "gather", "rev", "unstack"}
 _SUMS = {"add", "sub", "add_any"}
+_PRODUCTS = {"mul", "div"}
 _LINEAR = {*_MOVES, *_SUMS, "neg", "concatenate", "reduce_sum", "cumsum", "select_n", "pad"}
 _CONTRACTIONS = {"dot_general", "conv_general_dilated"}
 # Primitives that compute the tables of cosines and sines of rotary embeddings.
@@ -174,8 +175,9 @@ class Trace:
         if name in _CONTRACTIONS:
             self.vector_reads |= {(vector, kernel) for kernel in leaves for vector in vectors}
             return (leaves, frozenset()) if leaves else (writers, vectors)
-        if leaves and name in _SUMS and len(leaves) == sum(value.depends for value in ins):
-            return writers, vectors | leaves  # a sum of leaves and constants alone, such as one plus a norm's scale
+        if leaves and name in _SUMS | _PRODUCTS and len(leaves) == sum(value.depends for value in ins):
+            # Leaves, data and constants alone: one plus a norm's scale, or the scale of a norm on the data itself.
+            return writers, vectors | leaves
         if leaves and len(leaves) < sum(value.depends for value in ins):
             self.added_behind |= {(kernel, leaf) for kernel in writers for leaf in leaves if name in _SUMS}
             self.added |= leaves if name in _SUMS else frozenset()
@@ -183,8 +185,8 @@ class Trace:
         # Norms and gates multiply two values that depend on parameters. The product is not linear in the kernels before
         # it, and has no writers. It keeps its vectors, because one of the factors may contain a norm's scale, as in
         # flax: (x − mean)·(scale/σ).
-        product = name in ("mul", "div") and sum(value.depends for value in ins) > 1
-        linear = name in _LINEAR or (name in ("mul", "div") and not product)
+        product = name in _PRODUCTS and sum(value.depends for value in ins) > 1
+        linear = name in _LINEAR or (name in _PRODUCTS and not product)
         return (writers if linear else frozenset(), vectors if linear or product else frozenset())
 
 

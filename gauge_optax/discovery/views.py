@@ -3,7 +3,7 @@
 A `View` reads a range of each axis of a leaf, a *window*. If a window holds several axes in one, such as heads and
 entries of heads, the view splits it into these, its *atoms*. An atom has at most one space. The view reads all indices
 of an atom, some ranges of them, or one index, which it *picks*: of an atom with the indices query, key and value in a
-fused kernel, it can pick query. A `Piece` is a view in which a group acts on one atom, or on the whole leaf. Other
+fused kernel, it can pick query. A `Piece` is a view in which a group acts on one atom, or on all of it. Other
 atoms, its *companions*, count copies of the group, as heads do. A piece reads the leaf as a tensor (companions, space,
 rest).
 """
@@ -150,8 +150,8 @@ class Piece:
 
     Attributes:
       view: the view.
-      at: number of the atom that the group acts on, among the atoms that are not picked; None for one scale of the
-        whole leaf.
+      at: number of the atom that the group acts on, among the atoms that are not picked; None for one scale of
+        all that the view reads.
       beside: numbers of the companions.
 
     >>> view = View("up", (2, 3), (Window(0, 2, (Atom(None, 2),)), Window(0, 3, (Atom((5, 6, 7), 3),))))
@@ -225,6 +225,21 @@ def views_of(trace: Trace, path: str, shape: tuple[int, ...], searched: set[Spac
             new = [w for w in other if (w.entries.tobytes(), w.spaces) not in seen]
             seen.update((w.entries.tobytes(), w.spaces) for w in new)
             yield from (View(path, shape, windows, k) for windows in itertools.product(*main[:k], new, *main[k + 1 :]))
+
+
+def undivided(trace: Trace, path: str, shape: tuple[int, ...]) -> View:
+    """The view of a whole leaf in which every axis is one atom.
+
+    All views of `views_of` may read parts alone. If a function multiplies the two halves of a kernel's output with each
+    other, for example, both halves are along one space, and each view reads one of them.
+
+    >>> from gauge_optax.discovery.trace import walked
+    >>> trace = walked(lambda p, x: [x @ p["a"]], {"a": np.ones((2, 3))}, np.ones(2))
+    >>> undivided(trace, "a", (2, 3)).labels
+    ((0, 1), (2, 3, 4))
+    """
+    keys = [None if axis is None else trace.spaces.key(axis) for axis in trace.leaves[path]]
+    return View(path, shape, tuple(Window(0, n, (Atom(key, n),)) for key, n in zip(keys, shape, strict=True)))
 
 
 def selected(grid: np.ndarray, atoms: Sequence[Atom], first: int = 0) -> np.ndarray:

@@ -36,6 +36,13 @@ def by_head(x: jax.Array, *kernels: jax.Array) -> list[jax.Array]:
     return [jnp.einsum("btd,dhe->bthe", x, kernel) for kernel in kernels]
 
 
+def explained(fn: Any, params: Any, *names: str) -> None:
+    """Gauges with these names are found, and the gauges contain every dead direction."""
+    report = go.discover(fn, params, inputs(2, 40, D), "predictions", progress=False)
+    assert {gauge.name for gauge in report.whole} >= set(names), report
+    assert report.certificate.unexplained == 0
+
+
 @pytest.mark.slow
 def test_planes_that_rotary_leaves_still_have_all_matrices() -> None:
     def fn(p: Any, x: Any) -> jax.Array:
@@ -107,6 +114,51 @@ def test_biases_of_a_fused_kernel() -> None:
         ("key_bias", ("bias",)),
     } <= found, report
     assert not report.rejected and not report.ungauged, report
+
+
+@pytest.mark.parametrize(("layer", "factor"), [(True, 4.0), (False, 1.0), (False, 4.0)])
+def test_what_a_norm_of_a_layer_or_of_the_data_hides(layer: bool, factor: float) -> None:
+    """The scale is multiplied with the data, or with a constant before it is."""
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        y = centred(jnp.tanh(x @ p["first"]) if layer else x) * (factor * p["scale"]) + p["shift"]
+        return jnp.sin(jax.nn.silu(y @ p["up"] + p["bias"]) @ p["down"])
+
+    params = drawn(scale=(D,), shift=(D,), up=(D, 5), bias=(5,), down=(5, 3)) | (drawn(first=(D, D)) if layer else {})
+    explained(fn, params, "norm_read_shift", "bias_absorption")
+
+
+GATED: dict[str, Any] = {
+    "halves": lambda y, u, v: jax.nn.silu(u) * v,
+    "halves of an activation": lambda y, u, v: jnp.prod(jnp.stack(jnp.split(jax.nn.gelu(y), 2, -1)), 0),
+    "mixed along the sequence": lambda y, u, v: u * (jnp.cumsum(jnp.exp(v), 1) + 1.0),
+}
+
+
+@pytest.mark.parametrize("gated", GATED)
+def test_parts_of_one_kernel_that_multiply_each_other(gated: str) -> None:
+    """The norm before the kernel hides a number per output, and its bias flows into all parts of the bias behind."""
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        y = (centred(jnp.tanh(x @ p["first"])) * p["scale"] + p["shift"]) @ p["up"] + p["bias"]
+        return jnp.sin(GATED[gated](y, *jnp.split(y, 2, -1)) @ p["down"])
+
+    params = drawn(first=(D, D), scale=(D,), shift=(D,), up=(D, 8), bias=(8,), down=(4, 3))
+    explained(fn, params, "norm_read_shift", "bias_absorption")
+
+
+def test_every_part_of_a_leaf_has_a_factor_of_its_own() -> None:
+    """Layers in one leaf that a Python loop takes out by index, and halves of a kernel, each divided by its norm."""
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        for k in range(2):
+            x = jnp.tanh(x @ (p["layers"][k] / jnp.linalg.norm(p["layers"][k])))
+        gate, up = (x @ (half / jnp.linalg.norm(half)) for half in jnp.split(p["up"], 2, -1))
+        return jnp.sin((jax.nn.silu(gate) * jnp.tanh(up)) @ p["down"])
+
+    hand = [go.scale_invariant({"layers": f"layer={k} _ _"}) for k in range(2)]
+    hand += [go.scale_invariant({"up": f"_ _={k}:{k + 4}"}) for k in (0, 4)]
+    check(fn, drawn(layers=(2, D, D), up=(D, 8), down=(4, 3)), inputs(2, 6, D), hand, outputs="loss")
 
 
 def test_gates_and_channels_that_take_turns_in_one_kernel() -> None:

@@ -23,6 +23,7 @@ from gauge_optax.discovery.spaces import Axis, Space
 from gauge_optax.discovery.trace import Trace
 
 _MOST_PICKED = 64  # the indices of longer axes are not picked one by one
+_MOST_PARTS = 8  # of an axis that a contraction reads as a whole, too (`parts_of`)
 Ranges = tuple[tuple[int, int], ...]  # start and stop of each range of indices
 
 
@@ -225,6 +226,27 @@ def views_of(trace: Trace, path: str, shape: tuple[int, ...], searched: set[Spac
             new = [w for w in other if (w.entries.tobytes(), w.spaces) not in seen]
             seen.update((w.entries.tobytes(), w.spaces) for w in new)
             yield from (View(path, shape, windows, k) for windows in itertools.product(*main[:k], new, *main[k + 1 :]))
+
+
+def parts_of(trace: Trace, path: str, shape: tuple[int, ...], searched: set[Space]) -> Iterator[View]:
+    """The parts of a leaf that the function uses apart, as views that together read every entry once.
+
+    >>> from gauge_optax.discovery.trace import walked
+    >>> trace = walked(lambda p, x: [jnp.split(x @ p["a"], [2])], {"a": np.ones((2, 5))}, np.ones(2))
+    >>> parts = parts_of(trace, "a", (2, 5), {(2, 3, 4, 5, 6), (2, 3), (4, 5, 6)})
+    >>> [view.windows[1].entries.tolist() for view in parts]
+    [[0, 1], [2, 3, 4]]
+    """
+    parts, count = list[list[Window]](), 1
+    for axis, length in zip(trace.leaves[path], shape, strict=True):
+        main, *others = _readings(trace, axis, length, searched)
+        ways = [main, *(way for way in others if len(way) <= _MOST_PARTS)]
+        entries = [np.sort(np.concatenate([window.entries for window in way])) for way in ways]
+        once = [way for way, read in zip(ways, entries, strict=True) if np.array_equal(read, np.arange(length))]
+        fitting = [way for way in once if count * len(way) <= _MOST_PICKED]
+        parts.append(max(fitting, key=len) if fitting else min(once, key=len))
+        count *= len(parts[-1])
+    yield from (View(path, shape, windows) for windows in itertools.product(*parts))
 
 
 def selected(grid: np.ndarray, atoms: Sequence[Atom], first: int = 0) -> np.ndarray:

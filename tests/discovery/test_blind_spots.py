@@ -280,3 +280,25 @@ def test_a_norm_behind_a_sublayer_gives_its_bias_to_the_next_sublayers(x64: None
     moved = [{spec.pattern for spec in gauge.specs} for gauge in group.gauges if gauge.name == "bias_absorption"]
     assert {"bias", "up0", "up_bias0", "down_bias0"} in moved and {"bias0", "up1", "up_bias1", "down_bias1"} in moved
     assert go.census(fn, params, inputs(2, 60, 9), group, progress=False).unexplained == 0
+
+
+@pytest.mark.parametrize(("first", "second", "missed"), [
+    ("weight", "plain", 0), ("plain", "weight", 4), ("weight", "weight", 4), ("spectral", "plain", 4)])
+def test_factors_of_units_in_a_kernel_divided_by_its_norm_are_not_found(first: str, second: str, missed: int) -> None:
+    """Of five ReLU units, as docs/design.md says: these moves are no powers of the units' factors."""
+
+    def kernel(p: Any, kind: str) -> jax.Array:
+        w = p["kernel"]
+        size = jnp.linalg.norm(w, axis=0) if kind == "weight" else jnp.linalg.norm(w, 2) if kind == "spectral" else 1.0
+        return w / size * (p["length"] if kind == "weight" else 1.0)
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        y = jax.nn.relu(x @ kernel(p["up"], first) + p["bias"])
+        return jnp.sin(y @ kernel(p["down"], second))
+
+    layers = {"up": (first, (4, 5)), "down": (second, (5, 3))}
+    params: dict[str, Any] = {"bias": np.ones(5)}
+    for name, (kind, shape) in layers.items():
+        params[name] = drawn(1, kernel=shape) | ({"length": np.ones(shape[1])} if kind == "weight" else {})
+    report = go.discover(fn, params, inputs(2, 60, 4), "predictions", progress=False)
+    assert report.certificate.unexplained == missed and not report.rejected and not report.ungauged

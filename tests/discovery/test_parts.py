@@ -118,6 +118,8 @@ ONE_FACTOR: dict[str, tuple[Any, dict[str, tuple[int, ...]], Sequence[Gauge]]] =
         go.rescale({"in": "layer _ _"}, {"scale": "layer"})]),
     "all of a fused kernel": (fused_as_one, {"in": (D, 24), "scale": ()}, [
         go.rescale({"in": "_ _"}, {"scale": ""})]),
+    "a kernel by its multiplier": (lambda p, x: jnp.sin(x @ (p["scale"] * p["in"])), {"in": (D, 3), "scale": ()}, [
+        go.rescale({"in": "_ _"}, {"scale": ""})]),
     "rows of a concatenation": (beside, {"in": (D, 3), "wide": (D, 5), "out": (D, 4), "scale": ()}, [
         go.rescale({"out": "_=0:3 _"}, {"scale": ""})]),
 }

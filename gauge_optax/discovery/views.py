@@ -311,9 +311,10 @@ def _readings(trace: Trace, axis: Axis, length: int, searched: set[Space]) -> li
     ]
     ways += [*parts, *([Window(0, length, (atom,))] for atom in _divided(whole, searched))]
     inner = [] if parts else _inner_windows(whole, searched)
+    fine = _inner_windows(whole, searched, shortest=True)  # each layer's features in the stream of a dense network
     if not ways and sum(window.stop - window.start for window in inner) < length:
         ways = [[one]]  # the main way has to read all entries
-    return [*ways, *([inner] if inner else []), *_strided(whole, searched)]
+    return [*ways, *(way for way in (inner, fine) if way), *_strided(whole, searched)]
 
 
 def _segments(trace: Trace, key: Space, inside: Sequence[Space], searched: set[Space]) -> list[list[Window]]:
@@ -380,11 +381,11 @@ def _lifted(window: Window, length: int) -> tuple[Atom, ...]:
     return (first._replace(span=(tuple((start + a, start + b) for a, b in ranges), full)), *rest)
 
 
-def _inner_windows(whole: Space, searched: set[Space]) -> list[Window]:
-    """The windows of an axis whose ids are a searched space. Where windows overlap, only the longest is returned."""
+def _inner_windows(whole: Space, searched: set[Space], shortest: bool = False) -> list[Window]:
+    """The windows of an axis whose ids are a searched space. Where some overlap, only the longest, or the shortest."""
     taken = np.zeros(len(whole), bool)
     windows = []
-    for space in sorted((s for s in searched if len(s) < len(whole)), key=len, reverse=True):
+    for space in sorted((s for s in searched if len(s) < len(whole)), key=len, reverse=not shortest):
         for start in range(len(whole) - len(space) + 1):
             stop = start + len(space)
             if whole[start] == space[0] and whole[start:stop] == space and not taken[start:stop].any():

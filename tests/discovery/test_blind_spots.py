@@ -146,6 +146,22 @@ def test_features_that_are_concatenated_before_a_kernel() -> None:
     assert not report.rejected and not report.ungauged
 
 
+def test_layers_that_append_their_features_to_what_they_read() -> None:
+    """As in DenseNet: each kernel reads one range per earlier layer, and what came in."""
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        for k in range(4):
+            x = jnp.concatenate([x, jax.nn.relu(x @ p[f"up{k}"])], -1)
+        return jnp.sin(x @ p["up4"])
+
+    params = drawn(**{f"up{k}": (5 + 3 * k, 3) for k in range(5)})
+    hand = [
+        go.rescale({f"up{k}": "_ channel"}, {f"up{n}": f"channel={5 + 3 * k}:{8 + 3 * k} _" for n in range(k + 1, 5)})
+        for k in range(4)
+    ]
+    check(fn, params, inputs(2, 40, 5), hand, outputs="loss")
+
+
 def test_one_layer_at_two_places_of_a_concatenation() -> None:
     """With its neighbour in the sequence, and with itself after a ReLU of the other sign."""
 

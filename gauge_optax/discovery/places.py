@@ -138,5 +138,5 @@ def varying(ids: Places, axis: int, shape: Sequence[int]) -> list[int]:
     [0, 1]
     """
     line = ids.line(axis)
-    at = np.unravel_index(line[line >= 0], shape)
+    at = np.unravel_index(line[line >= 0], shape) if len(shape) else ()  # numpy refuses a parameter without axes
     return [a for a, index in enumerate(at) if len(index) and (index != index[0]).any()]

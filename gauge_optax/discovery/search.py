@@ -24,7 +24,7 @@ from gauge_optax.discovery.groups import FAMILIES, WHOLE, ZERO, Symmetry, Term, 
 from gauge_optax.discovery.sketch import DRAWS, Gradients, Leaves
 from gauge_optax.discovery.spaces import Space
 from gauge_optax.discovery.trace import Trace
-from gauge_optax.discovery.views import Piece, View, part, runs, views_of
+from gauge_optax.discovery.views import Piece, View, part, parts_of, runs, views_of
 from gauge_optax.linalg import singular_vectors
 
 _MOST_NEAR = 16  # a candidate keeps at most so many nearly null vectors
@@ -243,10 +243,10 @@ def candidates(trace: Trace, leaves: Leaves, stream: bool = False) -> list[_Cand
     for space in spaces:
         halves = tuple(dict.fromkeys(space))
         spaces[space] |= spaces.get(halves, set()) if halves != space else set()
-    # Parts of a leaf have factors of their own, such as layers that the function takes from a stack one by one.
-    whole = [Piece(view, None, ()) for view in views if view.other is None]
+    parts = (view for path, leaf in leaves.items() for view in parts_of(trace, path, leaf.shape, searched))
+    pieces = [Piece(view, None, ()) for view in (() if stream else parts)]
     # A vector may be stored less one. A factor of the vector then also adds a constant to what is stored.
-    scales = [(piece, mode) for piece in whole for mode in ("scale", "offset")[: 1 + piece.lone]]
+    scales = [(piece, mode) for piece in pieces for mode in ("scale", "offset")[: 1 + piece.lone]]
     tried = [] if stream else [_Candidate("diagonal", WHOLE, (), scales)]
     for space, companions in sorted(spaces.items(), key=lambda item: (-len(item[0]), item[0])):
         near = companions | _beside_companions(space, companions, views)

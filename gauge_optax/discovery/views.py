@@ -23,6 +23,7 @@ from gauge_optax.discovery.spaces import Axis, Space
 from gauge_optax.discovery.trace import Trace
 
 _MOST_PICKED = 64  # the indices of longer axes are not picked one by one
+_MOST_PARTS = 8  # of an axis that a contraction reads as a whole, too (`parts_of`)
 Ranges = tuple[tuple[int, int], ...]  # start and stop of each range of indices
 
 
@@ -242,6 +243,27 @@ def undivided(trace: Trace, path: str, shape: tuple[int, ...]) -> View:
     return View(path, shape, tuple(Window(0, n, (Atom(key, n),)) for key, n in zip(keys, shape, strict=True)))
 
 
+def parts_of(trace: Trace, path: str, shape: tuple[int, ...], searched: set[Space]) -> Iterator[View]:
+    """The parts of a leaf that the function uses apart, as views that together read every entry once.
+
+    >>> from gauge_optax.discovery.trace import walked
+    >>> trace = walked(lambda p, x: [jnp.split(x @ p["a"], [2])], {"a": np.ones((2, 5))}, np.ones(2))
+    >>> parts = parts_of(trace, "a", (2, 5), {(2, 3, 4, 5, 6), (2, 3), (4, 5, 6)})
+    >>> [view.windows[1].entries.tolist() for view in parts]
+    [[0, 1], [2, 3, 4]]
+    """
+    parts, count = list[list[Window]](), 1
+    for axis, length in zip(trace.leaves[path], shape, strict=True):
+        main, *others = _readings(trace, axis, length, searched)
+        ways = [main, *(way for way in others if len(way) <= _MOST_PARTS)]
+        entries = [np.sort(np.concatenate([window.entries for window in way])) for way in ways]
+        once = [way for way, read in zip(ways, entries, strict=True) if np.array_equal(read, np.arange(length))]
+        fitting = [way for way in once if count * len(way) <= _MOST_PICKED]
+        parts.append(max(fitting, key=len) if fitting else min(once, key=len))
+        count *= len(parts[-1])
+    yield from (View(path, shape, windows) for windows in itertools.product(*parts))
+
+
 def selected(grid: np.ndarray, atoms: Sequence[Atom], first: int = 0) -> np.ndarray:
     """The entries of an array that atoms read, one atom per axis from axis `first` on; a picked axis keeps length 1.
 
@@ -304,9 +326,10 @@ def _readings(trace: Trace, axis: Axis, length: int, searched: set[Space]) -> li
     ]
     ways += [*parts, *([Window(0, length, (atom,))] for atom in _divided(whole, searched))]
     inner = [] if parts else _inner_windows(whole, searched)
+    fine = _inner_windows(whole, searched, shortest=True)  # each layer's features in the stream of a dense network
     if not ways and sum(window.stop - window.start for window in inner) < length:
         ways = [[one]]  # the main way has to read all entries
-    return [*ways, *([inner] if inner else []), *_strided(whole, searched)]
+    return [*ways, *(way for way in (inner, fine) if way), *_strided(whole, searched)]
 
 
 def _segments(trace: Trace, key: Space, inside: Sequence[Space], searched: set[Space]) -> list[list[Window]]:
@@ -373,11 +396,11 @@ def _lifted(window: Window, length: int) -> tuple[Atom, ...]:
     return (first._replace(span=(tuple((start + a, start + b) for a, b in ranges), full)), *rest)
 
 
-def _inner_windows(whole: Space, searched: set[Space]) -> list[Window]:
-    """The windows of an axis whose ids are a searched space. Where windows overlap, only the longest is returned."""
+def _inner_windows(whole: Space, searched: set[Space], shortest: bool = False) -> list[Window]:
+    """The windows of an axis whose ids are a searched space. Where some overlap, only the longest, or the shortest."""
     taken = np.zeros(len(whole), bool)
     windows = []
-    for space in sorted((s for s in searched if len(s) < len(whole)), key=len, reverse=True):
+    for space in sorted((s for s in searched if len(s) < len(whole)), key=len, reverse=not shortest):
         for start in range(len(whole) - len(space) + 1):
             stop = start + len(space)
             if whole[start] == space[0] and whole[start:stop] == space and not taken[start:stop].any():

@@ -198,6 +198,22 @@ def test_features_that_are_concatenated_before_a_kernel() -> None:
     assert not report.rejected and not report.ungauged
 
 
+def test_layers_that_append_their_features_to_what_they_read() -> None:
+    """As in DenseNet: each kernel reads one range per earlier layer, and what came in."""
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        for k in range(4):
+            x = jnp.concatenate([x, jax.nn.relu(x @ p[f"up{k}"])], -1)
+        return jnp.sin(x @ p["up4"])
+
+    params = drawn(**{f"up{k}": (5 + 3 * k, 3) for k in range(5)})
+    hand = [
+        go.rescale({f"up{k}": "_ channel"}, {f"up{n}": f"channel={5 + 3 * k}:{8 + 3 * k} _" for n in range(k + 1, 5)})
+        for k in range(4)
+    ]
+    check(fn, params, inputs(2, 40, 5), hand, outputs="loss")
+
+
 def test_one_layer_at_two_places_of_a_concatenation() -> None:
     """With its neighbour in the sequence, and with itself after a ReLU of the other sign."""
 
@@ -332,3 +348,25 @@ def test_a_norm_behind_a_sublayer_gives_its_bias_to_the_next_sublayers(x64: None
     moved = [{spec.pattern for spec in gauge.specs} for gauge in group.gauges if gauge.name == "bias_absorption"]
     assert {"bias", "up0", "up_bias0", "down_bias0"} in moved and {"bias0", "up1", "up_bias1", "down_bias1"} in moved
     assert go.census(fn, params, inputs(2, 60, 9), group, progress=False).unexplained == 0
+
+
+@pytest.mark.parametrize(("first", "second", "missed"), [
+    ("weight", "plain", 0), ("plain", "weight", 4), ("weight", "weight", 4), ("spectral", "plain", 4)])
+def test_factors_of_units_in_a_kernel_divided_by_its_norm_are_not_found(first: str, second: str, missed: int) -> None:
+    """Of five ReLU units, as docs/design.md says: these moves are no powers of the units' factors."""
+
+    def kernel(p: Any, kind: str) -> jax.Array:
+        w = p["kernel"]
+        size = jnp.linalg.norm(w, axis=0) if kind == "weight" else jnp.linalg.norm(w, 2) if kind == "spectral" else 1.0
+        return w / size * (p["length"] if kind == "weight" else 1.0)
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        y = jax.nn.relu(x @ kernel(p["up"], first) + p["bias"])
+        return jnp.sin(y @ kernel(p["down"], second))
+
+    layers = {"up": (first, (4, 5)), "down": (second, (5, 3))}
+    params: dict[str, Any] = {"bias": np.ones(5)}
+    for name, (kind, shape) in layers.items():
+        params[name] = drawn(1, kernel=shape) | ({"length": np.ones(shape[1])} if kind == "weight" else {})
+    report = go.discover(fn, params, inputs(2, 60, 4), "predictions", progress=False)
+    assert report.certificate.unexplained == missed and not report.rejected and not report.ungauged

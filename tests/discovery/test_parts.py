@@ -1,5 +1,6 @@
-"""Symmetries of parts of kernels: adaptive norms, queries beside gates, and kernels that the model flattens."""
+"""Symmetries of parts of kernels: adaptive norms, queries beside gates, kernels that the model flattens, one factor."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -70,3 +71,62 @@ def test_kernels_by_head_that_the_model_flattens(turns: bool, gated: bool) -> No
     batches = list(np.random.default_rng(1).integers(0, 11, (2, 2, 6)))
     report = check(decoder(inner), drawn(shapes | {"o": (H, E, D)}), batches, hand)
     assert not report.rejected and not report.ungauged
+
+
+def state_space(p: Any, x: Any, split: Any) -> jax.Array:
+    """Mamba's block: one kernel has the step, what the state takes in (B), and what it is read by (C)."""
+    step, b, c = split(x @ p["in"])
+    y = jnp.tril(c @ jnp.swapaxes(b, -1, -2)) @ (x * jax.nn.softplus(step @ p["step"])) + x * p["skip"]
+    return jnp.sin(y * jax.nn.silu(x @ p["gate"]) @ p["out"])
+
+
+def uneven(p: Any, x: Any) -> jax.Array:
+    return state_space(p, x, lambda y: jnp.split(y, [2, 5], -1))
+
+
+def in_turns(p: Any, x: Any) -> jax.Array:
+    return state_space(p, x, lambda y: [y[..., k::3] for k in range(3)])
+
+
+def by_index(p: Any, x: Any) -> jax.Array:
+    for k in range(3):
+        x = jnp.sin(x @ p["in"][k] * p["scale"][k])
+    return x
+
+
+def fused_as_one(p: Any, x: Any) -> jax.Array:
+    q, k, v = (heads(jnp.tanh(y)) for y in jnp.split((x * p["scale"]) @ p["in"], 3, -1))
+    return jnp.sin(flat(attention(q, k, v)))
+
+
+def beside(p: Any, x: Any) -> jax.Array:
+    return jnp.sin(jnp.concatenate([jnp.tanh(x @ p["in"]) * p["scale"], jnp.tanh(x @ p["wide"])], -1) @ p["out"])
+
+
+MAMBA = {"in": (D, 8), "step": (2, D), "skip": (D,), "gate": (D, D), "out": (D, 5)}
+OF_TURNS = MAMBA | {"in": (D, 9), "step": (3, D)}
+ONE_FACTOR: dict[str, tuple[Any, dict[str, tuple[int, ...]], Sequence[Gauge]]] = {
+    "a range": (uneven, MAMBA, [
+        go.head_linear({"in": "_ basis=2:5"}, {"in": "_ basis=5:8"}),
+        go.head_linear({"in": "_ basis=0:2"}, {"step": "basis _"}),
+        go.rescale({"in": "_ _=5:8", "skip": "_"}, {"out": "_ _"})]),
+    "every third": (in_turns, OF_TURNS, [
+        go.head_linear({"in": "_ (basis part=1)"}, {"in": "_ (basis part=2)"}, sizes={"part": 3}),
+        go.head_linear({"in": "_ (basis part=0)"}, {"step": "basis _"}, sizes={"part": 3}),
+        go.rescale({"in": "_ (_ part=2)", "skip": "_"}, {"out": "_ _"}, sizes={"part": 3})]),
+    "layers by index": (by_index, {"in": (3, D, D), "scale": (3,)}, [
+        go.rescale({"in": "layer _ _"}, {"scale": "layer"})]),
+    "all of a fused kernel": (fused_as_one, {"in": (D, 24), "scale": ()}, [
+        go.rescale({"in": "_ _"}, {"scale": ""})]),
+    "a kernel by its multiplier": (lambda p, x: jnp.sin(x @ (p["scale"] * p["in"])), {"in": (D, 3), "scale": ()}, [
+        go.rescale({"in": "_ _"}, {"scale": ""})]),
+    "rows of a concatenation": (beside, {"in": (D, 3), "wide": (D, 5), "out": (D, 4), "scale": ()}, [
+        go.rescale({"out": "_=0:3 _"}, {"scale": ""})]),
+}
+
+
+@pytest.mark.parametrize("name", ONE_FACTOR)
+def test_one_factor_that_a_part_of_a_leaf_shares_with_whole_leaves(name: str) -> None:
+    fn, shapes, hand = ONE_FACTOR[name]
+    report = check(fn, drawn(shapes), list(np.random.default_rng(1).normal(size=(2, 2, 6, D))), hand, outputs="loss")
+    assert not report.rejected and not report.ungauged and report.certificate.unexplained == 0

@@ -143,8 +143,9 @@ class Bound:
     def elements(self, element: Any) -> Elements:
         """Splits a public element into the elements of the parts, by label; together they make the same move."""
         out: Elements = {}
+        alone = self.single or (len(self.gauges) == 1 and isinstance(element, Mapping))
         for gauge, copies, value in zip(
-            self.gauges, self.copies, (element,) if self.single else tuple(element), strict=True
+            self.gauges, self.copies, (element,) if alone else tuple(element), strict=True
         ):
             for copy, own in zip(copies, gauge._split(copies, value), strict=True):
                 out |= {part.label: e for part, e in zip(copy.parts, copy.split(own), strict=True)}

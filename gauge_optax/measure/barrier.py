@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from gauge_optax.orbit.merge import interpolate
 
 
@@ -16,7 +18,7 @@ def barrier(loss: Callable[[Any], Any], a: Any, b: Any) -> float:
 
     Returns:
       The maximum of loss(λ) − ((1 − λ)·loss(0) + λ·loss(1)) over λ = 0, 0.1, …, 1, where loss(λ) is the loss at
-      (1 − λ)·a + λ·b. It is zero if no point lies above.
+      (1 − λ)·a + λ·b. It is zero if no point lies above, and NaN if a loss is.
 
     Raises:
       ValueError: trees that differ in structure or shapes.
@@ -29,4 +31,5 @@ def barrier(loss: Callable[[Any], Any], a: Any, b: Any) -> float:
     """
     losses = [float(loss(interpolate(a, b, step / 10))) for step in range(11)]
     chord = [(10 - step) / 10 * losses[0] + step / 10 * losses[-1] for step in range(11)]
-    return max(0.0, *(loss_between - straight for loss_between, straight in zip(losses, chord, strict=True)))
+    # NumPy's maximum of NaN and a number is NaN, Python's may be the number.
+    return float(np.max([0.0, *(between - straight for between, straight in zip(losses, chord, strict=True))]))

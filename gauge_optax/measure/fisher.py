@@ -544,6 +544,11 @@ class EmpiricalFisher(Operator):
         """See the class."""
         curve, batches, labels = _curves("EmpiricalFisher", likelihood)[2], list(batches), list(labels)
         arrays = _arrays("EmpiricalFisher", params, batches, only)
+        if len(labels) > len(batches):
+            raise binding_error(
+                "EmpiricalFisher", "labels without a batch", f"{len(labels)} arrays for {len(batches)} batches",
+                "one array of labels per batch", "pass one array of labels per batch",
+            )
         for number, batch in enumerate(batches):
             outputs = jax.eval_shape(fn, arrays.params, batch).shape
             expected = outputs[:-1] if likelihood == "softmax" else outputs
@@ -553,6 +558,14 @@ class EmpiricalFisher(Operator):
                     "EmpiricalFisher", f"labels do not fit batch {number}", "none" if shape is None else f"{shape}",
                     f"an array of shape {expected}", "pass one array of labels per batch",
                 )
+            if likelihood == "softmax" and not isinstance(labels[number], jax.core.Tracer):
+                classes, values = outputs[-1], np.asarray(labels[number])
+                if not ((0 <= values) & (values < classes)).all():
+                    raise binding_error(
+                        "EmpiricalFisher", f"labels that are no classes in batch {number}",
+                        f"numbers from {values.min()} to {values.max()}", f"numbers from 0 to {classes - 1}",
+                        "leave padded positions out of what fn returns and of the labels",
+                    )
         super().__init__("EmpiricalFisher", _Rule(fn, curve), arrays._replace(labels=labels))
 
 

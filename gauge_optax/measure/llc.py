@@ -158,7 +158,10 @@ class _Chart(NamedTuple):
 
 
 def _chart(params: Any, group: Product | None) -> _Chart:
-    leaves = {path: jnp.asarray(x) for path, x in real_leaves("llc", params).items()}
+    # In bfloat16, steps round away.
+    leaves = {path: jnp.asarray(x, jnp.promote_types(jnp.result_type(x), jnp.float32))
+              for path, x in real_leaves("llc", params).items()}
+    params = with_leaves(params, leaves)
     if group is None:
         return _Chart(leaves, lambda before, after: after, lambda point: with_leaves(params, point))
     s = group._bound(params).slice

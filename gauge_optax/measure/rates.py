@@ -206,6 +206,8 @@ def power_law(
             "power_law", "arrays that do not belong together", f"{x.size} lengths and {y.size} values",
             "one value per length", "pass what was read at the same points",
         )
+    if not np.isfinite(x).all():
+        return _unreadable("lengths that are not finite", len(x))
     kept = (x > 0) & (x >= window[0]) & (x <= window[1])
     x, y = x[kept], y[kept]
     if len(x) < _LEAST_POINTS:
@@ -219,6 +221,8 @@ def power_law(
     far = log_x >= 0.5 * (log_x[0] + log_x[-1])
     if min(far.sum(), (~far).sum()) < _LEAST_POINTS // 2:
         far = np.arange(len(x)) < len(x) // 2
+    if not all(np.ptp(log_x[half]) > 0 for half in (far, ~far)):
+        return _unreadable("too few different lengths", len(x))
     slope, error = _line(log_x, log_y)
     (first, first_error), (last, last_error) = _line(log_x[far], log_y[far]), _line(log_x[~far], log_y[~far])
     power_law = partial(PowerLaw, exponent=slope, halves=(first, last), points=len(x))

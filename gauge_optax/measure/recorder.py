@@ -63,6 +63,9 @@ class Recorder:
         if not isinstance(every, int) or every < 1:
             raise binding_error("Recorder", "a cadence that is no number of steps", repr(every), "an integer from 1",
                                 "write every=50")
+        if "step" in readings:
+            raise binding_error("Recorder", "a reading named 'step'", ", ".join(readings), "other names than 'step'",
+                                "give it another name: every row has its step under this one")
         self.path, self.readings, self.every, self.steps = Path(path), dict(readings), every, steps
         self.progress = progress
         self.rows: list[Row] = self._kept()

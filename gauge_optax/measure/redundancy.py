@@ -128,6 +128,7 @@ def transformer_redundancy(
         "rescalings of hidden units": 0 if mlp == "gelu" else layers * d_ff,
         "logits": (0 if tied else d) + has_head_bias,
         "positions against tokens": d if positions else 0,
+        "one number on the whole tied table": 1 if centred and tied and not positions else 0,
         "value biases, into output biases": layers * shared if bias else 0,
         "key biases": layers * shared if bias and not rope and not qk_norm else 0,
         "norm biases, into biases": (2 * layers * d + d * has_head_bias) if bias and centred else 0,

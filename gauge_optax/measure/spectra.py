@@ -38,7 +38,8 @@ def effective_rank(matrix: jax.Array) -> jax.Array:
     total = jnp.sum(sizes, -1, keepdims=True)
     shares = safe_divide(sizes, total)
     entropy = -jnp.sum(jnp.where(shares > 0, shares * jnp.log(jnp.where(shares > 0, shares, 1.0)), 0.0), -1)
-    return jnp.where(total[..., 0] > 0, jnp.exp(entropy), 0.0)
+    # An infinite or undefined entry makes the rank NaN.
+    return jnp.where(total[..., 0] == 0, 0.0, jnp.exp(entropy) + 0.0 * total[..., 0])
 
 
 def smallest_singular_value(matrix: jax.Array) -> jax.Array:
@@ -111,7 +112,13 @@ def axis_alignment(directions: jax.Array) -> jax.Array:
             "one of shape (count, dimensions)", "pass one direction per row",
         )
     squares = jnp.square(directions)
-    return jnp.mean(jnp.max(squares, -1) / jnp.sum(squares, -1))
+    sizes = jnp.sum(squares, -1)
+    if not isinstance(sizes, jax.core.Tracer) and bool(jnp.any(sizes == 0)):
+        raise binding_error(
+            "axis_alignment", "a direction of length zero", f"{int(jnp.sum(sizes == 0))} of {sizes.size} rows",
+            "directions that are not zero", "leave these rows out",
+        )
+    return jnp.mean(jnp.max(squares, -1) / sizes)
 
 
 def gauge_fraction(params: Any, gauges: Gauges, tangent: Any = None) -> dict[str, jax.Array]:

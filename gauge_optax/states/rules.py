@@ -67,7 +67,8 @@ def _moved_frame(move: Move, name: str, frame: Frame) -> Elements:
     """Returns g·F. `name` is the class of the state that holds the frame F, for messages."""
     order = move.binders("permutation")
     if order:
-        raise move.refuse(f"a {name}", next(iter(order.values())), "weights on the slice, which it renumbers")
+        raise move.refuse(f"a {name}", next(iter(order.values())), "weights on the slice, which it renumbers",
+                          "act on the weights alone, and call tx.init(params) there")
     # Elements of a list with permutations cannot be composed. Permutations have no frame, so that they are left out.
     framed = tuple(part for part in move.parts if part.gauge._bound(move.params).slice.parts)
     move = dataclasses.replace(move, parts=framed)

@@ -168,6 +168,7 @@ SIZES: dict[str, Any] = dict(
 @pytest.mark.parametrize("switches", [
     {"mlp": "gelu"}, {"mlp": "relu", "bias": False}, {"mlp": "swiglu", "rope": True, "qk_norm": True}, {"tied": True},
     {"norm": "rmsnorm", "rope": True, "mlp": "swiglu", "bias": False}, {"norm": "rmsnorm", "tied": True},
+    {"tied": True, "rope": True},
 ], ids=lambda switches: " ".join(map(str, switches)))
 def test_the_formula_counts_what_the_gauges_have(switches: dict[str, Any]) -> None:
     config = lm.LMConfig(**(SIZES | switches))

@@ -221,6 +221,8 @@ test_messages = each_refused([
     (lambda: go.measure.GGN(*GIVEN, "poisson"), 'likelihood="softmax"'),
     (lambda: go.measure.GGN(*GIVEN, only="side"), "no leaf matches 'side'"),
     (lambda: go.measure.EmpiricalFisher(*GIVEN, []), "labels do not fit batch 0"),
+    (lambda: go.measure.EmpiricalFisher(*GIVEN, [jnp.zeros(6, int)] * 2), "2 arrays for 1 batches"),
+    (lambda: go.measure.EmpiricalFisher(*GIVEN, [jnp.full(6, -100)]), "labels that are no classes in batch 0"),
     (lambda: go.measure.GGN(*GIVEN) @ jnp.ones(3), "operator.ravel"),
     (lambda: go.measure.quotient_fisher(go.measure.GGN(*GIVEN, only="up"), UNIT), "'down', which is not"),
     (lambda: go.measure.GGN(_net, {**GIVEN[1], "phase": 1j}, GIVEN[2]), "a complex leaf 'phase'"),

@@ -115,6 +115,16 @@ test_messages = each_refused([
 ])
 
 
+def test_half_precision_is_sampled_in_float32() -> None:
+    """In bfloat16 itself, steps of this length round away at 100, and the number is 0."""
+    def of(dtype: Any) -> float:
+        loss = lambda p, x: jnp.sum(jnp.square(p["w"] - 100.0)) + 0.0 * jnp.sum(x)  # noqa: E731
+        given = dict(num_chains=2, num_draws=50, num_burnin_steps=10, key=KEY, n_beta=100.0, lr=1e-3)
+        return float(go.measure.llc(loss, {"w": jnp.full(4, 100.0, dtype)}, [ONES], **given).mean)
+
+    assert of(jnp.bfloat16) == of(jnp.float32) > 0.0
+
+
 # Away from a minimum ------------------------------------------------------------------------------------
 
 QUICK = dict(n_beta=200.0, lr=1e-3, localization=1.0, num_chains=4, num_draws=300, num_burnin_steps=100)

@@ -58,6 +58,8 @@ def test_a_window_leaves_out_what_is_far_from_the_minimum() -> None:
     assert near.readable and near.exponent == pytest.approx(2.0) and near.points < 60
     assert go.measure.power_law(LENGTHS[:30], values[:30], span=30.0).reason.startswith("lengths span")
     assert go.measure.power_law(LENGTHS[:5], values[:5]).reason == "5 points"
+    assert go.measure.power_law(LENGTHS * np.inf, values).reason == "lengths that are not finite"
+    assert go.measure.power_law(np.repeat([1.0, 0.1], 30), values).reason == "too few different lengths"
 
 
 def test_the_order_is_half_the_exponent_and_the_table_has_a_cell_per_layer_and_observable() -> None:

@@ -57,5 +57,7 @@ def test_a_killed_run_ends_with_the_same_file(tmp_path: Path, stop: int, cut: in
         recorder(whole, every=4)
     with pytest.raises(ValueError, match="of another run"):
         go.measure.Recorder(whole, {"norm": jnp.sum}, 3, 10)
+    with pytest.raises(ValueError, match="a reading named 'step'"):
+        go.measure.Recorder(whole, {"step": jnp.sum}, 3, 10)
     with pytest.raises(ValueError, match="cadence"):
         recorder(tmp_path / "other.jsonl", every=0)

@@ -54,8 +54,13 @@ def test_the_gauge_fraction_of_a_head_is_its_mean_over_classes(x64: None) -> Non
     assert go.measure.gauge_fraction(params, gauge, params | {"kernel": kernel - mean})["kernel"] < 1e-25
 
 
+def test_an_undefined_matrix_has_no_rank() -> None:
+    assert np.isnan(go.measure.effective_rank(jnp.array([[1.0, jnp.nan], [0.0, 1.0]])))
+
+
 test_a_vector_is_refused = each_refused([
     (lambda: go.measure.effective_rank(jnp.ones(4)), "(?s)effective_rank.*no matrix"),
     (lambda: go.measure.smallest_singular_value(jnp.ones(4)), "(?s)smallest_singular_value.*no matrix"),
     (lambda: go.measure.dead_units(jnp.ones(4)), "(?s)dead_units.*stack the pre-activations"),
+    (lambda: go.measure.axis_alignment(jnp.eye(3, 2)), "a direction of length zero"),
 ])

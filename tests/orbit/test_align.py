@@ -156,6 +156,7 @@ def test_lines_and_barriers() -> None:
     assert middle["up"].tolist() == [[-0.5, -0.5]] and middle["step"] == 4 and middle["free"].tolist() == [2 + 1j]
     assert [x.dtype for x in jax.tree.leaves(middle)] == [x.dtype for x in jax.tree.leaves(a)]
     assert go.orbit.average([a, b], UNIT)["up"].tolist() == a["up"].tolist()
+    assert _apart(go.product(UNIT).act(go.orbit.align(a, b, UNIT), b), a) == 0.0
 
     def loss(p: Tree) -> jax.Array:
         return jnp.mean(jnp.square(jax.nn.relu(jnp.array([[1.0], [-1.0]]) @ p["up"]) @ p["down"] - jnp.ones((2, 1))))
@@ -163,6 +164,7 @@ def test_lines_and_barriers() -> None:
     losses = [float(loss(go.orbit.interpolate(a, b, k / 10))) for k in range(11)]
     aligned = UNIT.act(go.orbit.align(a, b, UNIT), b)
     assert go.measure.barrier(loss, a, a) == go.measure.barrier(loss, a, aligned) == 0.0
+    assert np.isnan(go.measure.barrier(lambda p: jnp.log(p["up"].sum() * 0.0 - 1.0), a, b))
     assert go.measure.barrier(loss, a, b) == pytest.approx(max(0.0, max(losses) - losses[0]))
     assert go.measure.barrier(lambda p: -loss(p), a, b) == pytest.approx(losses[0] - min(losses))
 

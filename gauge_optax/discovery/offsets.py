@@ -290,6 +290,10 @@ def flows(trace: Trace, leaves: Leaves) -> list[Flow]:
         if (vector.path, kernel.path) in trace.vector_reads and set(vector.labels) < set(kernel.labels):
             beside = [b for b in vectors if (b.path, kernel.path) in trace.vector_reads]
             tried.append(_hidden_by_norm(kernel, _Norm(vector, plus), beside, behind.get(kernel.path, []), layers))
+    for view in views + parts:
+        others = [other for other in views + parts if other.path != view.path]
+        met = [[other for other in others if (view.path, other.path) in pairs] for pairs in (trace.gains, trace.shifts)]
+        tried.append(_modulated(view, *met))
     labels = {view.path: {label for label in view.labels if label is not None} for view in views}
     shared = {frozenset(one & other) for one, other in itertools.combinations(labels.values(), 2)}
     for spaces in sorted(sorted(common) for common in shared if common):
@@ -450,6 +454,41 @@ def _hidden_and_absorbed(
     kind = "a norm's bias that the kernels without a bias behind it take up in the direction that the norm hides"
     count = 1 + sum(max(1, len(biases[k.path])) for k in readers)
     return Flow(kind, make, count if not all(biases.values()) else 0, _with_the_first(2))
+
+
+def _modulated(vector: View, gains: Sequence[View], shifts: Sequence[View]) -> Flow:
+    """A vector u on a vector that is multiplied with a gain before a shift is added, as in FiLM and adaptive norms.
+
+    Each leaf that computes the shift loses u times the leaf that computes the gain. If the gain is a sum of one and a
+    value, the bias of the shift, or every row of a table of shifts, loses u as well.
+
+    Args:
+      vector: the vector.
+      gains: the leaves that compute the gain, and their parts: gain and shift can be two halves of one kernel's output.
+      shifts: the leaves that compute the shift, and their parts.
+    """
+
+    def axes(view: View) -> list[Space | int | None]:
+        """The labels of the vector, and the lengths of other axes: two kernels that read data share no label there."""
+        return [x if x in vector.labels else n for x, n in zip(view.labels, view.lengths, strict=True)]
+
+    pairs = [(gain, view) for gain in gains for view in shifts
+             if set(vector.labels) <= set(gain.labels) and gain != view and axes(gain) == axes(view)]
+    ones = [view for view in shifts if set(vector.labels) <= set(view.labels)] if pairs else []
+
+    def make(point: Leaves, rng: np.random.Generator) -> list[Motion]:
+        u = rng.standard_normal(vector.lengths)
+        terms = [(view, _einsum([(vector.labels, u), (gain.labels, _tensor(gain, point))], gain.labels))
+                 for gain, view in pairs]
+        also = [_Column(view).motion(vector.labels, u, point) for view in ones]
+        return [_motion(vector, u), *(_motion(*term) for term in terms), *also]
+
+    def belongs(taken: list[int]) -> bool:
+        """Whether the vector and a gain take part."""
+        return len(taken) > 1 and taken[0] == 0 and taken[1] <= len(pairs)
+
+    kind = "a bias in front of a gain, which the leaves that compute the shift behind the gain take away"
+    return Flow(kind, make, 1 + len(pairs) + len(ones) if pairs else 0, belongs)
 
 
 def _common_row(spaces: Sequence[Space], tables: Sequence[View], layers: set[Space]) -> Flow:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from gauge_optax.binding import leaves_by_path, with_leaves
@@ -181,7 +182,8 @@ class Prover:
         @functools.partial(jax.jit, compiler_options=quick_options())
         def slice_point(leaves: Leaves) -> Mapping[str, jax.Array]:
             x = whole.values(with_leaves(self._params, leaves))
-            return whole.enter(whole.read(x).elements, x).point
+            still = {path: jnp.asarray(leaf) for path, leaf in leaves.items()}  # no gauge moves those that x lacks
+            return {**still, **whole.enter(whole.read(x).elements, x).point}
 
         @functools.cache
         def before() -> Mapping[str, jax.Array]:

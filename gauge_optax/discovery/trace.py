@@ -7,6 +7,7 @@ axes that are contracted, gathered from or returned. What each primitive does is
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -55,6 +56,8 @@ class Trace:
         residual stream.
       vector_reads: (vector, kernel): the kernel contracts what the vector was added to or multiplied with.
       added_behind: (kernel, vector): the vector is added to the kernel's product.
+      gains: (vector, leaf): what the vector was added to is multiplied with a value that is linear in the leaf.
+      shifts: (vector, leaf): what the vector was added to or multiplied with gets such a value added.
       added: parameters that are added to a value which depends on others, as a bias is and a norm's scale is not.
       opaque: names of primitives whose effect was guessed.
       ranked: axes that are sorted, or of which the largest entry is taken.
@@ -77,6 +80,8 @@ class Trace:
         self.readers: list[tuple[str, np.ndarray]] = []
         self.vector_reads: set[tuple[str, str]] = set()
         self.added_behind: set[tuple[str, str]] = set()
+        self.gains: set[tuple[str, str]] = set()
+        self.shifts: set[tuple[str, str]] = set()
         self.added: set[str] = set()
         self.opaque: set[str] = set()
         self.ranked: list[np.ndarray] = []
@@ -175,6 +180,10 @@ class Trace:
         if name in _CONTRACTIONS:
             self.vector_reads |= {(vector, kernel) for kernel in leaves for vector in vectors}
             return (leaves, frozenset()) if leaves else (writers, vectors)
+        if name in _SUMS | _PRODUCTS:
+            met = self.shifts if name in _SUMS else self.gains
+            met |= {(vector, path) for one, other in itertools.permutations(ins, 2) for vector in one.vectors
+                    for path in (other.leaf, *other.writers, *other.vectors)}
         if leaves and name in _SUMS | _PRODUCTS and len(leaves) == sum(value.depends for value in ins):
             # Leaves, data and constants alone: one plus a norm's scale, or the scale of a norm on the data itself.
             return writers, vectors | leaves

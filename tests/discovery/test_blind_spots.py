@@ -310,6 +310,32 @@ def test_a_part_of_a_bias_that_its_kernel_maps_to_nothing_is_named(norm: str, wi
     assert (kind in named) == (width < 8 or (norm == "centred" and width == 8))
 
 
+MODULATED: dict[str, tuple[Any, str]] = {
+    "halves of one kernel": (lambda p, y, g, h, x: y * (1 + g) + h, "bias + both + c"),
+    "two kernels": (lambda p, y, g, h, x: y * (x @ p["gain"]) + x @ p["shift"] + p["b"], "bias + shift"),
+    "vectors": (lambda p, y, g, h, x: y * p["a"] + p["b"], "bias + b"),
+    "tables": (lambda p, y, g, h, x: y * (1 + p["gain"][KINDS]) + p["shift"][KINDS], "bias + shift"),
+    "no shift": (lambda p, y, g, h, x: y * (1 + g) + jnp.sin(h), ""),
+}
+KINDS = np.arange(40) % D
+
+
+@pytest.mark.parametrize("how", MODULATED)
+def test_a_bias_in_front_of_a_gain_and_a_shift_is_named(how: str) -> None:
+    """As in FiLM: what computes the shift takes away what the bias gains, times what computes the gain."""
+    modulated, moved = MODULATED[how]
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        gain, shift = jnp.split(x @ p["both"] + p["c"], 2, -1)
+        return jnp.sin(jax.nn.silu(modulated(p, x[..., :3] @ p["in"] + p["bias"], gain, shift, x)) @ p["out"])
+
+    params = drawn(**{"in": (3, 4)}, bias=(4,), out=(4, 3), both=(D, 8), c=(8,), a=(4,), b=(4,))
+    params |= drawn(1, gain=(D, 4), shift=(D, 4))
+    ungauged = go.discover(fn, params, inputs(2, 40, D), "predictions", progress=False).ungauged
+    kind = "a bias in front of a gain, which the leaves that compute the shift behind the gain take away"
+    assert ungauged == ({kind: (moved,)} if moved else {})
+
+
 @pytest.mark.parametrize(("norm", "last", "named"), [
     (centred, False, True), (centred, True, False), (normalised, False, False)])
 def test_the_mean_of_a_stream_that_a_head_reads_past_the_norms_is_named(norm: Any, last: bool, named: bool) -> None:

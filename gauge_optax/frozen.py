@@ -206,4 +206,6 @@ def _closed(closed: Any, given: list[bool]) -> list[bool]:
 
 
 def _is_zero(value: Any) -> bool:
-    return not isinstance(value, jax.core.Tracer) and not np.any(np.asarray(value))
+    if isinstance(value, jax.core.Tracer) or jnp.issubdtype(getattr(value, "dtype", bool), jax.dtypes.extended):
+        return False  # an unknown number, or a typed key of random numbers
+    return not np.any(np.asarray(value))

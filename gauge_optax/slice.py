@@ -414,7 +414,10 @@ class Slice:
             return gradient
         arrays = {p: jnp.asarray(y) for p, y in leaves_by_path(gradient).items()}  # a leaf may be a Python number
         leaves = {p: y for p, y in arrays.items() if jnp.issubdtype(y.dtype, jnp.floating)}
-        kept = {p: jax.lax.select(jnp.abs(y) < least, jnp.zeros_like(y), y) for p, y in leaves.items()}
+        kept = {}
+        for path, y in leaves.items():
+            small = jnp.abs(jnp.asarray(y, least.dtype)) < least  # float8 compares with no other dtype
+            kept[path] = jax.lax.select(small, jnp.zeros_like(y), y)
         return with_leaves(gradient, kept)
 
     # Reading a point --------------------------------------------------------------------------------------

@@ -37,6 +37,9 @@ FREEZING: dict[str, Callable[[], Any]] = {
     "freeze before Muon": lambda: optax.chain(optax.freeze(ON_B), optax.contrib.muon(1e-3)),
     "freeze before Adafactor": lambda: optax.chain(optax.freeze(ON_B), optax.adafactor(1e-3)),
     "selective_transform": lambda: optax.selective_transform(optax.adamw(1e-3), freeze_mask=ON_B),
+    "behind noise with a typed key": lambda: optax.chain(
+        optax.add_noise(0.1, 0.5, jax.random.key(0)), _partition(optax.set_to_zero())
+    ),
     "in MultiSteps": lambda: optax.MultiSteps(_partition(optax.set_to_zero()), 4),
     "in apply_if_finite": lambda: optax.apply_if_finite(_partition(optax.set_to_zero()), 3),
     "in a line search": lambda: optax.chain(

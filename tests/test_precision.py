@@ -78,3 +78,11 @@ def test_a_quotient_moves_the_function_as_its_optimizer_does(name: str, options:
     """A rate of 1e-4 is below half of bfloat16's spacing for most entries."""
     row = ROWS[name]
     assert moved(row, go.quotient(optax.adamw(1e-4), row.gauges, **options)) >= 0.9 * moved_alone(name)
+
+
+def test_a_free_leaf_of_eight_bits_trains_beside_a_shift() -> None:
+    """No other dtype compares with float8."""
+    params = {"head": jnp.ones((3, 4)), "free": jnp.ones(4, jnp.float8_e4m3fn)}
+    tx = go.quotient(optax.sgd(0.5), go.logit_shift({"head": "_ vocab"}))
+    updates, _ = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params), params)
+    assert updates["free"].dtype == jnp.float8_e4m3fn and float(updates["free"].astype(jnp.float32).sum()) == -2.0

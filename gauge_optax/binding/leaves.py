@@ -9,6 +9,7 @@ paths in both. A block is one axes string applied to one leaf.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -132,6 +133,18 @@ def real_leaves(name: str, tree: Any) -> dict[str, Any]:
                 "over it",
             )
     return {path: leaf for path, leaf in numbers.items() if jnp.issubdtype(jnp.result_type(leaf), jnp.floating)}
+
+
+def shared_leaves(leaves: Mapping[str, Any]) -> set[str]:
+    """The paths of leaves that are one array with another leaf: deleting or donating one would delete the other.
+
+    >>> from gauge_optax.binding.leaves import shared_leaves
+    >>> one = jnp.ones(2)
+    >>> sorted(shared_leaves({"a": one, "b": one, "c": jnp.ones(2)}))
+    ['a', 'b']
+    """
+    uses = collections.Counter(map(id, leaves.values()))
+    return {path for path, leaf in leaves.items() if uses[id(leaf)] > 1}
 
 
 def with_leaves(tree: Any, leaves: Mapping[str, Any]) -> Any:

@@ -24,6 +24,7 @@ from gauge_optax.slice import Elements, Slice
 from gauge_optax.transformation import (
     GaugeTransformation,
     checked_inner,
+    in_computing_dtype,
     layout,
     placeholder,
     require_every,
@@ -245,7 +246,7 @@ def _slice_norms(
 
     across = s.horizontal(entered.point, slice_update, live)
     along = {path: x - across[path] for path, x in slice_update.items()}
-    free = {path: jnp.asarray(x, real_dtype()) for path, x in leaves_by_path(update).items() if path not in along}
+    free = {path: jnp.abs(in_computing_dtype(x)) for path, x in leaves_by_path(update).items() if path not in along}
     relevant, lost = (
         sum((jnp.sum(jnp.square(x)) for x in arrays.values()), start=jnp.zeros(())) for arrays in (across | free, along)
     )
@@ -261,7 +262,7 @@ def _slice_norms(
     def norms(tree: Any, bound: Arrays) -> Figures:
         named = {}
         for path, leaf in leaves_by_path(tree).items():
-            x = jnp.asarray(bound.get(path, leaf), real_dtype())
+            x = jnp.abs(in_computing_dtype(bound.get(path, leaf)))
             summed = tuple(axis for axis in range(x.ndim) if axis != layer_axes.get(path))
             named[path] = jnp.sqrt(jnp.sum(jnp.square(x), summed))
         return Figures.of(named)

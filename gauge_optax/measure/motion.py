@@ -40,6 +40,7 @@ from gauge_optax.parts.stream import Stream
 from gauge_optax.slice import Elements, Slice
 
 _SMALL = 0.1  # relative size of a step up to which `_near_logarithm` converges to the precision of float64
+_WRONG = 1e-3  # a matrix whose exponential is this far from a rotation is no logarithm of it
 _CAYLEY_STEPS = 6  # rounds; each multiplies the error by about the square of half the angle, which is at most 1e-2
 _LAST_ORDER = 13  # the series of 2·artanh is summed up to this order; its argument is at most 0.05
 
@@ -149,7 +150,9 @@ def vertical_motion(params: Any, update: Any, gauges: Gauges) -> tuple[Element, 
       * Scales and shifts: the change of the log-scale or shift that is read from their anchors.
       * Rotations: in slice coordinates, let W be a head's rows before the step and W + U those after it. The entry is
         the skew logarithm of the rotation that brings W nearest to W + U (the polar factor of Wᵀ(W + U)). To first
-        order it is the A of the step's vertical part W·A. It is zero for a horizontal step of any size.
+        order it is the A of the step's vertical part W·A. It is zero for a horizontal step, as long as WᵀW + WᵀU stays
+        positive. It is NaN where the polar factor has the determinant −1, or turns some plane by π: only a step about
+        as long as W itself can do that.
       * Rotation of the residual stream: the same logarithm, for the rows from which the rotation is read.
       * Tori: the angle of that rotation in each plane. `rope_linear`: per plane, the change of the logarithm of the
         modulus, and the angle.
@@ -324,8 +327,12 @@ def _logarithm(gram: jax.Array, step: jax.Array) -> jax.Array:
     # A small angle is read from skew(step): in the sum with `gram` it would lose its digits in float32.
     near = _near_logarithm(gram + symmetric(step), skew(step))
     u, _, vt = svd(gram + step)
+    nearest = matmul(u, vt)
+    far = orthogonal_logarithm(nearest)
+    # With a determinant of −1, or near half a turn, there is no such logarithm, and the series gives another matrix.
+    holds = jnp.linalg.norm(matrix_exponential(far) - nearest, axis=(-2, -1)) < _WRONG
     small = jnp.linalg.norm(step, axis=(-2, -1)) < _SMALL * jnp.linalg.norm(gram, axis=(-2, -1))
-    return jnp.where(small[..., None, None], near, orthogonal_logarithm(matmul(u, vt)))
+    return jnp.where(small[..., None, None], near, jnp.where(holds[..., None, None], far, jnp.nan))
 
 
 def _near_logarithm(even: jax.Array, odd: jax.Array) -> jax.Array:

@@ -93,10 +93,11 @@ def predict_equilibrium(
       second_order: if True, keeps the term λ²η² of decay, Eq. (18); Table 1 leaves it out.
 
     Returns:
-      The steady state; its fields have the shape to which all arguments broadcast.
+      The steady state. Each field has the shape to which the arguments that it depends on broadcast.
 
     Raises:
-      ValueError: an unknown kind; an argument that this kind needs is missing.
+      ValueError: an unknown kind; an argument that this kind needs is missing; a decay that is not positive, without
+        which norms have no steady state.
 
     >>> rest = go.measure.predict_equilibrium(
     ...     "adamw", learning_rate=1.25e-2, weight_decay=8e-2, dim=128
@@ -125,6 +126,12 @@ def predict_equilibrium(
             )
         return value
 
+    known = isinstance(weight_decay, int | float | np.ndarray | np.generic)  # arrays of JAX may be traced
+    if known and not np.all(np.asarray(weight_decay) > 0):
+        raise binding_error(
+            "predict_equilibrium", "no decay", f"weight_decay={weight_decay!r}", "a positive number",
+            "give the decay of the optimizer: without decay the norm of a scale-invariant vector grows for ever",
+        )
     lr, decay = learning_rate, weight_decay
     b1 = (0.95 if kind == "muon" else 0.9) if b1 is None else b1
     # `step` is the length of Δ and `total` that of u/η; for SGDM both are at weights of norm 1.

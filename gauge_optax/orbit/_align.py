@@ -80,6 +80,14 @@ def align(a: Any, b: Any, gauges: Gauges, batches: Sequence[Any] | None = None, 
     """
     on_tree = bind(gauges, a)
     check_same_tree("align", a, b)
+    for name, tree in (("a", a), ("b", b)):
+        for path, leaf in leaves_by_path(tree).items():
+            numeric = not isinstance(leaf, jax.core.Tracer) and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+            if numeric and not jnp.isfinite(leaf).all():
+                raise binding_error(
+                    "align", f"'{path}' of {name} is not finite", "NaN or an infinity", "finite weights",
+                    "align an earlier checkpoint: this run has diverged",
+                )
     check_fn("align", batches, fn)
     s = on_tree.whole
     require_no_statistics_behind("align", s, b)
@@ -317,12 +325,18 @@ def _gradients(s: Slice, params: Any, batches: Sequence[Any], fn: Fn) -> list[Ar
 
     @jax.jit
     def pulled(params: Any, batch: Any) -> list[Any]:
-        outputs, pull = jax.vjp(lambda p: fn(p, batch), params)
-        treedef: Any
-        leaves, treedef = jax.tree.flatten(outputs)
-        keys = jax.random.split(jax.random.key(0), (_DIRECTIONS, max(1, len(leaves))))
-        drawn = [[jax.random.normal(k, x.shape, x.dtype) for k, x in zip(row, leaves, strict=False)] for row in keys]
-        return [pull(treedef.unflatten(row))[0] for row in drawn]
+        def numbers(p: Any) -> list[Any]:
+            return [x for x in jax.tree.leaves(fn(p, batch)) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+
+        outputs, pull = jax.vjp(numbers, params)
+        if not outputs:
+            raise binding_error(
+                "align", "fn returns nothing to compare", "no floating-point output", "floating-point outputs",
+                "return logits from fn, and not tokens",
+            )
+        keys = jax.random.split(jax.random.key(0), (_DIRECTIONS, len(outputs)))
+        drawn = [[jax.random.normal(k, x.shape, x.dtype) for k, x in zip(row, outputs, strict=True)] for row in keys]
+        return [pull(row)[0] for row in drawn]
 
     return [s.vectors(gradient) for batch in batches for gradient in pulled(params, batch)]
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar, get_args
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.binding import leaves_by_path, with_leaves
+from gauge_optax.binding import leaves_by_path, shared_leaves, with_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.bound import require_nonzero_norms
 from gauge_optax.gauges.gauge import Gauges, bind
@@ -109,7 +109,8 @@ def canonicalize(
     require_nonzero_norms(_NAME, s, leaves)
     require_no_statistics_behind(_NAME, s, params)
     s = s if signs else _without_signs(s)
-    bound = {path: leaves[path] for path in s.added}
+    shared = shared_leaves(leaves) if donate else ()
+    bound = {path: jnp.array(leaves[path]) if path in shared else leaves[path] for path in s.added}
     elements, unread = _read(s, heads, stream, bound)
     for part, heads_unread in zip(_products(s), unread, strict=True):
         if not isinstance(heads_unread, jax.core.Tracer) and heads_unread:

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gauge_optax.binding import Block, leaves_by_path, with_leaves
+from gauge_optax.binding import Block, leaves_by_path, shared_leaves, with_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.bound import Bound, require_nonzero_norms
 from gauge_optax.gauges.copies import Copy
@@ -62,7 +62,8 @@ def rotate(
         m × m matrix are combined by a Kronecker product. Under LayerNorm a rotation of the stream has to keep the
         vector of ones: its size must be a multiple of 4, and permutations take the place of random signs.
       key: a PRNG key for the random choices; `jax.random.key(0)` if None.
-      donate: whether the arrays of `params` are deleted, each as soon as its rotated leaf is there.
+      donate: whether the arrays of `params` are deleted, each as soon as its rotated leaf is there; with `fn`, all of
+        them once the outputs are compared. An array that is two leaves of the tree is kept.
       fn: the model: fn(params, batch) returns an array or a tree of arrays. If given, `rotate` raises an error if the
         outputs change by more than roundoff.
       batch: the second argument of `fn`.
@@ -99,16 +100,19 @@ def rotate(
             elements = _drawn(on_tree, by, jax.random.key(0) if key is None else key)
         else:
             elements = _given(on_tree, jax.eval_shape(lambda: group.identity(params)), by)
-        norms = {block.path for part in on_tree.whole.parts for block in part.passes}
-        moved = {}
+        kept = shared_leaves(leaves) | {block.path for part in on_tree.whole.parts for block in part.passes}
+        moved, spent = {}, list[jax.Array]()
         for path in added:
             leaf = jnp.asarray(leaves[path])
             moved[path] = _moved_leaf(on_tree, elements, path, leaf, leaves)
-            if donate and path not in norms and moved[path] is not leaf and isinstance(leaves[path], jax.Array):
-                leaves[path].delete()
+            if donate and path not in kept and moved[path] is not leaf and isinstance(leaves[path], jax.Array):
+                # The check of `fn` may refuse the result, and must not leave the caller without weights.
+                (leaves[path].delete if fn is None else functools.partial(spent.append, leaves[path]))()
         rotated = with_leaves(params, moved)
     if fn is not None:
         _require_same_function(before, jax.tree.map(np.asarray, fn(rotated, batch)), rotated)
+    for leaf in spent:
+        leaf.delete()
     return rotated
 
 

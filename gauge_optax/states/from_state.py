@@ -79,7 +79,8 @@ def from_state(
             ]
             moving, element = Product(tuple(gauge for gauge, _ in moves)), tuple(x for _, x in moves)
             plain = transport(plain, stored, moving, element, on_unknown)
-        inner_state = jax.tree.map(lambda x, like: x.astype(like.dtype), plain, expected)
+        cast = lambda x, like: x if x.dtype == like.dtype else x.astype(like.dtype)  # noqa: E731  # keys cannot be cast
+        inner_state = jax.tree.map(cast, plain, expected)
         frame = Frame(elements | {turn.label: turn.identity() for _, turns in s.turns for turn in turns}, live)
     frame, inner_state = sharding.restore(frame), sharding.restore(inner_state, like=state)
     return QuotientState(frame, inner_state, {} if pin else no_offset(s))

@@ -143,6 +143,10 @@ def test_hidden_leaves_are_left_out() -> None:
     hidden = optax.masked(go.measure.track(optax.adam(0.01), gauges[:2]), {name: name != "head" for name in params})
     state = hidden.update(params, hidden.init(params), params)[1]
     assert set(optax.tree.get(state, "update_norm")) == {"norm", "up", "down"}
+    free = {"head": jnp.array([3.0 + 4.0j])}
+    tx = go.measure.track(optax.sgd(1.0), gauges[:2])
+    state = tx.update(params | free, tx.init(params | free), params | free)[1]
+    assert optax.tree.get(state, "update_norm")["head"] == optax.tree.get(state, "parameter_norm")["head"] == 5.0
     with refused("track: bad every"):
         go.measure.track(optax.adam(0.01), gauges, every=0)
 

@@ -131,6 +131,16 @@ def test_a_turn_of_the_residual_stream_gives_its_logarithm(centred: bool, x64: N
         assert _largest(_rotations(own[""]) - expected[""]) <= tolerance("logarithm")
 
 
+def test_a_step_that_no_rotation_brings_back_has_no_angle(x64: None) -> None:
+    """Determinants of −1 and half turns; a step to nearly zero is horizontal."""
+    heads = go.head_rotation({"w": "_ basis"})
+    w = np.random.default_rng(0).normal(size=(6, 4))
+    mirror, half = np.diag([-1.0, 1.0, 1.0, 1.0]), np.diag([-1.0, -1.0, 1.0, 1.0])
+    for matrix, angle in ((0.1 * np.eye(4), 0.0), (-np.eye(4), np.nan), (mirror, np.nan), (half, np.nan)):
+        (found,) = jax.tree.leaves(go.measure.vertical_motion({"w": w}, {"w": w @ (matrix - np.eye(4))}, heads))
+        np.testing.assert_allclose(_largest(found), angle, atol=1e-12)
+
+
 def test_drift_is_the_change_of_the_joint_coordinate(x64: None) -> None:
     (case,) = (c for c in GAUGE_CASES if c.name == "product/chain")
     group, act, _ = _compiled(case)

@@ -133,6 +133,10 @@ def test_units_are_matched_by_what_they_do(x64: None) -> None:
 
     assert _apart(fn(a, x), fn(b, x)) <= 1e-12
     by_use, by_weights = go.orbit.align(a, b, gauge, batches=[x], fn=fn), go.orbit.align(a, b, gauge)
+    beside_tokens = go.orbit.align(a, b, gauge, batches=[x], fn=lambda p, x: (fn(p, x), jnp.argmax(fn(p, x), -1)))
+    assert np.array_equal(beside_tokens[""], by_use[""])
+    with pytest.raises(ValueError, match="nothing to compare"):
+        go.orbit.align(a, b, gauge, batches=[x], fn=lambda p, x: jnp.argmax(fn(p, x), -1))
     assert np.array_equal(by_use[""], gauge.inverse(g)[""]) and not np.array_equal(by_weights[""], by_use[""])
 
 
@@ -187,6 +191,7 @@ test_errors_say_what_to_write = each_refused([
     (lambda: align(TREE, UNIT, fn=lambda p, x: x), "batches and a function come together"),
     (lambda: align(TREE, UNIT, batches=[], fn=lambda p, x: x), "with at least one batch"),
     (lambda: align(TREE, UNIT, [1], lambda p, x, y: x), r"model\(params, \*batch\)"),
+    (lambda: go.orbit.align(TREE, {**TREE, "up": TREE["up"] * jnp.nan}, UNIT), "'up' of b is not finite"),
     (lambda: go.orbit.average([], UNIT), "average: no list of trees"),
     (lambda: go.orbit.average(TREE, UNIT), "average: no list of trees"),
     (lambda: align(TREE, TREE), "no gauges"),

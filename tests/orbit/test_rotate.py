@@ -19,7 +19,7 @@ from models import lm
 from tests.cases import FLAT_CASES, GAUGE_CASES, lm_parts
 from tests.orbit.test_canonicalize import apart, keeps_the_loss, moved
 from tests.quick import rows
-from tests.refusals import each_refused
+from tests.refusals import each_refused, refused
 
 Tree = Any
 
@@ -131,6 +131,18 @@ def test_norms_that_are_more_precise_than_kernels_are_passed() -> None:
     element = stream.sample(jax.random.key(4), kernels)
     acted, exact = (embedding(stream.act(element, p)) for p in (kernels, params))
     assert apart(acted, exact) < 1e-2 < 0.5 < apart(acted, embedding(params))
+
+
+def test_what_is_donated_is_not_needed_any_more() -> None:
+    """One array may be two leaves, and a check that fails must leave the weights where they are."""
+    gauge = go.head_rotation({"value": "_ head basis", "out": "head basis _"})
+    one = jnp.ones((4, 1, 4))
+    params = {"value": one, "out": jnp.ones((1, 4, 4)), "other": one}
+    with refused("another function"):
+        go.orbit.rotate(params, gauge, donate=True, fn=lambda p, x: p["value"], batch=0)
+    for result in (go.orbit.rotate(params, gauge, donate=True, fn=lambda p, x: p["other"], batch=0),
+                  go.orbit.canonicalize(params | {"out": jnp.ones((1, 4, 4))}, gauge, donate=True)):
+        assert result["other"].sum() == 16.0 and params["out"].is_deleted()
 
 
 def test_products_are_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:

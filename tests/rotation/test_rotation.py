@@ -12,6 +12,7 @@ import pytest
 
 import gauge_optax as go
 from gauge_optax.norms.equilibrium import polar_alignment
+from tests.refusals import refused
 
 BLOCKS = {"mlp/up": "_ channel", "attn/out": "head _ _"}
 
@@ -95,6 +96,11 @@ def test_moments_of_a_partition_are_found_by_leaf_and_two_of_a_leaf_are_refused(
 
 
 ETA, LAMBDA, C, BETA = 3e-3, 0.2, 48, 0.8
+def test_without_decay_no_norm_settles() -> None:
+    with refused("no decay"):
+        go.measure.predict_equilibrium("sgdm", learning_rate=0.1, weight_decay=0.0, gradient_norm=1.0)
+
+
 predict = functools.partial(go.measure.predict_equilibrium, learning_rate=ETA, weight_decay=LAMBDA)
 
 

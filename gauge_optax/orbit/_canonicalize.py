@@ -111,10 +111,11 @@ def canonicalize(
     s = s if signs else _without_signs(s)
     shared = shared_leaves(leaves) if donate else ()
     bound = {path: jnp.array(leaves[path]) if path in shared else leaves[path] for path in s.added}
-    elements, unread = _read(s, heads, stream, bound)
-    for part, heads_unread in zip(_products(s), unread, strict=True):
-        if not isinstance(heads_unread, jax.core.Tracer) and heads_unread:
-            warnings.warn(str(_no_basis(part, int(heads_unread))), stacklevel=2)
+    elements, without_basis = _read(s, heads, stream, bound)
+    for part in {part.label: part for part, _, _ in s.sizes}.values():
+        count = without_basis.get(part.label, 0)
+        if not isinstance(count, jax.core.Tracer) and count:
+            warnings.warn(str(_no_basis(part, int(count))), stacklevel=2)
     return with_leaves(params, (_entered_donated if donate else _entered)(s, elements, bound))
 
 
@@ -122,8 +123,8 @@ def canonicalize(
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _read(
     s: Slice, heads: Basis, stream: Basis, leaves: dict[str, jax.Array]
-) -> tuple[Elements, list[jax.Array]]:
-    """The elements, and per product of factors the number of heads that have no canonical basis."""
+) -> tuple[Elements, dict[str, jax.Array]]:
+    """The elements, and label of a size → the number of heads that have no canonical basis."""
     of_heads = {type(turn) for turn in s.heads}
 
     def reader(kind: Any) -> Any:
@@ -135,23 +136,26 @@ def _read(
 
     elements = s.read(s.values(leaves), reader=reader).elements
     refinements = {part.label: refined(part, elements[part.label]) for part, _, _ in s.sizes}
-    return elements | refinements, [_count_unread(part, s.values(leaves)) for part in _products(s)]
+    counts = {part.label: unread(part, s.values(leaves)) for part, _, _ in s.sizes}
+    return elements | refinements, {label: count for label, count in counts.items() if count is not None}
 
 
-def _products(s: Slice) -> list[Stretch]:
-    return list({part.label: part for part, _, _ in s.sizes if isinstance(part, Stretch)}.values())
+@functools.singledispatch
+def unread(part: Part[Any], x: Arrays) -> jax.Array | None:
+    """The number of channels or heads that are not read, and whose entries are not zero; by default there are none."""
+    return None
 
 
-def _count_unread(part: Stretch, x: Arrays) -> jax.Array:
-    """The number of heads with entries both of whose factors have less than full rank."""
+@unread.register
+def _of_two_deficient_factors(part: Stretch, x: Arrays) -> jax.Array:
     factors = [side.stacked(x) for side in (part.left, part.right)]
     deficient = [~full_rank(triangular_factor(rows)) for rows in factors]
     filled = [jnp.any(rows != 0, (-2, -1)) for rows in factors]
     return jnp.sum(deficient[0] & deficient[1] & (filled[0] | filled[1]))
 
 
-def _no_basis(part: Stretch, count: int) -> ValueError:
-    paths = " and ".join(f"'{side.blocks[0].path}'" for side in (part.left, part.right))
+def _no_basis(part: Part[Any], count: int) -> ValueError:
+    paths = " and ".join(f"'{path}'" for path in dict.fromkeys(block.path for block in part.blocks))
     return binding_error(
         _NAME, f"no canonical basis of {paths}",
         f"both factors have less than full rank in {count} of {math.prod(part.shape)} heads",

@@ -5,7 +5,7 @@ zero. In all of them the update is zero by construction. One abstract run of the
 every array is either known to be zero or unknown.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,7 +30,7 @@ _ZERO_OF_ALL = frozenset(
 )
 
 
-def frozen_leaves(name: str, inner: Any, params: Any) -> frozenset[str]:
+def frozen_leaves(name: str, inner: Any, params: Any, extra: Mapping[str, Any] | None = None) -> frozenset[str]:
     """Returns the paths of leaves whose updates are zero at every step of a run.
 
     An array of the state counts as zero if it is zero after `init` and every `update` leaves it zero, as Adam's moments
@@ -40,6 +40,8 @@ def frozen_leaves(name: str, inner: Any, params: Any) -> frozenset[str]:
       name: name of the public function, for messages.
       inner: the transformation. It is traced, and not run.
       params: the parameters; only their shapes and dtypes are used.
+      extra: further arguments of `update`, with their values. None if they are not known yet, as at `init`: then their
+        defaults count, or some loss where `update` needs one.
 
     Returns:
       The paths.
@@ -56,7 +58,7 @@ def frozen_leaves(name: str, inner: Any, params: Any) -> frozenset[str]:
         return frozenset()
     start = jax.make_jaxpr(inner.init)(shapes)
     state = jax.eval_shape(inner.init, shapes)
-    step = _traced(name, inner, shapes, state)
+    step = _traced(name, inner, shapes, state, extra)
     if step is None:
         return frozenset()
     unknown = [False] * len(paths)
@@ -102,6 +104,33 @@ def said_to_be_frozen(name: str, frozen: Any, params: Any) -> frozenset[str]:
     return frozenset(path for path, flag in mask.items() if flag)
 
 
+def require_still_frozen(
+    name: str, inner: Any, frozen: Collection[str], said: Collection[str], params: Any, extra: Mapping[str, Any]
+) -> None:
+    """Raises ValueError if a further argument of `update` trains a leaf that never changed without this argument.
+
+    Args:
+      name: name of the public function, for the message.
+      inner: the transformation.
+      frozen: the leaves that `frozen_leaves` has found at `init`.
+      said: those among them that the user has called frozen. No argument trains them.
+      params: the parameters.
+      extra: the further arguments of this `update`. A step without any needs no check.
+    """
+    if not extra or set(frozen) <= set(said):
+        return
+    opened = set(frozen) - set(said) - frozen_leaves(name, inner, params, extra)
+    if opened:
+        path, arguments = min(opened), ", ".join(f"{argument}=" for argument in extra)
+        raise binding_error(
+            name,
+            f"'{path}' is frozen, but an argument of this update trains it",
+            f"updates of '{path}' that are zero at `init`, where {arguments} has its default, and not zero here",
+            "leaves that train at every step or at none",
+            f"give {arguments} a default in `inner` with which '{path}' trains, and call {name}'s `init` again",
+        )
+
+
 def zero_frozen(updates: Any, frozen: Collection[str]) -> Any:
     """Returns updates with constant zeros for frozen leaves, so that `frozen_leaves` of an outer wrapper finds them."""
     if not frozen:
@@ -110,15 +139,15 @@ def zero_frozen(updates: Any, frozen: Collection[str]) -> Any:
     return with_leaves(updates, {path: jnp.zeros_like(leaves[path]) for path in frozen})
 
 
-def _traced(name: str, inner: Any, shapes: Any, state: Any) -> Any:
+def _traced(name: str, inner: Any, shapes: Any, state: Any, known: Mapping[str, Any] | None) -> Any:
     """Returns the jaxpr of an update; None if it cannot be traced and has no masks that could freeze leaves."""
     # Line searches need a loss. Any will do, because only updates that are zero for every loss count.
     searching = {"value": 0.0, "grad": None, "value_fn": lambda p: sum(jax.tree.leaves(jax.tree.map(_sum, p)))}
     error: Exception | None = None
-    for extra in ({}, searching):
+    for extra in ({}, searching) if known is None else (known,):
 
-        def update(g: Any, s: Any, p: Any, extra: dict[str, Any] = extra) -> Any:
-            given = extra | {"grad": g} if extra else extra
+        def update(g: Any, s: Any, p: Any, extra: Mapping[str, Any] = extra) -> Any:
+            given = {**extra, "grad": g} if "grad" in extra else extra
             return inner.update(g, s, p, **given)
 
         try:

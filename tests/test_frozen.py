@@ -190,6 +190,34 @@ def test_frozen_can_be_said(net: Any) -> None:
         go.quotient(optax.adam(1e-2), RELU, frozen={"up": True, "bias": False}).init(net)
 
 
+def _opened_by(default: float) -> Any:
+    """SGD that trains the leaf "up" by as much as the argument `open` of its update says."""
+
+    def update(updates: Any, state: Any, params: Any = None, *, open: Any = default, **extra: Any) -> Any:
+        return updates | {"up": open * updates["up"]}, state
+
+    return optax.chain(optax.sgd(0.1), optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), update))
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("name", [name for name in WRAPPERS if "rotational" not in name and "max_norm" not in name])
+def test_an_argument_that_trains_a_frozen_leaf_is_refused(name: str, jitted: bool, net: Any) -> None:
+    """The state is made for leaves that never change. By default, it would hold this leaf still without a word."""
+    for default in (0.0, 1.0):
+        tx = WRAPPERS[name](_opened_by(default))
+        step = lambda amount, tx=tx: tx.update(jax.grad(net_loss)(net), tx.init(net), net, open=amount)[0]  # noqa: E731
+        run = jax.jit(step) if jitted else step
+        if default == 0.0:
+            with refused("'up' is frozen, but an argument", "give open= a default"):
+                run(1.0)
+            if not jitted:  # the value is known, and leaves the leaf alone
+                assert not np.any(step(0.0)["up"])
+        else:
+            assert np.any(run(1.0)["up"])
+    said = go.quotient(_opened_by(0.0), RELU, frozen={"up": True, "down": False})
+    assert not np.any(said.update(jax.grad(net_loss)(net), said.init(net), net, open=1.0)[0]["up"])
+
+
 def test_a_layer_may_be_frozen_on_one_side_and_another_not_at_all(net: Any) -> None:
     """Only the copy with the frozen leaf is left alone: the other layer's anchor keeps its size."""
     params = {f"l{i}": jax.tree.map(lambda x, i=i: x + 0.1 * i, net) for i in range(2)}

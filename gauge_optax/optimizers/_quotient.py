@@ -12,7 +12,7 @@ import optax
 
 from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error
-from gauge_optax.frozen import frozen_leaves, said_to_be_frozen, zero_frozen
+from gauge_optax.frozen import frozen_leaves, require_still_frozen, said_to_be_frozen, zero_frozen
 from gauge_optax.gauges.bound import bound, require_nonzero_norms
 from gauge_optax.gauges.gauge import Gauge, Gauges, Product, product
 from gauge_optax.optimizers.rest import resting
@@ -137,7 +137,10 @@ def quotient_for(
         gradient = slice_gradient(s, entered, updates)  # ĝ = Fᵀ·g
         seen = s.enter(state.offset, entered.point)  # what `inner` sees: θ̃ = B⁻¹·θ̂; with pin=True B is empty, θ̃ = θ̂
         seen_gradient = with_leaves(gradient, seen.pull(s.vectors(gradient)))
-        extra = _extra_at(s, entered, seen, params, extra) if extra else extra
+        if extra:
+            said = said_to_be_frozen(name, frozen, params)
+            require_still_frozen(name, inner, state.frame.frozen, said, params, extra)
+            extra = _extra_at(s, entered, seen, params, extra)
         u, inner_state = inner.update(seen_gradient, state.inner_state, with_leaves(params, seen.point), **extra)
         u = zero_frozen(u, state.frame.frozen) if state.frame.frozen else u
         growth, after = s.fix(optax.tree.add(entered.point, seen.push(s.vectors(u))), state.frame.live)  # fix(θ̂ + B·u)

@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 from gauge_optax.errors import binding_error
-from gauge_optax.frozen import frozen_beside_others
+from gauge_optax.frozen import frozen_beside_others, require_still_frozen
 from gauge_optax.gauges.balance import balance_beside
 from gauge_optax.gauges.bound import bound
 from gauge_optax.gauges.gauge import Gauge, Gauges, Product, product
@@ -124,6 +124,7 @@ def gauge_fix(
         return empty(params)._replace(frozen=dict.fromkeys(sorted(frozen_beside_others(_NAME, within, params)), ()))
 
     def update(updates: Any, state: GaugeFixState, params: Any, **extra: Any) -> tuple[Any, GaugeFixState]:
+        require_still_frozen(_NAME, within, state.frozen, (), params, extra)
         updates, inner_state = within.update(updates, state.inner_state, params, **extra)
         count = optax.safe_increment(state.count)
         move = functools.partial(balanced, frozenset(state.frozen))

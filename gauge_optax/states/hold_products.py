@@ -19,7 +19,7 @@ import optax
 
 from gauge_optax.binding import Axes, overlap
 from gauge_optax.errors import binding_error
-from gauge_optax.frozen import frozen_beside_others
+from gauge_optax.frozen import frozen_beside_others, require_still_frozen
 from gauge_optax.gauges.balance import log_sizes
 from gauge_optax.gauges.gauge import BlockGauge, Element, Gauge, Gauges, product
 from gauge_optax.gauges.scale import keeps_product, scale_invariant
@@ -178,6 +178,7 @@ def hold_products(
                 _NAME, "alone= without logits", "update without max_logits", "the largest logit of every channel",
                 "write tx.update(grads, state, params, max_logits={'': largest})",
             )
+        require_still_frozen(_NAME, inner, state.frozen, (), params, extra)
         updates, inner_state = inner.update(updates, state.inner_state, params, **extra)
         for number, part in enumerate(group.gauges):
             after = stepped(part, params, updates)

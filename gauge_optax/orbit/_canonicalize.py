@@ -22,7 +22,7 @@ from gauge_optax.errors import binding_error
 from gauge_optax.gauges.bound import require_nonzero_norms
 from gauge_optax.gauges.gauge import Gauges, bind
 from gauge_optax.linalg import full_rank, matmul, roundoff, triangular_factor
-from gauge_optax.orbit.eigenbases import eigenbases
+from gauge_optax.orbit.eigenbases import Weights, eigenbases, weights_without_order
 from gauge_optax.parts.part import Arrays, Part
 from gauge_optax.parts.permutation import Permutation
 from gauge_optax.parts.sizes import Factor, Stretch
@@ -65,11 +65,13 @@ def canonicalize(
       diagonal.
 
     The sign of an eigenvector is chosen so that the entry of largest magnitude in its column is positive, and that of a
-    rotary plane by its first coordinate. Eigenvalues that differ by at most √ε of the largest (1.5e-8 in float64, 3e-4
-    in float32) count as equal. Their eigenspace then has the basis that is nearest to the projection of a constant
-    matrix onto it. None of this depends on the order of heads and units. Under LayerNorm the stream's rotation fixes
-    the vector of ones. The Gram matrix is then diagonal in a constant basis of the directions orthogonal to that
-    vector, and not in the basis of the channels.
+    rotary plane by its first coordinate. If rows come in pairs w and −w, so that two such entries have opposite signs,
+    a weighted sum of the column is positive. A `permutation` sorts units by a weighted sum, too. Eigenvalues that
+    differ by at most √ε of the largest (1.5e-8 in float64, 3e-4 in float32) count as equal. Their eigenspace then has
+    the basis that is nearest to the projection of a constant matrix onto it. None of this depends on the order of
+    heads, nor, unless eigenvalues are equal, on that of units. Under LayerNorm the stream's rotation fixes the vector
+    of ones. The Gram matrix is then diagonal in a constant basis of the directions orthogonal to that vector, and not
+    in the basis of the channels.
 
     Args:
       params: parameters of any layout.
@@ -132,7 +134,7 @@ def _read(
         return {"eigenbasis": in_eigenbases, "anchor": kind.read_all, "stored": None}[choice]
 
     def in_eigenbases(turns: Sequence[Any], point: Arrays) -> list[Any]:
-        return eigenbases(turns[0], turns, point)
+        return eigenbases(turns[0], turns, point, weights_without_order(s.free, point))
 
     elements = s.read(s.values(leaves), reader=reader).elements
     refinements = {part.label: refined(part, elements[part.label]) for part, _, _ in s.sizes}
@@ -168,8 +170,9 @@ def _enter(s: Slice, elements: Elements, leaves: dict[str, jax.Array]) -> dict[s
     point = s.enter(elements, s.values(leaves)).point
     for part, _, _ in s.sizes:
         point = without_roundoff(part, point)
+    weights = weights_without_order(s.free, point)
     for part in s.free:
-        point = part.undo(sorting(part, point), point)
+        point = part.undo(sorting(part, point, weights), point)
     return {path: (x - s.added[path]).astype(leaves[path].dtype) for path, x in point.items()}
 
 
@@ -231,7 +234,7 @@ def _exact_columns(part: Stretch, point: Arrays) -> Arrays:
 
 
 @functools.singledispatch
-def sorting(part: Part[Any], point: Arrays) -> Any:
+def sorting(part: Part[Any], point: Arrays, weights: Weights) -> Any:
     """The element whose inverse sorts units by a number that no other gauge changes; the identity by default.
 
     The caller applies the inverse to `point`, where all other gauges have been made canonical already.
@@ -240,11 +243,12 @@ def sorting(part: Part[Any], point: Arrays) -> Any:
 
 
 @sorting.register
-def _sorted_units(part: Permutation, point: Arrays) -> Any:
-    """Sorts units by the sum of the cubes of their entries' magnitudes, descending.
+def _sorted_units(part: Permutation, point: Arrays, weights: Weights) -> Any:
+    """Sorts units by a weighted sum of their entries' powers x·√|x|, descending.
 
-    No other gauge changes this sum, because `point` is the same for all twins up to the order of units. Sums of squares
-    could not sort units, because the slice makes them equal.
+    No other gauge changes this sum: `point` is the same for all twins up to the order of units, and entries that other
+    permutations exchange have equal weights. The sum tells a unit w from its mirror image −w, as sums of squares could
+    not. A sum of the entries themselves is zero where the slice makes means zero.
     """
-    cubes = (part.total(block, jnp.abs(point[block.path]) ** 3) for block in part.blocks)
-    return part.inverse(jnp.argsort(-jnp.asarray(sum(cubes, 0.0)), -1).astype(jnp.int32))
+    keys = (part.total(b, weights(b.path) * point[b.path] * jnp.sqrt(jnp.abs(point[b.path]))) for b in part.blocks)
+    return part.inverse(jnp.argsort(-jnp.asarray(sum(keys, 0.0)), -1).astype(jnp.int32))

@@ -7,7 +7,7 @@ arbitrary constant matrix instead.
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,21 +16,66 @@ import jax.numpy as jnp
 from gauge_optax.binding import Block
 from gauge_optax.linalg import eigenbasis, equal_eigenvalues, transpose
 from gauge_optax.parts.heads import BASIS, Heads, Planes, Rotation, by_size, stack_heads, unstack_heads
-from gauge_optax.parts.part import Arrays, Turn
+from gauge_optax.parts.part import Arrays, Part, Turn
+from gauge_optax.parts.permutation import Permutation
 from gauge_optax.parts.stream import Stream, reflected
+from gauge_optax.xla import hashed_positions
+
+Weights = Callable[[str], jax.Array]
+"""The path of a leaf → the weights of its entries in sums that must not change with the order of units."""
+
+
+def weights_without_order(free: Sequence[Part[Any]], leaves: Mapping[str, jax.Array]) -> Weights:
+    """Returns arbitrary constant weights of entries, equal for all entries that a part of `free` may exchange.
+
+    Args:
+      free: the parts that no optimizer notices, permutations among them.
+      leaves: path → leaf; only shapes are used.
+    """
+    numbers = {path: number for number, path in enumerate(sorted(leaves))}
+
+    @functools.cache
+    def weights(path: str) -> jax.Array:
+        noise = hashed_positions(leaves[path].shape, numbers[path], _DRAW).astype(jnp.float32) / 2.0**31 - 1.0
+        for part in free:
+            noise = averaged(part, path, noise)
+        return noise
+
+    return weights
+
+
+_DRAW = 1  # numbers of their own, beside those that heads are read from
 
 
 @functools.singledispatch
-def eigenbases(first: Turn[Any], turns: Sequence[Any], point: Arrays) -> list[Any]:
+def averaged(part: Part[Any], path: str, weights: jax.Array) -> jax.Array:
+    """The weights of a leaf, averaged over all moves by a part; by default there are none that exchange entries."""
+    return weights
+
+
+@averaged.register
+def _over_units(part: Permutation, path: str, weights: jax.Array) -> jax.Array:
+    for block in part.blocks:
+        if block.path == path:
+            view = block.view(weights)
+            mean = jnp.mean(view, block.labels.index(part.axis), keepdims=True)
+            weights = block.write(weights, jnp.broadcast_to(mean, view.shape))
+    return weights
+
+
+@functools.singledispatch
+def eigenbases(first: Turn[Any], turns: Sequence[Any], point: Arrays, weights: Weights) -> list[Any]:
     """Reads one element per turn: its inverse brings the turn's rows to the eigenbasis of their Gram matrix.
 
-    In this basis, eigenvalues descend, and the entry of largest magnitude in every column of the rows is positive. See
+    In this basis, eigenvalues descend, and the entry of largest magnitude in every column of the rows is positive;
+    where an entry of the other sign is as large, up to roundoff, a weighted sum of the column is positive. See
     `linalg.eigenbasis` for equal eigenvalues. The default, for turns without such a basis, is `Turn.read_all`.
 
     Args:
       first: the first of `turns`; its class is the class of all of them.
       turns: turns of one class.
       point: leaves from which all sizes and constants have been removed.
+      weights: the weights of these sums.
 
     Returns:
       One element per turn, in the order of `turns`.
@@ -39,36 +84,40 @@ def eigenbases(first: Turn[Any], turns: Sequence[Any], point: Arrays) -> list[An
 
 
 @eigenbases.register
-def _eigenbases_of_heads(first: Rotation, turns: Sequence[Rotation], point: Arrays) -> list[jax.Array]:
+def _eigenbases_of_heads(
+    first: Rotation, turns: Sequence[Rotation], point: Arrays, weights: Weights
+) -> list[jax.Array]:
     read: dict[Rotation, jax.Array] = {}
     for same in by_size(turns):
         grams = stack_heads([turn.gram(point, point) for turn in same])
         mixed = stack_heads([turn.mixed_rows(point) for turn in same])
         for turn, basis in zip(same, unstack_heads(eigenbasis(grams, mixed), same), strict=True):
-            largest = _largest_entries(turn, turn.turned(point, basis))
-            read[turn] = transpose(basis * jnp.where(largest < 0, -1.0, 1.0)[..., None, :])
+            signs = _signs(turn, turn.turned(point, basis), weights)
+            read[turn] = transpose(basis * signs[..., None, :])
     return [read[turn] for turn in turns]
 
 
 @eigenbases.register
-def _eigenbases_of_planes(first: Planes, turns: Sequence[Planes], point: Arrays) -> list[jax.Array]:
+def _eigenbases_of_planes(first: Planes, turns: Sequence[Planes], point: Arrays, weights: Weights) -> list[jax.Array]:
     read = []
     for turn, phase in zip(turns, first.read_all(turns, point), strict=True):
         gram = turn.gram(point, point)
         gap, crossed = gram[..., 0, 0] - gram[..., 1, 1], 2.0 * gram[..., 0, 1]
         equal = jnp.hypot(gap, crossed) <= equal_eigenvalues(gram.dtype) * jnp.trace(gram, axis1=-2, axis2=-1)
         angle = jnp.where(equal, phase, 0.5 * jnp.arctan2(crossed, gap))
-        largest = _largest_entries(turn, turn.act(-angle, point))[..., 0]
-        read.append(angle + jnp.where(largest < 0, math.pi, 0.0).astype(angle.dtype))
+        first_coordinate = _signs(turn, turn.act(-angle, point), weights)[..., 0]
+        read.append(angle + jnp.where(first_coordinate < 0, math.pi, 0.0).astype(angle.dtype))
     return read
 
 
 @eigenbases.register
-def _eigenbases_of_stream(first: Stream, turns: Sequence[Stream], point: Arrays) -> list[jax.Array]:
-    return [_eigenbasis_of_stream(turn, point) for turn in turns]
+def _eigenbases_of_stream(
+    first: Stream, turns: Sequence[Stream], point: Arrays, weights: Weights
+) -> list[jax.Array]:
+    return [_eigenbasis_of_stream(turn, point, weights) for turn in turns]
 
 
-def _eigenbasis_of_stream(turn: Stream, point: Arrays) -> jax.Array:
+def _eigenbasis_of_stream(turn: Stream, point: Arrays, weights: Weights) -> jax.Array:
     """The rotation from the eigenbasis of EᵀE, where E are the rows that the stream's rotation is read from.
 
     If the rotation keeps the vector of ones (LayerNorm), only the directions orthogonal to that vector get new axes.
@@ -76,25 +125,32 @@ def _eigenbasis_of_stream(turn: Stream, point: Arrays) -> jax.Array:
     values, seen = turn.divided(point, point), turn.rows_seen
     gram, mixed = seen.gram(values, values), seen.mixed_rows(values)
     basis = eigenbasis(turn.restricted(gram), turn.restricted(mixed))
-    # Write the rows in this basis. Each basis vector gets the sign that makes the largest entry of its column positive.
-    # The ones vector is skipped, because its sign is not free.
+    # Write the rows in this basis, to choose the sign of each basis vector. The ones vector is skipped: its sign is not
+    # free.
     whole = turn.embedded(basis)
     columns = seen.turned(values, reflected(whole, -1) if turn.keeps_ones else whole)
-    largest = _largest_entries(seen, columns)[turn.size - basis.shape[-1] :]
-    return transpose(turn.embedded(basis * jnp.where(largest < 0, -1.0, 1.0)))
+    signs = _signs(seen, columns, weights)[turn.size - basis.shape[-1] :]
+    return transpose(turn.embedded(basis * signs))
 
 
-def _largest_entries(rows: Heads, point: Mapping[str, jax.Array]) -> jax.Array:
-    """The entry of largest magnitude in every column, over the rows of all blocks, with its sign: (*shape, size)."""
+def _signs(rows: Heads, point: Mapping[str, jax.Array], weights: Weights) -> jax.Array:
+    """The sign of the entry of largest magnitude in every column, over the rows of all blocks: (*shape, size).
+
+    If the largest and the least entry have the same magnitude up to roundoff, as in rows that come in pairs w and −w,
+    it is the sign of the weighted sum of the column's entries.
+    """
     kept = (*rows.named, BASIS)
 
-    def largest(block: Block) -> jax.Array:
+    def extremes(block: Block) -> tuple[jax.Array, jax.Array, jax.Array]:
         view, labels = block.rows(point[block.path]), block.row_labels
-        free = [k for k, label in enumerate(labels) if label not in kept]
-        ordered = view.transpose([*(labels.index(label) for label in kept), *free])
-        entries = ordered.reshape(*ordered.shape[: len(kept)], -1)
-        least, most = jnp.min(entries, -1), jnp.max(entries, -1)
-        return jnp.where(-least > most, least, most)
+        free = tuple(k for k, label in enumerate(labels) if label not in kept)
+        order = [[label for label in labels if label in kept].index(label) for label in kept]
+        weighted = view * block.rows(weights(block.path))
+        of_block = (jnp.min(view, free), jnp.max(view, free), jnp.sum(weighted, free))
+        return tuple(jnp.transpose(x, order) for x in of_block)  # type: ignore[return-value]
 
     blocks = sorted(rows.blocks, key=lambda b: (b.path, b.axes))  # the order of a user's list must not matter
-    return functools.reduce(lambda x, y: jnp.where(jnp.abs(y) > jnp.abs(x), y, x), map(largest, blocks))
+    least, most, total = zip(*map(extremes, blocks), strict=True)
+    lowest, highest = functools.reduce(jnp.minimum, least), functools.reduce(jnp.maximum, most)
+    tied = jnp.abs(highest + lowest) <= equal_eigenvalues(highest.dtype) * jnp.maximum(highest, -lowest)
+    return jnp.where(jnp.where(tied, sum(total[1:], total[0]), highest + lowest) < 0, -1.0, 1.0)

@@ -132,6 +132,35 @@ def test_equal_eigenvalues_have_one_basis_too(x64: None) -> None:
     assert apart(go.orbit.canonicalize(twin_of(torus, params), torus), go.orbit.canonicalize(params, torus)) <= 1e-12
 
 
+def mirrored(*shape: int, axis: int = 0, seed: int = 0) -> np.ndarray:
+    """Random numbers, followed along one axis by their negatives."""
+    x = np.random.default_rng(seed).normal(size=shape)
+    return np.concatenate([x, -x], axis)
+
+
+HEADS = go.head_rotation({"v": "_ head basis", "o": "head basis _"})
+DEEP = [go.permutation({"a": "_ unit", "b": "unit _"}), go.permutation({"b": "_ unit", "c": "unit _"})]
+TIES: dict[str, tuple[Any, dict[str, np.ndarray]]] = {
+    "units": (DEEP[0], {"a": mirrored(5, 3, axis=1), "b": mirrored(3, 4)}),
+    "units of two layers": (DEEP, {"a": mirrored(4, 3, axis=1), "c": mirrored(5, 2),
+                                   "b": np.concatenate([mirrored(3, 5, axis=1), mirrored(3, 5, axis=1, seed=1)])}),
+    "rows of heads": ([go.norm_scale({"s": "channel"}, {"v": "channel _ _"}), HEADS],
+                      {"s": np.ones(6), "v": mirrored(3, 2, 4), "o": 0.1 * mirrored(2, 4, 3, axis=2, seed=1)}),
+    "rows of planes": (go.rope_torus({"q": "_ head basis", "k": "_ head basis"}),
+                       {"q": mirrored(3, 2, 4), "k": mirrored(3, 2, 4, seed=1)}),
+}
+
+
+@pytest.mark.parametrize("name", TIES)
+def test_entries_of_equal_magnitude_decide_nothing(name: str, x64: None) -> None:
+    """Units, heads and rows that come in pairs w and −w, as in a network that starts as a linear one."""
+    gauges, params = TIES[name][0], jax.tree.map(jnp.asarray, TIES[name][1])
+    canonical = go.orbit.canonicalize(params, gauges)
+    for seed in range(4):
+        twin = twin_of(gauges, params, seed)
+        assert apart(go.orbit.canonicalize(twin, gauges), canonical) <= 1e-12
+
+
 @pytest.mark.slow
 def test_bases_by_choice(x64: None) -> None:
     """`anchor` is the slice point of optimizers; `stored` leaves heads and the stream where they are."""

@@ -16,9 +16,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from gauge_optax.binding import leaves_by_path
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.balance import balanced_elements
 from gauge_optax.gauges.gauge import Product
+from gauge_optax.gauges.unread import heads_without_frame
 from gauge_optax.slice import Elements, Slice, Undone
 
 Leaves = dict[str, jax.Array]
@@ -33,6 +35,26 @@ def check_at(name: str, at: str) -> None:
         raise binding_error(
             name, f"no point of the orbit '{at}'", f"at={at!r}", "'balanced' or 'slice'", 'pass at="balanced"'
         )
+
+
+def require_frame(name: str, group: Product, params: Any) -> None:
+    """Raises ValueError if heads have no frame: then no point of their orbit is the same for all weights.
+
+    Args:
+      name: the name of the public function, for the message.
+      group: the gauges.
+      params: the point.
+    """
+    s, but = group._bound(params).slice, "the result would not be the same for all weights of one function"
+    for sentence in heads_without_frame(name, s, read_elements(group, params), leaves_by_path(params), but):
+        raise sentence
+
+
+@partial(jax.jit, static_argnums=0)
+def read_elements(group: Product, params: Any) -> Elements:
+    """The elements that all parts read at a point: label → element."""
+    s = group._bound(params).slice
+    return s.read(s.values(params)).elements
 
 
 def ways(group: Product, params: Any, at: str, frame: Elements | None = None) -> list[Undone]:

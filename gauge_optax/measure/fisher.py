@@ -31,7 +31,15 @@ from gauge_optax.binding.paths import match
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.linalg import singular_vectors, symmetric_eigen
-from gauge_optax.measure._metric import across, across_dual, check_at, perpendicular, point_of, tangent_of
+from gauge_optax.measure._metric import (
+    across,
+    across_dual,
+    check_at,
+    perpendicular,
+    point_of,
+    require_frame,
+    tangent_of,
+)
 from gauge_optax.xla import summed_apart
 
 _PER_DIMENSION = 100  # labels per parameter by default: the DDC paper asks for N ≥ 100·d labels
@@ -658,7 +666,7 @@ def quotient_fisher(operator: Operator, gauges: Gauges, at: str = "balanced") ->
 
     Raises:
       ValueError: a `Hessian`, which away from a minimum is not zero along orbits; gauges that bind leaves which are not
-        selected; bindings that do not fit; another `at`.
+        selected; heads without a frame, such as padded heads of `head_linear`; bindings that do not fit; another `at`.
 
     >>> fn = lambda p, x: jax.nn.relu(x @ p["up"]) @ p["down"]
     >>> params = {"up": jnp.full((1, 1), 9.0), "down": jnp.full((1, 1), 1.0)}
@@ -688,6 +696,7 @@ def quotient_fisher(operator: Operator, gauges: Gauges, at: str = "balanced") ->
             name, f"a gauge moves '{outside[0]}', which is not selected", f"the leaves {', '.join(operator.paths[:6])}",
             "all leaves that the gauges bind", "leave out `only`, or that gauge",
         )
+    require_frame(name, group, params)
     point = point_of(group, at, params)
     dtypes = {path: x.dtype for path, x in operator._arrays.leaves.items()}
     point = {path: x.astype(dtypes[path]) for path, x in point.items()}

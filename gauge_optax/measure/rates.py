@@ -21,7 +21,7 @@ import numpy as np
 from gauge_optax.binding import real_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, Product, product
-from gauge_optax.measure._metric import check_at, perpendicular, stored, ways
+from gauge_optax.measure._metric import check_at, perpendicular, read_elements, require_frame, stored, ways
 from gauge_optax.slice import Elements
 
 _LEAST_POINTS = 8  # with fewer points, two halves cannot be compared
@@ -115,7 +115,8 @@ def quotient_arc_length(points: Sequence[Any], gauges: Gauges, end: Any = None, 
       therefore longer than its distance from the minimum.
 
     Raises:
-      ValueError: fewer than two points; bindings that do not fit; another `at`.
+      ValueError: fewer than two points; heads without a frame, such as padded heads of `head_linear`; bindings that do
+        not fit; another `at`.
 
     >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
     >>> pairs = [(4.0, 1.0), (2.0, 0.5), (10.0, 0.1)]
@@ -135,16 +136,12 @@ def quotient_arc_length(points: Sequence[Any], gauges: Gauges, end: Any = None, 
             "quotient_arc_length", "no way", f"{len(points)} points", "at least two", "record more of the trajectory"
         )
     group = product(gauges)
-    frame = _frame(group, points[0])
+    for point in points:
+        require_frame("quotient_arc_length", group, point)
+    frame = read_elements(group, points[0])
     steps = [float(_step(group, at, frame, a, b)) for a, b in itertools.pairwise(points)]
     lengths = np.concatenate([np.cumsum(steps[::-1])[::-1], [0.0]])
     return lengths if end is None else lengths[:-1]
-
-
-@partial(jax.jit, static_argnums=0)
-def _frame(group: Product, params: Any) -> Elements:
-    s = group._bound(params).slice
-    return s.read(s.values(params)).elements
 
 
 @partial(jax.jit, static_argnums=(0, 1))

@@ -5,6 +5,7 @@ point* θ̂ = F⁻¹·θ is the same for all weights of one function; to *fix* a
 slice without changing the function.
 """
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from gauge_optax.errors import binding_error
 from gauge_optax.frozen import frozen_leaves, require_still_frozen, said_to_be_frozen, zero_frozen
 from gauge_optax.gauges.bound import bound, require_nonzero_norms
 from gauge_optax.gauges.gauge import Gauge, Gauges, Product, product
+from gauge_optax.gauges.unread import heads_without_frame
 from gauge_optax.optimizers.rest import resting
 from gauge_optax.parts.part import Arrays
 from gauge_optax.slice import Elements, Frame, Slice, Undone
@@ -258,6 +260,9 @@ def frame_and_slice_point(
       params: the starting point.
       frozen: paths of leaves that never change.
 
+    Warns:
+      UserWarning: heads without a frame, such as padded heads of `head_linear`.
+
     Raises:
       ValueError: leaves that have no values, as in a tree of shapes; a gauge whose moves depend on a norm's scale
         (`residual_rotation`), if the list has no `norm_scale` of that norm or if the norm's scale is zero.
@@ -271,6 +276,8 @@ def frame_and_slice_point(
         leaves = leaves_by_path(stored)
         frame, entered = at_once(_read_and_entered, (s,), {path: leaves[path] for path in s.added})
         point = with_leaves(stored, entered)
+    for sentence in heads_without_frame(name, s, frame.elements, leaves, "these heads train as if no gauge bound them"):
+        warnings.warn(str(sentence), stacklevel=4)
     frame = sharding.restore(frame)._replace(frozen=dict.fromkeys(sorted(frozen), ()))
     return frame, with_sharding_of(params, sharding.restore(point, like=params))
 

@@ -9,7 +9,6 @@ must not jump. They therefore read rotations once, by comparison with a constant
 
 import dataclasses
 import functools
-import math
 import warnings
 from collections.abc import Sequence
 from typing import Any, Literal, TypeVar, get_args
@@ -21,7 +20,8 @@ from gauge_optax.binding import leaves_by_path, shared_leaves, with_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.bound import require_nonzero_norms
 from gauge_optax.gauges.gauge import Gauges, bind
-from gauge_optax.linalg import full_rank, matmul, roundoff, triangular_factor
+from gauge_optax.gauges.unread import no_frame, unread
+from gauge_optax.linalg import matmul, roundoff
 from gauge_optax.orbit.eigenbases import Weights, eigenbases, weights_without_order
 from gauge_optax.parts.part import Arrays, Part
 from gauge_optax.parts.permutation import Permutation
@@ -32,7 +32,7 @@ from gauge_optax.states.statistics import require_no_statistics_behind
 Params = TypeVar("Params")
 Basis = Literal["eigenbasis", "anchor", "stored"]
 
-_NAME = "canonicalize"
+_NAME, _BUT = "canonicalize", "these heads are only rotated, so that twins stay different"
 
 
 def canonicalize(
@@ -113,11 +113,11 @@ def canonicalize(
     s = s if signs else _without_signs(s)
     shared = shared_leaves(leaves) if donate else ()
     bound = {path: jnp.array(leaves[path]) if path in shared else leaves[path] for path in s.added}
-    elements, without_basis = _read(s, heads, stream, bound)
+    elements, without_frame = _read(s, heads, stream, bound)
     for part in {part.label: part for part, _, _ in s.sizes}.values():
-        count = without_basis.get(part.label, 0)
+        count = without_frame.get(part.label, 0)
         if not isinstance(count, jax.core.Tracer) and count:
-            warnings.warn(str(_no_basis(part, int(count))), stacklevel=2)
+            warnings.warn(str(no_frame(_NAME, part, int(count), _BUT)), stacklevel=2)
     return with_leaves(params, (_entered_donated if donate else _entered)(s, elements, bound))
 
 
@@ -126,7 +126,7 @@ def canonicalize(
 def _read(
     s: Slice, heads: Basis, stream: Basis, leaves: dict[str, jax.Array]
 ) -> tuple[Elements, dict[str, jax.Array]]:
-    """The elements, and label of a size → the number of heads that have no canonical basis."""
+    """The elements, and label of a size → the number of heads that have no frame."""
     of_heads = {type(turn) for turn in s.heads}
 
     def reader(kind: Any) -> Any:
@@ -140,30 +140,6 @@ def _read(
     refinements = {part.label: refined(part, elements[part.label]) for part, _, _ in s.sizes}
     counts = {part.label: unread(part, s.values(leaves)) for part, _, _ in s.sizes}
     return elements | refinements, {label: count for label, count in counts.items() if count is not None}
-
-
-@functools.singledispatch
-def unread(part: Part[Any], x: Arrays) -> jax.Array | None:
-    """The number of channels or heads that are not read, and whose entries are not zero; by default there are none."""
-    return None
-
-
-@unread.register
-def _of_two_deficient_factors(part: Stretch, x: Arrays) -> jax.Array:
-    factors = [side.stacked(x) for side in (part.left, part.right)]
-    deficient = [~full_rank(triangular_factor(rows)) for rows in factors]
-    filled = [jnp.any(rows != 0, (-2, -1)) for rows in factors]
-    return jnp.sum(deficient[0] & deficient[1] & (filled[0] | filled[1]))
-
-
-def _no_basis(part: Part[Any], count: int) -> ValueError:
-    paths = " and ".join(f"'{path}'" for path in dict.fromkeys(block.path for block in part.blocks))
-    return binding_error(
-        _NAME, f"no canonical basis of {paths}",
-        f"both factors have less than full rank in {count} of {math.prod(part.shape)} heads",
-        "a factor of full rank in every head: these heads are only rotated, so that twins stay different",
-        "cut the columns that pad the heads off both factors, or take the gauge out of the list",
-    )
 
 
 def _enter(s: Slice, elements: Elements, leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:

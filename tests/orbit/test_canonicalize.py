@@ -205,13 +205,29 @@ def test_a_factor_of_less_than_full_rank_is_read_from_the_other(rank: int, x64: 
         np.testing.assert_allclose(product[1], product[0], atol=1e-12)
 
 
-def test_heads_without_a_canonical_basis_are_named() -> None:
-    """Both factors are padded. A head of zeros has nothing to move."""
+def test_heads_without_a_frame_are_named() -> None:
+    """Both factors are padded. A head of zeros has nothing to move, and rotations turn padded heads like others."""
     gauge = go.head_linear({"a": "_ head basis"}, {"b": "head basis _"})
+    turning = go.head_rotation({"a": "_ head basis", "b": "head basis _"})
     kernel = jnp.ones((4, 2, 3)).at[:, :, 0].set(jnp.arange(8.0).reshape(4, 2)).at[:, 1].set(0.0)
-    with pytest.warns(UserWarning, match=r"no canonical basis of 'a' and 'b'\n.*1 of 2 heads(.|\n)*remedy") as told:
-        go.orbit.canonicalize({"a": kernel, "b": jnp.moveaxis(kernel, 0, 2)}, gauge)
-    assert len(told) == 1
+    params = {"a": kernel, "b": jnp.moveaxis(kernel, 0, 2)}
+    ggn = go.measure.GGN(lambda p, x: jnp.einsum("ni,ihb,hbo->no", x, p["a"], p["b"]), params, [jnp.eye(4)], "gaussian")
+    for call in (
+        lambda gauge: go.orbit.canonicalize(params, gauge),
+        lambda gauge: go.quotient(optax.adam(1e-3), gauge).init(params),
+        lambda gauge: go.quotient_muon(1e-3, gauge).init(params),
+    ):
+        with pytest.warns(UserWarning, match=r"no frame for heads of 'a' and 'b'\n.*1 of 2 heads(.|\n)*remedy") as told:
+            call(gauge)
+        assert {str(w.filename) for w in told} == {__file__}
+        call(turning)
+    for measured in (
+        lambda gauge: go.measure.quotient_fisher(ggn, gauge).dim,
+        lambda gauge: go.measure.quotient_arc_length([params, params], gauge),
+    ):
+        with refused("no frame for heads of 'a' and 'b'", "1 of 2 heads"):
+            measured(gauge)
+        measured(turning)
 
 
 @pytest.mark.slow

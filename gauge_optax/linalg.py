@@ -200,7 +200,7 @@ def _one_by_one(make: Callable[..., T], *stacks: jax.Array) -> T:
         return jax.lax.map(lambda single: make(*single), stacks)
 
     def partition(mesh: Any, args: Sequence[Any], result: Any) -> tuple[Any, Callable[..., T], Any, Any]:
-        leading = P(*args[0].sharding.spec[:1])
+        leading = P(*_spec(args[0])[:1])
         return mesh, loop, *jax.tree.map(lambda _: NamedSharding(mesh, leading), (result, tuple(args)))
 
     shapes = [*stacks, *jax.tree.leaves(jax.eval_shape(loop, *stacks))]
@@ -225,10 +225,17 @@ def _partitioned(
       whole: the names of axes that are never divided.
     """
 
+    wide = bool(jax.config.read("jax_enable_x64"))
+
+    def of_a_device(*call: Any) -> tuple[Any, ...]:
+        mesh, divided, *shardings = partition(*call)
+        # XLA calls it after the trace, and outside an `enable_x64` that the trace was made in.
+        return mesh, lambda *stacks: _in_width(wide, divided, *stacks), *shardings
+
     @jax.custom_batching.custom_vmap
     def divided(*stacks: jax.Array) -> T:
         call = custom_partitioning(function)
-        call.def_partition(partition, sharding_rule=rule, need_replication_factors=whole)
+        call.def_partition(of_a_device, sharding_rule=rule, need_replication_factors=whole)
         return call(*stacks)
 
     differentiable = jax.custom_jvp(divided)
@@ -242,6 +249,11 @@ def _partitioned(
         return made, jax.tree.map(lambda _: True, made)
 
     return differentiable
+
+
+def _in_width(wide: bool, function: Callable[..., T], *stacks: jax.Array) -> T:
+    with jax.enable_x64(wide):
+        return function(*stacks)
 
 
 def svd(m: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -614,7 +626,7 @@ def _orthogonalised(schedule: Schedule, x: jax.Array) -> jax.Array:
 
     def partition(mesh: Any, args: Sequence[Any], result: Any) -> tuple[Any, Callable[..., jax.Array], Any, Any]:
         del result
-        n, rows, columns = (*args[0].sharding.spec, None, None, None)[:3]
+        n, rows, columns = (*_spec(args[0]), None, None, None)[:3]
         over, exchanged = _mesh_axes(rows), _mesh_axes(columns)
         parts = math.prod(mesh.shape[axis] for axis in exchanged)
 
@@ -631,6 +643,14 @@ def _orthogonalised(schedule: Schedule, x: jax.Array) -> jax.Array:
         return mesh, on_one_device, sharding, (sharding,)
 
     return _partitioned(lambda x: steps(x), partition, "n r h -> n r h")(x)
+
+
+def _spec(x: Any) -> tuple[Any, ...]:
+    """Returns the names of mesh axes that divide an argument of a `partition`: none if XLA knows no mesh.
+
+    That is so for a program whose arguments are host arrays, inside `jax.set_mesh`.
+    """
+    return tuple(getattr(x.sharding, "spec", ()))
 
 
 def _mesh_axes(entry: Any) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from gauge_optax.linalg import real_dtype
 from gauge_optax.xla import quick_options
 
 Tree = TypeVar("Tree")
+Given = ParamSpec("Given")
 
 
 class LeafRule(NamedTuple):
@@ -275,6 +276,14 @@ class Layout:
 
         return jax.tree.map(laid_out, tree, tree if like is None else like)
 
+    def as_placed(self, x: Any) -> Any:
+        """Returns an array in the layout in which the compiler has left it. Call it outside the context of `left_open`.
+        """
+        placed = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+        if self.mesh is None or not isinstance(placed, NamedSharding):
+            return x
+        return jax.sharding.reshard(x, NamedSharding(self.mesh, placed.spec))
+
     def replicated(self, tree: Tree) -> Tree:
         """Returns arrays that are replicated on every device. Call it outside the context of `left_open`."""
         if self.mesh is None:
@@ -304,6 +313,27 @@ def _sharding(leaf: Any) -> NamedSharding | None:
     # `reshard` outside `jit` needs devices, which the mesh of a type lacks: the sharding of the array has them.
     placed = None if isinstance(leaf, jax.core.Tracer) else leaf.sharding
     return NamedSharding(placed.mesh, typed.spec) if isinstance(placed, NamedSharding) else typed
+
+
+def on_any_mesh(function: Callable[Given, Tree]) -> Callable[Given, Tree]:
+    """Lets a function of arrays run on meshes with explicit axes: inside, the compiler chooses all layouts.
+
+    The result has the layouts of the first argument if it is a tree of the same structure, and those that the compiler
+    chose if it is not. A function of the user that is called inside runs on automatic axes.
+    """
+
+    @functools.wraps(function)
+    def run(*args: Given.args, **kwargs: Given.kwargs) -> Tree:
+        mesh = layout((args, kwargs))
+        if mesh.mesh is None:
+            return function(*args, **kwargs)
+        with mesh.left_open():
+            given, named = mesh.drop((args, kwargs))
+            made = function(*given, **named)
+        alike = bool(args) and str(jax.tree.structure(made)) == str(jax.tree.structure(args[0]))
+        return mesh.restore(made, like=args[0] if alike else jax.tree.map(mesh.as_placed, made))
+
+    return run
 
 
 # Under `jit` a constant does not depend on a sharded array, so that the compiler replicates it on every device. The

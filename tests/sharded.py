@@ -300,6 +300,38 @@ def check_large_heads() -> None:
     jax.block_until_ready(jit(tx.init)(put(params, jax.tree.map(lambda _: whole, params))))
 
 
+def check_tools(kind: AxisType) -> None:
+    """Functions that rewrite or compare weights do on a mesh what they do on one device."""
+    mesh, rng = lm_sharding.make_mesh(4, 2, kind=kind), np.random.default_rng(_SEED)
+    gauge = go.head_linear({"v": "_ head basis"}, {"o": "head basis _"})
+    alone = {"v": rng.normal(size=(8, 4, 4)).astype(np.float32), "o": rng.normal(size=(4, 4, 8)).astype(np.float32)}
+    dealt = {"v": NamedSharding(mesh, P("data", "model")), "o": NamedSharding(mesh, P("model", None, "data"))}
+    other = jax.tree.map(lambda x: 1.01 * x, alone)
+    squares = jax.grad(lambda p: jnp.sum(jnp.square(jnp.einsum("ihb,hbo->iho", p["v"], p["o"]))))
+    gradient = jax.tree.map(np.asarray, squares(alone))
+    tools: dict[str, Callable[..., Any]] = {
+        "canonicalize": lambda p, _: go.orbit.canonicalize(p, gauge),
+        "rotate": lambda p, _: go.orbit.rotate(p, gauge, key=jax.random.key(0)),
+        "pack": lambda p, _: go.orbit.unpack(go.orbit.pack(p, gauge)),
+        "align": lambda p, q: go.orbit.align(p, q, gauge),
+        "distance": lambda p, q: go.orbit.distance(p, q, gauge),
+        "average": lambda p, q: go.orbit.average([p, q], gauge),
+        "drift": lambda p, q: go.measure.drift(p, q, gauge),
+        "vertical_motion": lambda p, q: go.measure.vertical_motion(p, q, gauge),
+        "quotient_arc_length": lambda p, q: go.measure.quotient_arc_length([p, q], gauge),
+        "check": lambda p, _: str(go.check(tx := go.quotient_adamw(1e-3, gauge), tx.init(p), p, put(gradient, dealt))),
+        "plan": lambda p, _: str(go.plan(go.quotient_adamw(1e-3, gauge), p)),
+    }
+    for name, tool in tools.items():
+        with jax.set_mesh(mesh):
+            found = tool(put(alone, dealt), put(other, dealt))
+        expected = tool(alone, other) if name != "check" else found
+        assert name != "canonicalize" or all(found[x].sharding.is_equivalent_to(dealt[x], 3) for x in dealt)
+        for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            same = x == y if isinstance(x, str) else np.allclose(x, y, rtol=1e-4, atol=1e-4)  # `align` stops that early
+            assert same, (name, kind)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs on a mesh in each layout, and on one device."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -323,6 +355,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     runs = {layout: run_layout(trainer, layout) for layout in args.layouts}
     if args.optimizer in QUOTIENTS:
         check_large_heads()
+        if args.model == "gpt":
+            check_tools(kind)
         runs["resumed"] = run_resumed(trainer)
     if not args.rank:
         one = SingleDeviceSharding(jax.local_devices()[0])

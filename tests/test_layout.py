@@ -3,12 +3,15 @@
 One device is enough: the types are those of many. What many do with them is `test_sharding`'s.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+import gauge_optax as go
 from models import lm
 from tests.cases import TRANSFORM_CASES, VARIANTS, _lm_params
 from tests.test_conformance import ON_VECTORS
@@ -40,3 +43,19 @@ def test_explicit_axes_change_nothing(name: str) -> None:
         np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6)
     for x, sharding in zip(jax.tree.leaves(found[0]), jax.tree.leaves(last), strict=True):
         assert x.sharding.spec == sharding.spec
+
+
+@pytest.mark.parametrize("tool", [go.orbit.canonicalize, go.orbit.pack, go.measure.drift])
+def test_tools_too(tool: Any) -> None:
+    """What they do on eight devices is a part of `tests.sharded`."""
+    gauge = go.head_linear({"v": "_ head basis"}, {"o": "head basis _"})
+    shapes = {"v": (5, 2, 3), "o": (2, 3, 5)}
+    params = {path: jax.random.normal(jax.random.key(0), shape) for path, shape in shapes.items()}
+    mesh = jax.make_mesh((1,), ("tp",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        specs = {"v": PartitionSpec(None, "tp"), "o": PartitionSpec("tp")}
+        dealt = {path: jax.device_put(x, NamedSharding(mesh, specs[path])) for path, x in params.items()}
+        found = tool(dealt, *[dealt] * (tool is go.measure.drift), gauge)
+    expected = tool(params, *[params] * (tool is go.measure.drift), gauge)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6)

@@ -38,6 +38,7 @@ from gauge_optax.parts.part import Arrays, Part
 from gauge_optax.parts.sizes import Stretch
 from gauge_optax.parts.stream import Stream
 from gauge_optax.slice import Elements, Slice
+from gauge_optax.transformation import on_any_mesh
 
 _SMALL = 0.1  # relative size of a step up to which `_near_logarithm` converges to the precision of float64
 _WRONG = 1e-3  # a matrix whose exponential is this far from a rotation is no logarithm of it
@@ -98,6 +99,7 @@ def _largest_drifts(element: Element, axes_by_key: dict[str, tuple[str, ...]]) -
     return rows or [("", "", "no coordinate: sum measure.vertical_motion over the steps")]
 
 
+@on_any_mesh
 def drift(params_0: Any, params_t: Any, gauges: Gauges) -> Drift:
     """Returns the difference of two points in the log-scales and shifts that are read from their anchors.
 
@@ -136,6 +138,7 @@ def drift(params_0: Any, params_t: Any, gauges: Gauges) -> Drift:
     return Drift(elements, names)
 
 
+@on_any_mesh
 def vertical_motion(params: Any, update: Any, gauges: Gauges) -> tuple[Element, ...]:
     """Returns how far one step moves along the orbits, as a logarithm in the group, which may be summed over steps.
 

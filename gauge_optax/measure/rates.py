@@ -23,6 +23,7 @@ from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.measure._metric import check_at, perpendicular, read_elements, require_frame, stored, ways
 from gauge_optax.slice import Elements
+from gauge_optax.transformation import on_any_mesh
 
 _LEAST_POINTS = 8  # with fewer points, two halves cannot be compared
 _NORMAL = 3.0  # the exponents of two halves may differ by this many standard errors by chance
@@ -97,6 +98,7 @@ class RateTable(dict[tuple[str, str], PowerLaw]):
 # Lengths ----------------------------------------------------------------------------------------------------
 
 
+@on_any_mesh
 def quotient_arc_length(points: Sequence[Any], gauges: Gauges, end: Any = None, at: str = "balanced") -> np.ndarray:
     """Measures how long the rest of a trajectory is from each of its points, without the motion along orbits.
 

@@ -276,8 +276,9 @@ def frame_and_slice_point(
         leaves = leaves_by_path(stored)
         frame, entered = at_once(_read_and_entered, (s,), {path: leaves[path] for path in s.added})
         point = with_leaves(stored, entered)
-    for sentence in heads_without_frame(name, s, frame.elements, leaves, "these heads train as if no gauge bound them"):
-        warnings.warn(str(sentence), stacklevel=4)
+        but = "these heads train as if no gauge bound them"
+        for sentence in heads_without_frame(name, s, frame.elements, leaves, but):
+            warnings.warn(str(sentence), stacklevel=4)
     frame = sharding.restore(frame)._replace(frozen=dict.fromkeys(sorted(frozen), ()))
     return frame, with_sharding_of(params, sharding.restore(point, like=params))
 

@@ -35,10 +35,12 @@ from gauge_optax.orbit.renumber import carried, matched, renumbers, responses
 from gauge_optax.parts.part import Arrays, Part, changed
 from gauge_optax.slice import Elements, Slice
 from gauge_optax.states.statistics import require_no_statistics_behind
+from gauge_optax.transformation import on_any_mesh
 
 Fn = Callable[[Any, Any], Any]
 
 
+@on_any_mesh
 def align(a: Any, b: Any, gauges: Gauges, batches: Sequence[Any] | None = None, fn: Fn | None = None) -> Element:
     """The element g for which `act(g, b)` is nearest to a, in the sum of squares over the leaves that gauges bind.
 

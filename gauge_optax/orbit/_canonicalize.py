@@ -28,6 +28,7 @@ from gauge_optax.parts.permutation import Permutation
 from gauge_optax.parts.sizes import Factor, Stretch
 from gauge_optax.slice import Elements, Slice
 from gauge_optax.states.statistics import require_no_statistics_behind
+from gauge_optax.transformation import on_any_mesh
 
 Params = TypeVar("Params")
 Basis = Literal["eigenbasis", "anchor", "stored"]
@@ -35,6 +36,7 @@ Basis = Literal["eigenbasis", "anchor", "stored"]
 _NAME, _BUT = "canonicalize", "these heads are only rotated, so that twins stay different"
 
 
+@on_any_mesh
 def canonicalize(
     params: Params,
     gauges: Gauges,

@@ -31,6 +31,7 @@ from gauge_optax.gauges.gauge import Gauges, bind
 from gauge_optax.linalg import rank_cutoff
 from gauge_optax.orbit.packing import choose_rows, constant_rows, packable, to_constant
 from gauge_optax.parts.part import Arrays, changed
+from gauge_optax.transformation import on_any_mesh
 
 Rows = Mapping[str, Mapping[str, Mapping[str, Any]]]
 """Leaf path → axes of the block → {"size": the number on the diagonal, "rows": one list of row numbers per head, or
@@ -269,6 +270,7 @@ def _is_packed(node: Any) -> bool:
     return isinstance(node, PackedLeaf)
 
 
+@on_any_mesh
 def pack(
     params: Any, gauges: Gauges, *, rows: Rows | None = None, shared: bool = False, size: float | None = None
 ) -> Any:
@@ -357,6 +359,7 @@ def pack(
     return with_leaves(params, stored | nodes)
 
 
+@on_any_mesh
 def unpack(packed: Any) -> Any:
     """Returns the parameters that a packed tree stands for: puts the constant rows back.
 

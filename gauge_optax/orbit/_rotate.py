@@ -28,6 +28,7 @@ from gauge_optax.linalg import direction_tolerance
 from gauge_optax.orbit.rotations import misfit, on_leaf, random_rotation, with_blocks
 from gauge_optax.parts.part import changed
 from gauge_optax.slice import Elements
+from gauge_optax.transformation import on_any_mesh
 
 Params = TypeVar("Params")
 
@@ -35,6 +36,7 @@ _NAME = "rotate"
 _CHUNK = 2**22  # entries of a leaf that are converted to float64 at a time, which bounds memory
 
 
+@on_any_mesh
 def rotate(
     params: Params,
     gauges: Gauges,

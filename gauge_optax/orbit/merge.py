@@ -11,10 +11,12 @@ from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, product
 from gauge_optax.orbit._align import align, check_same_tree
 from gauge_optax.states.statistics import require_no_statistics, require_no_statistics_behind
+from gauge_optax.transformation import on_any_mesh
 
 Params = TypeVar("Params")
 
 
+@on_any_mesh
 def distance(a: Any, b: Any, gauges: Gauges) -> float:
     """Returns how far two functions are apart: the relative distance of their slice points after alignment.
 
@@ -45,6 +47,7 @@ def distance(a: Any, b: Any, gauges: Gauges) -> float:
     return relative_difference(group.act(align(first, second, group), second), first)
 
 
+@on_any_mesh
 def average(trees: Sequence[Params], gauges: Gauges) -> Params:
     """Returns the mean of several sets of weights, after all of them have been aligned to the first.
 

@@ -25,7 +25,14 @@ from gauge_optax.parts.part import changed
 from gauge_optax.slice import Frame
 from gauge_optax.tools.mappings import require_no_contradiction
 from gauge_optax.tools.plan import aligned, gauges_of, said_by
-from gauge_optax.transformation import LeafRule, recording, require_gradients, require_params, require_values
+from gauge_optax.transformation import (
+    LeafRule,
+    on_any_mesh,
+    recording,
+    require_gradients,
+    require_params,
+    require_values,
+)
 from gauge_optax.wrapped import transformations_of
 from gauge_optax.xla import quick_options
 
@@ -267,6 +274,7 @@ def _shares(
 _Numbers = list[tuple[Mapping[str, Any], Mapping[str, Any]]]
 
 
+@on_any_mesh
 def _asymmetries(gauges: Sequence[Any], params: Any, grads: Any) -> _Numbers:
     """Per gauge: copy → asymmetry, and leaf → whether its gradient is more than its part along constants."""
 

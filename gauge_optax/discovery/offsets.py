@@ -271,7 +271,7 @@ def flows(trace: Trace, leaves: Leaves) -> list[Flow]:
     vector_paths = {vector for vector, _ in trace.vector_reads} | {vector for _, vector in trace.added_behind}
     vectors = [view for view in views if view.path in vector_paths - kernel_paths]
     vector_parts = [view for view in parts if view.path in vector_paths - kernel_paths]
-    kernels = [view for view in views if view.path in kernel_paths]
+    kernels, kernel_parts = ([view for view in some if view.path in kernel_paths] for some in (views, parts))
     by_path = {view.path: view for view in views}
     behind: dict[str, list[View]] = {}
     for writer, added in sorted(trace.added_behind):
@@ -279,15 +279,15 @@ def flows(trace: Trace, leaves: Leaves) -> list[Flow]:
             behind.setdefault(writer, []).append(by_path[added])
     tried = []
     for view in vectors + vector_parts:
-        readers = [kernel for kernel in kernels if (view.path, kernel.path) in trace.vector_reads]
+        readers = _readers(view, kernels, kernel_parts, trace)
         tried += [_absorbed(view, readers, behind, layers), _carried_on(view, readers, behind, vectors, layers)]
         if len(readers) == 1:
             tried += _mapped_to_zero(view, readers[0], layers)
         for vector in [v for v in vectors if v.module == view.module and v.labels == view.labels]:
             for norm in [_Norm(vector, None)] if vector is view else [_Norm(vector, 0.0), _Norm(vector, 1.0)]:
                 tried.append(_hidden_and_absorbed(view, norm, readers, behind, layers))
-    for vector, kernel, plus in itertools.product(vectors, kernels, (0.0, 1.0, None)):
-        if (vector.path, kernel.path) in trace.vector_reads and set(vector.labels) < set(kernel.labels):
+    for vector, plus in itertools.product(vectors, (0.0, 1.0, None)):
+        for kernel in _readers(vector, kernels, kernel_parts, trace):
             beside = [b for b in vectors if (b.path, kernel.path) in trace.vector_reads]
             tried.append(_hidden_by_norm(kernel, _Norm(vector, plus), beside, behind.get(kernel.path, []), layers))
     for view in views + parts:
@@ -302,6 +302,14 @@ def flows(trace: Trace, leaves: Leaves) -> list[Flow]:
         along = [view for view in views if view.labels.count(space) == 1]
         tried += [_read_past_norms(space, along), *(_passed_on(space, along, behind, same) for same in (False, True))]
     return [flow for flow in tried if 0 < flow.columns <= _MOST]
+
+
+def _readers(vector: View, kernels: Sequence[View], parts: Sequence[View], trace: Trace) -> list[View]:
+    """The kernels that read a vector, and the part that reads it of a kernel that reads a concatenation."""
+    read = [view for view in (*kernels, *parts)
+            if (vector.path, view.path) in trace.vector_reads and set(vector.labels) < set(view.labels)]
+    whole = {view.path for view in read if view.size == math.prod(view.shape)}
+    return [view for view in read if view.path not in whole or view.size == math.prod(view.shape)]
 
 
 def _mapped_to_zero(vector: View, kernel: View, layers: set[Space]) -> list[Flow]:

@@ -116,15 +116,19 @@ def test_biases_of_a_fused_kernel() -> None:
     assert not report.rejected and not report.ungauged, report
 
 
-@pytest.mark.parametrize(("layer", "factor"), [(True, 4.0), (False, 1.0), (False, 4.0)])
-def test_what_a_norm_of_a_layer_or_of_the_data_hides(layer: bool, factor: float) -> None:
-    """The scale is multiplied with the data, or with a constant before it is."""
+@pytest.mark.parametrize(("layer", "factor", "beside"), [
+    (True, 4.0, 0), (False, 1.0, 0), (False, 4.0, 0), (True, 1.0, 3), (False, 1.0, 3),
+])
+def test_what_a_norm_of_a_layer_or_of_the_data_hides(layer: bool, factor: float, beside: int) -> None:
+    """The scale is multiplied with the data, or with a constant before it is. The kernel may read other values too."""
 
     def fn(p: Any, x: Any) -> jax.Array:
         y = centred(jnp.tanh(x @ p["first"]) if layer else x) * (factor * p["scale"]) + p["shift"]
+        y = jnp.concatenate([jnp.tanh(x @ p["other"]), y], -1) if beside else y
         return jnp.sin(jax.nn.silu(y @ p["up"] + p["bias"]) @ p["down"])
 
-    params = drawn(scale=(D,), shift=(D,), up=(D, 5), bias=(5,), down=(5, 3)) | (drawn(first=(D, D)) if layer else {})
+    params = drawn(scale=(D,), shift=(D,), up=(D + beside, 5), bias=(5,), down=(5, 3))
+    params |= (drawn(first=(D, D)) if layer else {}) | (drawn(other=(D, beside)) if beside else {})
     explained(fn, params, "norm_read_shift", "bias_absorption")
 
 

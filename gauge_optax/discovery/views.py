@@ -317,8 +317,9 @@ def _readings(trace: Trace, axis: Axis, length: int, searched: set[Space]) -> li
         return [main, *_segments(trace, atoms[0], atoms[1:], searched), *others]
     one = Window(0, length, (Atom(whole, length),))
     if length <= _MOST_PICKED and not spaces.picked.isdisjoint(whole):
-        return [[Window(0, length, (Atom(whole, length, q),)) for q in range(length)], [one]]
-    ways = [[one]] if whole in searched else []
+        ways = [[Window(0, length, (Atom(whole, length, q),)) for q in range(length)], [one]]
+    else:
+        ways = [[one]] if whole in searched else []
     # A part of a segment is a range of the whole axis.
     parts = [
         [Window(0, length, _lifted(w, length)) if len(w.atoms) == 1 and w.atoms[0].span else w for w in way]

@@ -359,7 +359,10 @@ def whole_leaves(terms: Sequence[Term]) -> list[Term]:
 
 
 def _tiled(group: list[Term], axis: int) -> list[Term]:
-    """One term on the whole axis if the entries that the terms read there fill it without overlap; else the terms."""
+    """One term on a range of the axis if the entries that the terms read there fill it without overlap; else the terms.
+
+    A range that is a part of the axis is written only if every term reads a single entry of it.
+    """
     piece, places = group[0].piece, group[0].piece.places
     if len(group) == 1:
         return group
@@ -367,9 +370,11 @@ def _tiled(group: list[Term], axis: int) -> list[Term]:
     count = np.zeros(length, int)
     for term in group:
         np.add.at(count, term.piece.view.windows[axis].entries, 1)
-    if not (count == 1).all():
+    start, stop = int(np.argmax(count > 0)), length - int(np.argmax(count[::-1] > 0))
+    filled = (count[start:stop] == 1).all() and (stop - start in (length, len(group)))
+    if not filled:
         return group
-    whole = Window(0, length, (Atom(None, length),))
+    whole = Window(start, stop, (Atom(None, stop - start),))
     windows = (*piece.view.windows[:axis], whole, *piece.view.windows[axis + 1 :])
     view = dataclasses.replace(piece.view, windows=windows, other=None)
     at = [view.places.index(place) for place in places]

@@ -1,5 +1,6 @@
 """Symmetries of parts of kernels: adaptive norms, queries beside gates, kernels that the model flattens, one factor."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -80,8 +81,13 @@ def state_space(p: Any, x: Any, split: Any) -> jax.Array:
     return jnp.sin(y * jax.nn.silu(x @ p["gate"]) @ p["out"])
 
 
-def uneven(p: Any, x: Any) -> jax.Array:
-    return state_space(p, x, lambda y: jnp.split(y, [2, 5], -1))
+def uneven(p: Any, x: Any, step: int = 2) -> jax.Array:
+    return state_space(p, x, lambda y: jnp.split(y, [step, step + 3], -1))
+
+
+def gated_by_one(p: Any, x: Any) -> jax.Array:
+    y = x @ p["in"]
+    return jnp.sin((jax.nn.sigmoid(y[..., :1]) * y[..., 1:]) @ p["out"])
 
 
 def in_turns(p: Any, x: Any) -> jax.Array:
@@ -110,6 +116,12 @@ ONE_FACTOR: dict[str, tuple[Any, dict[str, tuple[int, ...]], Sequence[Gauge]]] =
         go.head_linear({"in": "_ basis=2:5"}, {"in": "_ basis=5:8"}),
         go.head_linear({"in": "_ basis=0:2"}, {"step": "basis _"}),
         go.rescale({"in": "_ _=5:8", "skip": "_"}, {"out": "_ _"})]),
+    "a range beside a single entry": (functools.partial(uneven, step=1), MAMBA | {"in": (D, 7), "step": (1, D)}, [
+        go.head_linear({"in": "_ basis=1:4"}, {"in": "_ basis=4:7"}),
+        go.rescale({"step": "_ _"}, {"in": "_ _=0:1"}),
+        go.rescale({"in": "_ _=4:7", "skip": "_"}, {"out": "_ _"})]),
+    "a gate of one entry": (gated_by_one, {"in": (D, 5), "out": (4, 5)}, [
+        go.head_linear({"in": "_ basis=1:5"}, {"out": "basis _"})]),
     "every third": (in_turns, OF_TURNS, [
         go.head_linear({"in": "_ (basis part=1)"}, {"in": "_ (basis part=2)"}, sizes={"part": 3}),
         go.head_linear({"in": "_ (basis part=0)"}, {"step": "basis _"}, sizes={"part": 3}),

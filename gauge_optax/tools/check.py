@@ -25,7 +25,14 @@ from gauge_optax.parts.part import changed
 from gauge_optax.slice import Frame
 from gauge_optax.tools.mappings import require_no_contradiction
 from gauge_optax.tools.plan import aligned, gauges_of, said_by
-from gauge_optax.transformation import LeafRule, recording, require_gradients, require_params, require_values
+from gauge_optax.transformation import (
+    LeafRule,
+    recording,
+    require_gradients,
+    require_no_tracers,
+    require_params,
+    require_values,
+)
 from gauge_optax.wrapped import transformations_of
 from gauge_optax.xla import quick_options
 
@@ -135,10 +142,7 @@ def check(
     require_params("check", params)
     require_values("check", params)
     require_gradients("check", grads)
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((params, grads, state))):
-        raise binding_error(
-            "check", "called inside jit", "tracers", "arrays, whose values it looks at",
-            "call go.check once, outside jit, before training")
+    require_no_tracers("check", params, grads, state)
     jax.block_until_ready((state, params, grads))
     _require_finite(grads)
     gauges, frozen = gauges_of(tx), _frozen_in(state)

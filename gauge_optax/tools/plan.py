@@ -362,7 +362,7 @@ def _without_gradient(tx: Any, params: Any, compiler: Executor) -> Callable[[], 
 
     The update is traced here and compiled by `compiler`; it runs when the caller calls the function.
     """
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
+    if any(isinstance(leaf, jax.ShapeDtypeStruct | jax.core.Tracer) for leaf in jax.tree.leaves(params)):
         return None
 
     def double(leaf: Any) -> Any:

@@ -145,7 +145,7 @@ def in_single_or_better(leaf: Any) -> jax.Array:
     dtype('float32')
     """
     dtype = jnp.result_type(leaf)
-    return jnp.asarray(leaf, dtype if jnp.finfo(dtype).bits > 32 else jnp.float32)
+    return jnp.asarray(leaf, dtype if dtype == jnp.float64 else jnp.float32)
 
 
 def shared_leaves(leaves: Mapping[str, Any]) -> set[str]:

@@ -265,7 +265,7 @@ class Operator:
         for path, end, leaf in zip(self.paths, self._cuts, self._arrays.leaves.values(), strict=True):
             at = slice(int(end) - leaf.size, int(end))
             if leaf.size <= _MOST:
-                chunks = []
+                chunks = [jnp.zeros((leaf.size, 0), self._dtype)]
                 for first in range(0, leaf.size, _CHUNK):
                     count = min(_CHUNK, leaf.size - first)
                     unit = jnp.zeros((self.shape[0], count), self._dtype)
@@ -762,6 +762,11 @@ def _arrays(name: str, params: Any, batches: Sequence[Any], only: str | Sequence
                 )
         chosen = {path for paths in hits.values() for path in paths}
         selected = {path: x for path, x in leaves.items() if path in chosen}
+    if not any(x.size for x in selected.values()):
+        raise binding_error(
+            name, "no entries to differentiate by", f"leaves without entries: {', '.join(list(selected)[:6]) or 'none'}",
+            "a floating-point leaf with entries", "pass parameters, or select others",
+        )
     return _Arrays(with_leaves(params, leaves), selected, list(batches), [])
 
 

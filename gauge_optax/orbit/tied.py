@@ -60,6 +60,11 @@ def untie(
                 "take the path from the tree, with / between keys")
     if len(rows := np.shape(leaves[table])) != 2:
         raise binding_error(_NAME, f"no table at '{table}'", f"shape {rows}", "(vocab, d)", "give the table of tokens")
+    for path in (table, scale, bias):
+        if path is not None and not jnp.issubdtype(kind := jnp.result_type(leaves[path]), jnp.floating):
+            raise binding_error(
+                _NAME, f"not on real numbers: '{path}'", f"a leaf of {kind}", "floating-point leaves",
+                "give the paths of trained weights")
     for path in (scale, bias):
         if path is not None and np.shape(leaves[path]) != rows[1:]:
             raise binding_error(

@@ -27,6 +27,7 @@ from gauge_optax.tools.mappings import require_no_contradiction
 from gauge_optax.tools.plan import aligned, gauges_of, said_by
 from gauge_optax.transformation import (
     LeafRule,
+    in_computing_dtype,
     recording,
     require_gradients,
     require_no_tracers,
@@ -513,7 +514,7 @@ def _disturbed(params: Any) -> Any:
 
     def moved(key: jax.Array, leaf: Any) -> Any:
         noise = jax.random.normal(key, jnp.shape(leaf))
-        return (leaf * (1.0 + _NOISE * noise)).astype(leaf.dtype) if _is_real(leaf) else leaf
+        return (in_computing_dtype(leaf) * (1.0 + _NOISE * noise)).astype(leaf.dtype) if _is_real(leaf) else leaf
 
     leaves, structure = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(0), max(1, len(leaves)))
@@ -554,7 +555,8 @@ def _require_steps_that_count(tx: Any, state: Any, params: Any, grads: Any) -> l
     """Raises ValueError if the dtype of a leaf rounds its update away. Returns notes about updates not looked at."""
     rules, leaves = said_by(tx, params), leaves_by_path(params)
     polar = any("polar" in rule.rule for rule in rules.values())
-    coarse = any(jnp.finfo(x.dtype).nmant < jnp.finfo(real_dtype()).nmant for x in leaves.values() if _is_real(x))
+    kinds = [jnp.finfo(jnp.result_type(x)) for x in leaves.values() if _is_real(x)]
+    coarse = any(kind.nmant < jnp.finfo(real_dtype()).nmant for kind in kinds)
     if not polar and not coarse:  # no dtype is coarser than the arithmetic, and no rate is meant for Muon
         return []
     try:
@@ -580,7 +582,7 @@ def _require_steps_that_count(tx: Any, state: Any, params: Any, grads: Any) -> l
         moving = np.abs(u) > least * (np.abs(p) + added.get(path, 0.0))
         if rules.get(path, _NO_RULE).rule == "Adam" and polar and sum(n > 1 for n in p.shape) > 1:
             _require_slow(path, u, p)
-        stuck = moving & (np.asarray(optax.apply_updates(leaf, update)) == np.asarray(leaf))
+        stuck = moving & ((p + u).astype(jnp.result_type(leaf)) == p)
         moved |= bool(moving.any())
         if moving.any() and stuck.sum() > _ALL_ROUNDED * moving.sum():
             raise binding_error(

@@ -386,7 +386,7 @@ def _decay_of(update: Any, leaves: Mapping[str, Any]) -> dict[str, float]:
     steps = {path: float(np.linalg.norm(step)) for path, step in leaves_by_path(update).items()}
     shares = {}
     for path, leaf in leaves.items():
-        size = float(np.linalg.norm(np.asarray(leaf, np.float64)))
+        size = float(np.linalg.norm(np.abs(np.asarray(leaf)).astype(np.float64)))
         if size > 0:
             shares[path] = steps[path] / size if steps[path] > _ROUNDOFF * size else 0.0
     return shares

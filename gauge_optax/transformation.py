@@ -383,8 +383,9 @@ def require_numbers(function: str, params: Any) -> None:
     for path, leaf in jax.tree.leaves_with_path(params):
         dtype = getattr(leaf, "dtype", None)
         if jnp.issubdtype(dtype, jax.dtypes.extended) if dtype else not isinstance(leaf, bool | int | float | complex):
+            where = jax.tree_util.keystr(path, simple=True, separator="/")
             raise binding_error(
-                function, f"a leaf that is no array of numbers, '{jax.tree_util.keystr(path, simple=True, separator='/')}'",
+                function, f"a leaf that is no array of numbers, '{where}'",
                 str(dtype or type(leaf).__name__), "a tree of arrays of numbers",
                 "filter the module first: nnx.state(model, nnx.Param), eqx.filter(model, eqx.is_inexact_array)")
 

@@ -764,14 +764,14 @@ def _arrays(name: str, params: Any, batches: Sequence[Any], only: str | Sequence
         selected = {path: x for path, x in leaves.items() if path in chosen}
     if not any(x.size for x in selected.values()):
         raise binding_error(
-            name, "no entries to differentiate by", f"leaves without entries: {', '.join(list(selected)[:6]) or 'none'}",
+            name, "no entries to differentiate by", f"empty leaves: {', '.join(list(selected)[:6]) or 'none'}",
             "a floating-point leaf with entries", "pass parameters, or select others",
         )
     return _Arrays(with_leaves(params, leaves), selected, list(batches), [])
 
 
 def _output_shapes(name: str, fn: Callable[[Any, Any], Any], arrays: _Arrays) -> list[tuple[int, ...]]:
-    """Returns the shape of the outputs for each batch. Raises ValueError for outputs without rows or without columns."""
+    """Returns the shape of the outputs for each batch. Raises ValueError for outputs without rows or columns."""
     shapes = []
     for number, batch in enumerate(arrays.batches):
         outputs = jax.eval_shape(fn, arrays.params, batch)

@@ -122,7 +122,7 @@ def llc(
         jax.tree.map(jnp.shape, x) != jax.tree.map(jnp.shape, batches[0]) for x in batches[1:]
     ):
         raise binding_error(
-            "llc", "batches that cannot be stacked", "no arrays" if not jax.tree.leaves(batches) else "different shapes",
+            "llc", "batches that cannot be stacked", "different shapes" if jax.tree.leaves(batches) else "no arrays",
             "one batch or more, of arrays that are alike in shape",
             "drop the last, smaller batch; for a loss without batches pass [0.0]",
         )

@@ -99,8 +99,8 @@ class Recorder:
 
     def _of_another_run(self, found: str) -> ValueError:
         return binding_error(
-            "Recorder", f"'{self.path}' is of another run", found, f"{['step', *self.readings]} every {self.every} steps",
-            "delete the file, or give another path",
+            "Recorder", f"'{self.path}' is of another run", found,
+            f"{['step', *self.readings]} every {self.every} steps", "delete the file, or give another path",
         )
 
     def _due(self) -> Iterator[int]:
@@ -156,6 +156,8 @@ def _plain(name: str, value: Any) -> Any:
         )
         json.dumps(plain)
     except TypeError as error:  # such as of complex numbers and of typed PRNG keys
-        raise binding_error("Recorder", f"a reading that is no number, '{name}'", str(error).splitlines()[0],
-                            "real numbers, arrays or trees of them", "record the absolute value, or both parts") from error
+        raise binding_error(
+            "Recorder", f"a reading that is no number, '{name}'", str(error).splitlines()[0],
+            "real numbers, arrays or trees of them", "record the absolute value, or both parts",
+        ) from error
     return plain

@@ -73,7 +73,7 @@ def average(trees: Sequence[Params], gauges: Gauges) -> Params:
     """
     if not isinstance(trees, Sequence) or not trees:
         raise binding_error(
-            "average", "no list of trees", f"{'an empty' if isinstance(trees, Sequence) else 'a'} {type(trees).__name__}",
+            "average", "no list of trees", f"a{' empty' * isinstance(trees, Sequence)} {type(trees).__name__}",
             "at least one tree of parameters", "pass [params_a, params_b]",
         )
     require_no_statistics("average", trees)
@@ -81,7 +81,8 @@ def average(trees: Sequence[Params], gauges: Gauges) -> Params:
     group = product(gauges)
     aligned = [first, *(group.act(align(first, tree, group), tree) for tree in others)]
     leaves = [leaves_by_path(tree) for tree in aligned]
-    means = {path: sum(in_computing_dtype(tree[path]) for tree in leaves) / len(leaves) for path in _inexact(first)}
+    same = {path: jnp.stack([in_computing_dtype(tree[path]) for tree in leaves]) for path in _inexact(first)}
+    means = {path: jnp.mean(stack, 0) for path, stack in same.items()}
     return in_dtype_of(first, means)
 
 

@@ -573,7 +573,7 @@ def _require_steps_that_count(tx: Any, state: Any, params: Any, grads: Any) -> l
     }
     shares = {path: _ratio(u, p) for path, (u, p) in pairs.items()}
     usual = float(np.median(list(shares.values()) or [0.0]))
-    for (path, leaf), update in zip(leaves.items(), jax.tree.leaves(updates), strict=True):
+    for path, leaf in leaves.items():
         # On a leaf that a gauge binds, such as an anchor, a relatively tiny step is roundoff of the gauge's moves.
         if path not in pairs or (path in added and shares[path] < _OF_USUAL * usual):
             continue

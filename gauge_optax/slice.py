@@ -267,6 +267,10 @@ class Slice:
                     f"{block.shape}, the parameter's",
                     "pass gradients or updates of the very parameters that are passed as params",
                 )
+            if jnp.iscomplexobj(leaves[block.path]):  # a cast would drop the imaginary part
+                raise binding_error(
+                    "gauges", f"a complex update for '{block.path}'", str(jnp.result_type(leaves[block.path])),
+                    "real numbers, as the parameter's", "take the real part: jnp.real(update)")
         return {b.path: jnp.broadcast_to(jnp.asarray(leaves[b.path], dtype), b.shape) for b in self.blocks}
 
     def checked(self, frame: Frame) -> Elements:

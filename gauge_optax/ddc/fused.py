@@ -234,7 +234,8 @@ def _above(rest: jax.Array, whole: jax.Array, least: jax.Array | None) -> jax.Ar
     if rest is not whole:
         small.append(jnp.abs(rest) <= direction_tolerance(rest.dtype) * size)
     if least is not None:
-        small.append(size < least)  # false for NaN, so that NaN is passed on
+        # Float8 compares with no other dtype. The comparison is false for NaN, so that NaN is passed on.
+        small.append(jnp.asarray(size, least.dtype) < least)
     return jax.lax.select(functools.reduce(jnp.logical_or, small), jnp.zeros_like(rest), rest) if small else rest
 
 

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from gauge_optax.binding import in_single_or_better
 from gauge_optax.linalg import (
     eigenvalue_cutoff,
     inverse_sqrt_by_products,
@@ -85,13 +86,14 @@ class Adam(NamedTuple):
 
     def mean(self, moment: jax.Array, gradient: jax.Array) -> jax.Array:
         """Returns the first moment with its bias corrected, and with Nesterov's look-ahead if `nesterov` is True."""
+        moment, gradient = in_single_or_better(moment), in_single_or_better(gradient)  # float8 divides by no float32
         if not self.nesterov:
             return moment / self.first_weight
         return self.b1 * moment / self.next_weight + (1 - self.b1) * gradient / self.first_weight
 
     def variance(self, moment: jax.Array) -> jax.Array:
         """Returns the second moment with its bias corrected."""
-        return moment / self.second_weight
+        return in_single_or_better(moment) / self.second_weight
 
     def without_bias(self, root: jax.Array) -> jax.Array:
         """Returns the root of the bias-corrected second moment, given the root of the second moment itself."""

@@ -28,6 +28,7 @@ from gauge_optax.transformation import (
     layout,
     placeholder,
     require_every,
+    require_numbers,
     transformation,
     with_gauges_of,
 )
@@ -233,6 +234,7 @@ def slice_norms(
     >>> {path: round(float(x), 3) for path, x in norms.items()}
     {'down': 12.0, 'up': 1.0}
     """
+    require_numbers("slice_norms", (params, gradient, update))
     return _slice_norms(product(gauges)._bound(params).slice, layers, params, gradient, update)[0]
 
 

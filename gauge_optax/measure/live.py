@@ -31,6 +31,7 @@ from gauge_optax.transformation import (
     transformation,
     with_gauges_of,
 )
+from gauge_optax.xla import zeros_of
 
 LAYERS = ("layer",)
 
@@ -189,8 +190,7 @@ def track(
         sharding = layout(params)
         start = sharding.run(group.coordinates, params)
         shapes = jax.eval_shape(lambda p, s: sharding.run(_metrics, group, layers, p, s, p, p, 0), params, start)
-        metrics = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        return TrackState(inner.init(params), jnp.zeros((), jnp.int32), start, metrics)
+        return TrackState(inner.init(params), jnp.zeros((), jnp.int32), start, zeros_of(shapes))
 
     def update(updates: Any, state: TrackState, params: Any, **extra: Any) -> tuple[Any, TrackState]:
         def step(gradient: optax.Updates) -> tuple[optax.Updates, optax.OptState]:

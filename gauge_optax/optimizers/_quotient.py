@@ -31,6 +31,7 @@ from gauge_optax.transformation import (
     with_sharding_of,
 )
 from gauge_optax.wrapped import preflight_of
+from gauge_optax.xla import varying_like
 
 
 class QuotientState(NamedTuple):
@@ -154,7 +155,7 @@ def quotient_for(
         unchanged = never_changing(params)
         frame, point = frame_and_slice_point(name, group, params, unchanged)
         s = bound(group.gauges, params, unchanged).slice
-        return QuotientState(frame, inner.init(point), {} if pin else no_offset(s))
+        return QuotientState(frame, inner.init(point), {} if pin else no_offset(s, frame.elements))
 
     def empty(params: Any) -> QuotientState:
         return QuotientState(placeholder(), inner.init(params), {} if pin else placeholder())
@@ -203,15 +204,19 @@ def slice_gradient(s: Slice, entered: Undone, updates: Any, without_constants: b
     return s.without_roundoff(entered.point, with_leaves(updates, gradient))
 
 
-def no_offset(s: Slice) -> Elements:
-    """The offset before the first step with `pin=False`: label → identity, for every size that `fix` undoes."""
-    return {part.label: part.identity() for part, _, _ in s.sizes if part.label not in s.not_fixed}
+def no_offset(s: Slice, f: Elements) -> Elements:
+    """The offset before the first step with `pin=False`: label → identity, for every size that `fix` undoes.
+
+    `f` has the elements of the frame, which inside `jax.shard_map` vary over the axes over which the offset will vary.
+    """
+    sizes = [part for part, _, _ in s.sizes if part.label not in s.not_fixed]
+    return {part.label: varying_like(part.identity(), f[part.label]) for part in sizes}
 
 
 def _frame_of(name: str, s: Slice, state: QuotientState, pin: bool) -> Elements:
     """Returns the elements of F. Raises ValueError for a state that other gauges or another `pin` made."""
     f = s.checked(state.frame)
-    if set(state.offset) != set({} if pin else no_offset(s)):
+    if set(state.offset) != set({} if pin else no_offset(s, f)):
         made, wanted = ("False", "True") if pin else ("True", "False")
         raise binding_error(
             name,

@@ -33,6 +33,7 @@ from gauge_optax.transformation import (
     require_every,
     transformation,
 )
+from gauge_optax.xla import cond, zeros_of
 
 Arrays = dict[str, jax.Array]
 Pair = tuple[jax.Array, jax.Array]
@@ -160,8 +161,7 @@ def scale_by_opposite_gram(
         s = _checked_slice(group, params)
         if always:
             return ScaleByOppositeGramState((), ())
-        shapes = jax.eval_shape(lambda p: inverses_at(s, p), params)
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        zeros = zeros_of(jax.eval_shape(lambda p: inverses_at(s, p), params))
         return ScaleByOppositeGramState(zeros, jnp.zeros((), jnp.int32))
 
     def update(updates: Any, state: ScaleByOppositeGramState, params: Any, **extra: Any) -> tuple[Any, Any]:
@@ -176,7 +176,7 @@ def scale_by_opposite_gram(
                     "give it the list that its state was made with, on leaves of those shapes; or start anew: "
                     "tx.init(params)",
                 )
-            inverses = jax.lax.cond(state.age == 0, lambda: inverses_at(s, params), lambda: state.gauges)
+            inverses = cond(state.age == 0, lambda: inverses_at(s, params), lambda: state.gauges)
             state = ScaleByOppositeGramState(inverses, jnp.where(state.age + 1 < every, state.age + 1, 0))
         return in_dtype_of(updates, _corrected(s, inverses, s.vectors(updates))), state
 

@@ -33,6 +33,7 @@ from gauge_optax.transformation import (
     with_gauges_of,
 )
 from gauge_optax.wrapped import preflight_of
+from gauge_optax.xla import cond
 
 _NAME = "gauge_fix"
 
@@ -130,7 +131,7 @@ def gauge_fix(
         if isinstance(every, int) and every == 1:
             updates, inner_state = move(params, updates, inner_state)
         else:
-            updates, inner_state = jax.lax.cond(
+            updates, inner_state = cond(
                 count % every == 0, move, lambda _, *unmoved: unmoved, params, updates, inner_state
             )
         return updates, GaugeFixState(count, inner_state, state.frozen)

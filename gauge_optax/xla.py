@@ -87,8 +87,8 @@ def varying_like(tree: Tree, kinds: Any) -> Tree:
         axes = tuple(sorted(_varies_over(kind) - _varies_over(x)))
         if not axes:
             return x
-        # `pvary` up to JAX 0.8.
-        return jax.lax.pcast(x, axes, to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary(x, axes)
+        lax: Any = jax.lax
+        return lax.pcast(x, axes, to="varying") if hasattr(lax, "pcast") else lax.pvary(x, axes)  # up to JAX 0.8
 
     return jax.tree.map(varying, tree, kinds)
 
@@ -126,8 +126,7 @@ def _in_shard_map() -> bool:
 
 def _varies_over(x: Any) -> frozenset[str]:
     kind: Any = jax.typeof(x)
-    # `vma` up to JAX 0.8.
-    return kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma
+    return kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma  # up to JAX 0.8
 
 
 _QUICK = {

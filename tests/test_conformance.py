@@ -8,15 +8,17 @@ what a wrapper computes is checked on `ddc_adamw` with a short list of gauges.
 import copy
 import functools
 import operator
+import pickle
 from collections.abc import Callable
 from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import nnx, serialization
 from flax.core import FrozenDict
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -171,6 +173,17 @@ def test_update_without_params_is_refused(case: TransformCase) -> None:
     tx, params = case.make(SHORT), _params()
     with refused("without params", case.name.split("/")[0]):
         tx.update(params, jax.eval_shape(tx.init, params))
+
+
+@rows
+def test_formats_restore_states_bit_by_bit(case: TransformCase) -> None:
+    params = _params()
+    tx, draw = case.make(EVERY_KIND), np.random.default_rng(0)
+    shapes = jax.eval_shape(tx.init, params)
+    state = jax.tree.map(lambda x: draw.integers(64, size=x.shape).astype(x.dtype), shapes)
+    stored = serialization.from_bytes(shapes, serialization.to_bytes(state))
+    for restored in (stored, pickle.loads(pickle.dumps(state)), copy.deepcopy(state)):
+        chex.assert_trees_all_equal(restored, state)
 
 
 # One run per device -------------------------------------------------------------------------------

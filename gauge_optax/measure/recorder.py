@@ -137,7 +137,8 @@ class Recorder:
 
 
 def _plain(value: Any) -> Any:
-    """Converts a reading for JSON: arrays to numbers or lists, and a NamedTuple to a dict."""
+    """Converts a reading for JSON: arrays to numbers or lists, and a NamedTuple or `Figures` to a dict."""
     if hasattr(value, "_asdict"):
-        value = value._asdict()
+        named = value if hasattr(value, "keys") else value._asdict()
+        value = {name: _plain(x) for name, x in named.items()}
     return jax.tree.map(lambda x: np.asarray(x).tolist() if hasattr(x, "dtype") or isinstance(x, float) else x, value)

@@ -21,6 +21,7 @@ from gauge_optax.errors import binding_error
 from gauge_optax.gauges.bound import bound
 from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.linalg import inverse_gram, real_dtype
+from gauge_optax.optimizers._quotient import require_first_outside
 from gauge_optax.optimizers.sides import channel_sides, matrix_sides
 from gauge_optax.parts.heads import BASIS
 from gauge_optax.parts.part import changed, name_of
@@ -159,6 +160,7 @@ def scale_by_opposite_gram(
 
     def init(params: optax.Params) -> ScaleByOppositeGramState:
         s = _checked_slice(group, params)
+        require_first_outside(_NAME, s)
         if always:
             return ScaleByOppositeGramState((), ())
         zeros = zeros_of(jax.eval_shape(lambda p: inverses_at(s, p), params))

@@ -20,6 +20,7 @@ from gauge_optax.frozen import frozen_beside_others
 from gauge_optax.gauges.balance import balance_beside
 from gauge_optax.gauges.bound import bound
 from gauge_optax.gauges.gauge import Gauge, Gauges, Product, product
+from gauge_optax.optimizers._quotient import require_first_outside
 from gauge_optax.states.moves import Move, MovingPart
 from gauge_optax.states.statistics import require_no_statistics_behind
 from gauge_optax.states.transport import ON_UNKNOWN, transported_state
@@ -122,6 +123,8 @@ def gauge_fix(
     def init(params: optax.Params) -> GaugeFixState:
         b = bound(group.gauges, params)  # raises where a binding does not fit
         require_no_statistics_behind(_NAME, b.slice, params)
+        around = "put it around: go.orbit.gauge_fix(go.quotient(optimizer, gauges), gauges), with both lists in one"
+        require_first_outside(_NAME, b.slice, again=False, remedy=around)
         return empty(params)._replace(frozen=dict.fromkeys(sorted(frozen_beside_others(_NAME, within, params)), ()))
 
     def update(updates: Any, state: GaugeFixState, params: Any, **extra: Any) -> tuple[Any, GaugeFixState]:

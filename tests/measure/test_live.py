@@ -182,7 +182,8 @@ def test_figures_are_those_of_numpy_after_every_other_step(x64: None) -> None:
         ratio = 0.5 * np.log(np.mean(block["up"] ** 2, 0) / np.mean(block["down"] ** 2, 1))
         np.testing.assert_allclose(found.log_ratio[f"rescale/i={i}"], ratio, rtol=1e-12)
         ratios += [np.abs(np.log(query / key)).max(), np.abs(ratio).max()]
-    assert set(found.product.keys()) == {f"{name}/i={i}" for name in ("multiplier_balance", "rescale") for i in range(2)}
+    pairs = ((name, i) for name in ("multiplier_balance", "rescale") for i in range(2))
+    assert set(found.product.keys()) == {f"{name}/i={i}" for name, i in pairs}
     np.testing.assert_allclose(found.drift, max(ratios), rtol=1e-12)
     jax.tree.map(np.testing.assert_array_equal, seen[3][1], found)
 

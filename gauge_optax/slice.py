@@ -209,13 +209,14 @@ class Slice:
     @functools.cached_property
     def parts(self) -> tuple[Any, ...]:
         """All parts with a role, in the order in which they are undone."""
-        return tuple(itertools.chain(*self.by_role))
+        turns = (turn for _, turns in self.turns for turn in turns)
+        return (*(x.part for x in self.constants), *(x.part for x in self.sizes), *turns)
 
-    @functools.cached_property
+    @property
     def by_role(self) -> tuple[tuple[Any, ...], ...]:
         """The constants, the sizes and the turns, each in the order in which they are undone."""
-        turns = tuple(turn for _, turns in self.turns for turn in turns)
-        return tuple(x.part for x in self.constants), tuple(x.part for x in self.sizes), turns
+        first, last = len(self.constants), len(self.constants) + len(self.sizes)
+        return self.parts[:first], self.parts[first:last], self.parts[last:]
 
     @property
     def acting(self) -> tuple[Any, ...]:

@@ -153,6 +153,7 @@ def test_nothing_is_raised_at_the_first_step_or_later(name: str, jitted: bool) -
         _preflight(tx, params, mlp_loss, state)
 
 
+@pytest.mark.slow_rows("ddc_adamw-*")
 @pytest.mark.parametrize(
     ("make", "name"), [(go.quotient_adamw, "norm_scale/one_plus"), (go.ddc_adamw, "product/latent_split")]
 )

@@ -91,7 +91,8 @@ def quotient(
 
     Raises:
       ValueError: bindings that do not fit the tree, gauges that do not commute; `frozen` that does not fit the tree;
-        `update` without params.
+        gauges of `inner` that move a leaf of this list, unless those here only add and those there only multiply or
+        rotate, or none here and all there rotate; `update` without params.
 
     >>> gauge = go.rescale(up={"up": "_ channel"}, down={"down": "channel _"})
     >>> params = {"up": jnp.ones((2, 3)), "down": jnp.full((3, 1), 0.5)}
@@ -160,7 +161,9 @@ def quotient_for(
             inner_state = inner.init(point)
         finally:
             _outside.pop()
-        return QuotientState(frame, inner_state, {} if pin else no_offset(s, frame.elements))
+        offset = {} if pin else no_offset(s)
+        offset = varying_like(offset, {label: frame.elements[label] for label in offset})
+        return QuotientState(frame, inner_state, offset)
 
     def empty(params: Any) -> QuotientState:
         return QuotientState(placeholder(), inner.init(params), {} if pin else placeholder())
@@ -225,19 +228,15 @@ def slice_gradient(s: Slice, entered: Undone, updates: Any, without_constants: b
     return s.without_roundoff(entered.point, with_leaves(updates, gradient))
 
 
-def no_offset(s: Slice, f: Elements) -> Elements:
-    """The offset before the first step with `pin=False`: label → identity, for every size that `fix` undoes.
-
-    `f` has the elements of the frame, which inside `jax.shard_map` vary over the axes over which the offset will vary.
-    """
-    sizes = [part for part, _, _ in s.sizes if part.label not in s.not_fixed]
-    return {part.label: varying_like(part.identity(), f[part.label]) for part in sizes}
+def no_offset(s: Slice) -> Elements:
+    """The offset before the first step with `pin=False`: label → identity, for every size that `fix` undoes."""
+    return {part.label: part.identity() for part, _, _ in s.sizes if part.label not in s.not_fixed}
 
 
 def _frame_of(name: str, s: Slice, state: QuotientState, pin: bool) -> Elements:
     """Returns the elements of F. Raises ValueError for a state that other gauges or another `pin` made."""
     f = s.checked(state.frame)
-    if set(state.offset) != set({} if pin else no_offset(s, f)):
+    if set(state.offset) != set({} if pin else no_offset(s)):
         made, wanted = ("False", "True") if pin else ("True", "False")
         raise binding_error(
             name,

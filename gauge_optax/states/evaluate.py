@@ -116,7 +116,7 @@ def restart(
             "restart", "another structure of the inner state", str(jax.tree.structure(made.inner_state))[:200],
             str(jax.tree.structure(inside.inner_state))[:200], "give restart the optimizer that made the state")
     if choose is None and inside.offset:  # a fresh inner optimizer starts at the slice point, without an offset
-        made = made._replace(offset=no_offset(_slice(inside, params), inside.frame.elements))
+        made = made._replace(offset=no_offset(_slice(inside, params)))
     return jax.tree.map(lambda node: made if _is_quotient(node) else node, state, is_leaf=_is_quotient)
 
 

@@ -90,7 +90,8 @@ def gauge_fix(
 
     Raises:
       ValueError: `every` that is no positive int, `strength` outside (0, 1], an unknown `on_unknown`; at `init`, gauges
-        that do not fit the parameters, or running statistics of BatchNorm among them that would not fit the moved
+        that do not fit the parameters, a `quotient` around it with gauges of the same leaves, which would undo the
+        move, or running statistics of BatchNorm among them that would not fit the moved
         weights; at the first update, a state that cannot move along, as Adam's under `head_linear` (use
         `go.quotient_adamw`, or choose another `on_unknown`); `update` without params.
 

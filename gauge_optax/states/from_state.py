@@ -83,7 +83,7 @@ def from_state(
         inner_state = jax.tree.map(cast, plain, expected)
         frame = Frame(elements | {turn.label: turn.identity() for _, turns in s.turns for turn in turns}, live)
     frame, inner_state = sharding.restore(frame), sharding.restore(inner_state, like=state)
-    return QuotientState(frame, inner_state, {} if pin else no_offset(s, frame.elements))
+    return QuotientState(frame, inner_state, {} if pin else no_offset(s))
 
 
 def _check_structure(state: Any, expected: Any) -> None:

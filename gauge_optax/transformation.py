@@ -128,8 +128,8 @@ def transformation(
 
         # Only the outermost transformation records its gradient for `go.check`. Transformations inside it get slice
         # gradients, which are zero for a norm's scale, so that `go.check` would report this leaf as frozen.
-        if not _running:
-            record_gradient(updates)
+        for record in _recorders if not _running else ():
+            record.append((updates, None, None))
         _running.append(None)
         try:
             return layout((updates, params)).run(plain, updates, state, params, extra, like=(updates, state))

@@ -155,10 +155,12 @@ def checked_inner(name: str, inner: Any) -> GaugeTransformation:
     gauges, rules, inner = with_gauges_of(inner), getattr(inner, "rules", None), optax.with_extra_args_support(inner)
 
     def update_fn(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        before = [len(record) for record in _recorders]
         with explain_state_mismatch(name, inner, state, params):
             steps, state = inner.update(updates, state, params, **extra)
-        for record in _recorders:
-            record.append((updates, steps, params))
+        for record, count in zip(_recorders, before, strict=True):
+            if len(record) == count:  # otherwise a transformation inside, such as a `quotient`, may hold anchors still
+                record.append((updates, steps, params))
         return steps, state
 
     return GaugeTransformation(inner.init, update_fn, gauges, rules)
@@ -168,12 +170,19 @@ _recorders: list[list[tuple[Any, Any, Any]]] = []
 _running: list[None] = []  # one per transformation of this library whose update is being traced
 
 
+def record_gradient(gradient: Any) -> None:
+    """Records the gradient of an optimizer that wraps no other, and whose steps may hold anchors still."""
+    for record in _recorders:
+        record.append((gradient, None, None))
+
+
 @contextlib.contextmanager
 def recording() -> Iterator[list[tuple[Any, Any, Any]]]:
     """Collects triples (gradients, steps, parameters) while an update runs.
 
     The outermost transformation of this library adds (its gradients, None, None). Every optimizer that such a
-    transformation wraps adds the gradients that it gets, the steps that it returns, and the parameters that it sees.
+    transformation wraps adds the gradients that it gets, the steps that it returns, and the parameters that it sees,
+    unless one inside has added something.
     """
     _recorders.append([])
     try:

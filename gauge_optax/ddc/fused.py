@@ -45,7 +45,13 @@ from gauge_optax.parts.part import Arrays, Constant, Part, Turn, changed
 from gauge_optax.parts.sizes import Factor
 from gauge_optax.parts.stream import Stream
 from gauge_optax.slice import Elements, Slice
-from gauge_optax.transformation import GaugeTransformation, cast_like, explain_state_mismatch, transformation
+from gauge_optax.transformation import (
+    GaugeTransformation,
+    cast_like,
+    explain_state_mismatch,
+    record_gradient,
+    transformation,
+)
 from gauge_optax.xla import computed_twice, not_fused_with_spread
 
 
@@ -72,6 +78,7 @@ def fused_ddc(
         s = bound(group.gauges, params).slice
         if not _applies(s):
             return plain.update(updates, state, params, **extra)
+        record_gradient(updates)
         f = s.checked(state.frame)
         with explain_state_mismatch(name, plain, state, params):
             past: ScaleByDDCState = state.inner_state[0]

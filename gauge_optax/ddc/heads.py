@@ -37,6 +37,7 @@ from gauge_optax.linalg import (
 from gauge_optax.parts.heads import by_size, stack_heads, unstack_heads
 from gauge_optax.parts.part import Arrays
 from gauge_optax.slice import Slice
+from gauge_optax.xla import varying_like
 
 Scalar = float | jax.Array
 V_MODES = ("body_frame_topk", "body_frame", "per_head_scalar", "per_head_matrix", "none")
@@ -150,7 +151,8 @@ def init_heads(s: Slice, point: Arrays, v_mode: str, paper: bool = False) -> Hea
     if v_mode.startswith("body_frame"):
         bases = tuple(_eigenbasis(_grams(turns, point), paper) for turns in by_size(s.heads))
     if v_mode == "per_head_matrix":
-        outer = tuple(jnp.zeros((*t.shape, t.size, t.size), real_dtype()) for t in s.heads for _ in t.blocks)
+        blocks = [(b, jnp.zeros((*t.shape, t.size, t.size), real_dtype())) for t in s.heads for b in t.blocks]
+        outer = tuple(varying_like(zeros, point[b.path]) for b, zeros in blocks)
     return HeadMoments(bases, outer, jnp.zeros((), jnp.int32))
 
 

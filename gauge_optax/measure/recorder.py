@@ -147,9 +147,10 @@ class Recorder:
 
 
 def _plain(name: str, value: Any) -> Any:
-    """Converts a reading for JSON: arrays to numbers or lists, and a NamedTuple to a dict."""
+    """Converts a reading for JSON: arrays to numbers or lists, and a NamedTuple or `Figures` to a dict."""
     if hasattr(value, "_asdict"):
-        value = value._asdict()
+        named = value if hasattr(value, "keys") else value._asdict()
+        return {key: _plain(name, x) for key, x in named.items()}
     try:
         plain = jax.tree.map(
             lambda x: np.asarray(x).tolist() if hasattr(x, "dtype") or isinstance(x, float) else x, value

@@ -30,6 +30,7 @@ frames; docs/design.md §3.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -42,7 +43,7 @@ from gauge_optax.errors import binding_error
 from gauge_optax.linalg import real_dtype, roundoff
 from gauge_optax.parts import heads
 from gauge_optax.parts.order import Place, anchor_key, by_label, check_commute, in_order, others_of, turns_by_class
-from gauge_optax.parts.part import Arrays, Constant, Part, Size, Turn, changed, moves, name_of
+from gauge_optax.parts.part import Arrays, Constant, Part, Size, Turn, changed, moves, name_of, overlaps
 from gauge_optax.xla import recomputed_after
 
 VERSION = 4  # version of the meaning of optimizer states; a state of another version raises an error
@@ -212,6 +213,12 @@ class Slice:
         return (*(x.part for x in self.constants), *(x.part for x in self.sizes), *turns)
 
     @property
+    def by_role(self) -> tuple[tuple[Any, ...], ...]:
+        """The constants, the sizes and the turns, each in the order in which they are undone."""
+        first, last = len(self.constants), len(self.constants) + len(self.sizes)
+        return self.parts[:first], self.parts[first:last], self.parts[last:]
+
+    @property
     def acting(self) -> tuple[Any, ...]:
         """All parts, in the order in which they act on a point: turns, sizes, constants, permutations."""
         return (*reversed(self.parts), *self.free)
@@ -267,6 +274,10 @@ class Slice:
                     f"{block.shape}, the parameter's",
                     "pass gradients or updates of the very parameters that are passed as params",
                 )
+            if jnp.iscomplexobj(leaves[block.path]):  # a cast would drop the imaginary part
+                raise binding_error(
+                    "gauges", f"a complex update for '{block.path}'", str(jnp.result_type(leaves[block.path])),
+                    "real numbers, as the parameter's", "take the real part: jnp.real(update)")
         return {b.path: jnp.broadcast_to(jnp.asarray(leaves[b.path], dtype), b.shape) for b in self.blocks}
 
     def checked(self, frame: Frame) -> Elements:
@@ -295,6 +306,34 @@ class Slice:
         for turn, path in self.without_norm_scale:
             problem, expected = f"the norm's scale '{path}' is not divided out", "the go.norm_scale gauge of that norm"
             raise binding_error(name_of(turn), problem, "no norm_scale of it", expected, "add it to the list of gauges")
+
+    def require_first(self, name: str, inside: "Slice", again: bool, remedy: str) -> None:
+        """Raises ValueError unless all parts of this slice may be undone before those of a transformation inside.
+
+        They may if they have other entries, or an earlier role, as in the order in which one slice of all of them would
+        be entered. Otherwise what this slice reads would depend on the elements of the parts inside, and twins would
+        have different slice points.
+
+        Args:
+          name: the public function that made the transformation inside.
+          inside: its slice.
+          again: whether it may have parts of this slice too. On this slice their elements are identities.
+          remedy: what to write instead.
+        """
+        for role, parts in enumerate(inside.by_role):
+            for p, q in itertools.product(itertools.chain(*self.by_role[role:]), parts):
+                pairs = itertools.product((*p.blocks, *p.passes), (*q.blocks, *q.passes))
+                shared = [a.path for a, b in pairs if a.path == b.path and overlaps(a, b)]
+                if shared and not (again and q in self.parts):
+                    raise binding_error(
+                        name,
+                        f"inside a quotient that moves '{shared[0]}' too",
+                        f"{name_of(p)} outside, {name_of(q)} inside",
+                        "gauges of other leaves; of one leaf, outside only gauges that add, or, if all gauges inside "
+                        "rotate, gauges that add or multiply",
+                        remedy,
+                    )
+        check_commute([*self.parts, *(q for q in inside.parts if q not in self.parts)])
 
     # Entering the slice, fixing a point and holding a step --------------------------------------------------
 

@@ -20,7 +20,7 @@ from gauge_optax.binding import leaves_by_path, match
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauge, Gauges, Product, bind, product
 from gauge_optax.parts.part import Arrays
-from gauge_optax.transformation import require_key
+from gauge_optax.transformation import require_differentiable, require_key, require_no_tracers
 from gauge_optax.xla import quick_options
 
 LossFn = Callable[[Any], jax.Array]
@@ -83,6 +83,7 @@ def assert_invariant(
     >>> go.testing.assert_invariant(loss, params, relu, jax.random.key(0))
     """
     require_key("assert_invariant", key)
+    require_no_tracers("assert_invariant", params)
     group = product(gauges)
     rtol = tolerance("invariant", params) if rtol is None else rtol
     before = loss_fn(params)
@@ -123,6 +124,7 @@ def assert_horizontal(
     >>> shift = go.logit_shift({"w": "_ vocab"})
     >>> go.testing.assert_horizontal({"w": jnp.array([[1.0, -1.0]])}, params, shift)
     """
+    require_no_tracers("assert_horizontal", updates, params)
     group = product(gauges)
     rtol = tolerance("horizontal", params) if rtol is None else rtol
     shapes = [{path: jnp.shape(x) for path, x in leaves_by_path(tree).items()} for tree in (updates, params)]
@@ -193,6 +195,8 @@ def assert_equivariant_step(
     >>> go.testing.assert_equivariant_step(tx, loss, params, relu, key, steps=3)
     """
     require_key("assert_equivariant_step", key)
+    require_no_tracers("assert_equivariant_step", params)
+    require_differentiable("assert_equivariant_step", params)
     group = product(gauges)
     leaf_tolerance = tolerance("equivariant", params) if rtol is None else rtol
     loss_tolerance = tolerance("loss", params) if rtol is None else rtol

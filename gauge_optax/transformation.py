@@ -116,11 +116,13 @@ def transformation(
     """
 
     def init_fn(params: optax.Params) -> Any:
+        require_numbers(name, params)
         return init_empty(params) if is_empty(params) else init(params)
 
     def update_fn(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         require_params(name, params)
         require_gradients(name, updates)
+        updates = jax.tree.map(jnp.asarray, updates)  # Python numbers have no dtype
         if not all(hasattr(state, field) for field in getattr(state_type, "_fields", ())):
             raise _not_a_state(name, state, state_type)
 
@@ -153,10 +155,12 @@ def checked_inner(name: str, inner: Any) -> GaugeTransformation:
     gauges, rules, inner = with_gauges_of(inner), getattr(inner, "rules", None), optax.with_extra_args_support(inner)
 
     def update_fn(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        before = [len(record) for record in _recorders]
         with explain_state_mismatch(name, inner, state, params):
             steps, state = inner.update(updates, state, params, **extra)
-        for record in _recorders:
-            record.append((updates, steps, params))
+        for record, count in zip(_recorders, before, strict=True):
+            if len(record) == count:  # otherwise a transformation inside, such as a `quotient`, may hold anchors still
+                record.append((updates, steps, params))
         return steps, state
 
     return GaugeTransformation(inner.init, update_fn, gauges, rules)
@@ -166,12 +170,19 @@ _recorders: list[list[tuple[Any, Any, Any]]] = []
 _running: list[None] = []  # one per transformation of this library whose update is being traced
 
 
+def record_gradient(gradient: Any) -> None:
+    """Records the gradient of an optimizer that wraps no other, and whose steps may hold anchors still."""
+    for record in _recorders:
+        record.append((gradient, None, None))
+
+
 @contextlib.contextmanager
 def recording() -> Iterator[list[tuple[Any, Any, Any]]]:
     """Collects triples (gradients, steps, parameters) while an update runs.
 
     The outermost transformation of this library adds (its gradients, None, None). Every optimizer that such a
-    transformation wraps adds the gradients that it gets, the steps that it returns, and the parameters that it sees.
+    transformation wraps adds the gradients that it gets, the steps that it returns, and the parameters that it sees,
+    unless one inside has added something.
     """
     _recorders.append([])
     try:
@@ -182,7 +193,7 @@ def recording() -> Iterator[list[tuple[Any, Any, Any]]]:
 
 def in_computing_dtype(leaf: Any) -> jax.Array:
     """Returns a leaf in the dtype in which gauges compute; a complex leaf, which no gauge binds, as it is."""
-    return leaf if jnp.iscomplexobj(leaf) else jnp.asarray(leaf, real_dtype())
+    return jnp.asarray(leaf, None if jnp.iscomplexobj(leaf) else real_dtype())
 
 
 def cast_like(leaves: Mapping[str, jax.Array], tree: Any) -> dict[str, jax.Array]:
@@ -199,7 +210,7 @@ def in_dtype_of(tree: Any, leaves: Mapping[str, jax.Array]) -> Any:
 def stepped(gauge: Any, params: Any, updates: Any) -> Any:
     """Returns the parameters with the updates added to the leaves that a gauge binds; other leaves do not change."""
     leaves, steps = leaves_by_path(params), gauge._bound(params).slice.vectors(updates)
-    return with_leaves(params, {path: optax.apply_updates(leaves[path], step) for path, step in steps.items()})
+    return in_dtype_of(params, {path: in_computing_dtype(leaves[path]) + step for path, step in steps.items()})
 
 
 def placeholder() -> jax.Array:
@@ -357,7 +368,7 @@ def with_sharding_of(like: Tree, tree: Tree) -> Tree:
 
     def tied(target: Any, x: Any) -> Any:
         if isinstance(target, jax.core.Tracer) and jnp.issubdtype(target.dtype, jnp.floating):
-            return jnp.where(jnp.greater(target, jnp.inf), target, x)
+            return jnp.where(jnp.greater(target, jnp.inf), target.astype(x.dtype), x)
         return x
 
     return jax.tree.map(tied, like, tree)
@@ -406,19 +417,44 @@ def require_gradients(transformation: str, updates: Any) -> None:
                 "differentiate floating-point leaves alone, or leave integers out by optax.masked")
 
 
+def require_numbers(function: str, params: Any) -> None:
+    """Raises ValueError for a leaf that holds no numbers, such as a function, a string or a typed PRNG key."""
+    for path, leaf in jax.tree.leaves_with_path(params):
+        dtype = getattr(leaf, "dtype", None)
+        if jnp.issubdtype(dtype, jax.dtypes.extended) if dtype else not isinstance(leaf, bool | int | float | complex):
+            where = jax.tree_util.keystr(path, simple=True, separator="/")
+            raise binding_error(
+                function, f"a leaf that is no array of numbers, '{where}'",
+                str(dtype or type(leaf).__name__), "a tree of arrays of numbers",
+                "filter the module first: nnx.state(model, nnx.Param), eqx.filter(model, eqx.is_inexact_array)")
+
+
+def require_differentiable(function: str, params: Any) -> None:
+    """Raises ValueError for a leaf by which a loss has no gradient: anything but real or complex numbers."""
+    require_numbers(function, params)
+    for path, leaf in leaves_by_path(params).items():
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+            raise binding_error(
+                function, f"a leaf that has no gradient, '{path}'", str(jnp.result_type(leaf)), "floating-point leaves",
+                "pass a tree without it, and let the function close over it")
+
+
 def require_values(transformation: str, params: Any) -> None:
     """Raises ValueError if `init` was called with leaves that are not arrays, or with shapes in place of arrays."""
-    for path, leaf in jax.tree.leaves_with_path(params):
-        if not hasattr(leaf, "dtype") and not isinstance(leaf, bool | int | float | complex):
-            raise binding_error(
-                transformation, f"a leaf that is no array, '{jax.tree_util.keystr(path, simple=True, separator='/')}'",
-                type(leaf).__name__, "a tree of arrays",
-                "filter the module first: nnx.state(model, nnx.Param), eqx.filter(model, eqx.is_array)")
+    require_numbers(transformation, params)
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
         raise binding_error(
             transformation, "init was called with shapes alone", "jax.ShapeDtypeStruct leaves",
             "arrays: the frame is computed from their values",
             "write jax.eval_shape(tx.init, params) for the shapes of the state")
+
+
+def require_no_tracers(function: str, *trees: Any) -> None:
+    """Raises ValueError inside `jit` and `vmap`, for a function that decides by the values of arrays."""
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(trees)):
+        raise binding_error(
+            function, "called inside jit, vmap or grad", "tracers", "arrays, whose values it looks at",
+            f"call {function} outside jit, with arrays")
 
 
 def require_choice(transformation: str, argument: str, value: object, choices: Sequence[str]) -> None:

@@ -6,7 +6,7 @@ wide layer (d = 2048, f = 8192), divided by AdamW's peak.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -73,6 +73,60 @@ def computed_twice(numbers: jax.Array) -> jax.Array:
     peak from 1.37 to 1.27.
     """
     return jax.lax.select(jnp.abs(numbers) > 0, numbers, -numbers)
+
+
+# Inside `jax.shard_map` an array's type says over which axes of the mesh it varies, that is, along which axes devices
+# hold different numbers. A constant varies over none. JAX wants all branches of a `cond`, and all rounds of a loop, to
+# return arrays of one type. Outside `shard_map` the next four functions add nothing to a program.
+
+
+def varying_like(tree: Tree, kinds: Any) -> Tree:
+    """Returns `tree`, whose arrays also vary over the mesh axes over which those of `kinds`, arrays or shapes, vary."""
+
+    def varying(x: Any, kind: Any) -> Any:
+        axes = tuple(sorted(_varies_over(kind) - _varies_over(x)))
+        if not axes:
+            return x
+        lax: Any = jax.lax
+        return lax.pcast(x, axes, to="varying") if hasattr(lax, "pcast") else lax.pvary(x, axes)  # up to JAX 0.8
+
+    return jax.tree.map(varying, tree, kinds)
+
+
+def zeros_of(shapes: Any) -> Any:
+    """Returns zeros for a tree of `jax.ShapeDtypeStruct`, as `jax.eval_shape` makes it, which vary over its axes."""
+    return varying_like(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), shapes)
+
+
+def cond(predicate: jax.Array, first: Callable[..., Tree], second: Callable[..., Tree], *operands: Any) -> Tree:
+    """Returns `jax.lax.cond` of the same arguments, where the branches may return arrays that vary over other axes."""
+    if not _in_shard_map():
+        return jax.lax.cond(predicate, first, second, *operands)
+    kinds = [jax.eval_shape(branch, *operands) for branch in (first, second)]
+
+    def alike(branch: Callable[..., Tree]) -> Callable[..., Tree]:
+        return lambda *x: functools.reduce(varying_like, kinds, branch(*x))
+
+    return jax.lax.cond(predicate, alike(first), alike(second), *operands)
+
+
+def while_loop(unfinished: Callable[[Tree], Any], body: Callable[[Tree], Tree], start: Tree) -> Tree:
+    """Returns `jax.lax.while_loop` of the same arguments, where rounds may make arrays vary over further axes."""
+    if not _in_shard_map():
+        return jax.lax.while_loop(unfinished, body, start)
+    before = None
+    while (types := jax.tree.map(jax.typeof, start)) != before:
+        before, start = types, varying_like(start, jax.eval_shape(body, start))
+    return jax.lax.while_loop(unfinished, lambda carry: varying_like(body(carry), start), start)
+
+
+def _in_shard_map() -> bool:
+    return bool(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def _varies_over(x: Any) -> frozenset[str]:
+    kind: Any = jax.typeof(x)
+    return kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma  # up to JAX 0.8
 
 
 _QUICK = {

@@ -153,6 +153,17 @@ def test_nothing_is_raised_at_the_first_step_or_later(name: str, jitted: bool) -
         _preflight(tx, params, mlp_loss, state)
 
 
+@pytest.mark.slow_rows("ddc_adamw-*")
+@pytest.mark.parametrize(
+    ("make", "name"), [(go.quotient_adamw, "norm_scale/one_plus"), (go.ddc_adamw, "product/latent_split")]
+)
+def test_nothing_is_raised_for_an_optimizer_that_another_watches(make: Any, name: str, x64: None) -> None:
+    """It keeps a norm's scale where it is, and no mask does."""
+    case: Any = REGISTER[name]
+    tx = go.measure.track(make(1e-2, case.gauges()), case.gauges())
+    _preflight(tx, case.params(jax.random.key(1)), case.loss)
+
+
 @pytest.mark.slow_rows("inner[12]")
 @pytest.mark.parametrize("inner", [optax.sgd(3e-3), optax.sgd(0.01, 0.9), optax.adagrad(0.1)])
 def test_nothing_is_raised_later_for_an_optimizer_without_a_counter(inner: Any, x64: None) -> None:

@@ -8,16 +8,20 @@ what a wrapper computes is checked on `ddc_adamw` with a short list of gauges.
 import copy
 import functools
 import operator
+import pickle
 from collections.abc import Callable
 from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import nnx, serialization
 from flax.core import FrozenDict
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import gauge_optax as go
 from gauge_optax.binding import leaves_by_path
@@ -169,6 +173,51 @@ def test_update_without_params_is_refused(case: TransformCase) -> None:
     tx, params = case.make(SHORT), _params()
     with refused("without params", case.name.split("/")[0]):
         tx.update(params, jax.eval_shape(tx.init, params))
+
+
+@rows
+def test_formats_restore_states_bit_by_bit(case: TransformCase) -> None:
+    params = _params()
+    tx, draw = case.make(EVERY_KIND), np.random.default_rng(0)
+    shapes = jax.eval_shape(tx.init, params)
+    state = jax.tree.map(lambda x: draw.integers(64, size=x.shape).astype(x.dtype), shapes)
+    stored = serialization.from_bytes(shapes, serialization.to_bytes(state))
+    for restored in (stored, pickle.loads(pickle.dumps(state)), copy.deepcopy(state)):
+        chex.assert_trees_all_equal(restored, state)
+
+
+# One run per device -------------------------------------------------------------------------------
+
+
+def _on_each_device(function: Callable[..., Tree]) -> Callable[..., Tree]:
+    """In `shard_map`, of trees with an axis of devices in front. Types are those of any number of devices."""
+    mesh = jax.make_mesh((1,), ("device",), axis_types=(AxisType.Auto,))
+    own = lambda *trees: jax.tree.map(lambda x: x[None], function(*jax.tree.map(lambda x: x[0], trees)))  # noqa: E731
+    return jax.shard_map(own, mesh=mesh, in_specs=P("device"), out_specs=P("device"))
+
+
+def _two_steps(case: TransformCase, params: Tree) -> Tree:
+    tx = case.make(EVERY_KIND)
+    state = tx.init(params)
+    first, after = tx.update(params, state, params)
+    assert jax.tree.map(jax.typeof, state) == jax.tree.map(jax.typeof, after)
+    return first, tx.update(params, after, params)[0]
+
+
+@rows
+def test_every_device_may_have_weights_of_its_own(case: TransformCase) -> None:
+    """The types of a state, which say over which devices it varies, are from `init` on those of every step."""
+    each = _on_each_device(functools.partial(_two_steps, case))
+    jax.eval_shape(each, jax.tree.map(lambda x: x[None], _params()))
+
+
+@pytest.mark.parametrize(
+    "case", [c for c in TRANSFORM_CASES if c.name in ("gauge_fix/adam", "scale_by_opposite_gram/stale")], ids=name
+)
+def test_on_its_device_a_run_computes_the_same(case: TransformCase) -> None:
+    steps = functools.partial(_two_steps, case)
+    each = jit(_on_each_device(steps))(jax.tree.map(lambda x: x[None], _params()))
+    _close(jax.tree.map(lambda x: x[0], each), steps(_params()))
 
 
 # Containers ---------------------------------------------------------------------------------------

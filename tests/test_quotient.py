@@ -17,6 +17,7 @@ import pytest
 import gauge_optax as go
 from tests.cases import GAUGE_CASES
 from tests.quick import jit
+from tests.refusals import refused
 from tests.tolerances import tolerance
 from tests.twins import normal, stepper
 
@@ -176,3 +177,46 @@ def test_init_is_one_state_inside_jit_and_outside(name: str) -> None:
     init = OURS[name](LORA).init
     for inside in (jax.jit(lambda: init(params))(), jax.jit(init)(params)):
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6), inside, init(params))
+
+
+# One inside another -------------------------------------------------------------------------------
+
+
+SHIFT = go.logit_shift({"out": "_ _ vocab"})
+NORM = go.norm_scale({"norm": "channel"}, {"value": "channel _ _"})
+SCALE = go.rescale({"value": "_ head _"}, {"out": "head _ _"})
+TURN = go.head_rotation({"value": "_ head basis", "out": "head basis _"})
+NET = {"norm": (12,), "value": (12, 2, 3), "out": (2, 3, 5)}
+Nested = optax.GradientTransformation
+
+
+def _net_loss(p: Tree) -> jax.Array:
+    logits = jnp.einsum("bi,i,ihd,hdo->bo", jnp.asarray(X), p["norm"], p["value"], p["out"])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, np.arange(16) % 5).mean()
+
+
+@pytest.mark.parametrize("make", [
+    lambda inner: go.quotient(go.quotient(inner, [NORM, SCALE, TURN]), SHIFT),
+    lambda inner: go.quotient(go.quotient(inner, TURN), [NORM, SCALE, SHIFT]),
+    lambda inner: go.quotient(go.quotient(inner, [TURN, NORM]), [SHIFT, NORM, SCALE]),
+], ids=["what multiplies", "what rotates", "again"])
+def test_twins_stay_twins_with_gauges_inside_that_are_undone_later(make: Callable[..., Nested], x64: None) -> None:
+    """At a norm's scale of zero too, which is read from a leaf that the gauges inside move."""
+    params, gauges = normal(0, NET), [SHIFT, NORM, SCALE, TURN]
+    params["norm"] = params["norm"].at[1].set(0.0)
+    tx, key = make(optax.adamw(1e-2, weight_decay=0.1)), jax.random.key(1)
+    go.testing.assert_equivariant_step(tx, _net_loss, params, gauges, key, steps=5, rtol=1e-10)
+
+
+@pytest.mark.parametrize(("inside", "outside"), [
+    (lambda: go.quotient(optax.adam(1e-2), NORM), [SCALE, SHIFT]),
+    (lambda: go.quotient_muon(1e-2, SCALE), NORM),
+    (lambda: go.ddc_adamw(1e-2, SHIFT), SCALE),
+    (lambda: optax.inject_hyperparams(go.quotient_adamw)(1e-2, NORM), TURN),
+    (lambda: optax.chain(optax.adam(1e-2), go.gauge_retract(SCALE)), NORM),
+    (lambda: go.links.scale_by_opposite_gram(SCALE), NORM),
+    (lambda: go.orbit.gauge_fix(optax.adam(1e-2), SCALE), [SCALE]),
+])
+def test_other_gauges_inside_are_refused(inside: Callable[[], Nested], outside: Any) -> None:
+    with refused("inside a quotient that moves '(value|out)' too", "go.quotient(optimizer, gauges)"):
+        go.quotient(inside(), outside).init(normal(0, NET))

@@ -184,6 +184,12 @@ def test_a_state_of_another_list_is_refused(name: str) -> None:
         jax.eval_shape(lambda state: go.orbit.transport(state, params, gauges, element), state)
 
 
+def test_products_around_a_longer_list_belong_inside() -> None:
+    params, tx = noise(0), go.orbit.hold_products(go.quotient_adamw(0.03, [UNIT, TURN]), UNIT, "cap", cap=0.5)
+    with refused("another list of gauges", "put hold_products inside: go.quotient(go.orbit.hold_products("):
+        tx.update(params, tx.init(params), params)
+
+
 def test_what_does_not_move_is_given_its_identity(x64: None) -> None:
     params, tx = noise(0), go.ddc_adamw(0.03, [UNIT, TURN])
     element = ({"": jnp.ones(4)}, TURN.identity(params))

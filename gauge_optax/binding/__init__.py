@@ -4,6 +4,7 @@ from gauge_optax.binding.bind import Matched, bind, copy_key
 from gauge_optax.binding.leaves import (
     Block,
     bind_leaf,
+    in_single_or_better,
     is_empty,
     laid_out,
     leaf_shape,
@@ -32,6 +33,7 @@ __all__ = [
     "frozen_sizes",
     "group_axes",
     "hidden_match",
+    "in_single_or_better",
     "is_empty",
     "laid_out",
     "leaf_shape",

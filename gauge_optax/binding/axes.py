@@ -191,7 +191,7 @@ def solve_lengths(
       per site, the leaf's shape after its groups are split, with full lengths.
 
     Raises:
-      ValueError: wrong rank, lengths that disagree or stay unknown.
+      ValueError: wrong rank, lengths that disagree, stay unknown or are zero.
 
     >>> from gauge_optax.binding.axes import Site, parse_axes, solve_lengths
     >>> site = Site("up", "q", "(head basis) _", (12, 5), parse_axes("heads", "q", "(head basis) _"))
@@ -244,6 +244,12 @@ def solve_lengths(
                 f"give sizes={{{sizes_to_give}}}")
         splits |= solved
         pending = [item for item in pending if item not in solved]
+    for site in sites:
+        empty = next((part.name for part in site.plan.items if not part.local and lengths.get(part.name) == 0), None)
+        if empty is not None:  # without heads or channels there is nothing to move, and no size to divide by
+            raise binding_error(
+                gauge, f"no entries along '{empty}' at '{site.path}'", f"shape {site.shape}",
+                "one index of every named axis, or more", f"leave '{site.path}' out of the gauge, or of the tree")
     return lengths, [tuple(n for axis in range(len(site.shape)) for n in splits[site, axis]) for site in sites]
 
 

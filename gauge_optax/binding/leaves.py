@@ -135,6 +135,19 @@ def real_leaves(name: str, tree: Any) -> dict[str, Any]:
     return {path: leaf for path, leaf in numbers.items() if jnp.issubdtype(jnp.result_type(leaf), jnp.floating)}
 
 
+def in_single_or_better(leaf: Any) -> jax.Array:
+    """A leaf of real numbers in float64 if it is of float64, and otherwise in float32.
+
+    `jnp.promote_types` does the same, except that it raises for the 8-bit dtypes, which JAX promotes to no other.
+
+    >>> from gauge_optax.binding.leaves import in_single_or_better
+    >>> in_single_or_better(jnp.ones(2, jnp.float8_e4m3fn)).dtype
+    dtype('float32')
+    """
+    dtype = jnp.result_type(leaf)
+    return jnp.asarray(leaf, dtype if dtype == jnp.float64 else jnp.float32)
+
+
 def shared_leaves(leaves: Mapping[str, Any]) -> set[str]:
     """The paths of leaves that are one array with another leaf: deleting or donating one would delete the other.
 

@@ -45,7 +45,13 @@ from gauge_optax.parts.part import Arrays, Constant, Part, Turn, changed
 from gauge_optax.parts.sizes import Factor
 from gauge_optax.parts.stream import Stream
 from gauge_optax.slice import Elements, Slice
-from gauge_optax.transformation import GaugeTransformation, cast_like, explain_state_mismatch, transformation
+from gauge_optax.transformation import (
+    GaugeTransformation,
+    cast_like,
+    explain_state_mismatch,
+    record_gradient,
+    transformation,
+)
 from gauge_optax.xla import computed_twice, not_fused_with_spread
 
 
@@ -72,6 +78,7 @@ def fused_ddc(
         s = bound(group.gauges, params).slice
         if not _applies(s):
             return plain.update(updates, state, params, **extra)
+        record_gradient(updates)
         f = s.checked(state.frame)
         with explain_state_mismatch(name, plain, state, params):
             past: ScaleByDDCState = state.inner_state[0]
@@ -234,7 +241,8 @@ def _above(rest: jax.Array, whole: jax.Array, least: jax.Array | None) -> jax.Ar
     if rest is not whole:
         small.append(jnp.abs(rest) <= direction_tolerance(rest.dtype) * size)
     if least is not None:
-        small.append(size < least)  # false for NaN, so that NaN is passed on
+        # Float8 compares with no other dtype. The comparison is false for NaN, so that NaN is passed on.
+        small.append(jnp.asarray(size, least.dtype) < least)
     return jax.lax.select(functools.reduce(jnp.logical_or, small), jnp.zeros_like(rest), rest) if small else rest
 
 

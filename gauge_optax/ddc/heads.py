@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from gauge_optax.binding import in_single_or_better
 from gauge_optax.linalg import (
     eigenvalue_cutoff,
     inverse_sqrt_by_products,
@@ -36,6 +37,7 @@ from gauge_optax.linalg import (
 from gauge_optax.parts.heads import by_size, stack_heads, unstack_heads
 from gauge_optax.parts.part import Arrays
 from gauge_optax.slice import Slice
+from gauge_optax.xla import varying_like
 
 Scalar = float | jax.Array
 V_MODES = ("body_frame_topk", "body_frame", "per_head_scalar", "per_head_matrix", "none")
@@ -85,13 +87,14 @@ class Adam(NamedTuple):
 
     def mean(self, moment: jax.Array, gradient: jax.Array) -> jax.Array:
         """Returns the first moment with its bias corrected, and with Nesterov's look-ahead if `nesterov` is True."""
+        moment, gradient = in_single_or_better(moment), in_single_or_better(gradient)  # float8 divides by no float32
         if not self.nesterov:
             return moment / self.first_weight
         return self.b1 * moment / self.next_weight + (1 - self.b1) * gradient / self.first_weight
 
     def variance(self, moment: jax.Array) -> jax.Array:
         """Returns the second moment with its bias corrected."""
-        return moment / self.second_weight
+        return in_single_or_better(moment) / self.second_weight
 
     def without_bias(self, root: jax.Array) -> jax.Array:
         """Returns the root of the bias-corrected second moment, given the root of the second moment itself."""
@@ -148,7 +151,8 @@ def init_heads(s: Slice, point: Arrays, v_mode: str, paper: bool = False) -> Hea
     if v_mode.startswith("body_frame"):
         bases = tuple(_eigenbasis(_grams(turns, point), paper) for turns in by_size(s.heads))
     if v_mode == "per_head_matrix":
-        outer = tuple(jnp.zeros((*t.shape, t.size, t.size), real_dtype()) for t in s.heads for _ in t.blocks)
+        blocks = [(b, jnp.zeros((*t.shape, t.size, t.size), real_dtype())) for t in s.heads for b in t.blocks]
+        outer = tuple(varying_like(zeros, point[b.path]) for b, zeros in blocks)
     return HeadMoments(bases, outer, jnp.zeros((), jnp.int32))
 
 

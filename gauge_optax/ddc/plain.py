@@ -468,6 +468,6 @@ def check_ddc(s: Slice, options: Options, params: optax.Params) -> None:
     for path, leaf in leaves_by_path(params).items():
         if jnp.iscomplexobj(leaf):
             raise binding_error(
-                "scale_by_ddc", f"a complex leaf '{path}'", f"{leaf.dtype}", "real leaves",
+                "scale_by_ddc", f"a complex leaf '{path}'", f"{jnp.result_type(leaf)}", "real leaves",
                 "mask it with optax.masked, or write go.quotient(optax.adamw(...)), which leaves it to Optax",
             )

@@ -59,7 +59,7 @@ def init_vertical(s: Slice, mode: str, point: Arrays) -> VerticalMoments:
     first: Moments = jax.tree.map(jnp.zeros_like, derivatives)
     if mode != "adam":
         return VerticalMoments(first, ())
-    heads = {str(k): jnp.zeros(turn.shape, real_dtype()) for k, turn in enumerate(s.heads)}
+    heads = {str(k): turn.mean(derivatives.turning) for k, turn in enumerate(s.heads)}
     return VerticalMoments(first, jax.tree.map(jnp.zeros_like, derivatives._replace(turning=heads)))
 
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from gauge_optax.binding import leaves_by_path, with_leaves
+from gauge_optax.binding import leaves_by_path, real_leaves, with_leaves
 from gauge_optax.discovery import checks
 from gauge_optax.discovery.blocks import BlockCount, dead_in_blocks, inaccuracy, parted, rank_of, too_few, upper_bound
 from gauge_optax.discovery.checks import Outputs
@@ -26,6 +26,7 @@ from gauge_optax.discovery.lift import in_double
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauge, Gauges, product
 from gauge_optax.linalg import singular_vectors
+from gauge_optax.transformation import require_no_tracers
 
 _CHUNK = 128  # rows of the Jacobian that are computed at once
 _MOST = 12_000  # models of at most so many parameters are counted at once, larger ones in blocks
@@ -224,14 +225,16 @@ def census(
     Reference: docs/design.md §3.
     """
     batches = list(batches)
+    require_no_tracers("census", params, batches)
     if probes == 1 or probes < 0:
         raise binding_error(
             "census", "too few probes", f"probes={probes}", "0, or at least 2, for a standard error", "pass probes=2"
         )
     with jax.enable_x64(True):
-        stored = {p: np.asarray(x, np.float64) for p, x in leaves_by_path(params).items() if checks.is_float(x)}
+        arrays = {p: x for p, x in real_leaves("census", params).items() if checks.is_float(x)}
+        stored = {p: np.asarray(x, np.float64) for p, x in arrays.items()}
         total, parts = sum(x.size for x in stored.values()), product(gauges).gauges if gauges else ()
-        dtypes = {path: x.dtype for path, x in leaves_by_path(params).items() if path in stored}
+        dtypes = {path: x.dtype for path, x in arrays.items()}
         plain = in_double(lambda x, batch: fn(with_leaves(params, x), batch), stored, dtypes, batches[0])
         if outputs is None and any(part.name == "logit_shift" for part in parts):
             outputs = "logits"
@@ -354,7 +357,12 @@ def _jacobian(
         for start in tqdm(range(0, count, _CHUNK), desc="census", disable=not progress, leave=False):
             weights = rng.standard_normal((min(_CHUNK, count - start), size)) / math.sqrt(size)
             rows.append(np.asarray(pulled(dict(stored), batch, weights)))
-    return np.concatenate(rows)
+    jacobian = np.concatenate(rows)
+    if not np.isfinite(jacobian).all():
+        raise binding_error(
+            "census", "derivatives of the outputs that are not finite", "NaN or infinity", "numbers",
+            "look for a leaf or a batch in which there is one")
+    return jacobian
 
 
 def _orbit(gauge: Gauge, params: Any, stored: Mapping[str, np.ndarray], rng: np.random.Generator) -> np.ndarray:

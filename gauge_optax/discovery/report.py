@@ -39,6 +39,7 @@ from gauge_optax.discovery.trace import Trace, traced_once, walked
 from gauge_optax.discovery.write import Unwritable, shift_call, write_shift_calls, written
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauge
+from gauge_optax.transformation import require_no_tracers
 
 _POINTS = 5  # points with gradients: at one alone, units may be dead, and their moves only seem to be symmetries
 _CLOSE = 12  # by their gradients many symmetries nearly hold; at most so many are tried by a finite move
@@ -241,6 +242,7 @@ def discover(
 
     Reference: ours; docs/design.md, "Gauges found".
     """
+    require_no_tracers("discover", params, batches)
     batches = checks.checked_batches(batches, outputs, near, seed)
     checks.check_function(fn, params, batches)
     tree = leaves_by_path(params)

@@ -20,6 +20,7 @@ from gauge_optax.parts.order import others_of
 from gauge_optax.parts.part import Anchor, Arrays, Part, changed
 from gauge_optax.parts.sizes import Factor, Stretch
 from gauge_optax.slice import Elements, Slice
+from gauge_optax.xla import while_loop
 
 _MOST_ROUNDS = 200
 _Carry = tuple[tuple[Any, ...], Arrays, jax.Array, jax.Array]
@@ -136,4 +137,4 @@ def _rounds(s: Slice, x: Arrays) -> tuple[Any, ...]:
     start = tuple(part.identity() for part in parts), x, jnp.asarray(jnp.inf, real_dtype()), jnp.int32(0)
     if not coupled:
         return one_round(start)[0]
-    return jax.lax.while_loop(lambda c: (c[2] > tolerance) & (c[3] < _MOST_ROUNDS), one_round, start)[0]
+    return while_loop(lambda c: (c[2] > tolerance) & (c[3] < _MOST_ROUNDS), one_round, start)[0]

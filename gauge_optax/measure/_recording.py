@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from gauge_optax.transformation import layout
-from gauge_optax.xla import recomputed_after
+from gauge_optax.xla import cond, recomputed_after
 
 Metrics = TypeVar("Metrics")
 
@@ -58,4 +58,4 @@ def either(
     if isinstance(every, int) and every == 1:
         return sharding.replicated(record())
     # Both branches must return arrays of one sharding.
-    return jax.lax.cond(taken % every == 0, lambda: sharding.replicated(record()), lambda: sharding.replicated(last))
+    return cond(taken % every == 0, lambda: sharding.replicated(record()), lambda: sharding.replicated(last))

@@ -13,6 +13,7 @@ import optax
 
 from gauge_optax.errors import binding_error
 from gauge_optax.linalg import real_dtype
+from gauge_optax.transformation import in_computing_dtype, require_numbers
 
 
 class AdamFactors(NamedTuple):
@@ -55,7 +56,8 @@ def adam_factors(
     ([0.5, 4.0], [2.0, 0.25])
     """
     state = _only_adam("adam_factors", opt_state)
-    mean = jax.tree.map(lambda m: m.astype(real_dtype()) / (1 - b1**state.count), state.mu)
+    require_numbers("adam_factors", state.mu)
+    mean = jax.tree.map(lambda m: in_computing_dtype(m) / (1 - b1**state.count), state.mu)
     return AdamFactors(mean, jax.tree.map(lambda v: _inverse_root(v, b2, eps, eps_root, state.count), state.nu))
 
 
@@ -90,8 +92,11 @@ def adam_precondition(
     state = _only_adam("adam_precondition", opt_state)
 
     def precondition(params: Any, gradient: Any) -> Any:
+        require_numbers("adam_precondition", gradient)
+
         def stepped(v: jax.Array, at_point: jax.Array, g: jax.Array) -> jax.Array:
-            fresh = b2 * v.astype(real_dtype()) + (1 - b2) * jnp.square(at_point.astype(real_dtype()))
+            at_point, g = in_computing_dtype(at_point), in_computing_dtype(g)
+            fresh = b2 * v.astype(real_dtype()) + (1 - b2) * jnp.real(at_point * jnp.conj(at_point))
             return g * _inverse_root(fresh, b2, eps, eps_root, state.count + 1)
 
         return jax.tree.map(stepped, state.nu, grad_fn(params), gradient)

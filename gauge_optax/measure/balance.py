@@ -17,6 +17,7 @@ from gauge_optax.gauges.scale import two_sided
 from gauge_optax.measure._recording import either
 from gauge_optax.measure.live import Figures, labelled, labels
 from gauge_optax.transformation import GaugeTransformation, require_every, stepped, transformation
+from gauge_optax.xla import zeros_of
 
 _NAME = "track_balance"
 
@@ -85,7 +86,7 @@ def track_balance(gauges: Gauges, *, every: int | jax.Array = 1) -> GaugeTransfo
 
     def init(params: Any) -> TrackBalanceState:
         shapes = jax.eval_shape(lambda p: _balance(group, p, jnp.int32(0)), params)
-        return TrackBalanceState(jnp.int32(0), jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
+        return TrackBalanceState(jnp.int32(0), zeros_of(shapes))
 
     def update(updates: Any, state: TrackBalanceState, params: Any, **extra: Any) -> tuple[Any, TrackBalanceState]:
         def record() -> Balance:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from gauge_optax.orbit.merge import interpolate
+from gauge_optax.transformation import require_no_tracers
 
 
 def barrier(loss: Callable[[Any], Any], a: Any, b: Any) -> float:
@@ -29,6 +30,7 @@ def barrier(loss: Callable[[Any], Any], a: Any, b: Any) -> float:
 
     Reference: Frankle et al. 2020, linear mode connectivity; Git Re-Basin, Definition 2.1.
     """
+    require_no_tracers("barrier", a, b)
     losses = [float(loss(interpolate(a, b, step / 10))) for step in range(11)]
     chord = [(10 - step) / 10 * losses[0] + step / 10 * losses[-1] for step in range(11)]
     # NumPy's maximum of NaN and a number is NaN, Python's may be the number.

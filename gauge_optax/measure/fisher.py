@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gauge_optax.binding import leaves_by_path, real_leaves, with_leaves
+from gauge_optax.binding import in_single_or_better, leaves_by_path, real_leaves, with_leaves
 from gauge_optax.binding.paths import match
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, Product, product
@@ -40,6 +40,7 @@ from gauge_optax.measure._metric import (
     require_frame,
     tangent_of,
 )
+from gauge_optax.transformation import require_no_tracers
 from gauge_optax.xla import summed_apart
 
 _PER_DIMENSION = 100  # labels per parameter by default: the DDC paper asks for N ≥ 100·d labels
@@ -272,7 +273,7 @@ class Operator:
         for path, end, leaf in zip(self.paths, self._cuts, self._arrays.leaves.values(), strict=True):
             at = slice(int(end) - leaf.size, int(end))
             if leaf.size <= _MOST:
-                chunks = []
+                chunks = [jnp.zeros((leaf.size, 0), self._dtype)]
                 for first in range(0, leaf.size, _CHUNK):
                     count = min(_CHUNK, leaf.size - first)
                     unit = jnp.zeros((self.shape[0], count), self._dtype)
@@ -283,8 +284,8 @@ class Operator:
         return by_path
 
     def eigenvalues(self) -> np.ndarray:
-        """All eigenvalues in descending order, from the dense matrix."""
-        return np.linalg.eigvalsh(np.asarray(self.dense()))[::-1]
+        """All eigenvalues in descending order, from the dense matrix. Raises ValueError if it is not finite."""
+        return np.linalg.eigvalsh(self._finite(self.dense()))[::-1]
 
     # Without an array of d × d ------------------------------------------------------------------------------
 
@@ -354,6 +355,16 @@ class Operator:
 
     def _most_steps(self) -> int:
         return self.shape[0]
+
+    def _finite(self, matrix: jax.Array) -> np.ndarray:
+        """A matrix on the host. Raises ValueError under `jit`, and if there is a NaN or an infinity in it."""
+        require_no_tracers(self.name, matrix)
+        if not np.all(np.isfinite(host := np.asarray(matrix))):
+            raise binding_error(
+                self.name, "a matrix that is not finite", "NaN or infinity", "numbers",
+                "look for a leaf or a batch in which there is one, or for an overflow in the function",
+            )
+        return host
 
     def _estimate(self, key: jax.Array, probes: int, run: Callable[[Leaves, _Arrays], jax.Array]) -> Estimate:
         if probes < 2:
@@ -439,6 +450,7 @@ class GGN(Operator):
         """See the class."""
         curve, batches = _curves("GGN", likelihood)[0], list(batches)
         arrays = _arrays("GGN", params, batches, only)
+        _output_shapes("GGN", fn, arrays)
         super().__init__("GGN", _Rule(fn, curve), arrays._replace(labels=[None] * len(batches)))
 
 
@@ -490,6 +502,7 @@ class Fisher(Operator):
     ) -> None:
         """See the class."""
         curve, batches = _curves("Fisher", likelihood)[1], list(batches)
+        require_no_tracers("Fisher", params, batches, key)
         arrays = _arrays("Fisher", params, batches, only)
         size = sum(x.size for x in arrays.leaves.values())
         if samples is not None and samples < _PER_DIMENSION * size:
@@ -499,8 +512,7 @@ class Fisher(Operator):
                 stacklevel=2,
             )
         # One batch of outputs at a time is in memory.
-        shapes = [jax.eval_shape(fn, arrays.params, batch).shape for batch in batches]
-        rows = sum(math.prod(shape[:-1]) for shape in shapes)
+        rows = sum(math.prod(shape[:-1]) for shape in _output_shapes("Fisher", fn, arrays))
         each = max(1, -(-(samples or _PER_DIMENSION * size) // rows))
         rng, run = np.random.default_rng(np.asarray(jax.random.key_data(key)).ravel()), jax.jit(fn)
         draw = _label_shares if likelihood == "softmax" else _noise_moments
@@ -557,8 +569,7 @@ class EmpiricalFisher(Operator):
                 "EmpiricalFisher", "labels without a batch", f"{len(labels)} arrays for {len(batches)} batches",
                 "one array of labels per batch", "pass one array of labels per batch",
             )
-        for number, batch in enumerate(batches):
-            outputs = jax.eval_shape(fn, arrays.params, batch).shape
+        for number, outputs in enumerate(_output_shapes("EmpiricalFisher", fn, arrays)):
             expected = outputs[:-1] if likelihood == "softmax" else outputs
             shape = jnp.shape(labels[number]) if number < len(labels) else None
             if shape != expected:
@@ -612,7 +623,8 @@ class Quotient(Operator):
             across = [
                 jax.vmap(self._flat)(_across_all(self._rule, jax.vmap(self._split)(x), self._arrays)) for x in rows
             ]
-            along = np.asarray(eye - jnp.concatenate(across), np.float64)  # Rᵀ, with R the projection on the orbit
+            # Rᵀ, with R the projection on the orbit.
+            along = self._finite(eye - jnp.concatenate(across)).astype(np.float64)
             # R is a projection: its singular values are 0 or at least 1. Those of 0 belong to perpendicular vectors.
             sizes, right = singular_vectors(along)
             self._basis = jnp.asarray(right[sizes < 0.5], self._dtype)
@@ -732,8 +744,11 @@ def directional_fisher(operator: Operator, direction: Any) -> jax.Array:
     Reference: DDC §5.8, read before and after one step.
     """
     vector = operator.enter(direction) if isinstance(operator, Quotient) else operator.ravel(direction)
+    most = jnp.max(jnp.abs(vector), initial=0.0)
+    vector = vector / jnp.where(most == 0, 1.0, most)  # so that no square overflows
     square = vector @ vector
-    return jnp.where(square > 0, (vector @ (operator @ vector)) / jnp.where(square > 0, square, 1.0), 0.0)
+    zero = square == 0  # false for NaN, so that NaN is passed on
+    return jnp.where(zero, 0.0, (vector @ (operator @ vector)) / jnp.where(zero, 1.0, square))
 
 
 # Arrays -----------------------------------------------------------------------------------------------------
@@ -743,8 +758,7 @@ def _arrays(name: str, params: Any, batches: Sequence[Any], only: str | Sequence
     """Collects the arrays of an operator, with an empty list of labels; `only` selects the leaves."""
     if not batches:
         raise binding_error(name, "no batches", "an empty list", "at least one batch", "pass a list of batches")
-    floating = real_leaves(name, params).items()
-    leaves = {path: jnp.asarray(x, jnp.promote_types(jnp.result_type(x), jnp.float32)) for path, x in floating}
+    leaves = {path: in_single_or_better(x) for path, x in real_leaves(name, params).items()}
     patterns = [only] if isinstance(only, str) else only
     selected = leaves
     if patterns is not None:
@@ -757,12 +771,35 @@ def _arrays(name: str, params: Any, batches: Sequence[Any], only: str | Sequence
                 )
         chosen = {path for paths in hits.values() for path in paths}
         selected = {path: x for path, x in leaves.items() if path in chosen}
+    if not any(x.size for x in selected.values()):
+        raise binding_error(
+            name, "no entries to differentiate by", f"empty leaves: {', '.join(list(selected)[:6]) or 'none'}",
+            "a floating-point leaf with entries", "pass parameters, or select others",
+        )
     return _Arrays(with_leaves(params, leaves), selected, list(batches), [])
+
+
+def _output_shapes(name: str, fn: Callable[[Any, Any], Any], arrays: _Arrays) -> list[tuple[int, ...]]:
+    """Returns the shape of the outputs for each batch. Raises ValueError for outputs without rows or columns."""
+    shapes = []
+    for number, batch in enumerate(arrays.batches):
+        outputs = jax.eval_shape(fn, arrays.params, batch)
+        shape = getattr(outputs, "shape", ())
+        if not shape or not math.prod(shape):
+            raise binding_error(
+                name, f"no outputs for batch {number}", f"an array of shape {shape}" if shape else f"{outputs}",
+                "an array (…, outputs) of one row or more", "leave out empty batches, and let fn return one array",
+            )
+        shapes.append(shape)
+    return shapes
 
 
 def _label_shares(outputs: jax.Array, each: int, rng: np.random.Generator) -> np.ndarray:
     """Draws `each` labels per row of logits, and returns the share of each class, (…, classes)."""
     flat = np.asarray(outputs).reshape(-1, outputs.shape[-1])
+    if not np.all(np.isfinite(flat.max(1))):
+        raise binding_error("Fisher", "outputs that are not finite", "NaN or infinity in a row", "logits",
+                            "look for a leaf or a batch in which there is one; −inf for some classes is allowed")
     shares = np.empty(flat.shape, np.float32 if flat.dtype != np.float64 else np.float64)
     step = max(1, _ROWS // flat.shape[1])
     for at in range(0, len(flat), step):

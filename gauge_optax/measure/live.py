@@ -5,9 +5,11 @@ gradient g and a step u these are θ̂ = F⁻¹·θ, ĝ = Fᵀ·g and û = F⁻�
 from `init`. docs/design.md §3.
 """
 
-import dataclasses
+import functools
+import itertools
+import json
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, KeysView, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -28,21 +30,25 @@ from gauge_optax.transformation import (
     layout,
     placeholder,
     require_every,
+    require_numbers,
     transformation,
     with_gauges_of,
 )
+from gauge_optax.xla import zeros_of
 
 LAYERS = ("layer",)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Figures(Mapping[str, jax.Array]):
-    """A mapping of names to arrays, packed into one array: a hundred scalars in a state would slow down every step.
+class Figures(NamedTuple):
+    """Arrays with names, packed into one array: a hundred scalars in a state would slow down every step.
+
+    Names are read as those of a dict: `figures["up"]`, `figures.items()`, `dict(figures)`. A loop over the figures
+    themselves goes over the two fields, as Optax, Flax and Orbax expect it of a NamedTuple in a state.
 
     Attributes:
       packed: the entries of all arrays, one array after the other, (total size,).
-      names: (name, shape) of every array, in this order.
+      layout: a dict with one key, the names and shapes of the arrays in this order, as JSON. Without arrays, a dict is
+        static under `jit`, and every file format can store it.
 
     >>> from gauge_optax.measure.live import Figures
     >>> figures = Figures.of({"up": jnp.ones(()), "down": jnp.array([2.0, 3.0])})
@@ -51,32 +57,45 @@ class Figures(Mapping[str, jax.Array]):
     """
 
     packed: jax.Array
-    names: tuple[tuple[str, tuple[int, ...]], ...] = dataclasses.field(metadata={"static": True})
+    layout: dict[str, tuple[()]]
 
     @classmethod
     def of(cls, named: Mapping[str, jax.Array]) -> "Figures":
         """Packs a mapping of names to arrays, in the dtype in which gauges compute."""
         flat = [jnp.ravel(x).astype(real_dtype()) for x in named.values()]
         packed = jnp.concatenate(flat) if flat else jnp.zeros(0, real_dtype())
-        return cls(packed, tuple((name, jnp.shape(x)) for name, x in named.items()))
+        return cls(packed, {json.dumps([(name, jnp.shape(x)) for name, x in named.items()]): ()})
 
-    def __getitem__(self, name: str) -> jax.Array:
-        start = 0
-        for other, shape in self.names:
-            stop = start + math.prod(shape)
-            if other == name:
-                return self.packed[start:stop].reshape(shape)
-            start = stop
-        raise KeyError(name)
+    def keys(self) -> KeysView[str]:
+        """The names."""
+        return _places(*self.layout).keys()
 
-    def __iter__(self) -> Iterator[str]:
-        return (name for name, _ in self.names)
+    def values(self) -> list[jax.Array]:
+        """The arrays."""
+        return [x for _, x in self.items()]
 
-    def __len__(self) -> int:
-        return len(self.names)
+    def items(self) -> list[tuple[str, jax.Array]]:
+        """The names, each with its array."""
+        places = _places(*self.layout).items()
+        return [(name, self.packed[place].reshape(shape)) for name, (place, shape) in places]
 
-    def __repr__(self) -> str:
-        return f"Figures({dict(self)})"
+    def __getitem__(self, name: Any) -> Any:
+        if not isinstance(name, str):
+            return tuple.__getitem__(self, name)
+        place, shape = _places(*self.layout)[name]
+        return self.packed[place].reshape(shape)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.keys()
+
+
+@functools.cache
+def _places(layout: str) -> dict[str, tuple[slice, tuple[int, ...]]]:
+    """Name → where in the packed array its entries are, and the shape of its array."""
+    named = json.loads(layout)
+    stops = list(itertools.accumulate(math.prod(shape) for _, shape in named))
+    starts = [0, *stops]
+    return {name: (slice(*ends), tuple(shape)) for (name, shape), *ends in zip(named, starts, stops, strict=False)}
 
 
 class SliceNorms(NamedTuple):
@@ -189,8 +208,7 @@ def track(
         sharding = layout(params)
         start = sharding.run(group.coordinates, params)
         shapes = jax.eval_shape(lambda p, s: sharding.run(_metrics, group, layers, p, s, p, p, 0), params, start)
-        metrics = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        return TrackState(inner.init(params), jnp.zeros((), jnp.int32), start, metrics)
+        return TrackState(inner.init(params), jnp.zeros((), jnp.int32), start, zeros_of(shapes))
 
     def update(updates: Any, state: TrackState, params: Any, **extra: Any) -> tuple[Any, TrackState]:
         def step(gradient: optax.Updates) -> tuple[optax.Updates, optax.OptState]:
@@ -233,6 +251,7 @@ def slice_norms(
     >>> {path: round(float(x), 3) for path, x in norms.items()}
     {'down': 12.0, 'up': 1.0}
     """
+    require_numbers("slice_norms", (params, gradient, update))
     return _slice_norms(product(gauges)._bound(params).slice, layers, params, gradient, update)[0]
 
 

@@ -26,8 +26,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from gauge_optax.binding import real_leaves, with_leaves
+from gauge_optax.binding import in_single_or_better, real_leaves, with_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.measure._metric import Leaves, stored, ways
@@ -117,15 +118,20 @@ def llc(
     estimates.
     """
     batches = list(batches)
-    if not batches or any(jax.tree.map(jnp.shape, x) != jax.tree.map(jnp.shape, batches[0]) for x in batches[1:]):
+    if not jax.tree.leaves(batches) or any(
+        jax.tree.map(jnp.shape, x) != jax.tree.map(jnp.shape, batches[0]) for x in batches[1:]
+    ):
         raise binding_error(
-            "llc", "batches that cannot be stacked", "none" if not batches else "batches of different shapes",
-            "one batch or more, alike in shape", "drop the last, smaller batch",
+            "llc", "batches that cannot be stacked", "different shapes" if jax.tree.leaves(batches) else "no arrays",
+            "one batch or more, of arrays that are alike in shape",
+            "drop the last, smaller batch; for a loss without batches pass [0.0]",
         )
     counts = {"num_chains": num_chains, "num_draws": num_draws, "num_steps_bw_draws": num_steps_bw_draws}
-    for name, count in counts.items():
-        if count < 1:
-            raise binding_error("llc", "nothing to draw", f"{name}={count}", "at least 1", f"pass {name}=1")
+    for name, count in {**counts, "num_burnin_steps": num_burnin_steps}.items():
+        least = int(name in counts)
+        if not isinstance(count, int | np.integer) or count < least:
+            raise binding_error("llc", f"bad {name}", f"{name}={count!r}", f"an int, at least {least}",
+                                f"pass {name}={least}")
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *batches)
     keys = jax.random.split(key, num_chains)
     losses, initial, found = _chains(
@@ -159,8 +165,7 @@ class _Chart(NamedTuple):
 
 def _chart(params: Any, group: Product | None) -> _Chart:
     # In bfloat16, steps round away.
-    leaves = {path: jnp.asarray(x, jnp.promote_types(jnp.result_type(x), jnp.float32))
-              for path, x in real_leaves("llc", params).items()}
+    leaves = {path: in_single_or_better(x) for path, x in real_leaves("llc", params).items()}
     params = with_leaves(params, leaves)
     if group is None:
         return _Chart(leaves, lambda before, after: after, lambda point: with_leaves(params, point))

@@ -38,7 +38,7 @@ from gauge_optax.parts.part import Arrays, Part
 from gauge_optax.parts.sizes import Stretch
 from gauge_optax.parts.stream import Stream
 from gauge_optax.slice import Elements, Slice
-from gauge_optax.transformation import on_any_mesh
+from gauge_optax.transformation import on_any_mesh, stepped
 
 _SMALL = 0.1  # relative size of a step up to which `_near_logarithm` converges to the precision of float64
 _WRONG = 1e-3  # a matrix whose exponential is this far from a rotation is no logarithm of it
@@ -172,8 +172,9 @@ def vertical_motion(params: Any, update: Any, gauges: Gauges) -> tuple[Element, 
     >>> round(float(go.measure.vertical_motion(params, step, gauge)[0][""][0, 1]), 3)
     1.571
     """
-    b = product(gauges)._bound(params)
-    s, after = b.slice, jax.tree.map(lambda p, u: p + u.astype(p.dtype), params, update)
+    group = product(gauges)
+    b, after = group._bound(params), stepped(group, params, update)
+    s = b.slice
     for point in (params, after):
         require_nonzero_norms("vertical_motion", s, leaves_by_path(point))
     # Turning is measured in the stored basis of heads, so that the frame's rotations need not be read.

@@ -18,12 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gauge_optax.binding import real_leaves
+from gauge_optax.binding import in_single_or_better, real_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.measure._metric import check_at, perpendicular, read_elements, require_frame, stored, ways
 from gauge_optax.slice import Elements
-from gauge_optax.transformation import on_any_mesh
+from gauge_optax.transformation import on_any_mesh, require_no_tracers
 
 _LEAST_POINTS = 8  # with fewer points, two halves cannot be compared
 _NORMAL = 3.0  # the exponents of two halves may differ by this many standard errors by chance
@@ -137,6 +137,7 @@ def quotient_arc_length(points: Sequence[Any], gauges: Gauges, end: Any = None, 
         raise binding_error(
             "quotient_arc_length", "no way", f"{len(points)} points", "at least two", "record more of the trajectory"
         )
+    require_no_tracers("quotient_arc_length", points)
     group = product(gauges)
     for point in points:
         require_frame("quotient_arc_length", group, point)
@@ -152,7 +153,7 @@ def _step(group: Product, at: str, frame: Elements, before: Any, after: Any) -> 
     s = group._bound(before).slice
     ends = []
     for params in (before, after):
-        free = {p: jnp.asarray(x) for p, x in real_leaves("quotient_arc_length", params).items()}
+        free = {p: in_single_or_better(x) for p, x in real_leaves("quotient_arc_length", params).items()}
         ends.append(free | stored(s, ways(group, params, at, frame)[-1].point))
     step = perpendicular(group, ends[0], jax.tree.map(jnp.subtract, ends[1], ends[0]))
     return jnp.sqrt(sum((jnp.sum(jnp.square(x)) for x in step.values()), start=jnp.zeros(())))

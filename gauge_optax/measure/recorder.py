@@ -16,6 +16,7 @@ from tqdm import tqdm
 from gauge_optax.errors import binding_error
 
 Row = dict[str, Any]
+_START = '{"step": '  # of every line
 
 
 class Recorder:
@@ -77,21 +78,30 @@ class Recorder:
             return []
         rows: list[Row] = []
         text, whole = self.path.read_text(), 0
+        names = ["step", *self.readings]
         for line in text.splitlines(keepends=True):
-            if not line.endswith("\n"):
+            if not line.endswith("\n") and line.startswith(_START[: len(line)]):
                 break
-            rows.append(json.loads(line))
+            try:
+                row = json.loads(line)
+            except ValueError:  # no JSON
+                row = None
+            if not isinstance(row, dict) or list(row) != names:
+                raise self._of_another_run(f"the line {line.strip()[:60]!r}")
+            rows.append(row)
             whole += len(line)
-        names, due = ["step", *self.readings], [row["step"] for row in rows]
-        expected = [step for step in self._due() if step <= max(due, default=-1)]
-        if any(list(row) != names for row in rows) or due != expected:
-            raise binding_error(
-                "Recorder", f"'{self.path}' is of another run", f"{list(rows[0])} at steps {due[:4]}",
-                f"{names} every {self.every} steps", "delete the file, or give another path",
-            )
+        due = [row["step"] for row in rows]
+        if due != list(self._due())[: len(due)]:
+            raise self._of_another_run(f"steps {due[:4]}")
         if whole < len(text):
             self.path.write_text(text[:whole])
         return rows
+
+    def _of_another_run(self, found: str) -> ValueError:
+        return binding_error(
+            "Recorder", f"'{self.path}' is of another run", found,
+            f"{['step', *self.readings]} every {self.every} steps", "delete the file, or give another path",
+        )
 
     def _due(self) -> Iterator[int]:
         yield from (step for step in range(self.steps + 1) if step % self.every == 0 or step == self.steps)
@@ -127,7 +137,7 @@ class Recorder:
         """
         if step <= self.last or not (step % self.every == 0 or step == self.steps):
             return None
-        row: Row = {"step": step} | {name: _plain(read(*args)) for name, read in self.readings.items()}
+        row: Row = {"step": step} | {name: _plain(name, read(*args)) for name, read in self.readings.items()}
         with self.path.open("a") as file:
             file.write(json.dumps(row) + "\n")
         self.rows.append(row)
@@ -136,8 +146,19 @@ class Recorder:
         return row
 
 
-def _plain(value: Any) -> Any:
-    """Converts a reading for JSON: arrays to numbers or lists, and a NamedTuple to a dict."""
+def _plain(name: str, value: Any) -> Any:
+    """Converts a reading for JSON: arrays to numbers or lists, and a NamedTuple or `Figures` to a dict."""
     if hasattr(value, "_asdict"):
-        value = value._asdict()
-    return jax.tree.map(lambda x: np.asarray(x).tolist() if hasattr(x, "dtype") or isinstance(x, float) else x, value)
+        named = value if hasattr(value, "keys") else value._asdict()
+        return {key: _plain(name, x) for key, x in named.items()}
+    try:
+        plain = jax.tree.map(
+            lambda x: np.asarray(x).tolist() if hasattr(x, "dtype") or isinstance(x, float) else x, value
+        )
+        json.dumps(plain)
+    except TypeError as error:  # such as of complex numbers and of typed PRNG keys
+        raise binding_error(
+            "Recorder", f"a reading that is no number, '{name}'", str(error).splitlines()[0],
+            "real numbers, arrays or trees of them", "record the absolute value, or both parts",
+        ) from error
+    return plain

@@ -20,6 +20,7 @@ from gauge_optax.measure.live import Figures
 from gauge_optax.norms import vectors
 from gauge_optax.norms.vectors import Leaves, Selection
 from gauge_optax.transformation import checked_inner, layout, placeholder, require_every, transformation
+from gauge_optax.xla import zeros_of
 
 # Two vectors count as parallel if the square of the sine of their angle is at most this many machine epsilons.
 _ROUNDOFF = 8.0
@@ -128,7 +129,7 @@ def track_rotation(
     def init(params: optax.Params) -> TrackRotationState:
         inner_state, taken = () if optimizer is None else optimizer.init(params), jnp.zeros((), jnp.int32)
         shapes = jax.eval_shape(lambda p: layout(p).run(measured, p, p, p, {}, taken), params)
-        return TrackRotationState(inner_state, taken, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
+        return TrackRotationState(inner_state, taken, zeros_of(shapes))
 
     def update(updates: Any, state: TrackRotationState, params: Any, **extra: Any) -> tuple[Any, TrackRotationState]:
         if optimizer is None:

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from gauge_optax.gauges.gauge import Element, Gauges
 from gauge_optax.measure.leakage import RESCALE, ROTATION, Orbit
+from gauge_optax.transformation import require_differentiable
 
 
 class SecondOrderLeakage(NamedTuple):
@@ -75,6 +76,8 @@ def second_order_leakage(
     second order. That is true for rotations. Along a scale's orbit SGD has −½(‖g_up‖² − p·‖g_down‖²), because the
     generator of that orbit is symmetric.
     """
+    require_differentiable("second_order_leakage", params)
+    params = jax.tree.map(jnp.asarray, params)  # Python numbers have no dtype
     orbit = Orbit("second_order_leakage", gauge, params, (RESCALE, ROTATION))
     gradient = grad_fn(params)
     # A preconditioner may compute in another dtype; `jax.jvp` needs tangents in the dtype of the parameters.

@@ -67,6 +67,12 @@ def gram_evolution(
 
     Reference: "When Equivalent Weights Train Differently" §4, Full Gram Evolution.
     """
+    for name, array in (("left", left), ("right", right), ("left_update", left_update), ("right_update", right_update)):
+        if jnp.iscomplexobj(array):
+            raise binding_error(
+                _NAME, f"complex numbers in {name}", str(jnp.result_type(array)), "real matrices",
+                "pass the real and the imaginary part one by one",
+            )
     if left.ndim < 2 or right.ndim < 2 or (left.shape[:-2], left.shape[-1]) != (right.shape[:-2], right.shape[-1]):
         raise binding_error(
             _NAME, "factors that are no pair", f"shapes {left.shape} and {right.shape}",

@@ -79,9 +79,10 @@ def dead_units(preactivations: jax.Array) -> jax.Array:
     Reference: DDC App. C.11, which calls a unit dead if its pre-activation never crosses zero. Deviation: a unit whose
     pre-activations are all positive does not count. It is linear on these inputs, and its weights are in use.
     """
-    if preactivations.ndim < 2 or not preactivations.size:
+    preactivations = jnp.asarray(preactivations)
+    if preactivations.ndim < 2 or not preactivations.size or jnp.iscomplexobj(preactivations):
         raise binding_error(
-            "dead_units", "no inputs", f"an array of shape {preactivations.shape}", "one of shape (inputs, units)",
+            "dead_units", "no inputs", _said(preactivations), "real numbers, (inputs, units)",
             "stack the pre-activations of all inputs",
         )
     return jnp.all(preactivations <= 0, tuple(range(preactivations.ndim - 1)))
@@ -106,12 +107,12 @@ def axis_alignment(directions: jax.Array) -> jax.Array:
 
     Reference: DDC App. C.13.
     """
-    if directions.ndim != 2 or not directions.size:
+    if jnp.ndim(directions) != 2 or not jnp.size(directions) or jnp.iscomplexobj(directions):
         raise binding_error(
-            "axis_alignment", "no directions", f"an array of shape {directions.shape}",
-            "one of shape (count, dimensions)", "pass one direction per row",
+            "axis_alignment", "no directions", _said(directions), "real numbers, (count, dimensions)",
+            "pass one direction per row",
         )
-    squares = jnp.square(directions)
+    squares = jnp.square(jnp.asarray(directions, real_dtype()))
     sizes = jnp.sum(squares, -1)
     if not isinstance(sizes, jax.core.Tracer) and bool(jnp.any(sizes == 0)):
         raise binding_error(
@@ -159,8 +160,12 @@ def _singular_values(name: str, matrix: jax.Array) -> jax.Array:
 
 
 def _require_matrix(name: str, matrix: jax.Array) -> None:
-    if matrix.ndim < 2 or not matrix.size:
+    if jnp.ndim(matrix) < 2 or not jnp.size(matrix) or jnp.iscomplexobj(matrix):
         raise binding_error(
-            name, "no matrix", f"an array of shape {matrix.shape}", "(…, rows, columns)",
-            "reshape it to the matrix that it stands for",
+            name, "no matrix", _said(matrix), "real numbers, (…, rows, columns)",
+            "reshape it to the matrix that it stands for, and pass real and imaginary parts one by one",
         )
+
+
+def _said(array: Any) -> str:
+    return f"an array of shape {jnp.shape(array)} of {jnp.result_type(array)}"

@@ -33,6 +33,7 @@ from gauge_optax.transformation import (
     with_sharding_of,
 )
 from gauge_optax.wrapped import preflight_of
+from gauge_optax.xla import varying_like
 
 
 class QuotientState(NamedTuple):
@@ -92,7 +93,8 @@ def quotient(
 
     Raises:
       ValueError: bindings that do not fit the tree, gauges that do not commute; `frozen` that does not fit the tree;
-        `update` without params.
+        gauges of `inner` that move a leaf of this list, unless those here only add and those there only multiply or
+        rotate, or none here and all there rotate; `update` without params.
 
     >>> gauge = go.rescale(up={"up": "_ channel"}, down={"down": "channel _"})
     >>> params = {"up": jnp.ones((2, 3)), "down": jnp.full((3, 1), 0.5)}
@@ -159,7 +161,14 @@ def quotient_for(
         unchanged = never_changing(params)
         frame, point = frame_and_slice_point(name, group, params, unchanged)
         s = bound(group.gauges, params, unchanged).slice
-        return QuotientState(frame, inner.init(point), {} if pin else no_offset(s))
+        _outside.append(s)
+        try:
+            inner_state = inner.init(point)
+        finally:
+            _outside.pop()
+        offset = {} if pin else no_offset(s)
+        offset = varying_like(offset, {label: frame.elements[label] for label in offset})
+        return QuotientState(frame, inner_state, offset)
 
     def empty(params: Any) -> QuotientState:
         return QuotientState(placeholder(), inner.init(params), {} if pin else placeholder())
@@ -175,6 +184,22 @@ def quotient_for(
     tx = transformation(name, init, update, QuotientState, empty, of_both, inner.rules, preflight)
     tx.inner = given
     return resting(name, tx, group, rest)
+
+
+_outside: list[Slice] = []  # one per `quotient` whose `inner` is being initialized
+
+
+def require_first_outside(name: str, inside: Slice, *, again: bool = True, remedy: str = "") -> None:
+    """Raises ValueError if a quotient around this transformation could not enter its slice first: `require_first`.
+
+    Args:
+      name: the public function that made this transformation, for messages.
+      inside: its slice.
+      again: whether it may have gauges of the quotient too.
+      remedy: what to write instead, if it is not one quotient.
+    """
+    for outside in _outside:
+        outside.require_first(name, inside, again, remedy or "write one go.quotient(optimizer, gauges) with both lists")
 
 
 def group_of(name: str, learning_rate: Any, gauges: Any) -> Product:
@@ -270,6 +295,7 @@ def frame_and_slice_point(
     require_values(name, params)
     s, sharding = bound(group.gauges, params, frozen).slice, layout(params)
     s.check_norms()
+    require_first_outside(name, s)
     require_nonzero_norms(name, s, leaves_by_path(params))
     with sharding.left_open():
         stored = sharding.drop(params)

@@ -21,6 +21,7 @@ from gauge_optax.errors import binding_error
 from gauge_optax.gauges.bound import bound
 from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.linalg import inverse_gram, real_dtype
+from gauge_optax.optimizers._quotient import require_first_outside
 from gauge_optax.optimizers.sides import channel_sides, matrix_sides
 from gauge_optax.parts.heads import BASIS
 from gauge_optax.parts.part import changed, name_of
@@ -33,6 +34,7 @@ from gauge_optax.transformation import (
     require_every,
     transformation,
 )
+from gauge_optax.xla import cond, zeros_of
 
 Arrays = dict[str, jax.Array]
 Pair = tuple[jax.Array, jax.Array]
@@ -158,10 +160,10 @@ def scale_by_opposite_gram(
 
     def init(params: optax.Params) -> ScaleByOppositeGramState:
         s = _checked_slice(group, params)
+        require_first_outside(_NAME, s)
         if always:
             return ScaleByOppositeGramState((), ())
-        shapes = jax.eval_shape(lambda p: inverses_at(s, p), params)
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        zeros = zeros_of(jax.eval_shape(lambda p: inverses_at(s, p), params))
         return ScaleByOppositeGramState(zeros, jnp.zeros((), jnp.int32))
 
     def update(updates: Any, state: ScaleByOppositeGramState, params: Any, **extra: Any) -> tuple[Any, Any]:
@@ -176,7 +178,7 @@ def scale_by_opposite_gram(
                     "give it the list that its state was made with, on leaves of those shapes; or start anew: "
                     "tx.init(params)",
                 )
-            inverses = jax.lax.cond(state.age == 0, lambda: inverses_at(s, params), lambda: state.gauges)
+            inverses = cond(state.age == 0, lambda: inverses_at(s, params), lambda: state.gauges)
             state = ScaleByOppositeGramState(inverses, jnp.where(state.age + 1 < every, state.age + 1, 0))
         return in_dtype_of(updates, _corrected(s, inverses, s.vectors(updates))), state
 

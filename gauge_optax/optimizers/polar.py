@@ -14,7 +14,16 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gauge_optax.binding import Axes, Block, BlockSpec, bind_leaf, frozen_sizes, leaves_by_path, overlap
+from gauge_optax.binding import (
+    Axes,
+    Block,
+    BlockSpec,
+    bind_leaf,
+    frozen_sizes,
+    in_single_or_better,
+    leaves_by_path,
+    overlap,
+)
 from gauge_optax.binding.axes import parse_axes
 from gauge_optax.binding.paths import match, nearest
 from gauge_optax.binding.specs import Sizes
@@ -164,7 +173,7 @@ class Polar:
         steps = dict(mean)
         for path, stack in ((path, piece) for path, reading in matrices.items() for piece in reading.pieces):
             moment, inputs, outputs = stack.view(mean[path]), stack.fan_in, stack.fan_out
-            m, size = unit_and_size(moment.astype(jnp.promote_types(moment.dtype, jnp.float32)), (-2, -1))
+            m, size = unit_and_size(in_single_or_better(moment), (-2, -1))
             factor = polar(m, self.schedule, eps=self.eps)
             if not isinstance(self.scale, str):
                 # The RMS of a polar factor is 1/√max(inputs, outputs).

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gauge_optax.binding import leaves_by_path, with_leaves
+from gauge_optax.binding import in_single_or_better, leaves_by_path, with_leaves
 from gauge_optax.gauges.bound import bound
 from gauge_optax.gauges.gauge import Gauges, product
 from gauge_optax.parts.matrices import matrices_of
@@ -63,10 +63,10 @@ def scale_by_relative_rms(gauges: Gauges, min_scale: float | jax.Array = 0.1) ->
             if stack.heads is not None and stack.heads[1] == stack.rows:
                 # This kernel reads heads and sums over all of them: its inputs are heads times entries per head.
                 inputs *= stack.split[stack.heads[0]]
-            rms = jnp.sqrt(jnp.mean(jnp.square(kernel.astype(jnp.promote_types(kernel.dtype, jnp.float32)))))
+            rms = jnp.sqrt(jnp.mean(jnp.square(in_single_or_better(kernel))))
             factor = jnp.maximum(rms * math.sqrt(inputs), min_scale)
             step = scaled.get(path, steps[path])
-            scaled[path] = stack.write(step, factor * stack.view(step))
+            scaled[path] = stack.write(step, factor * stack.view(in_single_or_better(step)))
         return with_leaves(updates, scaled), state
 
     def empty(params: Any) -> optax.EmptyState:

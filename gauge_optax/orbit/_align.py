@@ -35,7 +35,7 @@ from gauge_optax.orbit.renumber import carried, matched, renumbers, responses
 from gauge_optax.parts.part import Arrays, Part, changed
 from gauge_optax.slice import Elements, Slice
 from gauge_optax.states.statistics import require_no_statistics_behind
-from gauge_optax.transformation import on_any_mesh
+from gauge_optax.transformation import on_any_mesh, require_no_tracers
 
 Fn = Callable[[Any, Any], Any]
 
@@ -80,12 +80,12 @@ def align(a: Any, b: Any, gauges: Gauges, batches: Sequence[Any] | None = None, 
     Reference: Git Re-Basin, §3.1 (activations) and §3.2 (weights). Deviations: not only permutations are aligned, but
       also rotations, scales and all other gauges; units are matched by derivatives in place of activations.
     """
+    require_no_tracers("align", a, b)
     on_tree = bind(gauges, a)
     check_same_tree("align", a, b)
     for name, tree in (("a", a), ("b", b)):
         for path, leaf in leaves_by_path(tree).items():
-            numeric = not isinstance(leaf, jax.core.Tracer) and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
-            if numeric and not jnp.isfinite(leaf).all():
+            if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) and not jnp.isfinite(leaf).all():
                 raise binding_error(
                     "align", f"'{path}' of {name} is not finite", "NaN or an infinity", "finite weights",
                     "align an earlier checkpoint: this run has diverged",

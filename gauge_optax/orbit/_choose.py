@@ -24,6 +24,7 @@ from gauge_optax.gauges.bound import require_nonzero_norms
 from gauge_optax.gauges.gauge import Element, Gauge, Gauges, product
 from gauge_optax.linalg import real_dtype
 from gauge_optax.states.statistics import require_no_statistics_behind
+from gauge_optax.transformation import require_no_tracers
 
 _NAME = "choose"
 _SMOOTHING = 0.9  # the weight of the old value in the running average by which a stochastic objective is judged
@@ -113,6 +114,7 @@ def choose(
     rotations.
     """
     group = product(gauges)
+    require_no_tracers(_NAME, params, state)
     require_nonzero_norms(_NAME, group._bound(params).whole, leaves_by_path(params))
     require_no_statistics_behind(_NAME, group._bound(params).whole, params)
     tx = optax.with_extra_args_support(optax.adam(0.02) if optimizer is None else optimizer)

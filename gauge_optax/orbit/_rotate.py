@@ -28,7 +28,7 @@ from gauge_optax.linalg import direction_tolerance
 from gauge_optax.orbit.rotations import misfit, on_leaf, random_rotation, with_blocks
 from gauge_optax.parts.part import changed
 from gauge_optax.slice import Elements
-from gauge_optax.transformation import on_any_mesh
+from gauge_optax.transformation import on_any_mesh, require_no_tracers
 
 Params = TypeVar("Params")
 
@@ -89,14 +89,11 @@ def rotate(
     Reference: QuaRot, §4, stages 1a and 1b; `Q = diag(±1)·H/√d`.
     """
     group = product(gauges)
+    require_no_tracers(_NAME, params)
     before = None if fn is None else jax.tree.map(np.asarray, fn(params, batch))
     with jax.enable_x64(True):
         on_tree, leaves = group._bound(params), leaves_by_path(params)
         added = on_tree.whole.added
-        if any(isinstance(leaves[path], jax.core.Tracer) for path in added):
-            raise binding_error(
-                _NAME, "called under jit", "traced parameters", "arrays", "call it outside jit, grad and vmap"
-            )
         require_nonzero_norms(_NAME, on_tree.whole, leaves)
         if isinstance(by, str):
             elements = _drawn(on_tree, by, jax.random.key(0) if key is None else key)

@@ -11,7 +11,7 @@ from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, product
 from gauge_optax.orbit._align import align, check_same_tree
 from gauge_optax.states.statistics import require_no_statistics, require_no_statistics_behind
-from gauge_optax.transformation import on_any_mesh
+from gauge_optax.transformation import in_computing_dtype, in_dtype_of, on_any_mesh, require_no_tracers
 
 Params = TypeVar("Params")
 
@@ -40,6 +40,7 @@ def distance(a: Any, b: Any, gauges: Gauges) -> float:
     >>> round(go.orbit.distance(a, b, gauge), 4)  # one function
     0.0
     """
+    require_no_tracers("distance", a, b)
     check_same_tree("distance", a, b)
     group = product(gauges)
     require_no_statistics_behind("distance", group._bound(a).whole, a)
@@ -74,7 +75,7 @@ def average(trees: Sequence[Params], gauges: Gauges) -> Params:
     """
     if not isinstance(trees, Sequence) or not trees:
         raise binding_error(
-            "average", "no list of trees", f"a {type(trees).__name__} of {len(trees)}",
+            "average", "no list of trees", f"a{' empty' * isinstance(trees, Sequence)} {type(trees).__name__}",
             "at least one tree of parameters", "pass [params_a, params_b]",
         )
     require_no_statistics("average", trees)
@@ -82,11 +83,9 @@ def average(trees: Sequence[Params], gauges: Gauges) -> Params:
     group = product(gauges)
     aligned = [first, *(group.act(align(first, tree, group), tree) for tree in others)]
     leaves = [leaves_by_path(tree) for tree in aligned]
-    means = {
-        path: jnp.mean(jnp.stack([tree[path] for tree in leaves]), 0).astype(jnp.asarray(x).dtype) if _inexact(x) else x
-        for path, x in leaves[0].items()
-    }
-    return with_leaves(first, means)
+    same = {path: jnp.stack([in_computing_dtype(tree[path]) for tree in leaves]) for path in _inexact(first)}
+    means = {path: jnp.mean(stack, 0) for path, stack in same.items()}
+    return in_dtype_of(first, means)
 
 
 def interpolate(a: Params, b: Params, t: float | jax.Array) -> Params:
@@ -110,25 +109,28 @@ def interpolate(a: Params, b: Params, t: float | jax.Array) -> Params:
     require_no_statistics("interpolate", [a])
     end = leaves_by_path(b)
     between = {
-        path: ((1.0 - t) * x + t * end[path]).astype(jnp.asarray(x).dtype) if _inexact(x) else x
-        for path, x in leaves_by_path(a).items()
+        path: (1.0 - t) * in_computing_dtype(x) + t * in_computing_dtype(end[path]) for path, x in _inexact(a).items()
     }
-    return with_leaves(a, between)
+    return in_dtype_of(a, between)
 
 
 def relative_difference(value: Any, expected: Any) -> float:
     """‖value − expected‖/‖expected‖ over all leaves of real or complex numbers; ‖value‖ if `expected` is zero."""
-    leaves, pairs = leaves_by_path(expected), leaves_by_path(value)
-    real = [path for path, x in leaves.items() if _inexact(x)]
-    apart, size = (
-        sum(float(jnp.sum(jnp.square(jnp.abs(x)))) for x in arrays)
-        for arrays in ([pairs[p] - leaves[p] for p in real], [jnp.asarray(leaves[p]) for p in real])
-    )
-    return float((apart / size) ** 0.5) if size else float(apart**0.5)
+    leaves = {path: in_computing_dtype(x) for path, x in _inexact(expected).items()}
+    pairs = leaves_by_path(value)
+    apart, size = _norm([in_computing_dtype(pairs[p]) - x for p, x in leaves.items()]), _norm([*leaves.values()])
+    return apart / size if size else apart
 
 
-def _inexact(leaf: Any) -> bool:
-    return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))
+def _norm(arrays: Sequence[jax.Array]) -> float:
+    """The root of the sum of squares, taken of the entries over the largest, so that no square overflows."""
+    most = max((float(jnp.max(jnp.abs(x), initial=0.0)) for x in arrays), default=0.0)
+    return most * sum(float(jnp.sum(jnp.square(jnp.abs(x / most)))) for x in arrays) ** 0.5 if most else 0.0
+
+
+def _inexact(tree: Any) -> dict[str, Any]:
+    """Path → leaf, for the leaves of real or complex numbers."""
+    return {path: x for path, x in leaves_by_path(tree).items() if jnp.issubdtype(jnp.result_type(x), jnp.inexact)}
 
 
 def _slice_point(group: Any, params: Any) -> Any:

@@ -14,6 +14,7 @@ import numpy as np
 
 from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error
+from gauge_optax.transformation import require_no_tracers
 
 _NAME = "untie"
 
@@ -51,6 +52,7 @@ def untie(
     Reference: SpinQuant (Liu et al. 2024), §3, unties the head before it rotates; QuaRot, §4, folds norms' scales.
     """
     leaves = leaves_by_path(params)
+    require_no_tracers(_NAME, params)
     for argument, path in (("table", table), ("scale", scale), ("bias", bias)):
         if path is not None and path not in leaves:
             raise binding_error(
@@ -58,6 +60,11 @@ def untie(
                 "take the path from the tree, with / between keys")
     if len(rows := np.shape(leaves[table])) != 2:
         raise binding_error(_NAME, f"no table at '{table}'", f"shape {rows}", "(vocab, d)", "give the table of tokens")
+    for path in (table, scale, bias):
+        if path is not None and not jnp.issubdtype(kind := jnp.result_type(leaves[path]), jnp.floating):
+            raise binding_error(
+                _NAME, f"not on real numbers: '{path}'", f"a leaf of {kind}", "floating-point leaves",
+                "give the paths of trained weights")
     for path in (scale, bias):
         if path is not None and np.shape(leaves[path]) != rows[1:]:
             raise binding_error(
@@ -95,4 +102,9 @@ def _with_leaf(tree: Any, path: str, leaf: jax.Array, depth: int = 0) -> Any:
             _NAME, f"no place for a leaf at '{path}'",
             f"a {type(tree).__name__}" + (f" at '{'/'.join(above)}'" if above else ""), "nested dictionaries",
             "pass nnx.to_pure_dict(nnx.state(model)), or a dictionary, and give the result to the untied model")
-    return {**tree, key: _with_leaf(tree.get(key, {}), path, leaf, depth + 1) if rest else leaf}
+    own: Any = {str(k): k for k in tree}.get(key, key)  # a key of the tree may be an integer
+    if own not in tree and tree and not all(isinstance(k, str) for k in tree):
+        raise binding_error(
+            _NAME, f"no place for a leaf at '{path}'", f"keys that are no strings, such as {next(iter(tree))!r}",
+            f"a dictionary of strings for the new key '{key}'", "give head a path below a dictionary of strings")
+    return {**tree, own: _with_leaf(tree.get(own, {}), path, leaf, depth + 1) if rest else leaf}

@@ -20,6 +20,7 @@ from gauge_optax.frozen import frozen_beside_others, require_still_frozen
 from gauge_optax.gauges.balance import balance_beside
 from gauge_optax.gauges.bound import bound
 from gauge_optax.gauges.gauge import Gauge, Gauges, Product, product
+from gauge_optax.optimizers._quotient import require_first_outside
 from gauge_optax.states.moves import Move, MovingPart
 from gauge_optax.states.statistics import require_no_statistics_behind
 from gauge_optax.states.transport import ON_UNKNOWN, transported_state
@@ -33,6 +34,7 @@ from gauge_optax.transformation import (
     with_gauges_of,
 )
 from gauge_optax.wrapped import preflight_of
+from gauge_optax.xla import cond
 
 _NAME = "gauge_fix"
 
@@ -88,7 +90,8 @@ def gauge_fix(
 
     Raises:
       ValueError: `every` that is no positive int, `strength` outside (0, 1], an unknown `on_unknown`; at `init`, gauges
-        that do not fit the parameters, or running statistics of BatchNorm among them that would not fit the moved
+        that do not fit the parameters, a `quotient` around it with gauges of the same leaves, which would undo the
+        move, or running statistics of BatchNorm among them that would not fit the moved
         weights; at the first update, a state that cannot move along, as Adam's under `head_linear` (use
         `go.quotient_adamw`, or choose another `on_unknown`); `update` without params.
 
@@ -121,6 +124,8 @@ def gauge_fix(
     def init(params: optax.Params) -> GaugeFixState:
         b = bound(group.gauges, params)  # raises where a binding does not fit
         require_no_statistics_behind(_NAME, b.slice, params)
+        around = "put it around: go.orbit.gauge_fix(go.quotient(optimizer, gauges), gauges), with both lists in one"
+        require_first_outside(_NAME, b.slice, again=False, remedy=around)
         return empty(params)._replace(frozen=dict.fromkeys(sorted(frozen_beside_others(_NAME, within, params)), ()))
 
     def update(updates: Any, state: GaugeFixState, params: Any, **extra: Any) -> tuple[Any, GaugeFixState]:
@@ -131,7 +136,7 @@ def gauge_fix(
         if isinstance(every, int) and every == 1:
             updates, inner_state = move(params, updates, inner_state)
         else:
-            updates, inner_state = jax.lax.cond(
+            updates, inner_state = cond(
                 count % every == 0, move, lambda _, *unmoved: unmoved, params, updates, inner_state
             )
         return updates, GaugeFixState(count, inner_state, state.frozen)

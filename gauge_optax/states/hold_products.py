@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -78,6 +78,11 @@ class _OneFactor(Move):
     Attributes:
       actual: gauges that multiply both sides by the factor, and the blocks of `alone` by its square.
     """
+
+    same_list: ClassVar[str] = (
+        "put hold_products inside: go.quotient(go.orbit.hold_products(optimizer, scales, ...), gauges), where the "
+        "optimizer has no gauges of its own"
+    )
 
     actual: tuple[MovingPart, ...]
 

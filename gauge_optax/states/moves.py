@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +46,11 @@ class Move:
       params: a tree with the leaves of θ; only their shapes are used.
       on_unknown: what to do with moments that cannot move: "error", "reset" or "keep", as in `transport`.
     """
+
+    same_list: ClassVar[str] = (
+        "give transport the optimizer's own list of gauges, identity elements for what does not move, and give "
+        "go.orbit.gauge_fix the same list as the optimizer inside it"
+    )  # what to write if a frame in the state was made with another list
 
     parts: tuple[MovingPart, ...]
     params: Any

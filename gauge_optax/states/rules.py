@@ -78,8 +78,7 @@ def _moved_frame(move: Move, name: str, frame: Frame) -> Elements:
         raise binding_error(
             "transport", f"a {name} of another list of gauges", f"a frame of {jax.tree.map(jnp.shape, elements)}",
             f"of {', '.join(labels)}, as the gauges given have",
-            "give transport the optimizer's own list of gauges, identity elements for what does not move, and give "
-            "go.orbit.gauge_fix the same list as the optimizer inside it",
+            move.same_list,
         )
     moved = b.elements(move.group.compose(move.element, b.public(elements)))
     return {label: moved[label] for label in labels}

@@ -204,6 +204,19 @@ def _injected(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing
     return state._replace(inner_state=inner), after
 
 
+def _projected(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing]:
+    """Keeps moments that GaLore has projected to fewer rows or columns. Raises ValueError if their leaves move."""
+    paths = leaves_by_path(state.projector)
+    moved = next((path for path in paths if path in move.moved), None)
+    if moved is not None and move.on_unknown != "keep":
+        raise move.refuse(
+            f"{type(state).__name__} of '{moved}'", move.moved[moved], "moments of projected gradients",
+            "write on_unknown='keep' to leave them until the next projection, or train with go.quotient(tx, gauges), "
+            "whose state moves exactly",
+        )
+    return state, outgoing | set(paths)
+
+
 def _compressed(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing]:
     """Moves second moments in float32, and rounds them to the stored dtype again, as a step does."""
     inner, after = _walk(move, decompressed(state), outgoing, "CompressedState")
@@ -214,6 +227,7 @@ _OUR_RULES: dict[str, Rule] = RULES | {"CompressedState": _compressed}
 _OPTAX_RULES: dict[str, Rule] = {
     **dict.fromkeys(_POWERS, _averages),
     "MultiStepsState": _multi_steps,
+    "GaLoreState": _projected,
     "InjectHyperparamsState": _injected,
     "InjectStatefulHyperparamsState": _injected,
 }

@@ -27,9 +27,11 @@ from gauge_optax.tools.mappings import require_no_contradiction
 from gauge_optax.tools.plan import aligned, gauges_of, said_by
 from gauge_optax.transformation import (
     LeafRule,
+    in_computing_dtype,
     on_any_mesh,
     recording,
     require_gradients,
+    require_no_tracers,
     require_params,
     require_values,
 )
@@ -142,10 +144,7 @@ def check(
     require_params("check", params)
     require_values("check", params)
     require_gradients("check", grads)
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((params, grads, state))):
-        raise binding_error(
-            "check", "called inside jit", "tracers", "arrays, whose values it looks at",
-            "call go.check once, outside jit, before training")
+    require_no_tracers("check", params, grads, state)
     jax.block_until_ready((state, params, grads))
     _require_finite(grads)
     gauges, frozen = gauges_of(tx), _frozen_in(state)
@@ -517,7 +516,7 @@ def _disturbed(params: Any) -> Any:
 
     def moved(key: jax.Array, leaf: Any) -> Any:
         noise = jax.random.normal(key, jnp.shape(leaf))
-        return (leaf * (1.0 + _NOISE * noise)).astype(leaf.dtype) if _is_real(leaf) else leaf
+        return (in_computing_dtype(leaf) * (1.0 + _NOISE * noise)).astype(leaf.dtype) if _is_real(leaf) else leaf
 
     leaves, structure = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(0), max(1, len(leaves)))
@@ -558,7 +557,8 @@ def _require_steps_that_count(tx: Any, state: Any, params: Any, grads: Any) -> l
     """Raises ValueError if the dtype of a leaf rounds its update away. Returns notes about updates not looked at."""
     rules, leaves = said_by(tx, params), leaves_by_path(params)
     polar = any("polar" in rule.rule for rule in rules.values())
-    coarse = any(jnp.finfo(x.dtype).nmant < jnp.finfo(real_dtype()).nmant for x in leaves.values() if _is_real(x))
+    kinds = [jnp.finfo(jnp.result_type(x)) for x in leaves.values() if _is_real(x)]
+    coarse = any(kind.nmant < jnp.finfo(real_dtype()).nmant for kind in kinds)
     if not polar and not coarse:  # no dtype is coarser than the arithmetic, and no rate is meant for Muon
         return []
     try:
@@ -575,7 +575,7 @@ def _require_steps_that_count(tx: Any, state: Any, params: Any, grads: Any) -> l
     }
     shares = {path: _ratio(u, p) for path, (u, p) in pairs.items()}
     usual = float(np.median(list(shares.values()) or [0.0]))
-    for (path, leaf), update in zip(leaves.items(), jax.tree.leaves(updates), strict=True):
+    for path, leaf in leaves.items():
         # On a leaf that a gauge binds, such as an anchor, a relatively tiny step is roundoff of the gauge's moves.
         if path not in pairs or (path in added and shares[path] < _OF_USUAL * usual):
             continue
@@ -584,7 +584,7 @@ def _require_steps_that_count(tx: Any, state: Any, params: Any, grads: Any) -> l
         moving = np.abs(u) > least * (np.abs(p) + added.get(path, 0.0))
         if rules.get(path, _NO_RULE).rule == "Adam" and polar and sum(n > 1 for n in p.shape) > 1:
             _require_slow(path, u, p)
-        stuck = moving & (np.asarray(optax.apply_updates(leaf, update)) == np.asarray(leaf))
+        stuck = moving & ((p + u).astype(jnp.result_type(leaf)) == p)
         moved |= bool(moving.any())
         if moving.any() and stuck.sum() > _ALL_ROUNDED * moving.sum():
             raise binding_error(

@@ -362,7 +362,7 @@ def _without_gradient(tx: Any, params: Any, compiler: Executor) -> Callable[[], 
 
     The update is traced here and compiled by `compiler`; it runs when the caller calls the function.
     """
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
+    if any(isinstance(leaf, jax.ShapeDtypeStruct | jax.core.Tracer) for leaf in jax.tree.leaves(params)):
         return None
 
     def double(leaf: Any) -> Any:
@@ -386,7 +386,7 @@ def _decay_of(update: Any, leaves: Mapping[str, Any]) -> dict[str, float]:
     steps = {path: float(np.linalg.norm(step)) for path, step in leaves_by_path(update).items()}
     shares = {}
     for path, leaf in leaves.items():
-        size = float(np.linalg.norm(np.asarray(leaf, np.float64)))
+        size = float(np.linalg.norm(np.abs(np.asarray(leaf)).astype(np.float64)))
         if size > 0:
             shares[path] = steps[path] / size if steps[path] > _ROUNDOFF * size else 0.0
     return shares

@@ -67,7 +67,13 @@ def test_what_no_optimizer_says_comes_from_the_state() -> None:
     assert rules == {"q": "per-head polar", "k": "per-head polar", "other": "gradient"}
 
 
-@pytest.mark.parametrize("make", [go.ddc_adamw, go.quotient_adamw, optax.inject_hyperparams(go.quotient_adamw)])
+def tracked(learning_rate: float, gauges: Any) -> Any:
+    return go.measure.track(go.quotient_adamw(learning_rate, gauges), gauges)
+
+
+@pytest.mark.parametrize(
+    "make", [go.ddc_adamw, go.quotient_adamw, optax.inject_hyperparams(go.quotient_adamw), tracked]
+)
 def test_gauges_are_found_in_aliases_and_behind_injected_hyperparameters(make: Any) -> None:
     gauges = lm.gauges(LLAMA)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), llama())

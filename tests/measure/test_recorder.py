@@ -27,6 +27,7 @@ def step(params: Any, state: Any) -> Any:
 
 def recorder(path: Path, every: int = 3) -> go.measure.Recorder:
     readings = {"loss": loss, "drift": lambda p: go.measure.drift(START, p, GAUGE)[0][""]}
+    readings["norms"] = lambda p: go.measure.slice_norms(p, p, p, GAUGE)
     return go.measure.Recorder(path, readings, every, 10, progress=False)
 
 
@@ -48,6 +49,7 @@ def test_a_killed_run_ends_with_the_same_file(tmp_path: Path, stop: int, cut: in
     train(record)
     assert [row["step"] for row in record.rows] == [0, 3, 6, 9, 10]
     assert record.rows[-1]["loss"] < record.rows[0]["loss"] and len(record.rows[0]["drift"]) == 3
+    assert set(record.rows[0]["norms"]["update_norm"]) == {"up", "down"}
     train(recorder(killed), stop)
     killed.write_text(killed.read_text()[: len(killed.read_text()) - cut])  # killed while it wrote
     train(recorder(killed))

@@ -203,5 +203,5 @@ test_bad_input_is_refused = each_refused([
     (lambda: rotated(HEADS, {"": jnp.ones((2, 3, 3))}), "(?s)an element that is no rotation.*QR"),
     (lambda: rotated(CENTRED, "hadamard"), "(?s)6 dimensions.*a multiple of 4"),
     (lambda: go.orbit.rotate(QK, PLANES), "(?s)no Hadamard rotation.*rotary planes"),
-    (lambda: jax.jit(lambda p: go.orbit.rotate(p, HEADS, "random"))(PARAMS), "(?s)called under jit.*outside jit"),
+    (lambda: jax.jit(lambda p: go.orbit.rotate(p, HEADS, "random"))(PARAMS), "(?s)called inside jit.*outside jit"),
 ])

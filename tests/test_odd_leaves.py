@@ -1,0 +1,349 @@
+"""Every public function on trees with an odd leaf: the answer of the tree without it, or a ValueError that names it.
+
+A public function that stands in none of the tables fails a test, and so does a leaf for which a call raises anything
+else, or changes what it was not asked to change.
+"""
+
+import functools
+import itertools
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gauge_optax as go
+from gauge_optax.binding import leaves_by_path
+from tests.cases import DISCRETE_CASES, FLAT_CASES, GAUGE_CASES, TRANSFORM_CASES
+from tests.refusals import each_refused
+from tests.twins import normal
+
+Tree = Any
+SHAPES: dict[str, tuple[int, ...]] = {
+    "up": (3, 4), "down": (4, 3), "value": (3, 2, 2), "out": (2, 2, 3), "head": (3, 5)
+}
+NET, OTHER, STEP = (normal(seed, SHAPES, jnp.float32) for seed in range(3))
+X, KEY = normal(3, {"x": (20, 3)}, jnp.float32)["x"], jax.random.key(0)
+UNIT = go.rescale({"up": "_ channel"}, {"down": "channel _"})
+TURN = go.head_rotation({"value": "_ head basis", "out": "head basis _"})
+LINEAR = go.head_linear({"value": "_ head basis"}, {"out": "head basis _"})
+G = [UNIT, TURN, go.logit_shift({"head": "_ vocab"})]
+m, orbit = go.measure, go.orbit
+
+
+def fn(p: Tree, x: jax.Array = X) -> jax.Array:
+    if getattr(p["up"], "shape", ()) != (3, 4) or not jnp.issubdtype(p["up"].dtype, jnp.floating):
+        raise ValueError("a function of the user's does not take 'up'; remedy: none")
+    up, down, value, out, head = (jnp.asarray(p[name], jnp.float32) for name in SHAPES)
+    heads = jnp.einsum("nd,dhe->nhe", jax.nn.relu(x @ up) @ down, value)
+    return jax.nn.log_softmax(jnp.einsum("nhe,hed->nd", heads, out) @ head)
+
+
+def loss(p: Tree, x: jax.Array = X) -> jax.Array:
+    return -jnp.mean(fn(p, x)[:, 0])
+
+
+# Odd leaves ---------------------------------------------------------------------------------------------------
+
+ONE = jnp.full(2, 0.5)
+BESIDE: dict[str, Any] = {
+    "bfloat16": jnp.ones(3, jnp.bfloat16), "float16": jnp.full(3, 6e4, jnp.float16), "counter": jnp.int32(7),
+    "float8": jnp.ones(3, jnp.float8_e4m3fn), "mask": jnp.array([True, False]), "none": None, "integer": 3,
+    "float": 0.5, "numpy": np.ones(2, np.float32), "scalar": np.float32(2), "empty": jnp.zeros((0, 2)),
+    "keys": {0: ONE, 1: jnp.ones((1, 1))}, "shared": [ONE, ONE], "nan": jnp.array([1.0, jnp.nan]),
+    "complex": jnp.array([3 + 4j]), "python complex": 1j, "key": jax.random.key(7),
+}  # fmt: skip
+ALONE = {name: BESIDE.pop(name) for name in ("nan", "complex", "python complex", "key")}  # some functions refuse them
+FLOATS = {name: x for name, x in BESIDE.items() if name not in ("counter", "mask", "integer")}
+CROWDS = {"all": BESIDE, "floats": FLOATS, **ALONE}
+INSIDE: dict[str, Callable[[jax.Array], Any]] = {
+    "numpy": np.asarray, "bfloat16": lambda x: x.astype(jnp.bfloat16), "complex": lambda x: x + 1j,
+    "integers": lambda x: x.astype(int), "key": lambda x: jax.random.split(KEY, x.shape),
+    "none": lambda x: None, "float": lambda x: 0.5, "no channels": lambda x: x[:, :0],
+    "float8": lambda x: x.astype(jnp.float8_e4m3fn),
+}
+
+
+def beside(leaf: Any) -> list[Tree]:
+    return [{**tree, "odd": leaf} for tree in (NET, OTHER, STEP)]
+
+
+def inside(name: str) -> list[Tree]:
+    return [{**tree, "up": INSIDE[name](tree["up"])} for tree in (NET, OTHER, STEP)]
+
+
+# Functions ----------------------------------------------------------------------------------------------------
+
+TX = go.quotient(optax.adam(0.1), G)
+Call = Callable[[Tree, Tree, Tree], Any]  # of parameters, of others, and of a tangent, gradient or update
+
+
+def state(p: Tree, g: Tree, tx: Any) -> Any:
+    return tx.update(g, tx.init(p), p)[1]
+
+
+def adam(mu: Tree, nu: Tree) -> optax.ScaleByAdamState:
+    """A state; Optax makes none for a key."""
+    sizes = jax.tree.map(lambda x: x if jnp.issubdtype(jnp.result_type(x), jax.dtypes.extended) else jnp.abs(x), nu)
+    return optax.ScaleByAdamState(jnp.int32(1), jax.tree.map(jnp.asarray, mu), sizes)
+
+
+def recorded(p: Tree) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        m.Recorder(Path(folder) / "run", {"odd": lambda p: p}, every=1, steps=1, progress=False).record(0, p)
+
+
+PARAMETERS: dict[str, Call] = {  # these return parameters
+    "bind": lambda p, q, g: go.bind(G, p).random_twin(KEY, p),
+    "canonicalize": lambda p, q, g: orbit.canonicalize(p, G),
+    "rotate": lambda p, q, g: orbit.rotate(p, TURN, fn=fn, batch=X),
+    "untie": lambda p, q, g: orbit.untie(p, "up", "new"),
+    "unpack": lambda p, q, g: orbit.unpack(orbit.pack(p, LINEAR)),
+    "average": lambda p, q, g: orbit.average([p, p], G),
+    "interpolate": lambda p, q, g: orbit.interpolate(p, p, 0.5),
+    "evaluate": lambda p, q, g: orbit.evaluate(lambda inner, point: point, TX.init(p), p),
+}
+OTHERS: dict[str, Call] = {
+    "product": lambda p, q, g: go.product(G).horizontal(p, g),
+    "choose": lambda p, q, g: orbit.choose(lambda p: -loss(p) ** 2 - p["down"].sum(), p, UNIT, steps=2, progress=False),
+    "align": lambda p, q, g: orbit.align(p, q, G),
+    "distance": lambda p, q, g: orbit.distance(p, p, G),
+    "transport": lambda p, q, g: orbit.transport(state(p, g, TX), p, G, go.product(G).sample(KEY, p)),
+    "restart": lambda p, q, g: orbit.restart(TX, TX.init(p), p).frame,
+    "from_state": lambda p, q, g: orbit.from_state(optax.sgd(0.1, 0.9).init(p), optax.sgd(0.1, 0.9), UNIT, p).frame,
+    "pack": lambda p, q, g: orbit.packed_dot(X, orbit.pack(p, LINEAR)["value"]),
+    "packed_rows": lambda p, q, g: orbit.packed_rows(orbit.pack(p, LINEAR)),
+    "packed_dot": lambda p, q, g: orbit.packed_dot(X, orbit.pack(p, LINEAR)["value"]),
+    "by_path": lambda p, q, g: go.tools.by_path({"up": 1}, default=0)(p)["up"],
+    "census": lambda p, q, g: m.census(fn, p, [X], G, "logits", progress=False).explained,
+    "redundancy": lambda p, q, g: m.redundancy(G, p),
+    "EmpiricalFisher": lambda p, q, g: m.EmpiricalFisher(fn, p, [X], [jnp.arange(20) % 5], only=["up", "down"]).dense(),
+    "Fisher": lambda p, q, g: m.Fisher(fn, p, [X], KEY, 9_000, only="up").dense(),
+    "GGN": lambda p, q, g: m.GGN(fn, p, [X]).blocks()["up"],
+    "Hessian": lambda p, q, g: m.Hessian(loss, p, [X], only="up").dense(),
+    "directional_fisher": lambda p, q, g: m.directional_fisher(m.GGN(fn, p, [X], only="down"), g),
+    "quotient_fisher": lambda p, q, g: m.quotient_fisher(m.GGN(fn, p, [X], only=list(SHAPES)), G).eigenvalues(),
+    "adam_factors": lambda p, q, g: m.adam_factors(adam(g, p)).momentum["down"],
+    "adam_precondition": lambda p, q, g: m.adam_precondition(adam(p, p), lambda p: g)(p, g)["down"],
+    "barrier": lambda p, q, g: m.barrier(loss, p, q),
+    "drift": lambda p, q, g: m.drift(p, q, G),
+    "gauge_fraction": lambda p, q, g: m.gauge_fraction(p, G, g),
+    "gauge_sensitivity": lambda p, q, g: m.gauge_sensitivity(
+        optax.sgd(0.1), loss, p, UNIT, represent=fn, key=KEY, num_samples=2
+    ),
+    "leakage_along": lambda p, q, g: m.leakage_along(functools.partial(m.step_leakage, UNIT), [(p, g), (q, g)]),
+    "llc": lambda p, q, g: m.llc(loss, p, [X], KEY, UNIT, n_beta=1.0, lr=1e-4, num_draws=2, num_chains=1).initial_loss,
+    "quotient_arc_length": lambda p, q, g: m.quotient_arc_length([p, q], G),
+    "rescale_leakage": lambda p, q, g: m.rescale_leakage(UNIT, p, g, g),
+    "rotation_leakage": lambda p, q, g: m.rotation_leakage(TURN, p, g, g),
+    "second_order_leakage": lambda p, q, g: m.second_order_leakage(lambda p: p, lambda p, g: g, p, TURN),
+    "slice_norms": lambda p, q, g: m.slice_norms(p, g, g, G).update_norm["up"],
+    "step_leakage": lambda p, q, g: m.step_leakage(UNIT, p, g),
+    "vertical_motion": lambda p, q, g: m.vertical_motion(p, g, G),
+    "Recorder": lambda p, q, g: recorded(p),
+    "assert_invariant": lambda p, q, g: go.testing.assert_invariant(loss, p, UNIT, KEY, rtol=0.1),
+    "assert_horizontal": lambda p, q, g: go.testing.assert_horizontal(go.product(G).horizontal(p, g), p, G, rtol=0.1),
+    "assert_equivariant_step": lambda p, q, g: go.testing.assert_equivariant_step(
+        go.quotient(optax.sgd(0.1), UNIT), loss, p, UNIT, KEY, steps=1, rtol=0.1
+    ),
+    "discover": lambda p, q, g: len(go.discover(fn, p, [X, X + 1], "logprobs", progress=False).gauges),
+    "lora": lambda p, q, g: len(go.lora({"lora_a": p["up"], "lora_b": p["down"], "odd": p.get("odd")})),
+    "plan": lambda p, q, g: str(go.plan(go.quotient(optax.sgd(0.1), G), p)).count("rescale"),
+    "check": lambda p, q, g: len(go.check(TX, TX.init(p), p, g, loss_fn=loss).asymmetries),
+}
+CASES = (*GAUGE_CASES, *FLAT_CASES, *DISCRETE_CASES, *TRANSFORM_CASES)
+FIRST: dict[str, Any] = {case.name.split("/")[0]: case for case in reversed(CASES)}
+GAUGES = [name for name, case in FIRST.items() if hasattr(case, "gauges") and name not in ("product", "user_gauge")]
+OPTIMIZERS = [name for name, case in FIRST.items() if hasattr(case, "make")]
+LEFT_OUT = {
+    "takes no tree": "Gauge to_json from_json transformer_redundancy corrected predict_equilibrium predicted_drift "
+    "kl_order power_law rate_table axes_by_name",
+    "takes bare arrays, below": "axis_alignment dead_units effective_rank gram_evolution smallest_singular_value",
+    "modules": "orbit norms links tools measure testing",
+}
+SLOW = (  # what takes a second
+    "GGN-*", "check-*", "llc-*", "discover-*", "quotient_arc_length-*", "quotient_fisher-*", "average-*", "transport-*",
+    "census-*", "track", "max_norm_muon", "quotient_muon", "head_linear", "rope_linear", "residual_rotation",
+)
+
+
+def test_every_public_function_has_a_row() -> None:
+    modules = [getattr(go, name) for name in ("orbit", "norms", "links", "tools", "measure")]
+    public = {*go.__all__, *itertools.chain(*(module.__all__ for module in modules))}
+    public |= {name for name in vars(go.testing) if name.startswith("assert_")}
+    rows = [*PARAMETERS, *OTHERS, *GAUGES, *OPTIMIZERS, *itertools.chain(*map(str.split, LEFT_OUT.values()))]
+    assert public == set(rows) and len(rows) == len(set(rows))
+
+
+def numbers(tree: Tree) -> dict[str, np.ndarray]:
+    """The numbers of a result, by path, without those of odd leaves."""
+    found = {jax.tree_util.keystr(keys): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    return {path: np.asarray(x, np.float64) for path, x in found.items() if "odd" not in path}
+
+
+@functools.cache
+def expected(name: str) -> dict[str, np.ndarray]:
+    return numbers((PARAMETERS | OTHERS)[name](NET, OTHER, STEP))
+
+
+def refused_by_name(call: Callable[[], Any], *words: str) -> Any:
+    """What a call returns; None if it raises an error with a remedy that has one of the words in it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", np.exceptions.ComplexWarning)
+        try:
+            return call()
+        except (ValueError, AssertionError) as error:  # the latter of go.testing
+            assert "remedy:" in str(error) and any(word in str(error) for word in words), repr(error)
+            return None
+
+
+def same(found: Any, leaf: Any) -> bool:
+    """Whether a leaf is what it was: of one kind and dtype, with one value."""
+    if not hasattr(leaf, "dtype") or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        return bool(type(found) is type(leaf) and found == leaf)
+    kinds = isinstance(found, jax.Array) == isinstance(leaf, jax.Array) and found.dtype == leaf.dtype
+    wide = [np.asarray(x).astype(np.complex128) for x in (found, leaf)]
+    return bool(kinds and np.array_equal(*wide, equal_nan=True))
+
+
+def check(name: str, leaf: Any) -> None:
+    trees = beside(leaf)
+    found = refused_by_name(lambda: (PARAMETERS | OTHERS)[name](*trees), "odd")
+    if found is None:
+        return
+    assert numbers(found).keys() == expected(name).keys()
+    for path, x in numbers(found).items():
+        if leaf is not ALONE["nan"] or not np.isnan(x).any():  # it may be NaN, but no other number
+            np.testing.assert_allclose(x, expected(name)[path], rtol=2e-4, atol=2e-5, err_msg=path)
+    for path, x in leaves_by_path({"odd": leaf}).items() if name in PARAMETERS else ():
+        y = leaves_by_path(found)[path]
+        if name in ("average", "interpolate") and jnp.issubdtype(jnp.result_type(x), jnp.inexact):
+            x = jnp.asarray(x)  # a mean is an array
+        assert same(y, x), path
+
+
+@pytest.mark.slow_rows("*-floats", "*-nan", "*-complex", "*-python complex", "*-key", *SLOW)
+@pytest.mark.parametrize("kind", CROWDS)
+@pytest.mark.parametrize("name", PARAMETERS | OTHERS)
+def test_leaves_beside_the_gauges(name: str, kind: str) -> None:
+    check(name, CROWDS[kind])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", INSIDE)
+@pytest.mark.parametrize("name", PARAMETERS | OTHERS)
+def test_one_leaf_inside_a_gauge(name: str, kind: str) -> None:
+    found = refused_by_name(lambda: (PARAMETERS | OTHERS)[name](*inside(kind)), "up", "odd", "lora_")
+    if found is not None and kind in ("numpy", "bfloat16"):
+        for path, x in numbers(found).items():
+            np.testing.assert_allclose(x, expected(name)[path], rtol=1e-4 if kind == "numpy" else 0.3, atol=0.3)
+
+
+
+# Gauges and optimizers ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow_rows(*SLOW)
+@pytest.mark.parametrize("name", GAUGES)
+def test_gauges_leave_a_crowd_of_leaves_alone(name: str) -> None:
+    gauges, params = FIRST[name].gauges(), FIRST[name].params(KEY)
+    b = go.bind(gauges, params)
+    element = b.read(params) if name != "permutation" else go.product(gauges).sample(KEY, params)
+    found = go.bind(gauges, {**params, "odd": BESIDE}).act(element, {**params, "odd": BESIDE})
+    for path, x in numbers(b.act(element, params)).items():
+        np.testing.assert_array_equal(numbers(found)[path], x)
+    assert all(same(leaves_by_path(found["odd"])[path], x) for path, x in leaves_by_path(BESIDE).items())
+
+
+def updated(name: str, params: Tree, _: Tree, gradient: Tree) -> Tree:
+    tx = FIRST[name].make(G)
+    return tx.update(gradient, tx.init(params), params)[0]
+
+
+@pytest.mark.slow_rows(*SLOW)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_take_leaves_beside_the_gauges(name: str) -> None:
+    """Traced alone, which compiles nothing. All refuse a key, and some a complex leaf."""
+    for odd, leaf in CROWDS.items():
+        trees = beside(leaf)
+        traced = functools.partial(jax.eval_shape, functools.partial(updated, name, *trees))
+        updates = refused_by_name(traced, "odd")
+        assert updates is not None or odd == "key" or ("complex" in odd and ("ddc" in name or "scaled_polar" in name))
+        assert updates is None or jax.tree.structure(updates) == jax.tree.structure(trees[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_step_as_without_the_odd_leaves(name: str) -> None:
+    found, plain = numbers(updated(name, *beside(BESIDE))), numbers(updated(name, NET, OTHER, STEP))
+    for path, x in plain.items():
+        np.testing.assert_allclose(found[path], x, rtol=2e-4, atol=2e-5, err_msg=path)
+
+
+# Arguments ----------------------------------------------------------------------------------------------------
+
+DECIDES_BY_VALUES = (
+    "rotate", "untie", "average", "choose", "align", "distance", "census", "quotient_fisher", "barrier", "discover",
+    "gauge_sensitivity", "quotient_arc_length", "check", "assert_invariant", "assert_horizontal",
+    "assert_equivariant_step",
+)
+
+
+@pytest.mark.parametrize("name", DECIDES_BY_VALUES)
+def test_what_decides_by_values_says_so_under_jit(name: str) -> None:
+    call = (PARAMETERS | OTHERS)[name]
+    with pytest.raises(ValueError, match=r"(?s)called inside jit.*outside jit"):
+        jax.jit(lambda *trees: call(*trees) and None)(NET, OTHER, STEP)
+
+
+def _llc(batches: Any = (X,), **counts: Any) -> Any:
+    return m.llc(loss, NET, batches, KEY, n_beta=1.0, lr=1e-4, **counts)
+
+
+Z, EMPTY = jnp.ones((2, 2)) + 1j, X[:0]
+test_odd_arguments_are_refused = each_refused({
+    "llc burn-in": (lambda: _llc(num_burnin_steps=-1), "num_burnin_steps"),
+    "llc draws": (lambda: _llc(num_draws=2.0), "num_draws"),
+    "llc batches": (lambda: _llc([None]), "no arrays"),
+    "GGN rows": (lambda: m.GGN(fn, NET, [X, EMPTY]), "no outputs for batch 1"),
+    "Fisher rows": (lambda: m.Fisher(fn, NET, [EMPTY], KEY), "no outputs for batch 0"),
+    "EmpiricalFisher rows": (lambda: m.EmpiricalFisher(fn, NET, [EMPTY], [jnp.zeros(0, int)]), "for batch 0"),
+    "Fisher NaN": (lambda: m.Fisher(fn, NET, [X * jnp.nan], KEY), "not finite"),
+    "GGN NaN": (lambda: m.GGN(fn, NET, [X * jnp.nan]).eigenvalues(), "not finite"),
+    "census NaN": (lambda: m.census(fn, NET, [X * jnp.nan], G, "logits", progress=False), "not finite"),
+    "average of a generator": (lambda: orbit.average((x for x in [NET]), G), "a generator"),
+    "effective_rank": (lambda: m.effective_rank(Z), "complex64"),
+    "smallest_singular_value": (lambda: m.smallest_singular_value(Z), "complex64"),
+    "dead_units": (lambda: m.dead_units(Z), "complex64"),
+    "axis_alignment": (lambda: m.axis_alignment(Z), "complex64"),
+    "gram_evolution": (lambda: m.gram_evolution(Z, Z.real, Z.real, Z.real), "left.*complex64|complex numbers in left"),
+    "gauge_fraction": (lambda: m.gauge_fraction(NET, G, {**STEP, "up": STEP["up"] * 1j}), "complex update for 'up'"),
+    "untie": (lambda: orbit.untie({0: {"e": NET["up"]}, 1: NET["down"]}, "0/e", "head"), "keys that are no strings"),
+})  # fmt: skip
+
+
+def test_odd_arguments_are_taken(tmp_path: Path) -> None:
+    untied = orbit.untie({0: {"e": NET["up"]}, 1: NET["down"]}, "0/e", "0/head")
+    assert untied.keys() == {0, 1} and untied[0].keys() == {"e", "head"}
+    far = {**NET, "odd": jnp.full(2, -6e4, jnp.float16)}
+    assert orbit.distance({**NET, "odd": -far["odd"]}, far, UNIT) == pytest.approx(2.0, rel=1e-6)
+    huge = {**STEP, "up": 1e30 * STEP["up"]}
+    ggn = m.GGN(fn, NET, [X], only="up")
+    assert float(m.directional_fisher(ggn, huge)) == pytest.approx(float(m.directional_fisher(ggn, STEP)), rel=1e-4)
+    assert jnp.isnan(m.directional_fisher(ggn, {**STEP, "up": jnp.nan * STEP["up"]}))
+    for text in ('{"loss": 1.0}\n', "hello\n", "hello", "[1]\n"):
+        (tmp_path / "run").write_text(text)
+        with pytest.raises(ValueError, match="of another run"):
+            m.Recorder(tmp_path / "run", {"loss": float}, every=1, steps=1)
+        assert (tmp_path / "run").read_text() == text
+    tx = optax.contrib.galore(0.1, rank=3)
+    kept = orbit.transport(tx.init(NET), NET, UNIT, UNIT.sample(KEY, NET), "keep")
+    assert jax.tree.structure(kept) == jax.tree.structure(tx.init(NET))
+    with pytest.raises(ValueError, match=r"no rule for GaLoreState of '(up|down)'"):
+        orbit.transport(tx.init(NET), NET, UNIT, UNIT.sample(KEY, NET))

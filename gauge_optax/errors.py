@@ -1,5 +1,8 @@
 """The form of every error: what is wrong, what was found, what was expected, and what to write instead."""
 
+import sys
+import warnings
+
 
 def binding_error(gauge: str, problem: str, found: str, expected: str, remedy: str) -> ValueError:
     """The error for arguments or a tree that do not fit; every message has these four parts.
@@ -23,3 +26,11 @@ def binding_error(gauge: str, problem: str, found: str, expected: str, remedy: s
     """
     lines = (f"{gauge}: {problem}", f"found:    {found}", f"expected: {expected}", f"remedy:   {remedy}")
     return ValueError("\n  ".join(lines))
+
+
+def warn(message: ValueError | str) -> None:
+    """Warns with a message, at the line outside the library that led here."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).split(".")[0] == "gauge_optax":
+        frame, level = frame.f_back, level + 1
+    warnings.warn(str(message), stacklevel=level)

@@ -335,6 +335,8 @@ def on_any_mesh(function: Callable[Given, Tree]) -> Callable[Given, Tree]:
 
     @functools.wraps(function)
     def run(*args: Given.args, **kwargs: Given.kwargs) -> Tree:
+        if any(isinstance(x, Iterator) for x in (*args, *kwargs.values())):  # whose items are read when it is called
+            return function(*args, **kwargs)
         mesh = layout((args, kwargs))
         if mesh.mesh is None:
             return function(*args, **kwargs)

@@ -17,7 +17,6 @@ import dataclasses
 import inspect
 import sys
 import textwrap
-import warnings
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
@@ -41,7 +40,7 @@ from gauge_optax.binding import (
     with_leaves,
 )
 from gauge_optax.binding import bind as bind_blocks
-from gauge_optax.errors import binding_error
+from gauge_optax.errors import binding_error, warn
 from gauge_optax.gauges.balance import balance_beside
 from gauge_optax.gauges.bound import Bound, bound, require_nonzero_norms
 from gauge_optax.gauges.by_action import UserCopy
@@ -572,10 +571,9 @@ def product(gauges: Gauges) -> "Product":
     parts: list[Gauge] = []
     gauges = tuple(gauges)
     if not gauges:
-        warnings.warn(
+        warn(
             "an empty list of gauges does nothing: pass the gauges of the model, such as those that "
-            "go.discover(fn, params, batches) returns",
-            stacklevel=_level_of_caller(),
+            "go.discover(fn, params, batches) returns"
         )
     for gauge in gauges:
         if not isinstance(gauge, Gauge):
@@ -590,14 +588,6 @@ def product(gauges: Gauges) -> "Product":
             "product", "a gauge given twice", twice._description, "every gauge once in a list", "drop one of the two"
         )
     return Product(tuple(parts))
-
-
-def _level_of_caller() -> int:
-    """The `stacklevel` at which a warning of this module points at the line outside the library that caused it."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and str(frame.f_globals.get("__name__")).split(".")[0] == "gauge_optax":
-        frame, level = frame.f_back, level + 1
-    return level
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

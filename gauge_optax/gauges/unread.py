@@ -46,7 +46,7 @@ def heads_without_frame(
       but: what `name` does with such heads.
     """
     found = []
-    for part in (part for part, _, _ in s.sizes):
+    for part in (part for part, _, _ in s.sizes if unread.dispatch(type(part)) is not unread.dispatch(object)):
         e = elements[part.label]
         known = [e, *(leaves[block.path] for block in part.blocks)]
         if any(isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True) for x in known):

@@ -17,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -28,7 +27,7 @@ import numpy as np
 
 from gauge_optax.binding import in_single_or_better, leaves_by_path, real_leaves, with_leaves
 from gauge_optax.binding.paths import match
-from gauge_optax.errors import binding_error
+from gauge_optax.errors import binding_error, warn
 from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.linalg import singular_vectors, symmetric_eigen
 from gauge_optax.measure._metric import (
@@ -506,10 +505,9 @@ class Fisher(Operator):
         arrays = _arrays("Fisher", params, batches, only)
         size = sum(x.size for x in arrays.leaves.values())
         if samples is not None and samples < _PER_DIMENSION * size:
-            warnings.warn(
+            warn(
                 f"Fisher: {samples:,} labels for {size:,} parameters, fewer than {_PER_DIMENSION} each: small "
-                f"eigenvalues come out too small; pass samples={_PER_DIMENSION * size:_}, or none for that number",
-                stacklevel=2,
+                f"eigenvalues come out too small; pass samples={_PER_DIMENSION * size:_}, or none for that number"
             )
         # One batch of outputs at a time is in memory.
         rows = sum(math.prod(shape[:-1]) for shape in _output_shapes("Fisher", fn, arrays))

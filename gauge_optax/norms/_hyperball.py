@@ -9,7 +9,6 @@ invertible matrices of a product, GL(r).
 Reference: "When Equivalent Weights Train Differently" ("the post") §5.
 """
 
-import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 import optax
 
 from gauge_optax.binding import Axes, leaves_by_path
-from gauge_optax.errors import binding_error
+from gauge_optax.errors import binding_error, warn
 from gauge_optax.linalg import safe_divide, unit_and_size
 from gauge_optax.norms import vectors
 from gauge_optax.norms.vectors import Selection
@@ -184,7 +183,7 @@ def _warn_of_a_jump(sphere: Selection, norms: jax.Array, radius: Radius) -> None
         problem = "the first step moves weights onto their spheres, however small the learning rate"
         remedy = "write radius='initial' to keep the norms, scale the weights first, or silence this warning"
         message = binding_error("hyperball", problem, found, "weights whose norms are the radii", remedy)
-        warnings.warn(str(message), stacklevel=4)
+        warn(message)
 
 
 def _numbers(axes: Mapping[str, Axes], radius: Any) -> Mapping[str, Radius]:

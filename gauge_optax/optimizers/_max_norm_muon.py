@@ -5,7 +5,6 @@ the learning rate; tables of tokens take a momentum and the same links; all othe
 """
 
 import math
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -14,7 +13,7 @@ import optax
 
 from gauge_optax.binding import Axes, block_specs, is_empty, leaf_shape, leaves_by_path
 from gauge_optax.binding.axes import parse_axes
-from gauge_optax.errors import binding_error
+from gauge_optax.errors import binding_error, warn
 from gauge_optax.gauges.bound import bound as slice_of
 from gauge_optax.gauges.gauge import Gauge, Gauges, Product
 from gauge_optax.linalg import Coefficients
@@ -192,7 +191,7 @@ def max_norm_muon(
     def init(params: Any) -> Any:
         state = made.init(params)
         for error in _unlisted(group, listed, undecided, params, with_rate):
-            warnings.warn(str(error), stacklevel=2)
+            warn(error)
         return state
 
     def preflight(params: Any) -> Sequence[str | ValueError]:

@@ -5,14 +5,13 @@ point* θ̂ = F⁻¹·θ is the same for all weights of one function; to *fix* a
 slice without changing the function.
 """
 
-import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import optax
 
 from gauge_optax.binding import leaves_by_path, with_leaves
-from gauge_optax.errors import binding_error
+from gauge_optax.errors import binding_error, warn
 from gauge_optax.frozen import frozen_leaves, require_still_frozen, said_to_be_frozen, zero_frozen
 from gauge_optax.gauges.bound import bound, require_nonzero_norms
 from gauge_optax.gauges.gauge import Gauge, Gauges, Product, product
@@ -304,7 +303,7 @@ def frame_and_slice_point(
         point = with_leaves(stored, entered)
         but = "these heads train as if no gauge bound them"
         for sentence in heads_without_frame(name, s, frame.elements, leaves, but):
-            warnings.warn(str(sentence), stacklevel=4)
+            warn(sentence)
     frame = sharding.restore(frame)._replace(frozen=dict.fromkeys(sorted(frozen), ()))
     return frame, with_sharding_of(params, sharding.restore(point, like=params))
 

@@ -9,7 +9,6 @@ must not jump. They therefore read rotations once, by comparison with a constant
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Sequence
 from typing import Any, Literal, TypeVar, get_args
 
@@ -17,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from gauge_optax.binding import leaves_by_path, shared_leaves, with_leaves
-from gauge_optax.errors import binding_error
+from gauge_optax.errors import binding_error, warn
 from gauge_optax.gauges.bound import require_nonzero_norms
 from gauge_optax.gauges.gauge import Gauges, bind
 from gauge_optax.gauges.unread import no_frame, unread
@@ -119,7 +118,7 @@ def canonicalize(
     for part in {part.label: part for part, _, _ in s.sizes}.values():
         count = without_frame.get(part.label, 0)
         if not isinstance(count, jax.core.Tracer) and count:
-            warnings.warn(str(no_frame(_NAME, part, int(count), _BUT)), stacklevel=2)
+            warn(no_frame(_NAME, part, int(count), _BUT))
     return with_leaves(params, (_entered_donated if donate else _entered)(s, elements, bound))
 
 

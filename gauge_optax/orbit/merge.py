@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error
-from gauge_optax.gauges.gauge import Gauges, product
+from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.orbit._align import align, check_same_tree
 from gauge_optax.states.statistics import require_no_statistics, require_no_statistics_behind
 from gauge_optax.transformation import in_computing_dtype, in_dtype_of, on_any_mesh, require_no_tracers
@@ -48,7 +48,6 @@ def distance(a: Any, b: Any, gauges: Gauges) -> float:
     return relative_difference(group.act(align(first, second, group), second), first)
 
 
-@on_any_mesh
 def average(trees: Sequence[Params], gauges: Gauges) -> Params:
     """Returns the mean of several sets of weights, after all of them have been aligned to the first.
 
@@ -79,8 +78,11 @@ def average(trees: Sequence[Params], gauges: Gauges) -> Params:
             "at least one tree of parameters", "pass [params_a, params_b]",
         )
     require_no_statistics("average", trees)
-    first, *others = trees
-    group = product(gauges)
+    return _average(*trees, group=product(gauges))
+
+
+@on_any_mesh
+def _average(first: Params, *others: Params, group: Product) -> Params:
     aligned = [first, *(group.act(align(first, tree, group), tree) for tree in others)]
     leaves = [leaves_by_path(tree) for tree in aligned]
     same = {path: jnp.stack([in_computing_dtype(tree[path]) for tree in leaves]) for path in _inexact(first)}

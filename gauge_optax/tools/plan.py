@@ -20,7 +20,7 @@ import optax
 
 from gauge_optax.binding import leaves_by_path
 from gauge_optax.discovery.calls import bound_copies, template
-from gauge_optax.errors import binding_error
+from gauge_optax.errors import binding_error, warn
 from gauge_optax.gauges.gauge import Gauge, product
 from gauge_optax.parts.matrices import matrices_of
 from gauge_optax.transformation import GaugeTransformation, LeafRule
@@ -214,7 +214,7 @@ def plan(
             rules, sizes = ({}, {}) if tx is None else _state_of(tx, params, leaves)
             decay = {} if still is None else _decay_of(still(), leaves)
     for text in dict.fromkeys(str(warning.message) for warning in told):
-        warnings.warn(text, stacklevel=2)
+        warn(text)
     # Only the optimizer itself, and not its state, can tell which matrices of a leaf it orthogonalizes.
     texts |= {path: "" for path, rule in rules.items() if rule == "polar"}
     for path, said in ({} if tx is None else said_by(tx, params)).items():
@@ -231,7 +231,7 @@ def plan(
     )
     result = Plan(rows, gauge_plans, tuple(path for path in leaves if path not in labels))
     for text in result.warnings:
-        warnings.warn(f"plan: {text}", stacklevel=2)
+        warn(f"plan: {text}")
     return result
 
 

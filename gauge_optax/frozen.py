@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gauge_optax.binding import leaves_by_path, mask_by_path, with_leaves
+from gauge_optax.binding import leaves_by_path, mask_by_path, values_at, with_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.traced import loop_counts
 
+_SEARCHED = {"value", "grad", "value_fn"}  # arguments of line searches, for which `init` tries some loss
 _HYPERPARAMETERS = "hyperparams"  # the field of Optax's states whose numbers users change between steps
 # Names of primitives whose result is zero if the first operand is zero, if any operand is, or if all are.
 _ZERO_OF_FIRST = frozenset(
@@ -30,7 +31,9 @@ _ZERO_OF_ALL = frozenset(
 )
 
 
-def frozen_leaves(name: str, inner: Any, params: Any, extra: Mapping[str, Any] | None = None) -> frozenset[str]:
+def frozen_leaves(
+    name: str, inner: Any, params: Any, extra: Mapping[str, Any] | None = None, said: bool = False
+) -> frozenset[str]:
     """Returns the paths of leaves whose updates are zero at every step of a run.
 
     An array of the state counts as zero if it is zero after `init` and every `update` leaves it zero, as Adam's moments
@@ -42,6 +45,7 @@ def frozen_leaves(name: str, inner: Any, params: Any, extra: Mapping[str, Any] |
       params: the parameters; only their shapes and dtypes are used.
       extra: further arguments of `update`, with their values. None if they are not known yet, as at `init`: then their
         defaults count, or some loss where `update` needs one.
+      said: whether the user has named the frozen leaves, so that an update that cannot be traced is no error.
 
     Returns:
       The paths.
@@ -58,7 +62,7 @@ def frozen_leaves(name: str, inner: Any, params: Any, extra: Mapping[str, Any] |
         return frozenset()
     start = jax.make_jaxpr(inner.init)(shapes)
     state = jax.eval_shape(inner.init, shapes)
-    step = _traced(name, inner, shapes, state, extra)
+    step = _traced(name, inner, shapes, state, extra, said)
     if step is None:
         return frozenset()
     unknown = [False] * len(paths)
@@ -91,15 +95,17 @@ def said_to_be_frozen(name: str, frozen: Any, params: Any) -> frozenset[str]:
     """
     if frozen is None:
         return frozenset()
+    frozen = values_at(frozen, params)  # errors of the user's function are its own
     try:
         mask = mask_by_path(frozen, params)
     except (ValueError, TypeError) as error:
+        path = next(iter(leaves_by_path(params)), "")
         raise binding_error(
             name,
             "a mask `frozen` that does not fit the tree",
             str(jax.tree.structure(frozen))[:200],
             "booleans in a tree or prefix of the parameters' structure, or a callable that makes one",
-            'write frozen=go.tools.by_path({"encoder/**": True}, default=False)',
+            f'write frozen=go.tools.by_path({{"{path}": True}}, default=False)',
         ) from error
     return frozenset(path for path, flag in mask.items() if flag)
 
@@ -107,7 +113,7 @@ def said_to_be_frozen(name: str, frozen: Any, params: Any) -> frozenset[str]:
 def require_still_frozen(
     name: str, inner: Any, frozen: Collection[str], said: Collection[str], params: Any, extra: Mapping[str, Any]
 ) -> None:
-    """Raises ValueError if a further argument of `update` trains a leaf that never changed without this argument.
+    """Raises ValueError if a further argument of `update` trains a frozen leaf, or freezes one that trains without it.
 
     Args:
       name: name of the public function, for the message.
@@ -115,20 +121,24 @@ def require_still_frozen(
       frozen: the leaves that `frozen_leaves` has found at `init`.
       said: those among them that the user has called frozen. No argument trains them.
       params: the parameters.
-      extra: the further arguments of this `update`. A step without any needs no check.
+      extra: the further arguments of this `update`. A step with none, or with those of line searches, needs no check.
     """
-    if not extra or set(frozen) <= set(said):
+    if extra.keys() <= _SEARCHED:
         return
-    opened = set(frozen) - set(said) - frozen_leaves(name, inner, params, extra)
-    if opened:
-        path, arguments = min(opened), ", ".join(f"{argument}=" for argument in extra)
-        raise binding_error(
-            name,
-            f"'{path}' is frozen, but an argument of this update trains it",
-            f"updates of '{path}' that are zero at `init`, where {arguments} has its default, and not zero here",
-            "leaves that train at every step or at none",
-            f"give {arguments} a default in `inner` with which '{path}' trains, and call {name}'s `init` again",
-        )
+    now, arguments = frozen_leaves(name, inner, params, extra), ", ".join(f"{argument}=" for argument in extra)
+    opened, every = set(frozen) - set(said) - now, set(leaves_by_path(params))
+    # An argument that freezes everything, such as a rate of zero, only makes a step of length zero.
+    closed = set() if now >= every else now - set(frozen)
+    for paths, does, other in ((opened, "trains", "frozen"), (closed, "freezes", "trained")):
+        if paths:
+            raise binding_error(
+                name,
+                f"an argument of this update {does} '{min(paths)}', which is {other} without it",
+                f"{arguments} with another value than its default, which counts at `init`",
+                "leaves that train at every step or at none",
+                f"give {arguments} the default in `inner` that trains all leaves of the run, and make an optimizer and "
+                "a state per set of leaves that train",
+            )
 
 
 def zero_frozen(updates: Any, frozen: Collection[str]) -> Any:
@@ -139,7 +149,9 @@ def zero_frozen(updates: Any, frozen: Collection[str]) -> Any:
     return with_leaves(updates, {path: jnp.zeros_like(leaves[path]) for path in frozen})
 
 
-def _traced(name: str, inner: Any, shapes: Any, state: Any, known: Mapping[str, Any] | None) -> Any:
+def _traced(
+    name: str, inner: Any, shapes: Any, state: Any, known: Mapping[str, Any] | None, said: bool
+) -> Any:
     """Returns the jaxpr of an update; None if it cannot be traced and has no masks that could freeze leaves."""
     # Line searches need a loss. Any will do, because only updates that are zero for every loss count.
     searching = {"value": 0.0, "grad": None, "value_fn": lambda p: sum(jax.tree.leaves(jax.tree.map(_sum, p)))}
@@ -154,13 +166,15 @@ def _traced(name: str, inner: Any, shapes: Any, state: Any, known: Mapping[str, 
             return jax.make_jaxpr(update)(shapes, state, shapes)
         except Exception as failed:  # of any class: if the update is wrong, it raises again when the user calls it
             error = failed
-    if "Masked" in str(jax.tree.structure(state)) or "Partition" in str(jax.tree.structure(state)):
+    structure = str(jax.tree.structure(state))
+    if not said and ("Masked" in structure or "Partition" in structure):
         raise binding_error(
             name,
             "cannot see which leaves `inner` freezes",
             f"{type(error).__name__}: {error}",
             "an update that can be traced with gradients, a state and parameters alone",
-            f"say it: {name}(..., frozen=mask), with True for leaves that never change",
+            "give every further argument of its update a default"
+            + (", or say it: quotient(..., frozen=mask), True for what never changes" if name == "quotient" else ""),
         ) from error
     return None
 

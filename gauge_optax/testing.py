@@ -67,7 +67,7 @@ def assert_invariant(
     Args:
       loss_fn: a function of params that returns a scalar, or an array or tree of outputs. Logits show more errors than
         their loss does. In a chex test it may be `self.variant(loss_fn)`.
-      params: the weights at which to test.
+      params: the weights at which to test. Take random ones: at a bias of zero, a gauge that forgets this bias passes.
       gauges: a gauge or a sequence of gauges.
       key: a PRNG key.
       rtol: largest change relative to each output; by default `tolerance("invariant", params)`.

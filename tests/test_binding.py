@@ -377,6 +377,8 @@ PROPOSALS = [
     ("enc2/kernel", "{tower}/layer0/kernel", "enc{tower}/kernel"),
     ("text/layer0/kern", "{tower}/layer0/kernel", "{tower}/layer0/kern"),
     ("a/0/b/1/w", "a/{i}/b/{j}/kernel", "a/{i}/b/{j}/w"),
+    ("enc/0/up/kernel", "**/up/kernal", "**/up/kernel"), ("enc/0/up/kernel", "enc/**/upp", "enc/**/up/kernel"),
+    ("enc/l_0/up", "**/l_{i}/upp", "**/l_{i}/up"), ("a/w", "a/b/c/**", "a/w"),
     ("x/y", "{i}/{j}/w", "x/y"), ("a/w", "a/{i}_{j}/w", "a/w"), ("head/kernel", "head/kernels", "head/kernel"),
 ]
 

@@ -250,6 +250,17 @@ def test_a_gradient_that_proves_nothing_is_said() -> None:
     assert 0 < report.asymmetries[0][2] < 1e-12 and "could not be tested" not in repr(report)
 
 
+def test_a_leaf_that_starts_at_zero_and_is_forgotten_is_said() -> None:
+    """The gradient at a bias of zero is the same whether the gauge multiplies the bias or forgets it."""
+    params = MLP | {"bias": jnp.zeros(16)}
+    forgets = go.quotient_adamw(1e-3, go.rescale({"up": "_ channel"}, {"down": "channel _"}))
+    assert "multiplied by no gauge: 'bias'. Whether" in repr(_preflight(forgets, params, mlp_loss))
+    with pytest.raises(ValueError, match="rescale on 'up', 'down' is no symmetry"):
+        _preflight(forgets, params, mlp_loss, loss_fn=mlp_loss)
+    for weights, gauges in ((params, [UNITS]), (MLP, [UNITS, LOGITS])):
+        assert "multiplied by no gauge" not in repr(_preflight(go.quotient_adamw(1e-3, gauges), weights, mlp_loss))
+
+
 def test_a_key_bias_in_bfloat16_is_said_to_be_open() -> None:
     """Nothing tells the gradient of a bias that does not count from roundoff there."""
     params = {"key": QK["key"][:, 0], "query": QK["query"][:, 0], "bias": _normal(4, 4)}

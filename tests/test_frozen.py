@@ -70,6 +70,7 @@ def test_a_transformation_that_cannot_be_traced_asks_for_a_mask() -> None:
     strange = optax.GradientTransformationExtraArgs(lambda p: optax.MaskedState(optax.EmptyState()), update)
     with refused("cannot see which leaves", "frozen=mask"):
         frozen_leaves("quotient", strange, TREE)
+    assert frozen_leaves("quotient", strange, TREE, said=True) == frozenset()
 
 
 # Beside gauges --------------------------------------------------------------------------------------------
@@ -186,8 +187,10 @@ def test_frozen_can_be_said(net: Any) -> None:
         ends = [trained(tx, loss, start) for start in (net, twin)]
         assert stayed(net, ends[0], "down") and stayed(twin, ends[1], "down")
         assert float(net_loss(ends[0])) == pytest.approx(float(net_loss(ends[1])), rel=1e-12)
-    with pytest.raises(ValueError, match="a mask `frozen` that does not fit"):
-        go.quotient(optax.adam(1e-2), RELU, frozen={"up": True, "bias": False}).init(net)
+    for wrong, words in (({"up": True, "bias": False}, "a mask `frozen` that does not fit"),
+                         (go.tools.by_path({"dwn": True}, default=False), "no leaf matches 'dwn'")):
+        with pytest.raises(ValueError, match=words):
+            go.quotient(optax.adam(1e-2), RELU, frozen=wrong).init(net)
 
 
 def _opened_by(default: float) -> Any:
@@ -208,12 +211,15 @@ def test_an_argument_that_trains_a_frozen_leaf_is_refused(name: str, jitted: boo
         step = lambda amount, tx=tx: tx.update(jax.grad(net_loss)(net), tx.init(net), net, open=amount)[0]  # noqa: E731
         run = jax.jit(step) if jitted else step
         if default == 0.0:
-            with refused("'up' is frozen, but an argument", "give open= a default"):
+            with refused("this update trains 'up', which is frozen without it", "give open= the default"):
                 run(1.0)
             if not jitted:  # the value is known, and leaves the leaf alone
                 assert not np.any(step(0.0)["up"])
         else:
             assert np.any(run(1.0)["up"])
+            if not jitted:
+                with refused("freezes 'up', which is trained without it"):
+                    step(0.0)
     said = go.quotient(_opened_by(0.0), RELU, frozen={"up": True, "down": False})
     assert not np.any(said.update(jax.grad(net_loss)(net), said.init(net), net, open=1.0)[0]["up"])
 

@@ -156,8 +156,7 @@ def nearest(pattern: str, shapes: Shapes, rank: int) -> list[tuple[str, str]]:
         paths.setdefault(_with_captures(pattern, path), path)
 
     def score(proposal: str) -> float:
-        likeness = difflib.SequenceMatcher(None, pattern, proposal, autojunk=False).ratio()
-        return likeness + (0.1 if len(shapes[paths[proposal]]) == rank else 0.0)
+        return _likeness(pattern, proposal) + (0.1 if len(shapes[paths[proposal]]) == rank else 0.0)
 
     return [(paths[proposal], proposal) for proposal in sorted(paths, key=score, reverse=True)[:3]]
 
@@ -194,12 +193,27 @@ def no_match(
     return binding_error(gauge, f"no leaf matches '{pattern}'", found, expected, remedy)
 
 
-def _with_captures(pattern: str, path: str) -> str:
-    """Proposes a pattern for a path: the path, with the captures of another pattern in place of numbers in it.
+def _likeness(pattern: str, proposal: str) -> float:
+    return difflib.SequenceMatcher(None, pattern, proposal, autojunk=False).ratio()
 
-    It is the path itself if the captures have no place in it.
+
+def _with_captures(pattern: str, path: str) -> str:
+    """Proposes a pattern for a path: the path, with the captures and `**` of another pattern where they fit in it.
+
+    It is the path itself if the captures have no place in it. A `**` has to stay, because the gauge's other patterns
+    may have one, too: a path without it would be one leaf beside those of all layers.
     """
     pieces, segments, start = path.split("/"), pattern.split("/"), 0
+    if "**" in segments:
+        before = segments.index("**")
+        head, tail = "/".join(segments[:before]), "/".join(segments[before + 1 :])
+        proposals = [path]
+        # The path may have a segment more than the pattern names: `**/up` was meant for `**/up/kernel`.
+        for after in range(len(segments) - before - 1, len(segments) - before + 1):
+            if before + after <= len(pieces):
+                ends = (head, pieces[:before]), (tail, pieces[len(pieces) - after :])
+                proposals.append("/**/".join(_with_captures(text, "/".join(own)) for text, own in ends).strip("/"))
+        return max(proposals[1:] or proposals, key=lambda proposal: _likeness(pattern, proposal))
     for at, segment in enumerate(segments):
         names = _CAPTURE.findall(segment)
         if not names:

@@ -173,7 +173,8 @@ def quotient_for(
         return QuotientState(placeholder(), inner.init(params), {} if pin else placeholder())
 
     def never_changing(params: Any) -> frozenset[str]:
-        return frozen_leaves(name, inner, params) | said_to_be_frozen(name, frozen, params)
+        said = said_to_be_frozen(name, frozen, params)
+        return said | frozen_leaves(name, inner, params, said=frozen is not None)
 
     def preflight(params: Any) -> Sequence[str | ValueError]:
         _, point = frame_and_slice_point(name, group, params, never_changing(params))

@@ -15,6 +15,7 @@ import numpy as np
 import optax
 
 from gauge_optax.binding import leaves_by_path, with_leaves
+from gauge_optax.binding.paths import natural_key
 from gauge_optax.discovery.lift import in_double
 from gauge_optax.errors import binding_error
 from gauge_optax.frozen import frozen_leaves
@@ -162,6 +163,7 @@ def check(
     )
     for gauge, copies in zip(gauges, shares, strict=True):
         notes += [note for share in copies.values() for note in share.notes(gauge.name, limit)]
+    notes += _forgotten(gauges, params, grads, frozen) if loss_fn is None else []
     _require_state_of(tx, state, params)
     for said in (said for held in transformations_of(tx) for said in held.preflight(params)):
         if isinstance(said, ValueError):
@@ -268,6 +270,29 @@ def _shares(
                 of_gauge[copy.key] = _Share(number, paths, still, real, told)
         shares.append(of_gauge)
     return shares
+
+
+def _forgotten(gauges: Sequence[Any], params: Any, grads: Any, frozen: frozenset[str]) -> list[str]:
+    """A note on trained leaves that are zero and that no gauge multiplies, such as a bias that a gauge leaves out.
+
+    If a gauge should multiply such a leaf, the gradient at zero does not show it: zero times any number is zero.
+    """
+    if not gauges:
+        return []
+    multiplied = set[str]()
+    for s in (bound((gauge,), params).whole for gauge in gauges):
+        adding = {part.label for part, *_ in s.constants}
+        multiplied |= {path for part in s.parts if part.label not in adding for path in changed(part)}
+    zero = {path for path, x in leaves_by_path(params).items() if _is_real(x) and not np.any(np.asarray(x))}
+    trained = {path for path, g in leaves_by_path(grads).items() if np.any(np.asarray(g))}
+    paths = sorted((zero & trained) - frozen - multiplied, key=natural_key)
+    if not paths:
+        return []
+    named = ", ".join(f"'{path}'" for path in paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
+    return [
+        f"zero at the start, and multiplied by no gauge: {named}. Whether a gauge should multiply them was not tested, "
+        "because zero stays zero: pass loss_fn= and batch=, or check again after a few steps"
+    ]
 
 
 _Numbers = list[tuple[Mapping[str, Any], Mapping[str, Any]]]

@@ -13,7 +13,7 @@ import pytest
 import gauge_optax as go
 from tests.cases import FLAT_CASES, GAUGE_CASES
 from tests.refusals import refused
-from tests.twins import furthest, stepper, trained
+from tests.twins import furthest, normal, stepper, trained
 
 CASES = {case.name: case for case in (*GAUGE_CASES, *FLAT_CASES)}
 NAMES = ["rescale/channel", "norm_scale/one_plus", "head_linear/value_out", "product/llama", "logit_shift/kernel_bias"]
@@ -99,6 +99,35 @@ def test_the_state_may_stand_in_a_wrapper(wrap: str, x64: None) -> None:
 
 RELU = go.rescale({"up": "_ channel"}, {"down": "channel _"})
 PARAMS = {"up": jnp.ones((2, 3)), "down": jnp.ones((3, 2))}
+
+
+LOGITS = go.logit_shift({"rest/b": "_ vocab"})
+REST = {"up": "body", "down": "body", "rest": "rest"}
+PARTS: dict[str, Callable[[Any], Any]] = {
+    "partition": lambda tx: optax.partition({"body": tx, "rest": optax.adam(1e-2)}, REST),
+    "a mask that is a prefix": lambda tx: optax.masked(tx, {"up": True, "down": True, "rest": False}),
+    "two quotients": lambda tx: optax.partition({"body": tx, "rest": go.quotient_adamw(1e-2, LOGITS)}, REST),
+}
+
+
+@pytest.mark.parametrize("inner", [SCHEDULE_FREE[0], optax.contrib.muon(1e-2)], ids=["schedule_free", "muon"])
+@pytest.mark.parametrize("wrap", PARTS)
+def test_a_quotient_may_see_a_part_of_the_tree(wrap: str, inner: Any) -> None:
+    body, fn = normal(0, {path: x.shape for path, x in PARAMS.items()}), lambda s, p: getattr(s, "z", p)
+    params, alone = body | {"rest": {"a": jnp.ones(3), "b": jnp.ones((2, 2))}}, go.quotient(inner, RELU)
+    tx = PARTS[wrap](alone)
+    (_, state), (_, ours) = (t.update(p, t.init(p), p) for t, p in ((tx, params), (alone, body)))
+    if wrap == "two quotients":
+        for call in (lambda: go.orbit.restart(tx, state, params), lambda: go.orbit.evaluate(fn, state, params)):
+            with refused("with 2 quotients", "state.inner_states['body'], to restart with the optimizer of this part"):
+                call()
+        tx, state = alone, state.inner_states["body"]
+    averages = go.orbit.evaluate(fn, state, params)
+    jax.tree.map(np.testing.assert_allclose, averages, go.orbit.evaluate(fn, ours, body) | {"rest": params["rest"]})
+    new = go.orbit.restart(tx, state, params)
+    assert jax.tree.structure(new) == jax.tree.structure(state)
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(go.orbit.evaluate(fn, new, params)["rest"]),
+                 jax.tree.leaves(params["rest"]))
 
 
 def test_what_cannot_be_evaluated_is_said() -> None:

@@ -1,5 +1,6 @@
 """Learnable multipliers: what they do to the function, what is dead, and what fixing them does to a run."""
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -317,6 +318,40 @@ def test_mistakes_are_named(options: dict[str, Any], said: str) -> None:
     with refused("", "hold_products", said):
         tx = go.orbit.hold_products(optax.adam(1e-2), **{"gauges": PAIR, **options})
         tx.update(params, tx.init(params), params)
+
+
+LOGITS = {"": jnp.array([30.0, 0.1])}
+NESTED = "one entry for each of rescale of 'up', multiplier_balance of 'query'"
+
+
+@pytest.mark.parametrize(
+    ("alone", "max_logits", "said"),
+    [
+        ({"rotary": "head _"}, (None, LOGITS), ""),
+        (None, (None, LOGITS), ""),
+        (None, [LOGITS, None], ""),
+        (None, LOGITS, NESTED),
+        (None, (LOGITS,), NESTED),
+        (None, (None, {"": jnp.ones(3)}), "max_logits of other channels than multiplier_balance of 'query'"),
+        (None, (jnp.ones(2), None), "max_logits of other channels than rescale of 'up'"),
+        ({"rotary": "head _"}, (LOGITS, None), "alone= without logits"),
+    ],
+)
+@pytest.mark.parametrize("nest", [lambda tx: tx, lambda tx: optax.chain(tx, optax.identity())])
+def test_logits_of_nested_caps_reach_their_gauges(
+    nest: Callable[[Any], Any], alone: Any, max_logits: Any, said: str
+) -> None:
+    """Both gauges have two channels, so that the shapes of logits do not tell whose they are."""
+    shapes = {"query": (2, 3), "key": (2, 3), "rotary": (2, 3), "up": (3, 2), "down": (2, 3)}
+    params = {path: jnp.ones(shape) for path, shape in shapes.items()}
+    heads, units = (go.multiplier_balance({"query": "head _"}, {"key": "head _"}),
+                    go.rescale({"up": "_ unit"}, {"down": "unit _"}))
+    inside = go.orbit.hold_products(optax.sgd(1.0), heads, "cap", cap=20.0, alone=alone)
+    tx = go.orbit.hold_products(nest(inside), units, "cap", cap=20.0)
+    with refused("", "hold_products", said) if said else contextlib.nullcontext():
+        updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params, max_logits=max_logits)
+        moved = [bool(jnp.abs(updates[path]).max() > 0.1) for path in ("up", "query")]
+        assert moved == [entry is not None for entry in max_logits]
 
 
 def test_a_held_product_moves_with_its_gauge_and_with_no_other(x64: None) -> None:

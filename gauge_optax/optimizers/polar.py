@@ -6,6 +6,7 @@ References: DDC B.10, Table 1; Jordan et al. 2024 (Muon).
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -140,8 +141,9 @@ class Polar:
                     self.name, f"nothing says which matrices '{path}' holds beside its ranges",
                     f"{beside} of {', '.join(ranges) or 'its ranges'}",
                     "every entry of a fused kernel in one range of a gauge or of a label",
-                    f"write labels={{'{path}': (\"_ _=0:8\", \"_ _=8:12\")}} with its ranges, bind them, or label it "
-                    "adam",
+                    f"label {'the other entries' if rest > 0 else 'every entry once'}, "
+                    f"labels={{'{path}': {_open_ranges(read[path], leaves[path].shape)}}} if each range is one matrix; "
+                    "or bind them, or label it adam",
                 )
         return {path: read[path] for path in leaves if path in muon}
 
@@ -158,7 +160,8 @@ class Polar:
                 self.name, f"the label of '{path}' describes no matrices",
                 f'"{axes}" for shape {shape}' + (", and a rotation that binds the leaf" if rotated else ""),
                 "'_' in two axes of a leaf that no rotation binds, for rows and columns, and names that count matrices",
-                "drop the label: rotations say which matrices there are" if rotated else
+                "drop the label: rotations say which matrices there are; label only ranges that no rotation binds"
+                if rotated else
                 'write for example "_ head _", or "_ (head _)" and sizes={"head": 12}',
             )
         return reading
@@ -186,6 +189,18 @@ class Polar:
                 factor = norm / math.sqrt(min(inputs, outputs)) * factor
             steps[path] = stack.write(steps[path], factor)
         return {path: steps[path] for path in matrices}
+
+
+def _open_ranges(reading: Reading, shape: Sequence[int]) -> str:
+    """A label of the ranges of a matrix that a reading leaves open; an example for other leaves."""
+    cuts = [(axis, cut) for piece in reading.pieces if piece.block
+            for axis, cut in enumerate(cuts_of(piece.block)) if cut is not None]
+    if len(shape) != 2 or len({axis for axis, _ in cuts}) != 1:
+        return '("_ _=0:8", "_ _=8:12")'
+    axis, spans = cuts[0][0], sorted(span for _, cut in cuts for span in cut)
+    gaps = [(a, b) for (_, a), (b, _) in itertools.pairwise([(0, 0), *spans, (shape[axis], 0)]) if a < b]
+    labels = [f'"_={a}:{b} _"' if axis == 0 else f'"_ _={a}:{b}"' for a, b in gaps]
+    return labels[0] if len(labels) == 1 else f"({', '.join(labels)})" if labels else '("_ _=0:8", "_ _=8:12")'
 
 
 def rotated_or_scaled(s: Slice) -> set[str]:

@@ -107,8 +107,8 @@ def _cycle(waiting: Sequence[Any]) -> ValueError:
     return binding_error(
         name_of(first),
         f"cyclic gauges at '{first.blocks[0].path}'",
-        f"every leaf of {names} is moved by another gauge of the list",
-        "for each gauge a leaf from which it can be read before, or after, the others",
+        f"{names}, each of which is read from leaves that another of them moves",
+        "an order in which every gauge is read from leaves that only earlier ones move",
         "drop one gauge of the cycle, or train it with its own transformation",
     )
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import optax
 
-from gauge_optax.binding import with_leaves
+from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.bound import slice_of_frame
 from gauge_optax.optimizers._quotient import QuotientState, no_offset
@@ -33,7 +33,8 @@ def evaluate(fn: Fn, state: Any, params: Any) -> Any:
       params: the stored weights θ that the state belongs to.
 
     Returns:
-      The weights that `fn` returned, moved by F: a tree like `params`.
+      The weights that `fn` returned, moved by F: a tree like `params`. Leaves that `optax.masked` or `optax.partition`
+      hides from the quotient are those of `params`.
 
     Raises:
       ValueError: a state without a `quotient`, or with several; a state whose gauges have not been bound to any tree in
@@ -50,7 +51,8 @@ def evaluate(fn: Fn, state: Any, params: Any) -> Any:
     Reference: Defazio et al. 2024 for schedule-free methods; docs/design.md §3 for the maps.
     """
     require_params("evaluate", params)
-    inside = _one_quotient("evaluate", state)
+    inside, whole = _one_quotient("evaluate", state), params
+    params = _as_seen(state, inside, params)
 
     def on_slice(inside: Any, params: Any) -> Any:
         entered, seen = _points(inside, params)
@@ -65,7 +67,8 @@ def evaluate(fn: Fn, state: Any, params: Any) -> Any:
         stored = {path: x - s.added[path] for path, x in values.items()}
         return with_leaves(made, cast_like(stored, params))
 
-    return layout(params).run(on_slice, inside, params, like=params)
+    made = layout(params).run(on_slice, inside, params, like=params)
+    return made if params is whole else with_leaves(whole, leaves_by_path(made))
 
 
 def restart(
@@ -103,6 +106,7 @@ def restart(
     inner = wrapped_by(tx)
     if len(inner) != 1:
         raise _no_quotient("restart", "an optimizer", len(inner))
+    params = _as_seen(state, inside, params)
 
     def fresh(inside: Any, params: Any) -> Any:
         entered, seen = _points(inside, params)
@@ -132,6 +136,54 @@ def _points(inside: Any, params: Any) -> tuple[Undone, Undone]:
     return entered, s.enter(inside.offset, entered.point)
 
 
+def _as_seen(state: Any, inside: Any, params: Any) -> Any:
+    """The tree that the quotient sees: `params`, with `MaskedNode`s where Optax's wrappers hide leaves from it.
+
+    A state does not hold the mask. But below a `MaskedState`, the trees of the inner state that are like `params`, such
+    as moments, have a `MaskedNode` for every hidden leaf. A leaf that no such tree has is hidden, unless a gauge binds
+    it: the inner optimizer may also mask leaves itself.
+    """
+    outer = [node for node in jax.tree.leaves(state, is_leaf=_is_mask_state) if _is_mask_state(node)]
+    if not any(map(_is_quotient, jax.tree.leaves(outer, is_leaf=_is_quotient))):
+        return params
+    paths = with_leaves(params, {path: path for path in leaves_by_path(params)})
+
+    def pieces(node: Any) -> list[tuple[bool, Any]]:
+        """Pairs (whether a `MaskedNode` stands there, the paths there); none for a node that is not like `params`."""
+        structure: Any
+        nodes, structure = jax.tree.flatten(node, is_leaf=_is_masked)
+        try:
+            pairs = [(_is_masked(x), at) for x, at in zip(nodes, structure.flatten_up_to(paths), strict=True)]
+        except (ValueError, TypeError):
+            return []
+        alike = all(masked or isinstance(at, str) for masked, at in pairs) and not all(masked for masked, _ in pairs)
+        return pairs if alike else []
+
+    trees = [node for node in jax.tree.leaves(inside.inner_state, is_leaf=lambda x: bool(pieces(x))) if pieces(node)]
+    if not trees:
+        return params
+    shown = {at for tree in trees for masked, at in pieces(tree) if not masked}
+    shown |= set(_slice(inside, params).added)
+    leaves = leaves_by_path(params)
+
+    def hidden(at: Any) -> Any:
+        """The part of `params` at these paths; one `MaskedNode` if all of it is hidden."""
+        if not shown & set(jax.tree.leaves(at)):
+            return optax.MaskedNode()
+        return jax.tree.map(lambda path: leaves[path] if path in shown else optax.MaskedNode(), at)
+
+    structure: Any = jax.tree.structure(trees[0], is_leaf=_is_masked)
+    return structure.unflatten([hidden(at) for _, at in pieces(trees[0])])
+
+
+def _is_masked(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)
+
+
+def _is_mask_state(node: Any) -> bool:
+    return isinstance(node, optax.MaskedState)
+
+
 def _is_quotient(node: Any) -> bool:
     return isinstance(node, QuotientState)
 
@@ -146,5 +198,5 @@ def _one_quotient(name: str, state: Any) -> Any:
 def _no_quotient(name: str, what: str, count: int) -> ValueError:
     return binding_error(
         name, f"{what} with {count} quotients", f"{count}", "one, in any wrapper of Optax",
-        "pass the part of a partition or chain that has it, such as state.inner_states['body']; a restored state needs "
-        "the structure of jax.eval_shape(tx.init, params)")
+        "pass the part of a partition or chain that has it, such as state.inner_states['body'], to restart with the "
+        "optimizer of this part; a restored state needs the structure of jax.eval_shape(tx.init, params)")

@@ -36,7 +36,7 @@ from gauge_optax.transformation import (
     transformation,
     with_gauges_of,
 )
-from gauge_optax.wrapped import preflight_of
+from gauge_optax.wrapped import preflight_of, walk
 
 _NAME = "hold_products"
 KINDS = ("init", "cap", "decay")
@@ -91,6 +91,55 @@ class _OneFactor(Move):
         return self.actual
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Capped:
+    """The gauges whose factors `max_logits` may decide. `walk` finds it in the closure of `update`.
+
+    Attributes:
+      gauges: the gauges of one wrapper whose `kind` is "cap". Other kinds pass `max_logits` on as they are.
+    """
+
+    gauges: tuple[Any, ...]
+
+    def split(self, max_logits: Any, inner: Any, params: Any) -> tuple[Sequence[Any], tuple[Any, ...]]:
+        """Returns one entry of `max_logits` per gauge of this wrapper (None without logits), and those for `inner`.
+
+        Raises ValueError unless there is one entry for each gauge here and in `inner`, with its channels.
+        """
+        inside: list[_Capped] = []
+
+        def keep(thing: Any) -> bool:
+            inside.extend([thing] if isinstance(thing, _Capped) else ())
+            return isinstance(thing, _Capped)
+
+        walk(inner, keep)
+        every = [*self.gauges, *(gauge for held in inside for gauge in held.gauges)]
+        entries = (max_logits,) if len(every) == 1 and isinstance(max_logits, Mapping) else max_logits
+        if not isinstance(entries, tuple | list) or len(entries) != len(every):
+            names = ", ".join(f"{gauge.name} of '{gauge.specs[0].pattern}'" for gauge in every)
+            found = f"{len(entries)} entries" if isinstance(entries, tuple | list) else f"a {type(entries).__name__}"
+            typed = ", ".join(["{'': largest}", *["None"] * (len(every) - 1)])
+            raise binding_error(
+                _NAME, "max_logits that do not tell their gauges", found, f"one entry for each of {names}",
+                f"write max_logits=({typed}), in this order, with None where the product is bounded"
+                if len(every) > 1 else "write max_logits={'': largest}",
+            )
+        for gauge, entry in zip(self.gauges, entries, strict=False):
+            (copies,) = gauge._bound(params).copies
+            expected = {copy.key: copy.shape for copy in copies}
+            actual = {key: jnp.shape(x) for key, x in entry.items()} if isinstance(entry, Mapping) else {}
+            if entry is not None and actual != expected:
+                raise binding_error(
+                    _NAME, f"max_logits of other channels than {gauge.name} of '{gauge.specs[0].pattern}'",
+                    f"shapes {actual}" if actual else f"a {type(entry).__name__}",
+                    f"shapes {expected}, the largest logit of every channel",
+                    "write max_logits={'': jnp.max(logits, axes)}, over all axes but the channels; with several "
+                    "gauges, one entry each, the outermost wrapper's first",
+                )
+        own = [None if entry is None else dict(entry) for entry in entries[: len(self.gauges)]]
+        return own, tuple(entries[len(self.gauges) :])
+
+
 def hold_products(
     inner: optax.GradientTransformation,
     gauges: Gauges,
@@ -118,7 +167,9 @@ def hold_products(
         smooth bound that changes nothing far below it. "decay": (1 − `decay`) times the product after the step.
       cap: the bound, a positive number. A product above it at the start is below it after one step. If `update` is
         called with `max_logits=`, the bound is on attention logits in place of products: a smooth QK-clip. `max_logits`
-        is the largest logit of each channel at `params`, shaped like the gauge's element; a tuple for several gauges.
+        is the largest logit of each channel at `params`, shaped like the gauge's element. For several gauges, in one
+        "cap" or in nested ones, it is a tuple with an entry per gauge, those of the outermost wrapper first, and None
+        for a gauge whose product is bounded.
       decay: the share that the product loses in a step, a number between 0 and 1.
       alone: path → axes of further blocks, with the gauge's named axes. They are multiplied by the square of the
         factor. Use it if several channels share the other side, which must not change: in latent attention, all heads
@@ -136,7 +187,8 @@ def hold_products(
       ValueError: an `inner` that is no transformation; an unknown `kind` or `on_unknown`; "cap" without `cap`, "decay"
         without `decay`; a gauge without two sides of degree 1; `alone` with several gauges or a kind other than "cap";
         at `init`, two gauges on one leaf, gauges that do not fit the parameters, `alone` with other channels than the
-        gauge or with entries of the gauge; `update` without params, or with `alone` and without `max_logits`.
+        gauge or with entries of the gauge; `update` without params, with `max_logits` that do not fit the
+        gauges, or with `alone` and without `max_logits`.
 
     >>> gauge = go.multiplier_balance({"query": "head _"}, {"key": "head _"})
     >>> params = {"query": jnp.full((1, 3), 4.0), "key": jnp.full((1, 3), 1.0)}
@@ -157,6 +209,7 @@ def hold_products(
     group, given, inner = product(gauges), inner, checked_inner(_NAME, inner)
     _check(kind, cap, decay, group.gauges)
     squared = None if alone is None else _squared(kind, group.gauges, alone)
+    capped = _Capped(group.gauges) if kind == "cap" else None
 
     def init(params: optax.Params) -> HoldProductsState:
         gauge_of: dict[str, str] = {}
@@ -176,12 +229,15 @@ def hold_products(
         return HoldProductsState(inner.init(params), HeldProducts(logs) if kind == "init" else (), frozen)
 
     def update(updates: Any, state: HoldProductsState, params: Any, **extra: Any) -> tuple[Any, HoldProductsState]:
-        # With other kinds, `max_logits` is passed on to the optimizer inside.
-        max_logits = extra.pop("max_logits", None) if kind == "cap" else None
-        if squared is not None and max_logits is None:
+        max_logits: Sequence[Any] = [None] * len(group.gauges)
+        if capped is not None and extra.get("max_logits") is not None:
+            max_logits, further = capped.split(extra.pop("max_logits"), inner, params)
+            extra |= {"max_logits": further} if further else {}
+        if squared is not None and max_logits[0] is None:
             raise binding_error(
                 _NAME, "alone= without logits", "update without max_logits", "the largest logit of every channel",
-                "write tx.update(grads, state, params, max_logits={'': largest})",
+                "write tx.update(grads, state, params, max_logits={'': largest}); with a cap around this one, "
+                "max_logits=(None, {'': largest})",
             )
         require_still_frozen(_NAME, inner, state.frozen, (), params, extra)
         updates, inner_state = inner.update(updates, state.inner_state, params, **extra)
@@ -190,12 +246,12 @@ def hold_products(
             before_logs, after_logs = log_products(part, params), log_products(part, after)
             # By key and not by position: a dict that passes through `jit` comes back sorted by its keys.
             init_logs = state.sizes.logs[_label(part, params)] if kind == "init" else after_logs
-            if max_logits is not None:
+            if max_logits[number] is not None:
                 # Logits of the new parameters are not known before the next forward pass. Here they are taken to grow
                 # by the factor by which the product grew.
-                largest = max_logits if len(group.gauges) == 1 else max_logits[number]
                 growth = jax.tree.map(jnp.subtract, after_logs, before_logs)
-                before_logs = jax.tree.map(lambda x, g: jnp.log(jnp.maximum(x, 0.0)).astype(g.dtype), largest, growth)
+                largest = {key: jnp.maximum(jnp.asarray(x), 0.0) for key, x in max_logits[number].items()}
+                before_logs = jax.tree.map(lambda x, g: jnp.log(x).astype(g.dtype), largest, growth)
                 after_logs = jax.tree.map(jnp.add, before_logs, growth)
                 init_logs = after_logs
             factors = jax.tree.map(functools.partial(_factor, kind, cap, decay), before_logs, after_logs, init_logs)
@@ -281,7 +337,7 @@ def _squared(kind: str, gauges: Sequence[Any], alone: Mapping[str, Axes]) -> Blo
     if len(gauges) != 1:
         raise binding_error(
             _NAME, "alone= with several gauges", f"{len(gauges)} gauges", "one gauge, whose factor the blocks take",
-            "nest two hold_products, each with its own gauge",
+            "nest two hold_products, each with its own gauge; if both are caps, write max_logits=(None, {'': largest})",
         )
     if kind != "cap":
         # The products do not contain these blocks. Without logits nothing would bound them, and they would drift.

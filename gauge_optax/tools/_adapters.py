@@ -225,9 +225,10 @@ def _remedy(adapter: Adapter, path: str, inner: Shape, lead: int, rank: int) -> 
             one, two = ("_ basis", "basis _") if torch else ("basis _", "_ basis")
             of_a, of_b = (" ".join([*names, side]) for side in (one, two))
             return (
-                f"{leave}, and bind it by hand: if the function is that of {'B·M·A' if torch else 'A·M·B'}, "
-                f"go.head_linear({{{adapter.a!r}: {left!r}}}, {{{path!r}: {of_a!r}}}) and "
-                f"go.head_linear({{{path!r}: {of_b!r}}}, {{{adapter.b!r}: {right!r}}}); {elsewhere}")
+                f"{leave}, and bind it by hand: if the function is that of {'B·M·A' if torch else 'A·M·B'}, one of "
+                f"go.head_linear({{{adapter.a!r}: {left!r}}}, {{{path!r}: {of_a!r}}}) or "
+                f"go.head_linear({{{path!r}: {of_b!r}}}, {{{adapter.b!r}: {right!r}}}), since no list takes both; "
+                f"{elsewhere}")
     return f"{leave}; {elsewhere}"
 
 

@@ -1,6 +1,8 @@
 """What does not belong together is refused: states of other gauges, leaves of other shapes, a seed for a key."""
 
 import functools
+import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +16,7 @@ import gauge_optax as go
 from gauge_optax.gauges.gauge import Gauge
 from models import lm_sharding
 from tests.cases import GAUGE_CASES
-from tests.refusals import refused
+from tests.refusals import complaint, refused
 from tests.twins import normal
 
 Tree = Any
@@ -183,8 +185,20 @@ def test_a_module_that_is_not_filtered(name: str) -> None:
     ("ddc_adamw", TAKERS["quotient"]().init(PARAMS)), ("track", optax.adam(0.1).init(PARAMS)),
 ])
 def test_a_state_of_another_optimizer(name: str, state: Any) -> None:
-    with refused(f"{name}: a state of another optimizer", "tx.init(params)"):
-        TAKERS[name]().update(PARAMS, state, PARAMS)
+    text = complaint(lambda: TAKERS[name]().update(PARAMS, state, PARAMS))
+    assert text.startswith(f"{name}: a state of another optimizer") and "tx.init(params)" in text
+    assert ("from_state" in text) == (name == "quotient" and type(state) is tuple)  # only there it applies
+
+
+@pytest.mark.parametrize("pin", [True, False])
+def test_the_conversion_that_an_error_names_works(pin: bool) -> None:
+    inner, gauges, params = optax.adam(0.1), RESCALE, PARAMS  # the names that the remedy has
+    tx, state = go.quotient(inner, gauges, pin=pin), inner.init(params)
+    text = complaint(lambda: tx.update(params, state, params))
+    call = re.search(r"go\.orbit\.from_state\(.*?\)", text)
+    assert call, text
+    names = {"go": go, "state": state, "inner": inner, "gauges": gauges, "params": params}
+    tx.update(params, eval(call[0], names), params)
 
 
 def test_an_error_of_the_optimizer_inside_is_its_own() -> None:
@@ -238,6 +252,23 @@ def test_logits_under_a_shift() -> None:
     params = PARAMS | {"down": jnp.ones((2, 4))}
     with pytest.raises(AssertionError, match=r"stores its scale less one \(1\+"):
         go.testing.assert_invariant(lambda p: jnp.sum(p["up"]), params, norm, jax.random.key(0))
+
+
+@pytest.mark.parametrize("take", [
+    go.norms.hyperball, go.norms.max_norm, go.norms.rotational, go.norms.rotational_sgdm, go.norms.rotational_adamw,
+    go.links.scale_by_polar, go.links.scale_by_vector_norm, go.links.keep_norms_below, go.max_norm_muon,
+    go.measure.track_rotation,
+])
+def test_axes_that_are_missing_are_called_as_the_function_calls_them(take: Callable[..., Any]) -> None:
+    own = inspect.signature(take).parameters
+    (name,) = {"axes", "blocks", "neurons"} & own.keys()
+    given = {"inner": optax.sgd(0.1), "learning_rate": 0.1, "weight_decay": 0.1, "gauges": RESCALE, name: {}}
+    assert f"write {name}={{" in complaint(lambda: take(**{key: x for key, x in given.items() if key in own}))
+
+
+def test_optimizers_in_a_list() -> None:
+    with refused("compress_second_moments: inner is no transformation", r"optax.chain(*optimizers)"):
+        go.links.compress_second_moments([optax.sgd(0.1)])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -409,10 +409,13 @@ def require_transformation(transformation: str, inner: Any) -> None:
 
 
 def require_key(function: str, key: Any) -> None:
-    """Raises ValueError if `key` is no array, usually because it is a seed."""
-    if not isinstance(key, jax.Array | np.ndarray):
+    """Raises ValueError unless `key` is one PRNG key, typed or an old one of uint32; usually it is a seed."""
+    dtype, ndim = getattr(key, "dtype", None), getattr(key, "ndim", None)
+    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    if not (typed and ndim == 0) and not (dtype == jnp.uint32 and ndim == 1):
+        found = repr(key) if dtype is None else f"an array of {dtype}, shape {jnp.shape(key)}"
         seed = key if isinstance(key, int) else 0
-        raise binding_error(function, "no PRNG key", repr(key), "a key", f"write jax.random.key({seed})")
+        raise binding_error(function, "no PRNG key", found, "one key", f"write jax.random.key({seed})")
 
 
 def require_gradients(transformation: str, updates: Any) -> None:

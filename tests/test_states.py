@@ -16,6 +16,7 @@ import gauge_optax as go
 from gauge_optax.gauges.gauge import Gauge
 from models import lm_sharding
 from tests.cases import GAUGE_CASES
+from tests.gauges.user_gauges import Trade
 from tests.refusals import complaint, refused
 from tests.twins import normal
 
@@ -210,14 +211,28 @@ def test_an_error_of_the_optimizer_inside_is_its_own() -> None:
         tx.update(PARAMS, tx.init(PARAMS), PARAMS)
 
 
+KEYED: dict[str, Callable[[Any], Any]] = {
+    "assert_invariant": lambda key: go.testing.assert_invariant(_sum, PARAMS, RESCALE, key),
+    "assert_equivariant_step": lambda key: go.testing.assert_equivariant_step(
+        optax.sgd(0.1), _sum, PARAMS, RESCALE, key
+    ),
+    "sample": lambda key: RESCALE.sample(key, PARAMS),
+    "sample of a product": lambda key: go.product([RESCALE, go.logit_shift({"down": "_ vocab"})]).sample(key, PARAMS),
+    "sample of a user's gauge": lambda key: Trade("up", "down").sample(key, PARAMS),
+    "random_twin": lambda key: go.bind(RESCALE, PARAMS).random_twin(key, PARAMS),
+    "choose": lambda key: go.orbit.choose(lambda p, k: _sum(p), PARAMS, RESCALE, key=key, progress=False),
+    "rotate": lambda key: go.orbit.rotate({"heads": jnp.ones((3, 2, 4))}, TURN, key=key),
+    "Fisher": lambda key: go.measure.Fisher(_outputs, PARAMS, [jnp.ones((2, 2))], key),
+    "lanczos": lambda key: _ggn().lanczos(key, 2),
+    "trace": lambda key: _ggn().trace(key),
+    "llc": lambda key: go.measure.llc(_sum, PARAMS, [0.0], key, n_beta=1.0, lr=0.1),
+    "gauge_sensitivity": lambda key: go.measure.gauge_sensitivity(
+        optax.sgd(0.1), _sum, PARAMS, RESCALE, represent=_sum, key=key
+    ),
+}
 WRONG: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
-    "assert_invariant": (
-        "no PRNG key", "jax.random.key(3)", lambda three: go.testing.assert_invariant(_sum, PARAMS, RESCALE, three)
-    ),
-    "assert_equivariant_step": (
-        "no PRNG key", "jax.random.key(3)",
-        lambda three: go.testing.assert_equivariant_step(optax.sgd(0.1), _sum, PARAMS, RESCALE, three),
-    ),
+    name: ("no PRNG key", "jax.random.key(3)", call) for name, call in KEYED.items()
+} | {
     "a mesh of more devices than there are": (
         "a mesh of 64x2 devices", "jax_num_cpu_devices", lambda _: lm_sharding.make_mesh(64, 2)
     ),
@@ -226,6 +241,21 @@ WRONG: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
         lambda three: go.discover(_sum, PARAMS, [jnp.ones((2, 2))] * 2, seed=jax.random.key(three)),  # type: ignore
     ),
 }
+
+
+def _outputs(p: Any, x: Any) -> Any:
+    return x @ p["up"] @ p["down"]
+
+
+def _ggn() -> Any:
+    return go.measure.GGN(_outputs, PARAMS, [jnp.ones((2, 2))])
+
+
+@pytest.mark.parametrize("name", KEYED)
+@pytest.mark.parametrize("key", [jnp.int32(3), jnp.ones(2), jax.random.split(jax.random.key(0))])
+def test_an_array_that_is_no_key(name: str, key: Any) -> None:
+    with refused("no PRNG key", "an array of", "jax.random.key(0)"):
+        KEYED[name](key)
 
 
 def _sum(p: Any, x: Any = 1.0) -> Any:

@@ -97,6 +97,7 @@ def transformation(
     gauges: Iterable[Any] = (),
     rules: Rules | None = None,
     preflight: Preflight | None = None,
+    conversion: Callable[[Any, Any], str] | None = None,
 ) -> GaugeTransformation:
     """Makes an Optax transformation from an `init` and an `update` that only compute.
 
@@ -110,6 +111,8 @@ def transformation(
       gauges: see `GaugeTransformation`.
       rules: see `GaugeTransformation`.
       preflight: see `GaugeTransformation`.
+      conversion: (a state of another optimizer, params) → what makes a state of this one from it, for messages; "" if
+        nothing does.
 
     Returns:
       The transformation.
@@ -124,7 +127,8 @@ def transformation(
         require_gradients(name, updates)
         updates = jax.tree.map(jnp.asarray, updates)  # Python numbers have no dtype
         if not all(hasattr(state, field) for field in getattr(state_type, "_fields", ())):
-            raise _not_a_state(name, state, state_type)
+            told = conversion(state, params) if conversion else ""
+            raise _not_a_state(name, state, state_type, told)
 
         def plain(updates: Any, state: Any, params: Any, extra: Any) -> tuple[Any, Any]:
             return update(updates, state, params, **extra)
@@ -395,18 +399,23 @@ def require_transformation(transformation: str, inner: Any) -> None:
         # The usual mistake is `optax.adamw` in place of `optax.adamw(1e-3)`.
         uncalled = callable(inner) and name
         remedy = f"call it: {name}(learning_rate)" if uncalled else "pass an optimizer, optax.adamw(1e-3)"
-        if isinstance(inner, list | tuple) or hasattr(inner, "act"):
-            remedy = f"write go.{transformation}(optimizer, gauges), in this order"
+        if isinstance(inner, list | tuple) and inner and all(hasattr(link, "update") for link in inner):
+            remedy = "chain them: optax.chain(*optimizers)"
+        elif isinstance(inner, list | tuple | Mapping) or hasattr(inner, "act"):
+            remedy = f"name the arguments: {transformation}(inner=optax.adamw(1e-3), ...)"
         raise binding_error(
             transformation, "inner is no transformation", name or type(inner).__name__,
             "an object with init and update", remedy)
 
 
 def require_key(function: str, key: Any) -> None:
-    """Raises ValueError if `key` is no array, usually because it is a seed."""
-    if not isinstance(key, jax.Array | np.ndarray):
+    """Raises ValueError unless `key` is one PRNG key, typed or an old one of uint32; usually it is a seed."""
+    dtype, ndim = getattr(key, "dtype", None), getattr(key, "ndim", None)
+    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    if not (typed and ndim == 0) and not (dtype == jnp.uint32 and ndim == 1):
+        found = repr(key) if dtype is None else f"an array of {dtype}, shape {jnp.shape(key)}"
         seed = key if isinstance(key, int) else 0
-        raise binding_error(function, "no PRNG key", repr(key), "a key", f"write jax.random.key({seed})")
+        raise binding_error(function, "no PRNG key", found, "one key", f"write jax.random.key({seed})")
 
 
 def require_gradients(transformation: str, updates: Any) -> None:
@@ -477,10 +486,10 @@ def require_every(transformation: str, every: Any) -> None:
             "write every=1 for every step")
 
 
-def _not_a_state(transformation: str, state: Any, kind: type) -> ValueError:
+def _not_a_state(transformation: str, state: Any, kind: type, conversion: str) -> ValueError:
     """The error for a state without the fields of the class that `init` returns."""
     if not isinstance(state, Mapping | list):
-        return _wrong_state(transformation, type(state).__name__, kind.__name__)
+        return _wrong_state(transformation, type(state).__name__, kind.__name__, conversion)
     return binding_error(
         transformation, "a state that has lost its classes",
         f"a {type(state).__name__}, as of a checkpoint that was restored without a target", f"a {kind.__name__}",
@@ -507,13 +516,12 @@ def explain_state_mismatch(transformation: str, inner: Any, state: Any, params: 
         raise _wrong_state(transformation, actual, expected) from error
 
 
-def _wrong_state(transformation: str, actual: str, expected: str) -> ValueError:
+def _wrong_state(transformation: str, actual: str, expected: str, conversion: str = "") -> ValueError:
     actual, expected = (text if len(text) <= 200 else f"{text[:200]}…" for text in (actual, expected))
     return binding_error(
         transformation,
         "a state of another optimizer",
         actual,
         expected,
-        "call tx.init(params) of this optimizer; go.orbit.from_state(state, inner, gauges, params) converts the state "
-        "of a plain optimizer",
+        f"call tx.init(params) of this optimizer{conversion and '; ' + conversion}",
     )

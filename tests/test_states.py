@@ -1,6 +1,8 @@
 """What does not belong together is refused: states of other gauges, leaves of other shapes, a seed for a key."""
 
 import functools
+import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +16,8 @@ import gauge_optax as go
 from gauge_optax.gauges.gauge import Gauge
 from models import lm_sharding
 from tests.cases import GAUGE_CASES
-from tests.refusals import refused
+from tests.gauges.user_gauges import Trade
+from tests.refusals import complaint, refused
 from tests.twins import normal
 
 Tree = Any
@@ -183,8 +186,20 @@ def test_a_module_that_is_not_filtered(name: str) -> None:
     ("ddc_adamw", TAKERS["quotient"]().init(PARAMS)), ("track", optax.adam(0.1).init(PARAMS)),
 ])
 def test_a_state_of_another_optimizer(name: str, state: Any) -> None:
-    with refused(f"{name}: a state of another optimizer", "tx.init(params)"):
-        TAKERS[name]().update(PARAMS, state, PARAMS)
+    text = complaint(lambda: TAKERS[name]().update(PARAMS, state, PARAMS))
+    assert text.startswith(f"{name}: a state of another optimizer") and "tx.init(params)" in text
+    assert ("from_state" in text) == (name == "quotient" and type(state) is tuple)  # only there it applies
+
+
+@pytest.mark.parametrize("pin", [True, False])
+def test_the_conversion_that_an_error_names_works(pin: bool) -> None:
+    inner, gauges, params = optax.adam(0.1), RESCALE, PARAMS  # the names that the remedy has
+    tx, state = go.quotient(inner, gauges, pin=pin), inner.init(params)
+    text = complaint(lambda: tx.update(params, state, params))
+    call = re.search(r"go\.orbit\.from_state\(.*?\)", text)
+    assert call, text
+    names = {"go": go, "state": state, "inner": inner, "gauges": gauges, "params": params}
+    tx.update(params, eval(call[0], names), params)
 
 
 def test_an_error_of_the_optimizer_inside_is_its_own() -> None:
@@ -196,14 +211,28 @@ def test_an_error_of_the_optimizer_inside_is_its_own() -> None:
         tx.update(PARAMS, tx.init(PARAMS), PARAMS)
 
 
+KEYED: dict[str, Callable[[Any], Any]] = {
+    "assert_invariant": lambda key: go.testing.assert_invariant(_sum, PARAMS, RESCALE, key),
+    "assert_equivariant_step": lambda key: go.testing.assert_equivariant_step(
+        optax.sgd(0.1), _sum, PARAMS, RESCALE, key
+    ),
+    "sample": lambda key: RESCALE.sample(key, PARAMS),
+    "sample of a product": lambda key: go.product([RESCALE, go.logit_shift({"down": "_ vocab"})]).sample(key, PARAMS),
+    "sample of a user's gauge": lambda key: Trade("up", "down").sample(key, PARAMS),
+    "random_twin": lambda key: go.bind(RESCALE, PARAMS).random_twin(key, PARAMS),
+    "choose": lambda key: go.orbit.choose(lambda p, k: _sum(p), PARAMS, RESCALE, key=key, progress=False),
+    "rotate": lambda key: go.orbit.rotate({"heads": jnp.ones((3, 2, 4))}, TURN, key=key),
+    "Fisher": lambda key: go.measure.Fisher(_outputs, PARAMS, [jnp.ones((2, 2))], key),
+    "lanczos": lambda key: _ggn().lanczos(key, 2),
+    "trace": lambda key: _ggn().trace(key),
+    "llc": lambda key: go.measure.llc(_sum, PARAMS, [0.0], key, n_beta=1.0, lr=0.1),
+    "gauge_sensitivity": lambda key: go.measure.gauge_sensitivity(
+        optax.sgd(0.1), _sum, PARAMS, RESCALE, represent=_sum, key=key
+    ),
+}
 WRONG: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
-    "assert_invariant": (
-        "no PRNG key", "jax.random.key(3)", lambda three: go.testing.assert_invariant(_sum, PARAMS, RESCALE, three)
-    ),
-    "assert_equivariant_step": (
-        "no PRNG key", "jax.random.key(3)",
-        lambda three: go.testing.assert_equivariant_step(optax.sgd(0.1), _sum, PARAMS, RESCALE, three),
-    ),
+    name: ("no PRNG key", "jax.random.key(3)", call) for name, call in KEYED.items()
+} | {
     "a mesh of more devices than there are": (
         "a mesh of 64x2 devices", "jax_num_cpu_devices", lambda _: lm_sharding.make_mesh(64, 2)
     ),
@@ -212,6 +241,21 @@ WRONG: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
         lambda three: go.discover(_sum, PARAMS, [jnp.ones((2, 2))] * 2, seed=jax.random.key(three)),  # type: ignore
     ),
 }
+
+
+def _outputs(p: Any, x: Any) -> Any:
+    return x @ p["up"] @ p["down"]
+
+
+def _ggn() -> Any:
+    return go.measure.GGN(_outputs, PARAMS, [jnp.ones((2, 2))])
+
+
+@pytest.mark.parametrize("name", KEYED)
+@pytest.mark.parametrize("key", [jnp.int32(3), jnp.ones(2), jax.random.split(jax.random.key(0))])
+def test_an_array_that_is_no_key(name: str, key: Any) -> None:
+    with refused("no PRNG key", "an array of", "jax.random.key(0)"):
+        KEYED[name](key)
 
 
 def _sum(p: Any, x: Any = 1.0) -> Any:
@@ -238,6 +282,23 @@ def test_logits_under_a_shift() -> None:
     params = PARAMS | {"down": jnp.ones((2, 4))}
     with pytest.raises(AssertionError, match=r"stores its scale less one \(1\+"):
         go.testing.assert_invariant(lambda p: jnp.sum(p["up"]), params, norm, jax.random.key(0))
+
+
+@pytest.mark.parametrize("take", [
+    go.norms.hyperball, go.norms.max_norm, go.norms.rotational, go.norms.rotational_sgdm, go.norms.rotational_adamw,
+    go.links.scale_by_polar, go.links.scale_by_vector_norm, go.links.keep_norms_below, go.max_norm_muon,
+    go.measure.track_rotation,
+])
+def test_axes_that_are_missing_are_called_as_the_function_calls_them(take: Callable[..., Any]) -> None:
+    own = inspect.signature(take).parameters
+    (name,) = {"axes", "blocks", "neurons"} & own.keys()
+    given = {"inner": optax.sgd(0.1), "learning_rate": 0.1, "weight_decay": 0.1, "gauges": RESCALE, name: {}}
+    assert f"write {name}={{" in complaint(lambda: take(**{key: x for key, x in given.items() if key in own}))
+
+
+def test_optimizers_in_a_list() -> None:
+    with refused("compress_second_moments: inner is no transformation", r"optax.chain(*optimizers)"):
+        go.links.compress_second_moments([optax.sgd(0.1)])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

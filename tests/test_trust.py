@@ -171,7 +171,7 @@ def test_swapped_arguments(name: str) -> None:
 @pytest.mark.parametrize("gauges", [RELU, [RELU]], ids=["a gauge", "a list"])
 def test_swapped_arguments_of_quotient(gauges: Any) -> None:
     _says(lambda: go.quotient(gauges, optax.adam(1e-3)), "quotient: inner is no transformation",
-          "write go.quotient(optimizer, gauges), in this order")
+          "name the arguments: quotient(inner=optax.adamw(1e-3), ...)")
 
 
 def test_an_absent_leaf() -> None:

@@ -23,6 +23,7 @@ from gauge_optax.parts.constants import ReadShift
 from gauge_optax.parts.part import Arrays, Part, changed
 from gauge_optax.parts.stream import Stream
 from gauge_optax.slice import Elements, Frame, Slice
+from gauge_optax.transformation import require_key
 
 Params = TypeVar("Params")
 
@@ -89,6 +90,7 @@ class Bound:
           params: the weights.
           scale: size of the move: 1 moves log-sizes by up to 1 and takes rotations from the Haar measure.
         """
+        require_key("random_twin", key)
         if self.single:
             return self.act(self.gauges[0].sample(key, params, scale), params)
         keys = jax.random.split(key, max(1, len(self.gauges)))

@@ -46,6 +46,7 @@ from gauge_optax.gauges.bound import Bound, bound, require_nonzero_norms
 from gauge_optax.gauges.by_action import UserCopy
 from gauge_optax.gauges.copies import Copy, Effect
 from gauge_optax.parts.matrices import matrices_of, optax_axes
+from gauge_optax.transformation import require_key
 
 Element = Any
 """An element: a dict with one entry per copy, keyed by its captures ("i=0"); for a product, a tuple of such dicts."""
@@ -137,6 +138,7 @@ class Gauge(abc.ABC):
           params: the parameters (values are read for shifts, whose size is relative to the leaf's root mean square).
           scale: size of the move: 1 changes log-scales by up to 1 and takes rotations from the Haar measure.
         """
+        require_key("sample", key)
         zeros, structure = jax.tree.flatten(self.algebra(params))
         keys = jax.random.split(key, max(1, len(zeros)))
         drawn = [jax.random.uniform(k, x.shape, x.dtype, -scale, scale) for k, x in zip(keys, zeros, strict=False)]
@@ -454,6 +456,7 @@ class BlockGauge(SliceGauge):
         return copies
 
     def sample(self, key: jax.Array, params: Any, scale: float = 1.0) -> Element:
+        require_key("sample", key)
         copies, leaves = self._by_copy(params), leaves_by_path(params)
         keys = jax.random.split(key, max(1, len(copies)))
         return {copy.key: copy.sample(k, scale, leaves) for copy, k in zip(copies, keys, strict=False)}
@@ -609,6 +612,7 @@ class Product(SliceGauge):
         return self.gauges
 
     def sample(self, key: jax.Array, params: Any, scale: float = 1.0) -> Element:
+        require_key("sample", key)
         keys = jax.random.split(key, max(1, len(self.gauges)))
         return tuple(gauge.sample(k, params, scale) for gauge, k in zip(self.gauges, keys, strict=False))
 

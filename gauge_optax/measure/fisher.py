@@ -39,7 +39,7 @@ from gauge_optax.measure._metric import (
     require_frame,
     tangent_of,
 )
-from gauge_optax.transformation import require_no_tracers
+from gauge_optax.transformation import require_key, require_no_tracers
 from gauge_optax.xla import summed_apart
 
 _PER_DIMENSION = 100  # labels per parameter by default: the DDC paper asks for N ≥ 100·d labels
@@ -303,6 +303,7 @@ class Operator:
         Raises:
           ImportError: matfree is not installed.
         """
+        require_key(self.name, key)
         decomp, eig = _matfree("decomp"), _matfree("eig")
         start = self._split(self._probe(key, jax.random.normal))
         steps = min(steps, self._most_steps())
@@ -330,6 +331,7 @@ class Operator:
           ImportError: matfree is not installed.
           ValueError: fewer than two probes.
         """
+        require_key(self.name, key)
         integrand = _matfree("stochtrace").monte_carlo_trace()
         run = jax.jit(lambda probe, arrays: integrand(self._rule.multiply, probe, arrays))
         return self._estimate(key, probes, run)
@@ -501,6 +503,7 @@ class Fisher(Operator):
     ) -> None:
         """See the class."""
         curve, batches = _curves("Fisher", likelihood)[1], list(batches)
+        require_key("Fisher", key)
         require_no_tracers("Fisher", params, batches, key)
         arrays = _arrays("Fisher", params, batches, only)
         size = sum(x.size for x in arrays.leaves.values())

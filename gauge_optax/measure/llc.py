@@ -32,6 +32,7 @@ from gauge_optax.binding import in_single_or_better, real_leaves, with_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.measure._metric import Leaves, stored, ways
+from gauge_optax.transformation import require_key
 
 _LARGE = 10**7  # with more parameters, chains run one after the other; all at once would need several times the memory
 
@@ -117,6 +118,7 @@ def llc(
     less than full rank at w*, their rotation has no frame there, so that twins by this rotation can get different
     estimates.
     """
+    require_key("llc", key)
     batches = list(batches)
     if not jax.tree.leaves(batches) or any(
         jax.tree.map(jnp.shape, x) != jax.tree.map(jnp.shape, batches[0]) for x in batches[1:]

@@ -108,7 +108,7 @@ def track_rotation(
     Reference: Kosson et al. 2024, Eq. (3), App. G, Eq. (101).
     """
     require_every("track_rotation", every)
-    specs = vectors.parse("track_rotation", blocks, sizes)
+    specs = vectors.parse("track_rotation", "blocks", blocks, sizes)
     optimizer = None if inner is None else checked_inner("track_rotation", inner)
 
     def measured(params: Any, steps: Any, gradient: Any, momentum: Leaves, taken: jax.Array) -> Rotation:

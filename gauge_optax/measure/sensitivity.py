@@ -18,7 +18,7 @@ from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.linalg import real_dtype
 from gauge_optax.testing import describe, tolerance
-from gauge_optax.transformation import require_differentiable, require_no_tracers
+from gauge_optax.transformation import require_differentiable, require_key, require_no_tracers
 
 LossFn = Callable[[Any], jax.Array]
 Represent = Callable[[Any], Any]
@@ -112,6 +112,7 @@ def gauge_sensitivity(
     for name, value in (("num_samples", num_samples), ("steps", steps)):
         if value < 1:
             raise binding_error(_NAME, f"bad {name}", repr(value), "a positive integer", f"write {name}=1 or more")
+    require_key(_NAME, key)
     require_no_tracers(_NAME, params, key)
     require_differentiable(_NAME, params)
     twins = jax.jit(functools.partial(_twins, group, num_samples=num_samples, scale=scale))(params, key)

@@ -104,7 +104,7 @@ def hyperball(
     Reference: the post's §5. Deviation: `learning_rate` sets the length of the tangent part. In the post it sets the
       length of the whole update, so that adding decay shortens the tangent part.
     """
-    specs, initial = vectors.parse("hyperball", axes, sizes), isinstance(radius, str) and radius == "initial"
+    specs, initial = vectors.parse("hyperball", "axes", axes, sizes), isinstance(radius, str) and radius == "initial"
     numbers = {} if initial else _numbers(axes, radius)
 
     def empty(params: Any) -> HyperballState:

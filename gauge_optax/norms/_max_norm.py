@@ -103,7 +103,7 @@ def max_norm(
       average, there relative to a norm that never changes.
     """
     name = "max_norm"
-    specs, optimizer = vectors.parse(name, blocks, sizes), checked_inner(name, inner)
+    specs, optimizer = vectors.parse(name, "blocks", blocks, sizes), checked_inner(name, inner)
     require_bound(name, bound)
 
     def empty(params: Any) -> MaxNormState:

@@ -145,7 +145,7 @@ def named_rotational(
     beta: Scalar, center: bool, gain: optax.GradientTransformation | None, eps: Scalar, b1: Scalar, b2: Scalar = 0.99,
 ) -> optax.GradientTransformationExtraArgs:
     """`rotational`, whose errors carry the name of the function that the user called."""
-    specs = vectors.parse(name, blocks, sizes)
+    specs = vectors.parse(name, "blocks", blocks, sizes)
     optimizer = checked_inner(name, inner)
 
     def empty(params: Any) -> RotationalState:

@@ -118,7 +118,7 @@ def rotational_sgdm(
 
     Reference: Kosson et al. 2024, Algorithm 1 and Table 1 (RV-SGDM). Deviation: `eps`.
     """
-    specs = vectors.parse("rotational_sgdm", blocks, sizes)
+    specs = vectors.parse("rotational_sgdm", "blocks", blocks, sizes)
 
     def decays(params: Any) -> Any:
         """Returns the mask of leaves whose gradient gets decay: `mask`, with False for the leaves of `blocks`."""

@@ -75,7 +75,7 @@ def scale_by_vector_norm(
     Reference: Kosson et al. 2024, Algorithm 1, for steps of one length on average.
     """
     name = "scale_by_vector_norm"
-    return vector_norm(name, vectors.parse(name, neurons, sizes), beta, lambda selection: 1.0)
+    return vector_norm(name, vectors.parse(name, "neurons", neurons, sizes), beta, lambda selection: 1.0)
 
 
 def vector_norm(name: str, specs: vectors.Specs, beta: Scalar, unit: Sizes) -> GaugeTransformation:
@@ -135,7 +135,7 @@ def keep_norms_below(
     """
     name = "keep_norms_below"
     require_bound(name, bound)
-    return norms_below(name, vectors.parse(name, neurons, sizes), bound, lambda selection: 1.0)
+    return norms_below(name, vectors.parse(name, "neurons", neurons, sizes), bound, lambda selection: 1.0)
 
 
 def norms_below(name: str, specs: vectors.Specs, bound: Scalar, unit: Sizes) -> GaugeTransformation:

@@ -62,11 +62,12 @@ class Selection:
         return x.reshape(shape) if jnp.ndim(x) else jnp.asarray(x, real_dtype())
 
 
-def parse(name: str, axes: Mapping[str, Axes], sizes: Mapping[str, int] | None) -> Specs:
+def parse(name: str, argument: str, axes: Mapping[str, Axes], sizes: Mapping[str, int] | None) -> Specs:
     """Parses the user's axes strings and checks them as far as possible without a tree.
 
     Args:
       name: name of the transformation, for errors.
+      argument: the name of its argument `axes`, for errors.
       axes: path → axes string, or a tuple of them for ranges of a leaf.
       sizes: axis name → length, for axes whose lengths do not follow from a leaf's shape; None for {}.
 
@@ -77,12 +78,12 @@ def parse(name: str, axes: Mapping[str, Axes], sizes: Mapping[str, int] | None) 
       ValueError: malformed axes; a name in `sizes` that no axes string contains.
     """
     if not isinstance(axes, Mapping) or not axes:
-        block_specs(name, "axes", axes)  # raises
+        block_specs(name, argument, axes)  # raises
     # One string at a time, because `block_specs` requires that all strings of a call have the same names.
     listed = [(p, x if isinstance(x, tuple) and x else (x,)) for p, x in axes.items()]
-    specs = [spec for pattern, own in listed for one in own for spec in block_specs(name, "axes", {pattern: one})]
+    specs = [spec for pattern, own in listed for one in own for spec in block_specs(name, argument, {pattern: one})]
     lengths = frozen_sizes(name, sizes)
-    check_specs(name, specs, lengths, joined=True, partial=("axes",))  # only that `sizes` has no unknown name
+    check_specs(name, specs, lengths, joined=True, partial=(argument,))  # only that `sizes` has no unknown name
     names = [{part.name for part in parse_axes(name, spec.pattern, spec.axes).items} for spec in specs]
     return tuple((spec, tuple(n for n in lengths if n[0] in own)) for spec, own in zip(specs, names, strict=True))
 

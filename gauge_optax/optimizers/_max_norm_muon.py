@@ -230,7 +230,7 @@ class Listed(NamedTuple):
                 _NAME, f"'{min(both)}' in two mappings", "neurons and embeddings", "one of them",
                 "list a tied embedding in embeddings alone",
             )
-        specs = vectors.parse(_NAME, {**neurons, **embeddings}, sizes)
+        specs = vectors.parse(_NAME, "neurons", {**neurons, **embeddings}, sizes)
         tables = tuple(spec for spec in specs if spec[0].pattern in embeddings)
         named = [(spec, {part.name for part in parse_axes(_NAME, spec[0].pattern, spec[0].axes).items})
                  for spec in specs if spec not in tables]

@@ -8,6 +8,7 @@ slice without changing the function.
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import optax
 
 from gauge_optax.binding import leaves_by_path, with_leaves
@@ -180,8 +181,15 @@ def quotient_for(
         _, point = frame_and_slice_point(name, group, params, never_changing(params))
         return preflight_of(given)(point)
 
+    def conversion(state: Any, params: Any) -> str:
+        structure, wanted = (str(jax.tree.structure(x)) for x in (state, jax.eval_shape(inner.init, params)))
+        if structure != wanted:
+            return ""
+        option = "" if pin else ", pin=False"
+        return f"go.orbit.from_state(state, inner, gauges, params{option}) converts the state of the optimizer inside"
+
     of_both = with_gauges_of(inner, group.gauges)
-    tx = transformation(name, init, update, QuotientState, empty, of_both, inner.rules, preflight)
+    tx = transformation(name, init, update, QuotientState, empty, of_both, inner.rules, preflight, conversion)
     tx.inner = given
     return resting(name, tx, group, rest)
 

@@ -173,7 +173,8 @@ def scale_by_polar(
     Reference: Jordan et al. 2024 (Muon).
     """
     name = "scale_by_polar"
-    specs, polar = vectors.parse(name, neurons, sizes), polar_of(name, ns_coeffs, ns_steps, 0.0, eps, "width", None)
+    specs = vectors.parse(name, "neurons", neurons, sizes)
+    polar = polar_of(name, ns_coeffs, ns_steps, 0.0, eps, "width", None)
 
     def init(params: optax.Params) -> optax.EmptyState:
         readings_of_neurons(name, vectors.resolve(name, specs, params))  # raises where axes describe no matrix

@@ -24,7 +24,7 @@ from gauge_optax.gauges.bound import require_nonzero_norms
 from gauge_optax.gauges.gauge import Element, Gauge, Gauges, product
 from gauge_optax.linalg import real_dtype
 from gauge_optax.states.statistics import require_no_statistics_behind
-from gauge_optax.transformation import require_no_tracers
+from gauge_optax.transformation import require_key, require_no_tracers
 
 _NAME = "choose"
 _SMOOTHING = 0.9  # the weight of the old value in the running average by which a stochastic objective is judged
@@ -82,7 +82,8 @@ def choose(
       optimizer: any Optax optimizer, `optax.adam(0.02)` if None. Its parameters are coordinates: radians for rotations,
         logarithms for scales. Optimizers with a line search, such as `optax.lbfgs`, get `value`, `grad` and `value_fn`.
       steps: the number of steps in all. Steps that `state` has already taken count.
-      batches: a sequence of batches, which is repeated when it ends; or an iterator.
+      batches: a sequence of batches, which is repeated when it ends; or an iterator, which has to yield a batch for
+        each step of this call. To go on from `state`, pass an iterator that goes on too.
       key: a PRNG key. Every step gets its own, which depends on the step's number alone.
       start: the element to start from, such as a Hadamard rotation; the identity if None.
       patience: how many steps may pass without progress before the search ends; None for no end before `steps`.
@@ -98,9 +99,9 @@ def choose(
       `gauges` is one gauge, write `gauge.act(element, params)`. With `return_state`, the pair (element, state).
 
     Raises:
-      ValueError: an objective that does not take these arguments, or returns no scalar or no finite number; gauges that
-        do not fit `params`, or have no `algebra`; a zero in a norm's scale that a gauge divides by; running statistics
-        of BatchNorm in `params` that would not fit the moved weights.
+      ValueError: an objective that does not take these arguments, or returns no scalar or no finite number; a step
+        without a batch; gauges that do not fit `params`, or have no `algebra`; a zero in a norm's scale that a gauge
+        divides by; running statistics of BatchNorm in `params` that would not fit the moved weights.
 
     >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
     >>> params = {"up": jnp.full((1, 2), 4.0), "down": jnp.ones((2, 1))}
@@ -115,6 +116,8 @@ def choose(
     """
     group = product(gauges)
     require_no_tracers(_NAME, params, state)
+    if key is not None:
+        require_key(_NAME, key)
     require_nonzero_norms(_NAME, group._bound(params).whole, leaves_by_path(params))
     require_no_statistics_behind(_NAME, group._bound(params).whole, params)
     tx = optax.with_extra_args_support(optax.adam(0.02) if optimizer is None else optimizer)
@@ -155,13 +158,22 @@ def _alone(gauges: Gauges) -> bool:
 
 def _arguments(batches: Iterable[Any] | None, key: jax.Array | None) -> Callable[[int], tuple[Any, ...]]:
     """Returns a function from the step's number to the objective's arguments after the parameters."""
-    if batches is not None and not isinstance(batches, Sequence | np.ndarray | jax.Array):
-        iterator = iter(batches)
-        return lambda number: (next(iterator), *(() if key is None else (jax.random.fold_in(key, number),)))
+    sequence = isinstance(batches, Sequence | np.ndarray | jax.Array)
+    iterator = None if batches is None or sequence else iter(batches)
+
+    def batch(number: int) -> Any:
+        try:
+            return next(iterator) if iterator is not None else batches[number % len(batches)]  # type: ignore
+        except (StopIteration, ZeroDivisionError) as error:
+            raise binding_error(
+                _NAME, f"no batch for step {number}", "batches that have ended" if iterator else "an empty sequence",
+                "a sequence, which is repeated, or an iterator with a batch for each step",
+                "pass batches=list(batches), with at least one",
+            ) from error
 
     def given(number: int) -> tuple[Any, ...]:
-        batch = () if batches is None else (batches[number % len(batches)],)
-        return (*batch, *(() if key is None else (jax.random.fold_in(key, number),)))
+        own = () if batches is None else (batch(number),)
+        return (*own, *(() if key is None else (jax.random.fold_in(key, number),)))
 
     return given
 

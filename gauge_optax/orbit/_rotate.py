@@ -28,7 +28,7 @@ from gauge_optax.linalg import direction_tolerance
 from gauge_optax.orbit.rotations import misfit, on_leaf, random_rotation, with_blocks
 from gauge_optax.parts.part import changed
 from gauge_optax.slice import Elements
-from gauge_optax.transformation import on_any_mesh, require_no_tracers
+from gauge_optax.transformation import on_any_mesh, require_key, require_no_tracers
 
 Params = TypeVar("Params")
 
@@ -90,6 +90,8 @@ def rotate(
     """
     group = product(gauges)
     require_no_tracers(_NAME, params)
+    if key is not None:
+        require_key(_NAME, key)
     before = None if fn is None else jax.tree.map(np.asarray, fn(params, batch))
     with jax.enable_x64(True):
         on_tree, leaves = group._bound(params), leaves_by_path(params)

@@ -24,7 +24,7 @@ def to_json(gauges: Gauges) -> str:
 
     Args:
       gauges: a gauge or a sequence of them. A gauge class of your own has to be a dataclass whose fields are strings,
-        numbers, or lists and dictionaries of them.
+        numbers, or tuples and dictionaries of them.
 
     Returns:
       The text. `from_json` makes equal gauges of it.
@@ -92,11 +92,11 @@ def _entry(gauge: Any) -> dict[str, Any]:
     """The JSON entry of a gauge. This default is for a user's class: the name of the class, and its fields."""
     named = dataclasses.fields(gauge) if dataclasses.is_dataclass(gauge) else None
     fields = None if named is None else {field.name: getattr(gauge, field.name) for field in named}
-    if fields is None or json.loads(json.dumps(fields, default=lambda _: None)) != fields:
+    if fields is None or _tuples(json.loads(json.dumps(fields, default=lambda _: None))) != fields:
         raise binding_error(
             "to_json", f"the class {type(gauge).__name__} has arguments that JSON does not keep", repr(gauge),
-            "a dataclass whose fields are strings, numbers, or lists and dictionaries of them",
-            "make the class one, or store its arguments yourself")
+            "a dataclass whose fields are strings, numbers, or tuples and dictionaries of them",
+            "make the class one, with tuples for lists, or store its arguments yourself")
     return {"class": type(gauge).__name__, **fields}
 
 
@@ -116,7 +116,14 @@ def _gauge(entry: Any, own: Mapping[str, type[Gauge]]) -> Gauge:
         raise binding_error(
             "from_json", f"no class {entry['class']!r}", f"classes {sorted(own)}", f"{entry['class']} among classes=",
             f"write go.tools.from_json(text, classes=[{entry['class']}])")
-    return own[entry["class"]](**{name: value for name, value in entry.items() if name != "class"})
+    return own[entry["class"]](**{name: _tuples(value) for name, value in entry.items() if name != "class"})
+
+
+def _tuples(value: Any) -> Any:
+    """Makes tuples of the lists as which JSON stores them: a gauge with a list has no hash, which binding needs."""
+    if isinstance(value, dict):
+        return {name: _tuples(own) for name, own in value.items()}
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def _call(entry: Any) -> Call:

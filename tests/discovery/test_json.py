@@ -3,7 +3,9 @@
 `tests/gauges/test_conformance.py` has that the gauges of the registers come back equal.
 """
 
+import dataclasses
 import json
+from typing import Any
 
 import pytest
 
@@ -51,6 +53,15 @@ def test_a_class_of_the_user_is_stored_by_its_fields() -> None:
     assert go.tools.from_json(text, classes=[Translation]) == [Translation("a", "b")]
     with refused("no class 'Translation'", "classes=[Translation]"):
         go.tools.from_json(text)
+
+    @dataclasses.dataclass(frozen=True)
+    class Rows(Translation):
+        rows: Any = (0, (1, 2))
+
+    (back,) = go.tools.from_json(go.tools.to_json(rows := Rows("a", "b")), classes=[Rows])
+    assert back == rows and hash(back) == hash(rows)
+    with refused("Rows has arguments that JSON does not keep", "tuples for lists"):
+        go.tools.to_json(Rows("a", "b", [0]))
 
     class Bare(Translation):
         def __init__(self, scale: object) -> None:

@@ -133,6 +133,9 @@ def test_a_users_gauge_needs_coordinates() -> None:
 chosen = functools.partial(go.orbit.choose, params=PARAMS, gauges=UNIT, progress=False)
 test_bad_input_is_refused = each_refused([
     (lambda: chosen(lambda p, batch: squares(p)), "(?s)does not take these arguments.*pass batches="),
+    *((functools.partial(chosen, lambda p, batch: squares(p) * batch, batches=batches), f"(?s)no batch for {said}")
+      for batches, said in [([], "step 0"), (np.zeros((0, 3)), "step 0"), ({}.values(), "step 0"),
+                            (iter([1.0, 2.0]), r"step 2.*batches=list\(batches\)")]),
     (lambda: chosen(squares, batches=[1.0]), "does not take these arguments"),
     (lambda: chosen(lambda p: p["up"]), r"(?s)no scalar.*shape \(1, 2\)"),
     (lambda: chosen(lambda p: squares(p) * jnp.nan), "(?s)not finite, at step 0.*lower the learning rate"),

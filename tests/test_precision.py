@@ -80,6 +80,20 @@ def test_a_quotient_moves_the_function_as_its_optimizer_does(name: str, options:
     assert moved(row, go.quotient(optax.adamw(1e-4), row.gauges, **options)) >= 0.9 * moved_alone(name)
 
 
+def test_an_anchor_that_decays_stays_near_a_kernel_that_rounds() -> None:
+    """The scale in float32 takes all decay. In 2,000 steps it would shrink to e⁻²⁰, and the kernel grow by e²⁰."""
+    params = {"scale": jnp.ones(4), **normal(0, {"up": (4, 6)}, jnp.bfloat16)}
+    tx = go.quotient_adamw(0.1, go.norm_scale({"scale": "channel"}, {"up": "channel _"}), weight_decay=0.1)
+
+    def step(carry: Any, _: None) -> tuple[Any, None]:
+        updates, state = tx.update(jax.tree.map(jnp.zeros_like, carry[0]), carry[1], carry[0])
+        return (optax.apply_updates(carry[0], updates), state), None
+
+    (after, _), _ = jax.lax.scan(step, (params, tx.init(params)), None, 2000)
+    assert 2.0**-9 <= float(jnp.min(after["scale"])) <= float(jnp.max(after["scale"])) <= 1.0
+    assert float(jnp.max(jnp.abs(after["up"]))) <= 2.0**9 * float(jnp.max(jnp.abs(params["up"])))
+
+
 def test_a_free_leaf_of_eight_bits_trains_beside_a_shift() -> None:
     """No other dtype compares with float8."""
     params = {"head": jnp.ones((3, 4)), "free": jnp.ones(4, jnp.float8_e4m3fn)}

@@ -268,15 +268,18 @@ def _with_growth(
 
     The step of `inner` led to e·θ̂′. Then `fix` removed the element e (`growth`), which left θ̂′. For a size in
     `Slice.following`, the stored anchor keeps this growth: the stored step is F·(e·θ̂′ − θ̂), and F becomes F·e. This
-    changes neither the function nor what `inner` sees. With `pin=False`, `inner` must see its own result θ̃ + u at the
-    next step. Since θ̂ + B·u = e·θ̂′, this result is B⁻¹·e·θ̂′ = (e⁻¹·B)⁻¹·θ̂′, so that the offset becomes e⁻¹·B.
+    changes neither the function nor what `inner` sees. An anchor that has left the range from 2⁻⁸ to 2⁸ gives powers of
+    two back to the other leaves, without roundoff. With `pin=False`, `inner` must see its own result θ̃ + u at the next
+    step. Since θ̂ + B·u = e·θ̂′, this result is B⁻¹·e·θ̂′ = (e⁻¹·B)⁻¹·θ̂′, so that the offset becomes e⁻¹·B.
     """
     elements, offset = dict(state.frame.elements), dict(state.offset)
     for part, _, _ in s.sizes:
         name = part.label
         if name in s.following:
-            elements[name] = part.compose(elements[name], growth[name])
-            step = optax.tree.sub(part.act(growth[name], optax.tree.add(point, step)), point)
+            grown = part.compose(elements[name], growth[name])
+            back = part.carried_back(grown)
+            elements[name] = part.compose(grown, back)
+            step = optax.tree.sub(part.act(part.compose(growth[name], back), optax.tree.add(point, step)), point)
         if name in offset:
             offset[name] = part.compose(part.inverse(growth[name]), offset[name])
     return step, state.frame._replace(elements=elements), offset

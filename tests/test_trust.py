@@ -161,11 +161,13 @@ def test_an_empty_list_of_gauges_warns_where_the_user_wrote_it(make: Callable[[]
     assert [warning.filename for warning in caught] == [__file__]
 
 
-@pytest.mark.parametrize("name", ["quotient_adamw", "quotient_muon", "ddc_adamw", "ddc_muon"])
+@pytest.mark.parametrize("name", ["quotient_adamw", "quotient_muon", "ddc_adamw", "ddc_muon", "max_norm_muon"])
 def test_swapped_arguments(name: str) -> None:
     make, heading = getattr(go, name), f"{name}: learning_rate and gauges are swapped"
     _says(lambda: make([RELU], 1e-3), heading, f"write go.{name}(0.001, gauges)")
     _says(lambda: make(RELU, optax.constant_schedule(1e-3)), heading, f"write go.{name}(learning_rate, gauges)")
+    report = go.discover(_hidden, NET, [np.ones((4, 3)), np.eye(4, 3)], outputs="loss", progress=False)
+    _says(lambda: make(report, 1e-3), heading, f"write go.{name}(0.001, gauges)")
 
 
 @pytest.mark.parametrize("gauges", [RELU, [RELU]], ids=["a gauge", "a list"])

@@ -19,7 +19,7 @@ from gauge_optax.gauges.gauge import Gauge, Gauges, Product
 from gauge_optax.linalg import Coefficients
 from gauge_optax.norms import vectors
 from gauge_optax.norms.links import norms_below, require_bound, vector_norm
-from gauge_optax.optimizers._quotient import group_of, quotient_for
+from gauge_optax.optimizers._quotient import group_of, quotient_for, require_rate_first
 from gauge_optax.optimizers.muon import muon, readings_of_neurons
 from gauge_optax.optimizers.polar import polar_of, rotated_or_scaled
 from gauge_optax.parts.matrices import TOKEN, Reading, matrices_of
@@ -148,6 +148,7 @@ def max_norm_muon(
       average over steps of its norm, so that the steps of a token that no batch contains fade. `optax.contrib.muon` for
       names, and for defaults except those of Adam's rate and b2.
     """
+    require_rate_first(_NAME, learning_rate, gauges)
     undecided = None
     if isinstance(gauges, Found):
         undecided = gauges.undecided if neurons is None else None

@@ -212,7 +212,13 @@ def require_first_outside(name: str, inside: Slice, *, again: bool = True, remed
 
 def group_of(name: str, learning_rate: Any, gauges: Any) -> Product:
     """The product of the gauges. Raises ValueError where the first two arguments are swapped."""
-    if isinstance(learning_rate, Gauge | list | tuple):
+    require_rate_first(name, learning_rate, gauges)
+    return product(gauges)
+
+
+def require_rate_first(name: str, learning_rate: Any, gauges: Any) -> None:
+    """Raises ValueError where the learning rate is a gauge, a list of them or a report, because it comes second."""
+    if isinstance(learning_rate, Gauge | list | tuple) or hasattr(learning_rate, "gauges"):
         rate = repr(gauges) if isinstance(gauges, int | float) else "learning_rate"
         raise binding_error(
             name,
@@ -221,7 +227,6 @@ def group_of(name: str, learning_rate: Any, gauges: Any) -> Product:
             f"{name}(learning_rate, gauges)",
             f"write go.{name}({rate}, gauges)",
         )
-    return product(gauges)
 
 
 def slice_gradient(s: Slice, entered: Undone, updates: Any, without_constants: bool = True) -> Any:

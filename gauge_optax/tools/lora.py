@@ -7,6 +7,7 @@ same product.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -191,6 +192,16 @@ def _joined(lead: int, left: list[str], right: list[str]) -> Axes:
     return " ".join([*shared, *left]), " ".join([*shared, *right])
 
 
+def _else_by_axes(key: str, a: Shape, b: Shape) -> str:
+    """Returns how to say that the axes of A and B that have one length are the rank; "" if no two have."""
+    lead = next((k for k, (n, m) in enumerate(zip(a, b, strict=False)) if n != m), min(len(a), len(b)))
+    for i, j in itertools.product(reversed(range(lead, len(a))), range(lead, len(b))):
+        if a[i] == b[j]:
+            items = [["basis" if k == at else "_" for k in range(lead, n)] for at, n in ((i, len(a)), (j, len(b)))]
+            return f"; if their rank is {a[i]}, write axes={{{key!r}: {_joined(lead, *items)!r}}}"
+    return ""
+
+
 def _patterns_of(pair: Adapter, axes: Mapping[str, Axes]) -> list[str]:
     """The user's patterns that match the module of a pair, or a module around it."""
     texts = {tuple(pair.a.split("/")), tuple(re.split("[/.]", pair.a))}
@@ -211,7 +222,7 @@ def _axes_of(pair: Adapter, leaves: Mapping[str, Shape]) -> Axes:
         raise binding_error(
             "lora", f"factors of unequal rank, '{path}' and '{pair.b}'", f"shapes {a} and {b}",
             "A (..., rank) and B (rank, ...), or PyTorch's A (rank, ...) and B (..., rank)",
-            f"say which axes: axes={{{key!r}: ('_ basis', 'basis _')}}")
+            f"pass two factors of one product{_else_by_axes(key, a, b)}")
     # An inner axis that both share (experts) could be a layer axis: the shapes cannot tell.
     shared = [k for k in range(1, len(a) - 1) if len(a) == len(b) and a[k] == b[k] and "layer" not in layouts[0][0]]
     if len(layouts) == 1 and shared and not _is_torch(path):

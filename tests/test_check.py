@@ -250,6 +250,23 @@ def test_a_gradient_that_proves_nothing_is_said() -> None:
     assert 0 < report.asymmetries[0][2] < 1e-12 and "could not be tested" not in repr(report)
 
 
+def _on(*decaying: str) -> Callable[[Any], Any]:
+    return lambda p: {path: path in decaying for path in p}
+
+
+@pytest.mark.parametrize(("mask", "grows"), [
+    (_on("up", "down"), True), (_on("down"), False), (_on("up", "down", "bias"), False), (_on(), False),
+])
+def test_a_bias_that_decay_of_its_anchor_inflates_is_said(mask: Any, grows: bool) -> None:
+    """In 20,000 steps such a bias grows to 2e8, and the loss follows it."""
+    params = MLP | {"bias": jnp.zeros(16)}
+    for make in (go.quotient_adamw, go.ddc_adamw):
+        said = repr(_preflight(make(1e-2, [UNITS], weight_decay=0.1, mask=mask), params, mlp_loss))
+        assert ("without a gradient 'bias' grows by 1e-03" in said) == grows
+    balanced = go.orbit.gauge_fix(optax.adamw(1e-2, weight_decay=0.1, mask=mask), UNITS)
+    assert "grows by" not in repr(_preflight(balanced, params, mlp_loss))
+
+
 def test_a_leaf_that_starts_at_zero_and_is_forgotten_is_said() -> None:
     """The gradient at a bias of zero is the same whether the gauge multiplies the bias or forgets it."""
     params = MLP | {"bias": jnp.zeros(16)}

@@ -174,6 +174,7 @@ def check(
         tx, state = tx._opt, state.inner_opt_state
     notes += _require_none_frozen_unseen(tx, state, params, grads, gauges, frozen)
     notes += _require_steps_that_count(tx, state, params, grads)
+    notes += _inflated(tx, gauges, params, frozen)
     return Report(tuple(map(_row, gauges, shares)), limit, precision, tuple(sorted(frozen)), tuple(notes))
 
 
@@ -620,6 +621,46 @@ def _require_steps_that_count(tx: Any, state: Any, params: Any, grads: Any) -> l
     if not moved:
         return ["the first update is zero, as in a warm-up: what later ones lose to roundoff was not seen"]
     return []
+
+
+def _inflated(tx: Any, gauges: Sequence[Any], params: Any, frozen: frozenset[str]) -> list[str]:
+    """Notes on bound leaves that grow where the gradient is zero: decay of an anchor inflates them.
+
+    A gauge gives its anchor back what decay takes, by a factor that other leaves of the anchor's side get too. The
+    second step of a fresh state is looked at, because the first one may move weights to a norm or to a balance. Leaves
+    that are zero get random values.
+    """
+    if not gauges:
+        return []
+    draw, added = np.random.default_rng(0).normal, dict[str, Any]()
+    for gauge in gauges:
+        added |= bound((gauge,), params).whole.added
+    leaves = {path: np.asarray(x) for path, x in leaves_by_path(params).items() if _is_real(x) and np.size(x)}
+    zero = {path for path, x in leaves.items() if path not in frozen and not np.any(x)}
+    start = with_leaves(params, {p: in_computing_dtype(0.1 * draw(size=x.shape) if p in zero else x)
+                                 for p, x in leaves.items()})
+
+    def growths(p: Any) -> dict[str, jax.Array]:
+        state, still, before, updates = tx.init(p), jax.tree.map(jnp.zeros_like, p), p, p
+        for _ in range(2):
+            before, (updates, state) = p, tx.update(still, state, p)
+            p = optax.apply_updates(p, updates)
+        pairs = zip(*(leaves_by_path(tree).items() for tree in (before, updates)), strict=True)
+        return {path: jnp.vdot(u, x) / jnp.vdot(x, x) for (path, x), (_, u) in pairs if path in leaves}
+
+    try:
+        found = {path: float(x) for path, x in _one_program(growths)(start).items()}
+    except (TypeError, ValueError):  # further arguments, or a start at which `init` refuses random values
+        return []
+    least = max(_LEAST_GROWTH, -0.05 * min(found.values(), default=0.0))
+    return [
+        f"without a gradient '{path}' grows by {found[path]:.0e} of its size in a step: what decay takes from an "
+        "anchor, the gauge gives back to this leaf too. In long runs let no anchor decay (docs/guides/recipes.md)"
+        for path in added if not added[path] and found.get(path, 0.0) > least
+    ]
+
+
+_LEAST_GROWTH = 1e-6  # of a leaf's size per step; smaller ones are roundoff of float32
 
 
 def _ratio(u: np.ndarray, p: np.ndarray) -> float:

@@ -630,11 +630,13 @@ def _inflated(tx: Any, gauges: Sequence[Any], params: Any, frozen: frozenset[str
     second step of a fresh state is looked at, because the first one may move weights to a norm or to a balance. Leaves
     that are zero get random values.
     """
-    if not gauges:
-        return []
+    slices = [bound((gauge,), params).whole for gauge in gauges]
+    anchored = [(anchor, part) for s in slices for part, anchor, _ in s.sizes]
+    if not any(b.argument == anchor[0].argument and b not in anchor for anchor, part in anchored for b in part.blocks):
+        return []  # no leaf is beside an anchor
     draw, added = np.random.default_rng(0).normal, dict[str, Any]()
-    for gauge in gauges:
-        added |= bound((gauge,), params).whole.added
+    for s in slices:
+        added |= s.added
     leaves = {path: np.asarray(x) for path, x in leaves_by_path(params).items() if _is_real(x) and np.size(x)}
     zero = {path for path, x in leaves.items() if path not in frozen and not np.any(x)}
     start = with_leaves(params, {p: in_computing_dtype(0.1 * draw(size=x.shape) if p in zero else x)

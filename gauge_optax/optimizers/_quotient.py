@@ -5,10 +5,13 @@ point* θ̂ = F⁻¹·θ is the same for all weights of one function; to *fix* a
 slice without changing the function.
 """
 
+import contextvars
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from gauge_optax.binding import leaves_by_path, with_leaves
@@ -18,7 +21,8 @@ from gauge_optax.gauges.bound import bound, require_nonzero_norms
 from gauge_optax.gauges.gauge import Gauge, Gauges, Product, product
 from gauge_optax.gauges.unread import heads_without_frame
 from gauge_optax.optimizers.rest import resting
-from gauge_optax.parts.part import Arrays
+from gauge_optax.parts.part import Arrays, Part
+from gauge_optax.parts.sizes import Factor
 from gauge_optax.slice import Elements, Frame, Slice, Undone
 from gauge_optax.transformation import (
     GaugeTransformation,
@@ -161,11 +165,11 @@ def quotient_for(
         unchanged = never_changing(params)
         frame, point = frame_and_slice_point(name, group, params, unchanged)
         s = bound(group.gauges, params, unchanged).slice
-        _outside.append(s)
+        token = _OUTSIDE.set((*_OUTSIDE.get(), s))
         try:
             inner_state = inner.init(point)
         finally:
-            _outside.pop()
+            _OUTSIDE.reset(token)
         offset = {} if pin else no_offset(s)
         offset = varying_like(offset, {label: frame.elements[label] for label in offset})
         return QuotientState(frame, inner_state, offset)
@@ -194,7 +198,8 @@ def quotient_for(
     return resting(name, tx, group, rest)
 
 
-_outside: list[Slice] = []  # one per `quotient` whose `inner` is being initialized
+# The slices of the `quotient`s whose `inner` is being initialized, in this thread alone.
+_OUTSIDE: contextvars.ContextVar[tuple[Slice, ...]] = contextvars.ContextVar("outside", default=())
 
 
 def require_first_outside(name: str, inside: Slice, *, again: bool = True, remedy: str = "") -> None:
@@ -206,7 +211,7 @@ def require_first_outside(name: str, inside: Slice, *, again: bool = True, remed
       again: whether it may have gauges of the quotient too.
       remedy: what to write instead, if it is not one quotient.
     """
-    for outside in _outside:
+    for outside in _OUTSIDE.get():
         outside.require_first(name, inside, again, remedy or "write one go.quotient(optimizer, gauges) with both lists")
 
 
@@ -281,13 +286,30 @@ def _with_growth(
     for part, _, _ in s.sizes:
         name = part.label
         if name in s.following:
-            grown = part.compose(elements[name], growth[name])
-            back = part.carried_back(grown)
-            elements[name] = part.compose(grown, back)
+            total = part.compose(elements[name], growth[name])
+            back = carried_back(part, total)
+            elements[name] = part.compose(total, back)
             step = optax.tree.sub(part.act(part.compose(growth[name], back), optax.tree.add(point, step)), point)
         if name in offset:
             offset[name] = part.compose(part.inverse(growth[name]), offset[name])
     return step, state.frame._replace(elements=elements), offset
+
+
+@functools.singledispatch
+def carried_back(part: Part[Any], e: Any) -> Any:
+    """The element that brings an anchor back whose element e has gone far; by default the identity.
+
+    The anchor of a size in `Slice.following` holds the growth of its channel, and the optimizer never sees it there.
+    Nothing else would stop it: under decay it would shrink for ever, and the other leaves would grow.
+    """
+    return part.identity()
+
+
+@carried_back.register
+def _by_a_power_of_two(part: Factor, e: jax.Array) -> jax.Array:
+    """2 or ½ for channels outside the range from 2⁻⁸ to 2⁸, and else 1: powers of two move without roundoff."""
+    size = jnp.abs(e)
+    return jnp.where(size < 2.0**-8, 2.0, jnp.where(size > 2.0**8, 0.5, 1.0)).astype(e.dtype)
 
 
 def frame_and_slice_point(

@@ -227,10 +227,6 @@ class Size(Part[E]):
         """
         return g
 
-    def carried_back(self, e: E) -> E:
-        """The element that brings an anchor back that has gone far, if the size `follows`; by default the identity."""
-        return self.identity()
-
     def follows(self, bits: Mapping[str, int]) -> bool:
         """Whether the anchor keeps its growth in a step, because another leaf is less precise and would round it away.
 

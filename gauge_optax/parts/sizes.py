@@ -126,16 +126,6 @@ class Factor(Size[jax.Array]):
         found = jnp.where(entries == 0.0, anchor.view(g[anchor.path]), safe_divide(paired.transpose(order), entries))
         return g | {anchor.path: anchor.write(g[anchor.path], found)}
 
-    def carried_back(self, e: jax.Array) -> jax.Array:
-        """2 or ½ for channels whose α has left the range from 2⁻⁸ to 2⁸, and else 1: the element that leads back.
-
-        The anchor of a size that `follows` holds the growth of its channel, and the optimizer never sees it there.
-        Nothing else would stop it: under decay it would shrink for ever, and the other leaves would grow. A power of
-        two is moved between leaves without roundoff.
-        """
-        size = jnp.abs(e)
-        return jnp.where(size < 2.0**-8, 2.0, jnp.where(size > 2.0**8, 0.5, 1.0)).astype(e.dtype)
-
     def follows(self, bits: Mapping[str, int]) -> bool:
         """Whether the anchor keeps its growth in a step, because another leaf is less precise and would round it away.
 

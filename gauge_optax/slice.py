@@ -46,7 +46,7 @@ from gauge_optax.parts.order import Place, anchor_key, by_label, check_commute, 
 from gauge_optax.parts.part import Arrays, Constant, Part, Size, Turn, changed, moves, name_of, overlaps
 from gauge_optax.xla import recomputed_after
 
-VERSION = 4  # version of the meaning of optimizer states; a state of another version raises an error
+VERSION = 5  # version of the meaning of optimizer states; a state of another version raises an error
 
 Elements = dict[str, Any]
 """Part label → element."""
@@ -192,7 +192,7 @@ class Slice:
             Place(p, anchor, others_of(p, anchor, sizes))
             for p, used, _ in reversed(first)
             for anchor in p.anchors
-            if anchor != used
+            if not {*anchor} <= {*used}
         ]
         return cls(
             constants=tuple(in_order(constants)),

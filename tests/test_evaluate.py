@@ -133,7 +133,7 @@ def test_a_quotient_may_see_a_part_of_the_tree(wrap: str, inner: Any) -> None:
 def test_what_cannot_be_evaluated_is_said() -> None:
     plain = optax.adam(1e-3)
     state = go.quotient(plain, RELU).init(PARAMS)
-    unknown = state._replace(frame=state.frame._replace(elements={"rescale[].0.v4": jnp.ones(3)}))
+    unknown = state._replace(frame=state.frame._replace(elements={"rescale[].0.v5": jnp.ones(3)}))
     with pytest.raises(ValueError, match="a state with 0 quotients"):
         go.orbit.evaluate(lambda s, p: p, plain.init(PARAMS), PARAMS)
     with pytest.raises(ValueError, match="fn returns no weights"):

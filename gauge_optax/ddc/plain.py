@@ -279,7 +279,7 @@ def _partner_of_factor(part: Factor, anchor: Anchor) -> tuple[Block, ...]:
 def channels_with_length(s: Slice, matrices: Mapping[str, Reading]) -> list[Channels]:
     """Returns the blocks opposite to anchors, each with lengths of its own; so has each range of a fused kernel."""
     # The norm of a whole block is constant on the slice if the block is the anchor of another gauge without named axes.
-    whole = [block for part, anchor, _ in s.sizes for block in anchor if not part.named]
+    whole = [anchor[0] for part, anchor, _ in s.sizes if not part.named and len(anchor) == 1]
     channels = []
     for part, anchor, _ in s.sizes:
         for block in partner(part, anchor):

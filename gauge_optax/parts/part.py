@@ -52,7 +52,7 @@ class Part(abc.ABC, Generic[E]):
     """One small group on one tree. It is frozen and hashable, and holds no array.
 
     Attributes:
-      label: the name of its gauge, its captures, a checksum and the version of states, "rescale[i=0].8bc7f390.v4"; if a
+      label: the name of its gauge, its captures, a checksum and the version of states, "rescale[i=0].8bc7f390.v5"; if a
         gauge has two parts, a word that names this one follows. The label does not depend on the order of a list of
         gauges, and is the key of the part's element in a state.
       named: names of the axes that index an element.

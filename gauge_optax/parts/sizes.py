@@ -44,6 +44,9 @@ class Factor(Size[jax.Array]):
     slice a kernel's columns have norm 1, a norm's scale is +1 and multipliers have root mean square 1: about their
     usual initial values.
 
+    A kernel and the biases beside it are one anchor, so that a column has norm 1 together with its bias. If the kernel
+    were read alone and lost its norm to decay, every fix would multiply the biases, without bound.
+
     Attributes:
       degree: p, the degree of the function between both sides: 1 for ReLU, 2 for squared ReLU.
       by_entry: True for multipliers, which start at 1: a channel then reads as the root mean square of its entries.
@@ -67,7 +70,10 @@ class Factor(Size[jax.Array]):
 
     @property
     def anchors(self) -> tuple[Anchor, ...]:
-        return tuple(side for side in (self.up[:1], self.up[1:], self.down) if side)
+        # A norm's scale or a multiplier is read without the bias beside it: turns rely on a scale of 1.
+        whole = not self.signed and not self.by_entry and any(b.entries(self.named) > 1 for b in self.up)
+        sides = (*([self.up] if whole else []), self.up[:1], self.up[1:], self.down)
+        return tuple(side for side in dict.fromkeys(sides) if side)
 
     def identity(self) -> jax.Array:
         return jnp.ones(self.shape, real_dtype())
@@ -98,11 +104,13 @@ class Factor(Size[jax.Array]):
     def read(self, anchor: Anchor, x: Arrays, within: jax.Array, near: bool) -> tuple[jax.Array, jax.Array]:
         totals = [b.total(self.named, jnp.square(x[b.path])) for b in anchor]
         square = sum(totals[1:], totals[0])
-        # On the slice a channel's squared norm is `natural`, its number of entries divided by its number of inputs: 1
+        # On the slice a channel's squared norm is `natural`, its number of entries divided by their number of inputs: 1
         # for a column of an (inputs, channels) kernel. All free axes but the last are inputs; so is a single one.
+        # Biases, which have no free axis or are the only blocks with one, add nothing, because they start at zero.
         free = [[n for n, label in zip(b.view_shape, b.labels, strict=True) if label not in self.named] for b in anchor]
-        inputs = max(math.prod(lengths[:-1] or lengths) for lengths in free)
-        natural = sum(map(math.prod, free)) / (1 if self.by_entry else max(1, inputs))
+        kernels = [lengths for lengths in free if len(lengths) >= min(2, max(map(len, free)))]
+        inputs = (1 if self.by_entry else max(1, math.prod(lengths[:-1] or lengths)) for lengths in kernels)
+        natural = sum(math.prod(lengths) / n for lengths, n in zip(kernels, inputs, strict=True))
         read = within & (square > 0)
         size = jnp.sqrt(jax.lax.select(read, square / natural, jnp.ones_like(square)))
         size = size if anchor[0].argument in MULTIPLIED else size ** (-1.0 / self.degree)
@@ -132,10 +140,9 @@ class Factor(Size[jax.Array]):
         Args:
           bits: leaf path → bits of the mantissa of the leaf's dtype.
         """
-        anchor = self.anchors[0]
         most = max(bits.values(), default=0)  # a Python number has no dtype, and rounds nothing away
-        others = [bits.get(b.path, most) for b in self.blocks if b not in anchor]
-        return min(others, default=most) < bits.get(anchor[0].path, most)
+        precise = max(bits.get(b.path, most) for b in self.anchors[0])
+        return min(bits.get(b.path, most) for b in self.blocks) < precise
 
 
 @dataclasses.dataclass(frozen=True)

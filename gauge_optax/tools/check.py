@@ -624,16 +624,19 @@ def _require_steps_that_count(tx: Any, state: Any, params: Any, grads: Any) -> l
 
 
 def _inflated(tx: Any, gauges: Sequence[Any], params: Any, frozen: frozenset[str]) -> list[str]:
-    """Notes on bound leaves that grow where the gradient is zero: decay of an anchor inflates them.
+    """Notes on leaves beside an anchor that grow where the gradient is zero: decay of the anchor inflates them.
 
-    A gauge gives its anchor back what decay takes, by a factor that other leaves of the anchor's side get too. The
-    second step of a fresh state is looked at, because the first one may move weights to a norm or to a balance. Leaves
-    that are zero get random values.
+    A gauge gives its anchor back what decay takes, by a factor that other leaves of the anchor's side get too. Only a
+    norm's scale or a multiplier has such leaves; elsewhere the anchor is the whole side. The second step of a fresh
+    state is looked at, because the first one may move weights to a norm or to a balance. Leaves that are zero get
+    random values.
     """
     slices = [bound((gauge,), params).whole for gauge in gauges]
     anchored = [(anchor, part) for s in slices for part, anchor, _ in s.sizes]
-    if not any(b.argument == anchor[0].argument and b not in anchor for anchor, part in anchored for b in part.blocks):
-        return []  # no leaf is beside an anchor
+    beside = {b.path: anchor[0].path for anchor, part in anchored for b in part.blocks
+              if b.argument == anchor[0].argument and b not in anchor}
+    if not beside:
+        return []
     draw, added = np.random.default_rng(0).normal, dict[str, Any]()
     for s in slices:
         added |= s.added
@@ -656,9 +659,10 @@ def _inflated(tx: Any, gauges: Sequence[Any], params: Any, frozen: frozenset[str
         return []
     least = max(_LEAST_GROWTH, -0.05 * min(found.values(), default=0.0))
     return [
-        f"without a gradient '{path}' grows by {found[path]:.0e} of its size in a step: what decay takes from an "
-        "anchor, the gauge gives back to this leaf too. In long runs let no anchor decay (docs/guides/recipes.md)"
-        for path in added if not added[path] and found.get(path, 0.0) > least
+        f"without a gradient '{path}' grows by {found[path]:.0e} of its size in a step: what decay takes from "
+        f"'{anchor}', the gauge gives back to this leaf too. Let decay act on both or on neither "
+        "(docs/guides/recipes.md)"
+        for path, anchor in beside.items() if not np.any(added[path]) and found.get(path, 0.0) > least
     ]
 
 

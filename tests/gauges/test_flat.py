@@ -55,6 +55,8 @@ INNER: dict[str, Callable[[list[go.Gauge]], optax.GradientTransformation]] = {
 
 # A constant that is added changes no gradient, so that Adam's steps are those of the twin; decay shrinks the constant.
 ADAM_SEES_NOTHING = ("key_bias", "embedding_shift", "norm_write_shift", "norm_read_shift")
+# Lion steps by signs. The sum behind one sign is near zero at step 8: in three of six twins it takes the other sign.
+SLACK = {("product/whole_gpt", "lion"): 10.0}
 # Rows of embeddings that all gain one number; all logits through all channels.
 OVERLAP = {"product/whole_gpt": 2, "product/whole_gpt_linear": 2}
 
@@ -77,7 +79,7 @@ def test_twins_train_alike(case: GaugeCase, inner: str, dtype: str) -> None:
         gauge, params = go.product(case.gauges()), case.params(jax.random.key(1))
         element = gauge.sample(jax.random.key(2), params, 0.5)
         twin = gauge.act(element, params)
-        limit = 1e-10 if dtype == "float64" else 1e-4
+        limit = 1e-10 if dtype == "float64" else SLACK.get((case.name, inner), 1.0) * 1e-4
         tx, adamw = INNER[inner](case.gauges()), optax.adamw(1e-2, weight_decay=0.1)
         (end, losses), (other, others) = (_trained(tx, case, p) for p in (params, twin))
         assert apart(gauge.act(element, end), other) <= limit

@@ -1,0 +1,107 @@
+"""Weights stay bounded in long runs, as they do under plain AdamW: tests of equivariance cannot see that twins diverge.
+
+Here stand runs of many times 1/(rate × decay) steps. Whether twins take the same steps is tested elsewhere.
+"""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import gauge_optax as go
+from gauge_optax.binding import leaves_by_path
+from tests.cases import GAUGE_CASES, GaugeCase
+
+Tree = Any
+
+
+def _of_kernels(params: Tree) -> Tree:
+    return jax.tree.map(lambda x: jnp.ndim(x) > 1, params)
+
+
+def largest(tree: Tree) -> dict[str, jax.Array]:
+    """Path → the largest absolute value of a leaf."""
+    return {path: jnp.abs(x).max() for path, x in leaves_by_path(tree).items()}
+
+
+Gradient = Callable[[Tree, jax.Array], Tree]
+
+
+def run(tx: optax.GradientTransformation, params: Tree, steps: int, gradient: Gradient) -> Tree:
+    """The weights after some steps; `gradient` takes the weights and the number of a step."""
+
+    def step(carry: tuple[Tree, Tree], n: jax.Array) -> tuple[tuple[Tree, Tree], None]:
+        updates, state = tx.update(gradient(carry[0], n), carry[1], carry[0])
+        return (optax.apply_updates(carry[0], updates), state), None
+
+    whole = jax.jit(lambda p: jax.lax.scan(step, (p, tx.init(p)), jnp.arange(steps))[0][0])
+    return whole(params)
+
+
+def growth_by_decay(gauges: Any, params: Tree, mask: Any) -> dict[str, float]:
+    """Path → by what factor a leaf's largest value grows in 300 steps that take 5 % each, without a gradient."""
+    decayed = optax.chain(optax.add_decayed_weights(0.05, mask), optax.scale(-1.0))
+    end = run(go.quotient(decayed, gauges), params, 300, lambda p, n: jax.tree.map(jnp.zeros_like, p))
+    return {path: float(x / y) for (path, x), y in zip(largest(end).items(), largest(params).values(), strict=True)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mask", [_of_kernels, None], ids=["kernels", "all"])
+@pytest.mark.parametrize("case", GAUGE_CASES, ids=lambda case: case.name)
+def test_decay_alone_inflates_no_leaf(case: GaugeCase, mask: Any, x64: None) -> None:
+    """While an anchor was one block, the bias beside it grew to 5e6 times its size."""
+    growth = growth_by_decay(case.gauges(), case.params(jax.random.key(0)), mask)
+    assert all(x < 10 for x in growth.values()), growth
+
+
+WIDTH = 32
+LAYERS = ("first", "second", "third")
+
+
+def _network(key: jax.Array) -> Tree:
+    shapes = ((8, WIDTH), (WIDTH, WIDTH), (WIDTH, 1))
+    return {
+        name: {"kernel": jax.random.normal(k, shape) / shape[0] ** 0.5, "bias": jnp.zeros(shape[1])}
+        for name, k, shape in zip(LAYERS, jax.random.split(key, 3), shapes, strict=True)
+    }
+
+
+def _gradient(params: Tree, n: jax.Array) -> Tree:
+    """The gradient for a batch of 16 noisy values of a sine."""
+    inputs, noise = jax.random.split(jax.random.key(n))
+    x = jax.random.normal(inputs, (16, 8))
+    y = jnp.sin(x.sum(1)) + 0.3 * jax.random.normal(noise, (16,))
+
+    def loss(p: Tree) -> jax.Array:
+        first, second, third = (p[name] for name in LAYERS)
+        hidden = jax.nn.relu(jax.nn.relu(x @ first["kernel"] + first["bias"]) @ second["kernel"] + second["bias"])
+        return jnp.mean(jnp.square((hidden @ third["kernel"] + third["bias"])[:, 0] - y))
+
+    return jax.grad(loss)(params)
+
+
+UNITS = [
+    go.rescale({f"{name}/kernel": "_ channel", f"{name}/bias": "channel"}, {f"{reader}/kernel": "channel _"})
+    for name, reader in itertools.pairwise(LAYERS)
+]
+
+
+def test_decay_of_kernels_inflates_no_bias() -> None:
+    params = jax.tree.map(lambda x: x + 0.1, _network(jax.random.key(0)))
+    assert max(growth_by_decay(UNITS, params, _of_kernels).values()) < 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("decay", [0.1, 0.5])
+@pytest.mark.parametrize("make", [go.quotient_adamw, go.ddc_adamw], ids=["quotient_adamw", "ddc_adamw"])
+def test_biases_stay_as_small_as_under_adamw(make: Any, decay: float) -> None:
+    """In 20,000 steps at rate 0.01 with decay of kernels, they grew to 1e9 and to NaN while anchors left them out."""
+    params, settings = _network(jax.random.key(0)), {"weight_decay": decay, "mask": _of_kernels}
+    plain = largest(run(optax.adamw(0.01, **settings), params, 20_000, _gradient))
+    ours = largest(run(make(0.01, UNITS, **settings), params, 20_000, _gradient))
+    for path in (f"{name}/bias" for name in LAYERS):
+        assert float(ours[path]) < 5 * float(plain[path]) + 1, (ours, plain)

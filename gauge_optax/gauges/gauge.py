@@ -569,7 +569,7 @@ def product(gauges: Gauges) -> "Product":
     if isinstance(gauges, str | Mapping | optax.GradientTransformation) or not isinstance(gauges, Iterable):
         raise binding_error(
             "product", "no gauges", f"a {type(gauges).__name__}", "a gauge, or a sequence of gauges",
-            "pass the list of gauges; it comes after the learning rate, or after the optimizer that is wrapped",
+            "pass the list: quotient(inner, gauges), bind(gauges, params) or canonicalize(params, gauges)",
         )
     parts: list[Gauge] = []
     gauges = tuple(gauges)

@@ -78,7 +78,8 @@ def quotient(
       pin: if True, `inner` sees the weights on the slice, where anchors (the blocks from which sizes are read) have a
         constant size. If False, it sees anchors grow and shrink as they would if it ran alone. From small starts Adam
         trains better with True; Muon, whose steps all have one size, trains better with False
-        (examples/results/starts.json).
+        (examples/results/starts.json), as does Adam in long runs at a constant rate without decay
+        (docs/guides/muon.md).
       rest: which of the weights that compute one function are stored after a step. The choice changes no output of the
         network and no later step of `inner`. A scale multiplies one side of a product and divides the other; its anchor
         is on one side. With "anchor", the anchor keeps its size: if a step would double it, the other side is doubled

@@ -65,7 +65,7 @@ class ComplexScale(Copy):
 
     @classmethod
     def of(cls, found: Matched, **options: Any) -> "ComplexScale":
-        # The label depends on the first block, from which the moduli are read, but not on the order of the others.
+        # The label depends on the first block, from which angles are read, but not on the order of the others.
         name = part_label(found, pairing=options["pairing"], anchor=[(b.path, b.axes) for b in found.blocks][:1])
         whole = in_planes(found, options["pairing"])
         moduli = Factor(f"{name} moduli", whole.named, whole.shape, whole.blocks)

@@ -50,8 +50,9 @@ def canonicalize(
     At the returned point the following holds, gauge by gauge.
 
     * `norm_scale`: the norm's scale is 1; the kernels behind it take over its size and its sign.
-    * `rescale`, `multiplier_balance`: a column of the first leaf of `up` has the norm 1, a multiplier is 1 or −1.
-    * `scale_invariant`, `residual_scale`: the first leaf has the root mean square of a kernel with columns of norm 1.
+    * `rescale`: a column of `up`, its bias included, has the norm 1. `multiplier_balance`: a multiplier is 1 or −1.
+    * `scale_invariant`, `residual_scale`: all leaves together have the norm that they would have if every column of a
+      kernel had the norm 1 and every bias were zero.
     * `bias_absorption`, `key_bias`: the bias is zero. Later biases have taken over its effect; a key bias has none.
     * `logit_shift`: the mean over classes is zero.
     * `norm_write_shift`: the mean over the stream's channels is zero; for a `tied` table, the mean over all entries.

@@ -88,3 +88,19 @@ def test_heads_of_full_rank_read_as_orthogonal_matrices() -> None:
     (frames,) = gauge.read({"q": q, "k": k}).values()
     products = jnp.einsum("hij,hkj->hik", frames, frames, precision="highest")
     assert float(jnp.abs(products - jnp.eye(128)).max()) <= 1e-5
+
+
+@pytest.mark.parametrize("up", [{"up": "_ unit", "bias": "unit"}, {"bias": "unit", "up": "_ unit"}])
+def test_a_column_is_read_together_with_its_bias(up: dict[str, str]) -> None:
+    params = {"up": jnp.array([[3.0], [4.0]]), "bias": jnp.array([12.0]), "down": jnp.ones((1, 2))}
+    on_slice = _slice_point(go.rescale(up, {"down": "unit _"}), params)
+    np.testing.assert_allclose(on_slice["bias"], [12.0 / 13.0], rtol=1e-6)
+    np.testing.assert_allclose(on_slice["down"], [[13.0, 13.0]], rtol=1e-6)
+
+
+def test_all_writers_of_a_stream_are_read_together() -> None:
+    """On the slice their norm is that of kernels whose columns have norm 1: two of width 4."""
+    params = {"embed": 3.0 * jnp.ones((7, 4)), "out": jnp.ones((2, 3, 4)), "bias": jnp.ones(4)}
+    gauge = go.residual_scale({"embed": "_ _", "out": "_ _ _", "bias": "_"})
+    on_slice = _slice_point(gauge, params)
+    np.testing.assert_allclose(sum(float(jnp.sum(x**2)) for x in on_slice.values()), 8.0, rtol=1e-6)

@@ -29,8 +29,8 @@ def rescale(
     """A scale moved between two sides, up·α and down·α^(−degree): one α per channel, or one if no axis has a name.
 
     Args:
-      up: path → axes of what is multiplied by α (a ReLU unit's input weights and bias; α is read from the norm of all of
-        them together).
+      up: path → axes of what is multiplied by α (a ReLU unit's input weights and bias; α is read from the norm of
+        all of them together).
       down: path → axes of what is divided by α^degree (the weights that read the unit).
       degree: p, if the unit's output grows αᵖ times when `up` grows α times: 1 for ReLU and the linear branch of gated
         units, 2 for squared ReLU.
@@ -152,8 +152,8 @@ def residual_scale(
     """One positive factor on every leaf that writes to the residual stream.
 
     Args:
-      write: path → axes of every leaf that writes to the stream, every axis `_`. The factor is read from the norm of all
-        these leaves together. All layers share the factor, whatever the captures are.
+      write: path → axes of every leaf that writes to the stream, every axis `_`. The factor is read from the norm of
+        all these leaves together. All layers share the factor, whatever the captures are.
       tied: path → axes of the final norm's scale and bias, if the output kernel is the embedding, which the factor
         multiplies too. The scale and bias are divided by the factor, so that logits do not change.
       sizes: axis name → length, for axes inside `(a b)` whose length no other block determines.

@@ -2,7 +2,8 @@
 
 A *gauge* is a group whose *elements* change weights and keep the function. Take the hidden units of a ReLU network with
 weights `up` and `down`: for any α > 0 per unit (*channel*), up·α and down/α compute the same function. The library
-computes α from one block, the *anchor*, here `up`: a channel whose `up` column has the norm 3 *reads* as α = 3.
+computes α from the *anchor*, here `up`: a channel whose `up` column has the norm 3 *reads* as α = 3. (If units have
+biases, α multiplies these too, and the anchor is `up` and the biases together.)
 
 On a tree, a gauge consists of *parts*, one or two per layer. A part has one of three roles: a *size* multiplies, as α
 does; a *constant* adds; a *turn* rotates. Sizes are read from norms, constants from means, turns from polar factors.

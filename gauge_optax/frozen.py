@@ -37,7 +37,8 @@ def frozen_leaves(
     """Returns the paths of leaves whose updates are zero at every step of a run.
 
     An array of the state counts as zero if it is zero after `init` and every `update` leaves it zero, as Adam's moments
-    behind `optax.freeze` do. A learning rate from a schedule or `optax.inject_hyperparams` does not count as zero.
+    behind `optax.freeze` do. The learning rate 0.0 counts as zero. One from a schedule, from `optax.inject_hyperparams`
+    or in a JAX array without axes does not, because later steps may have another one.
 
     Args:
       name: name of the public function, for messages.
@@ -251,4 +252,6 @@ def _closed(closed: Any, given: list[bool]) -> list[bool]:
 def _is_zero(value: Any) -> bool:
     if isinstance(value, jax.core.Tracer) or jnp.issubdtype(getattr(value, "dtype", bool), jax.dtypes.extended):
         return False  # an unknown number, or a typed key of random numbers
+    if isinstance(value, jax.Array) and value.ndim == 0:
+        return False  # a rate, say, that `inject_hyperparams` holds and that later steps change
     return not np.any(np.asarray(value))

@@ -50,6 +50,7 @@ MOVING: dict[str, Callable[[], Any]] = {
     "adamw": lambda: optax.adamw(1e-3),
     "a warm-up from zero": lambda: optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 1e-3, 10, 100)),
     "a rate that users change": lambda: optax.inject_hyperparams(optax.adamw)(0.0),
+    "a rate that a wrapper outside injects": lambda: _partition(optax.adamw(jnp.zeros(()))),
     "freeze, and then decay": lambda: optax.chain(optax.freeze(ON_B), optax.adamw(1e-3)),
     "muon": lambda: optax.contrib.muon(1e-3),
     "lbfgs": lambda: optax.lbfgs(),
@@ -61,6 +62,22 @@ MOVING: dict[str, Callable[[], Any]] = {
 def test_what_never_changes_is_found(name: str) -> None:
     expected = {"b"} if name in FREEZING else set()
     assert frozen_leaves("quotient", (FREEZING | MOVING)[name](), TREE) == expected
+
+
+@pytest.mark.parametrize("make", [
+    lambda rate, gauges: go.quotient_adamw(rate, gauges),
+    lambda rate, gauges: go.ddc_adamw(rate, gauges, rest="balanced"),
+    lambda rate, gauges: go.quotient(optax.partition({"trained": optax.adamw(1e-3), "frozen": optax.sgd(rate)}, LABELS),
+                                     gauges),
+], ids=["all", "balanced", "one leaf"])
+def test_a_rate_that_is_injected_outside_may_start_at_zero(make: Any) -> None:
+    """At `init` it is a JAX array with the value 0.0. Every leaf was frozen for ever, without a word."""
+    gauges = [go.rescale({"a": "_ unit"}, {"b": "unit _"})]
+    tx = optax.inject_hyperparams(lambda learning_rate: make(learning_rate, gauges))(learning_rate=0.0)
+    state = tx.init(TREE)
+    state.hyperparams["learning_rate"] = jnp.asarray(0.1)
+    updates, _ = tx.update(twins.normal_like(0, TREE), state, TREE)
+    assert all(float(jnp.abs(x).max()) > 1e-4 for x in jax.tree.leaves(updates))
 
 
 def test_a_transformation_that_cannot_be_traced_asks_for_a_mask() -> None:

@@ -68,7 +68,7 @@ def test_blocks_find_a_gauge_that_is_left_out(omitted: str, expected: int) -> No
     assert max(count.unexplained for count in found.blocks) == expected
     assert found.unexplained >= expected and sum(found.by_leaf.values()) == pytest.approx(found.unexplained)
     if omitted == "rescale":
-        moved = {path for path, x in found.by_leaf.items() if x > 1e-6}
+        moved = {path for path, x in found.by_leaf.items() if x > 0.1}  # 0.015 of 3 on the stream's other writers
         assert moved == {"blocks/0/mlp/up/kernel", "blocks/0/mlp/down/kernel"}
 
 

@@ -98,6 +98,7 @@ def test_what_holds_at_the_canonical_point(x64: None) -> None:
     zero = functools.partial(np.testing.assert_allclose, desired=0.0, atol=1e-12)
     for block in p["blocks"].values():
         attn, up = block["attn"], block["mlp"]["up"]["kernel"]
+        units = jnp.concatenate([up, block["mlp"]["up"]["bias"][None]])
         for norm in (block["norm1"], block["norm2"]):
             zero(norm["scale"])  # stored less one
             zero(norm["bias"])
@@ -105,7 +106,7 @@ def test_what_holds_at_the_canonical_point(x64: None) -> None:
         zero(attn["key"]["bias"])
         zero(jnp.mean(attn["out"]["kernel"], -1))
         zero(jnp.mean(up, 0))
-        np.testing.assert_allclose(jnp.linalg.norm(up, axis=0), 1.0)
+        np.testing.assert_allclose(jnp.linalg.norm(units, axis=0), 1.0)
         left, right = jnp.moveaxis(attn["value"]["kernel"], 1, 0), attn["out"]["kernel"].reshape(2, 2, 4, 8)
         np.testing.assert_allclose(jnp.einsum("hde,hdf->hef", left, left), np.stack([np.eye(4)] * 2), atol=1e-12)
         gram = jnp.einsum("hgef,hgcf->hec", right, right)

@@ -20,9 +20,10 @@ from gauge_optax.frozen import frozen_leaves, require_still_frozen, said_to_be_f
 from gauge_optax.gauges.bound import bound, require_nonzero_norms
 from gauge_optax.gauges.gauge import Gauge, Gauges, Product, product
 from gauge_optax.gauges.unread import heads_without_frame
+from gauge_optax.linalg import matmul
 from gauge_optax.optimizers.rest import resting
 from gauge_optax.parts.part import Arrays, Part
-from gauge_optax.parts.sizes import Factor
+from gauge_optax.parts.sizes import Factor, Stretch
 from gauge_optax.slice import Elements, Frame, Slice, Undone
 from gauge_optax.transformation import (
     GaugeTransformation,
@@ -292,8 +293,32 @@ def _with_growth(
             elements[name] = part.compose(total, back)
             step = optax.tree.sub(part.act(part.compose(growth[name], back), optax.tree.add(point, step)), point)
         if name in offset:
-            offset[name] = part.compose(part.inverse(growth[name]), offset[name])
+            offset[name] = kept_in_range(part, part.compose(part.inverse(growth[name]), offset[name]))
     return step, state.frame._replace(elements=elements), offset
+
+
+@functools.singledispatch
+def kept_in_range(part: Part[Any], e: Any) -> Any:
+    """An element of the offset, kept where float32 can invert and compose it for ever; by default unchanged."""
+    return e
+
+
+@kept_in_range.register
+def _within_powers_of_two(part: Factor, e: jax.Array) -> jax.Array:
+    """|α| between 2⁻³⁰ and 2³⁰. `inner` then sees a dead channel that decays stop at 1e-9 of its size.
+
+    Without gradients nothing else stops it, and in the kernel between two dead channels both offsets would overflow.
+    """
+    size = jnp.clip(jnp.abs(e), 2.0**-30, 2.0**30)
+    return jnp.where(e < 0, -size, size)
+
+
+@kept_in_range.register
+def _with_an_exact_inverse(part: Stretch, e: jax.Array) -> jax.Array:
+    """The pair (S, S⁻¹) after one step of Newton's method for the inverse: roundoff would part them, step by step."""
+    s, s_inverse = jnp.unstack(e, axis=-3)
+    error = jnp.eye(part.size, dtype=e.dtype) - matmul(s, s_inverse)
+    return jnp.stack([s, s_inverse + matmul(s_inverse, error)], -3)
 
 
 @functools.singledispatch

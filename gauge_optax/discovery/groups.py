@@ -28,6 +28,7 @@ ZERO = 1e-13  # a residual below this is roundoff (`Symmetry.residual`); a norm'
 STILL = 1e-12  # relative change of the outputs under a finite move that is roundoff
 _WITHIN = 1e-6  # a motion that is at most this far (relatively) from motions of other groups is one of them
 _STEPS = 500  # of conjugate gradients, at most
+_MOST_PARTS = 8  # the parts of a leaf that have a scale each, which may be tried one by one
 _PATIENCE = 30  # conjugate gradients end if the squared distance falls by less than 1 % in this number of steps
 WHOLE: Space = (0,)  # stands for the space of a group that multiplies whole leaves, or parts of them, by one number
 # Family of groups → the modes in which an element can act on a piece. A matrix multiplies a "vector", and its inverse a
@@ -231,15 +232,28 @@ def independent(
     """
     kept, families = list(before), list(FAMILIES)
     order = sorted(symmetries, key=lambda s: (-s.dim, families.index(s.family), -len(s.beside), len(s.terms)))
-    for symmetry in order:
+
+    def contained(symmetry: Symmetry, others: Sequence[Symmetry]) -> bool:
         # A group can be contained only in groups on its spaces that share a leaf with it, or with such a group.
         paths, linked = set(symmetry.paths), list[Symmetry]()
-        near = [other for other in kept if WHOLE in (symmetry.space, other.space) or symmetry.ids & other.ids]
+        near = [other for other in others if WHOLE in (symmetry.space, other.space) or symmetry.ids & other.ids]
         while more := [other for other in near if other not in linked and other.paths & paths]:
             linked += more
             paths.update(*(other.paths for other in more))
-        if not _contained(symmetry, linked, point, rng, dead or {}):
+        return _contained(symmetry, linked, point, rng, dead or {})
+
+    for symmetry in order:
+        if not contained(symmetry, kept):
             kept.append(symmetry)
+    # One scale per part of a leaf, some of which others contain: for keys and values in one leaf, a scale per head of
+    # the keys contains that of all keys. Then the single scales that nothing contains take its place.
+    for symmetry in [s for s in kept[len(before) :] if s.family == "diagonal" and 1 < s.dim <= _MOST_PARTS]:
+        others = [other for other in kept if other is not symmetry]
+        parts = [s for s in order if s.space == WHOLE and s not in kept and s.paths == symmetry.paths]
+        single = [part for part in parts if not contained(part, others)]
+        beside = [other for other in (*others, *single) if other.paths & symmetry.paths]
+        if 0 < len(single) < symmetry.dim and _contained(symmetry, beside, point, rng, dead or {}):
+            kept = [*others, *single]
     return kept[len(before) :]
 
 

@@ -251,8 +251,8 @@ def independent(
         others = [other for other in kept if other is not symmetry]
         parts = [s for s in order if s.space == WHOLE and s not in kept and s.paths == symmetry.paths]
         single = [part for part in parts if not contained(part, others)]
-        beside = [other for other in (*others, *single) if other.paths & symmetry.paths]
-        if 0 < len(single) < symmetry.dim and _contained(symmetry, beside, point, rng, dead or {}):
+        touching = [other for other in (*others, *single) if other.paths & symmetry.paths]
+        if 0 < len(single) < symmetry.dim and _contained(symmetry, touching, point, rng, dead or {}):
             kept = [*others, *single]
     return kept[len(before) :]
 

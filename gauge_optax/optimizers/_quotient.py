@@ -305,9 +305,11 @@ def kept_in_range(part: Part[Any], e: Any) -> Any:
 
 @kept_in_range.register
 def _within_powers_of_two(part: Factor, e: jax.Array) -> jax.Array:
-    """|α| between 2⁻³⁰ and 2³⁰. `inner` then sees a dead channel that decays stop at 1e-9 of its size.
+    """α, with |α| between 2⁻³⁰ and 2³⁰.
 
-    Without gradients nothing else stops it, and in the kernel between two dead channels both offsets would overflow.
+    A channel without gradients that decays would let it grow for ever, and the entry of a kernel between two such
+    channels is multiplied by two of these numbers, which would overflow. `inner` sees such a channel end at 1e-9 of its
+    size, far below a step, in place of zero.
     """
     size = jnp.clip(jnp.abs(e), 2.0**-30, 2.0**30)
     return jnp.where(e < 0, -size, size)

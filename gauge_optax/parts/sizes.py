@@ -104,8 +104,9 @@ class Factor(Size[jax.Array]):
     def read(self, anchor: Anchor, x: Arrays, within: jax.Array, near: bool) -> tuple[jax.Array, jax.Array]:
         totals = [b.total(self.named, jnp.square(x[b.path])) for b in anchor]
         square = sum(totals[1:], totals[0])
-        # On the slice a channel's squared norm is `natural`, its number of entries divided by their number of inputs: 1
-        # for a column of an (inputs, channels) kernel. All free axes but the last are inputs; so is a single one.
+        # On the slice a channel's squared norm is `natural`. This adds up, over kernels, the number of the channel's
+        # entries divided by the number of inputs, which is 1 for a column of an (inputs, channels) kernel. All free
+        # axes but the last are inputs; so is a single one.
         # Biases, which have no free axis or are the only blocks with one, add nothing, because they start at zero.
         free = [[n for n, label in zip(b.view_shape, b.labels, strict=True) if label not in self.named] for b in anchor]
         kernels = [lengths for lengths in free if len(lengths) >= min(2, max(map(len, free)))]

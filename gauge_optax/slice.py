@@ -32,6 +32,7 @@ frames; docs/design.md §3.
 import dataclasses
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -377,17 +378,21 @@ class Slice:
                 x = part.undo(growth[part.label], x)
         return growth, x
 
-    def hold(self, x: Arrays, u: Arrays) -> Arrays:
+    def hold(self, x: Arrays, u: Arrays) -> tuple[Arrays, dict[Any, Any]]:
         """Removes the part of a step that rotates heads, and the residual stream if its gauge says `hold=True`.
 
-        The step that is left does not turn rotary planes at all, and turns heads only to second order in the step. It
-        may lead off the slice, which the next `fix` corrects. Rotations that change a frozen leaf are not removed.
+        The end point moves along its orbit alone, so that its function stays the same for steps of any size, and stays
+        on the slice. Rotations that change a frozen leaf are not removed.
+
+        Returns:
+          The step, and turn → what turned the end point back, see `Turn.hold`.
         """
-        return self._over_turns(x, u, lambda kind: kind.hold, self.not_fixed)
+        backs: dict[Any, Any] = {}
+        return self._over_turns(operator.attrgetter("hold"), x, u, self.not_fixed, backs=backs), backs
 
     def project_turning(self, x: Arrays, u: Arrays, into: Mapping[Any, jax.Array] | None = None) -> Arrays:
         """Removes the part along rotations from a tangent. For `into` see `Turn.project`."""
-        return self._over_turns(x, u, lambda kind: functools.partial(kind.project, into=into))
+        return self._over_turns(operator.attrgetter("project"), x, u, into=into)
 
     def project_turning_dual(self, x: Arrays, g: Arrays) -> Arrays:
         """The transpose of `project_turning`, for a cotangent."""
@@ -396,8 +401,9 @@ class Slice:
         return g
 
     def _over_turns(
-        self, x: Arrays, u: Arrays, change: Callable[[Any], Callable[..., Arrays]], alone: frozenset[str] = frozenset()
+        self, method: Callable[[Any], Any], x: Arrays, u: Arrays, alone: frozenset[str] = frozenset(), **options: Any
     ) -> Arrays:
+        """Applies a method of every class of turns to the turns without a label in `alone`."""
         done: list[jax.Array] = []
         for turn_class, turns in self.turns:
             chosen = [turn for turn in turns if turn.label not in alone]
@@ -405,7 +411,8 @@ class Slice:
             # For a class that comes last, XLA computes the point again. Otherwise it would keep a copy of the point in
             # memory while it computes the other classes. No number changes.
             again = {path: x[path] for path in paths} if turn_class.last and done else {}
-            u = change(turn_class)(chosen, x | (recomputed_after(done, again) if again else {}), u) if chosen else u
+            if chosen:
+                u = method(turn_class)(chosen, x | (recomputed_after(done, again) if again else {}), u, **options)
             done = [u[path] for path in paths]
         return u
 

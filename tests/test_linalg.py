@@ -163,6 +163,32 @@ def test_products_stay_finite_on_a_singular_matrix(name: str, size: int, dtype: 
     assert found.any() == live.any()
 
 
+@pytest.mark.parametrize("eigenvalue", [1.0, 1e-4, 1e-6, 1e-9, 0.0])
+def test_a_root_and_its_inverse_are_inverse_of_any_matrix(eigenvalue: float, size: int, dtype: str) -> None:
+    basis = orthogonal(np.random.default_rng(size), size)
+    m = 25.0 * basis * np.r_[1.0, np.full(size - 1, eigenvalue)] @ basis.T
+    root, inverse_root = (np.asarray(x, float) for x in jit(linalg.root_and_inverse, static_argnames="least")(
+        jnp.asarray(m, dtype), least=1e-4))
+    rounding = 1e3 * float(jnp.finfo(dtype).eps)
+    assert norm(inverse_root @ root - np.eye(size)) <= rounding
+    assert norm(root @ root - m) <= (1e-2 if eigenvalue < 1e-4 else rounding) * norm(m)
+
+
+@pytest.mark.parametrize("step", [1e-6, 1e-2, 0.1, 10.0])
+@pytest.mark.parametrize("rank", [1, 8])
+def test_rotation_back_is_a_rotation_and_leaves_a_step_that_does_not_rotate(step: float, rank: int, dtype: str) -> None:
+    draw = np.random.default_rng(0).normal
+    w = draw(size=(5, 30, rank)) @ draw(size=(5, rank, 8))
+    u = step * draw(size=(5, 30, 8))
+    m, cross = (np.swapaxes(w, 1, 2) @ x for x in (w, u))
+    back = run(linalg.rotation_back, dtype, m, cross)
+    r, end = back + np.eye(8), m + cross
+    assert np.max(np.abs(np.swapaxes(r, 1, 2) @ r - np.eye(8))) <= 30 * float(jnp.finfo(dtype).eps)
+    if rank == 8 and step < 1.0:  # a larger step is turned back in part
+        before, after = (norm(x - np.swapaxes(x, 1, 2)) for x in (end, end @ r))
+        assert np.max(after / before) <= 2e-2  # of a head with a condition number of 6e3; 1e-4 of others
+
+
 @pytest.mark.parametrize("least", [1e-2, 1e-8])
 def test_products_need_their_iterations(least: float, x64: None) -> None:
     """`least` is what it says: exact above, less below."""

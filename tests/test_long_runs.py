@@ -131,3 +131,20 @@ def test_a_matrix_in_the_offset_and_its_inverse_stay_inverse() -> None:
     (_, state), _ = jax.jit(lambda p: jax.lax.scan(step, (p, tx.init(p)), jnp.arange(10_000)))(params)
     (pair,) = state.offset.values()
     assert float(jnp.abs(pair[0] @ pair[1] - jnp.eye(4)).max()) < 1e-5
+
+
+def test_a_head_that_has_only_noise_to_learn_stays_as_small_as_under_adamw() -> None:
+    """With `pin=False` it was NaN after 102 to 185 steps: the offset was not turned when `hold` turned the head."""
+    params = {name: jax.random.normal(jax.random.key(k), (12, 8)) for k, name in enumerate(("a", "b"))}
+
+    def gradient(p: Tree, n: jax.Array) -> Tree:
+        noise = 0.5 * jax.random.normal(jax.random.key(n), (12, 12))
+        return jax.grad(lambda p: jnp.mean(jnp.square(p["a"] @ p["b"].T - noise)))(p)
+
+    gauges = [go.head_linear({"a": "_ basis"}, {"b": "_ basis"})]
+    ends = [
+        run(tx, params, 2_000, gradient)
+        for tx in (optax.adamw(0.01), go.quotient(optax.adamw(0.01), gauges, pin=False))
+    ]
+    plain, ours = (float(jnp.linalg.norm(p["a"] @ p["b"].T)) for p in ends)
+    assert ours < 2 * plain

@@ -19,7 +19,7 @@ from tests.cases import GAUGE_CASES
 from tests.quick import jit
 from tests.refusals import refused
 from tests.tolerances import tolerance
-from tests.twins import normal, stepper
+from tests.twins import normal, normal_like, stepper, train
 
 Tree = Any
 EPS = 1e-3
@@ -66,6 +66,57 @@ def test_the_two_by_two_step_does_not_depend_on_k(name: str, x64: None) -> None:
         errors = [_relative(product(_diagonal(10.0**n, seeds)), reference) for n in range(9)]
         print(name, seeds, [f"{error:.0e}" for error in errors])
         assert max(errors[:most]) <= 1e-8
+
+
+# The end of a step --------------------------------------------------------------------------------
+
+
+def _end(case: Any, steps: Callable[[Tree], Tree], pin: bool) -> tuple[float, float, float]:
+    """The losses at the ends of both steps, inner's and ours, and a tolerance. `steps` maps slice point to step."""
+    params, group = case.params(jax.random.key(0)), go.product(case.gauges())
+    point = group.act(group.inverse(group.read(params)), params)
+    step = steps(point)
+    tx = go.quotient(optax.stateless(lambda updates, _: step), group, pin=pin)
+    updates, _ = jit(tx.update)(params, tx.init(params), params)
+    inner, ours = (float(case.loss(optax.apply_updates(*both))) for both in ((point, step), (params, updates)))
+    return inner, ours, tolerance("quotient_loss") * max(1.0, abs(inner))
+
+
+@pytest.mark.slow_rows("False-*", "*-0.3-*")
+@pytest.mark.parametrize("case", [case for case in GAUGE_CASES if case.loss is not None], ids=lambda case: case.name)
+@pytest.mark.parametrize("size", [0.3, 300.0])
+@pytest.mark.parametrize("pin", [True, False])
+def test_a_step_of_any_size_ends_at_the_function_of_inner(case: Any, size: float, pin: bool, x64: None) -> None:
+    """`fix` and `hold` move the end along its orbit alone. Once they did so only to first order in the step."""
+    inner, ours, most = _end(case, lambda x: jax.tree.map(lambda u: size * u, normal_like(5, x)), pin)
+    assert abs(ours - inner) <= most
+
+
+@pytest.mark.parametrize("kept", [0.0, 1e-3, 0.3])
+@pytest.mark.parametrize("size", [1.0, 100.0, 1e4])
+def test_a_step_to_a_head_of_low_rank_keeps_the_function(size: float, kept: float, x64: None) -> None:
+    """Sign descent on a head that learned little makes one singular value a hundred times the others."""
+    params = normal(3, {"a": (12, 6), "b": (6, 9)})
+    group = go.product([LORA])
+    point = group.act(group.inverse(group.read(params)), params)
+    left, right = (jnp.sign(x) for x in normal(4, {"u": (12, 1), "v": (1, 6)}).values())
+    step = {"a": (kept - 1.0) * point["a"] + size * left * right, "b": 0.1 * point["b"]}
+    tx = go.quotient(optax.stateless(lambda updates, _: step), group)
+    updates, _ = jit(tx.update)(params, tx.init(params), params)
+    inner, ours = (optax.apply_updates(*both) for both in ((point, step), (params, updates)))
+    assert _relative(ours["a"] @ ours["b"], inner["a"] @ inner["b"]) <= tolerance("quotient_loss")
+
+
+def test_gradient_descent_takes_no_notice_of_hold(x64: None) -> None:
+    """It has no state and commutes with rotations, if all that `inner` sees with `pin=False` turns as a whole."""
+    params, target = normal(3, {"a": (12, 6), "b": (6, 9)}), normal(5, {"y": (12, 9)})["y"]
+    ends = []
+    for hold in (True, False):
+        tx = go.quotient(optax.sgd(0.3), LORA, hold=hold, pin=False)
+        step = stepper(tx, lambda p: jnp.mean(jnp.square(p["a"] @ p["b"] - target)))
+        end, _ = train(jit(tx.init), step, params, 100)
+        ends.append(end["a"] @ end["b"])
+    assert _relative(ends[0], ends[1]) <= tolerance("quotient_twins")
 
 
 # Twins --------------------------------------------------------------------------------------------

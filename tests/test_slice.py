@@ -66,7 +66,7 @@ QUICK = [
 )
 def test_twins_under_any_optimizer(name: str, inner: str, start: str, linear: bool, dtype: str) -> None:
     # Prodigy's estimate of a distance adds up rounding of all leaves: 1.9e-5 or 2.5e-5 in the loss, by the machine.
-    loss_slack = 4.0 if (name, inner, dtype) == ("gpt", "prodigy", "float32") else 1.0
+    loss_slack = 4.0 if (inner, dtype) == ("prodigy", "float32") else 1.0
     with jax.enable_x64(dtype == "float64"):
         params = odd(start, start_of(name, dtype)) if start else start_of(name, dtype)
         group, init, step = program(name, dtype, inner, linear)
@@ -298,7 +298,7 @@ def test_updates_can_be_differentiated_in_reverse(x64: None) -> None:
         updates, _ = tx.update(grads, tx.init(params), params)
         return loss(jax.tree.map(lambda p, u: p + rate * u, params, updates))
 
-    found, value, h = jit(jax.grad(after, (0, 1)))(1e-2, 1.0), jit(after), 1e-5
+    found, value, h = jit(jax.grad(after, (0, 1)))(1e-2, 1.0), jit(after), 1e-6
     by_rate = (value(1e-2 + h, 1.0) - value(1e-2 - h, 1.0)) / (2 * h)
     by_size = (value(1e-2, 1.0 + h) - value(1e-2, 1.0 - h)) / (2 * h)
     np.testing.assert_allclose(found, (by_rate, by_size), rtol=1e-5)

@@ -181,7 +181,7 @@ def _chart(params: Any, group: Product | None) -> _Chart:
         # the step there, and redo the move.
         here, there = (to_balanced.leave({p: x[p] for p in values}) for x in (before, after))
         _, fixed = s.fix(there, live)
-        step = s.hold(here, {p: fixed[p] - here[p] for p in values})
+        step, _ = s.hold(here, {p: fixed[p] - here[p] for p in values})
         return after | to_balanced.enter({p: here[p] + step[p] for p in values})
 
     start = leaves | to_balanced.point

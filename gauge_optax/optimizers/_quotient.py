@@ -7,7 +7,7 @@ slice without changing the function.
 
 import contextvars
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +20,7 @@ from gauge_optax.frozen import frozen_leaves, require_still_frozen, said_to_be_f
 from gauge_optax.gauges.bound import bound, require_nonzero_norms
 from gauge_optax.gauges.gauge import Gauge, Gauges, Product, product
 from gauge_optax.gauges.unread import heads_without_frame
-from gauge_optax.linalg import matmul
+from gauge_optax.linalg import matmul, transpose
 from gauge_optax.optimizers.rest import resting
 from gauge_optax.parts.part import Arrays, Part
 from gauge_optax.parts.sizes import Factor, Stretch
@@ -155,8 +155,8 @@ def quotient_for(
         u = zero_frozen(u, state.frame.frozen) if state.frame.frozen else u
         growth, after = s.fix(optax.tree.add(entered.point, seen.push(s.vectors(u))), state.frame.live)  # fix(θ̂ + B·u)
         step = optax.tree.sub(after, entered.point)
-        step = s.hold(entered.point, step) if hold else step  # removes the part that only rotates heads
-        step, frame, offset = _with_growth(s, state, growth, entered.point, step)
+        step, backs = s.hold(entered.point, step) if hold else (step, {})  # removes the part that only rotates heads
+        step, frame, offset = _with_growth(s, state, growth, backs, entered.point, step)
         out = with_leaves(u, cast_like(entered.push(step), updates))  # F·(θ̂′ − θ̂)
         out = zero_frozen(out, state.frame.frozen) if state.frame.frozen else out
         return out, QuotientState(frame, inner_state, offset)
@@ -274,7 +274,7 @@ def _frame_of(name: str, s: Slice, state: QuotientState, pin: bool) -> Elements:
 
 
 def _with_growth(
-    s: Slice, state: QuotientState, growth: Elements, point: Arrays, step: Arrays
+    s: Slice, state: QuotientState, growth: Elements, backs: Mapping[Any, Any], point: Arrays, step: Arrays
 ) -> tuple[Arrays, Frame, Elements]:
     """Returns the step on the slice, the new frame and the new offset, given the growth that `fix` has removed.
 
@@ -282,19 +282,46 @@ def _with_growth(
     `Slice.following`, the stored anchor keeps this growth: the stored step is F·(e·θ̂′ − θ̂), and F becomes F·e. This
     changes neither the function nor what `inner` sees. An anchor that has left the range from 2⁻⁸ to 2⁸ gives powers of
     two back to the other leaves, without roundoff. With `pin=False`, `inner` must see its own result θ̃ + u at the next
-    step. Since θ̂ + B·u = e·θ̂′, this result is B⁻¹·e·θ̂′ = (e⁻¹·B)⁻¹·θ̂′, so that the offset becomes e⁻¹·B.
+    step. Since θ̂ + B·u = e·θ̂′, this result is B⁻¹·e·θ̂′ = (e⁻¹·B)⁻¹·θ̂′, so that the offset becomes e⁻¹·B. Where `hold`
+    has turned θ̂′ back by R, e and B are turned with it, so that `inner` sees its own result, turned by R.
     """
     elements, offset = dict(state.frame.elements), dict(state.offset)
     for part, _, _ in s.sizes:
         name = part.label
+        if name not in s.following and name not in offset:
+            continue
+        grown = turned_with(part, growth[name], backs)
         if name in s.following:
-            total = part.compose(elements[name], growth[name])
+            total = part.compose(elements[name], grown)
             back = carried_back(part, total)
             elements[name] = part.compose(total, back)
-            step = optax.tree.sub(part.act(part.compose(growth[name], back), optax.tree.add(point, step)), point)
+            step = optax.tree.sub(part.act(part.compose(grown, back), optax.tree.add(point, step)), point)
         if name in offset:
-            offset[name] = kept_in_range(part, part.compose(part.inverse(growth[name]), offset[name]))
+            before = turned_with(part, offset[name], backs)
+            offset[name] = kept_in_range(part, part.compose(part.inverse(grown), before))
     return step, state.frame._replace(elements=elements), offset
+
+
+@functools.singledispatch
+def turned_with(part: Part[Any], e: Any, backs: Mapping[Any, Any]) -> Any:
+    """The element at a point that was turned back; by default unchanged, as where the two commute.
+
+    Args:
+      part: a size.
+      e: its element.
+      backs: turn → what turned the end point back, from `Slice.hold`.
+    """
+    return e
+
+
+@turned_with.register
+def _in_the_turned_basis(part: Stretch, e: jax.Array, backs: Mapping[Any, Any]) -> jax.Array:
+    """R⁻¹·S·R and its inverse, for the rotation R of the same rows; `backs` has R − 1."""
+    for turn, back in backs.items():
+        if {*turn.blocks} == {*part.blocks}:
+            r = back[..., None, :, :] + jnp.eye(part.size, dtype=back.dtype)
+            return matmul(matmul(transpose(r), e), r)
+    return e
 
 
 @functools.singledispatch

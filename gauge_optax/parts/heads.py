@@ -34,6 +34,7 @@ from gauge_optax.linalg import (
     matmul,
     real_dtype,
     rotation_2x2,
+    rotation_back,
     safe_divide,
     svd,
     transpose,
@@ -353,6 +354,19 @@ class Rotation(Orthogonal, HeadTurn):
                 out |= turn.turned(x, generator, added_to=out)
         return out
 
+    @classmethod
+    def hold(cls, turns: Sequence[Any], x: Arrays, u: Arrays, backs: dict[Any, Any]) -> Arrays:
+        """Turns the end point of the step back by a rotation R of every head; adds R − 1 to `backs`."""
+        out = dict(u)
+        for same in by_size(turns):
+            gram = stack_heads([turn.gram(x, x) for turn in same])
+            cross_gram = stack_heads([turn.gram(x, out) for turn in same])
+            for turn, back in zip(same, unstack_heads(rotation_back(gram, cross_gram), same), strict=True):
+                after = {path: x[path] + out[path] for path in turn.paths}
+                out |= turn.turned(after, back, added_to=out)
+                backs[turn] = back
+        return out
+
 
 @dataclasses.dataclass(frozen=True)
 class Planes(Additive, HeadTurn):
@@ -393,7 +407,7 @@ class Planes(Additive, HeadTurn):
         return [jnp.arctan2(row[..., 1], row[..., 0]) for row in first]
 
     @classmethod
-    def hold(cls, turns: Sequence[Any], x: Arrays, u: Arrays) -> Arrays:
+    def hold(cls, turns: Sequence[Any], x: Arrays, u: Arrays, backs: dict[Any, Any]) -> Arrays:
         """Turns the end point of the step back by the angle between start and end; exact for steps of any size."""
         out = dict(u)
         for turn in turns:

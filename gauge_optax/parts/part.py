@@ -271,8 +271,17 @@ class Turn(Isometry[E]):
         return cls.project(turns, x, g)
 
     @classmethod
-    def hold(cls, turns: Sequence[Any], x: Arrays, u: Arrays) -> Arrays:
-        """Removes the part of a finite step that rotates: to first order, or exactly if that has a closed form."""
+    def hold(cls, turns: Sequence[Any], x: Arrays, u: Arrays, backs: dict[Any, Any]) -> Arrays:
+        """Removes the part of a finite step that rotates. The default does so to first order in the step.
+
+        A class that turns the end point back by an element of its group does not change the function there.
+
+        Args:
+          turns: parts of this class.
+          x: the point.
+          u: the step.
+          backs: turn → what turned the end point back. A class adds its turns, if a size must be told.
+        """
         return cls.project(turns, x, u)
 
 

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from gauge_optax.binding import Block, laid_out
-from gauge_optax.linalg import lyapunov_by_products, orthogonal_factor, real_dtype, transpose
+from gauge_optax.linalg import lyapunov_by_products, orthogonal_factor, real_dtype, rotation_back, transpose
 from gauge_optax.parts.heads import BASIS, Heads
 from gauge_optax.parts.part import Anchor, Arrays, Orthogonal, Part, Turn, changed, moves
 
@@ -161,8 +161,22 @@ class Stream(Orthogonal, Turn[jax.Array]):
         return out
 
     @classmethod
-    def hold(cls, turns: Sequence[Any], x: Arrays, u: Arrays) -> Arrays:
-        return cls.project([turn for turn in turns if turn.held], x, u)
+    def hold(cls, turns: Sequence[Any], x: Arrays, u: Arrays, backs: dict[Any, Any]) -> Arrays:
+        """Turns the end point of the step back by the rotation that the rows `seen` make."""
+        out = dict(u)
+        for turn in turns:
+            if turn.held:
+                after = {path: x[path] + out[path] for path in x}
+                start, end = turn.divided(x, x), turn.divided(after, after)
+                step = {path: end[path] - start[path] for path in end}
+                gram, cross_gram = (turn.restricted(turn.rows_seen.gram(start, y)) for y in (start, step))
+                back = rotation_back(gram, cross_gram, steps=_STEPS // 2)
+                if turn.keeps_ones:
+                    back = turn.embedded(back) - turn.embedded(jnp.zeros_like(back))
+                moved = turn.rows.turned(end, back, added_to=jax.tree.map(jnp.zeros_like, end))
+                moved = turn.divided(moved, after, back=True)
+                out |= {path: out[path] + moved[path] for path in moved}
+        return out
 
 
 def reflected(matrix: jax.Array, axis: int) -> jax.Array:

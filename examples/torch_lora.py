@@ -204,22 +204,29 @@ def fixed_noise(block: int, rows: int, columns: int, draw: int) -> Tensor:
     return (x.to(torch.float32) / 2.0**31 - 1.0).reshape(rows, columns).to(torch.float64)
 
 
-def inverse_sqrt(m: Tensor) -> Tensor:
-    """M^(−1/2) of a positive definite matrix by products alone; directions below `LEAST` get less."""
-    eye = torch.eye(len(m), dtype=m.dtype, device=m.device)
+def root_of(m: Tensor) -> tuple[Tensor, Tensor]:
+    """M^(1/2) of a positive matrix and its inverse, by products alone; directions below `LEAST` get a larger root."""
+    eye, eps = torch.eye(len(m), dtype=m.dtype, device=m.device), torch.finfo(m.dtype).eps
     if len(m) == 2:
         trace, determinant = m.trace(), torch.linalg.det(m)
         root = determinant.clamp(min=0.0).sqrt()
         divisor = torch.maximum(root, 0.5 * math.sqrt(LEAST) * trace)
-        return ((trace + divisor) * eye - m) / (divisor * (trace + 2.0 * root).sqrt())
+        inverse = ((trace + divisor) * eye - m) / (divisor * (trace + 2.0 * root).sqrt())
+        return (inverse.trace() * eye - inverse) / torch.linalg.det(inverse), inverse
     size = torch.linalg.norm(m)
-    root, inverse, low = m / size, eye, math.sqrt(LEAST)
-    while 1.0 - low > torch.finfo(m.dtype).eps:
+    root, inverse, low, largest = m / size, eye, math.sqrt(LEAST), 1.0
+    while 1.0 - low > eps:
         scale = math.sqrt(3.0 / (1.0 + low + low * low))
         step = scale * (1.5 * eye - 0.5 * scale**2 * (inverse @ root))
-        root, inverse = root @ step, step @ inverse
+        root, inverse, largest = root @ step, step @ inverse, 1.5 * scale * largest
         low = 0.5 * scale * low * (3.0 - (scale * low) ** 2)
-    return inverse / size.sqrt()
+    inverse = inverse / size.sqrt()
+    root = m @ inverse
+    # What the product lacks of 1 where M has a small eigenvalue: Newton's method for the inverse squares it.
+    root, lacking = root + size.sqrt() / largest * (eye - inverse @ root), 0.1
+    while lacking > eps:
+        root, lacking = root + root @ (eye - inverse @ root), lacking**2
+    return root, inverse
 
 
 def root_and_inverse(rows: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -247,7 +254,7 @@ def rotation_of(a: Tensor, b: Tensor) -> Tensor:
     return torch.eye(size, dtype=a.dtype, device=a.device)  # of less than full rank: the basis stays
 
 
-def antisymmetric_solution(m: Tensor, k: Tensor, steps: int = 24) -> Tensor:
+def antisymmetric_solution(m: Tensor, k: Tensor, steps: int = 12) -> Tensor:
     """The antisymmetric X of M·X + X·M = K − Kᵀ, by conjugate gradients with the diagonal as preconditioner."""
     size, diagonal = len(m), m.diagonal()
     weight = torch.nan_to_num(1.0 / (diagonal[:, None] + diagonal[None, :]), posinf=0.0)
@@ -268,6 +275,30 @@ def antisymmetric_solution(m: Tensor, k: Tensor, steps: int = 24) -> Tensor:
         fresh = (residual * scaled).sum()
         direction, energy = scaled + fresh / energy * direction, fresh
     return solution
+
+
+def rotation_back(m: Tensor, cross: Tensor) -> Tensor:
+    """The rotation R, less 1, that turns the end W + U of a step back, so that Wᵀ(W + U)R is symmetric.
+
+    Args:
+      m: WᵀW.
+      cross: WᵀU.
+    """
+    eye, eps = torch.eye(len(m), dtype=m.dtype, device=m.device), torch.finfo(m.dtype).eps
+    damped, back = m + math.sqrt(eps) / len(m) * m.trace() * eye, torch.zeros_like(m)
+    for _ in range(2 if eps > 1e-10 else 3):
+        end = cross + (m + cross) @ back
+        x = 0.5 * antisymmetric_solution(damped + 0.5 * (end + end.T), -end)
+        # 2X(1 − X)⁻¹ of X, scaled to ‖X²‖ ≤ `most`, by (1 − X)⁻¹ = (1 + X)(1 + X²)(1 + X⁴)…
+        power, most = x @ x, 2.0**-6
+        scale = most / torch.linalg.norm(power).clamp(min=most)
+        x, power = scale.sqrt() * x, scale * power
+        series = eye + x
+        while most > eps:
+            series, power, most = series + series @ power, power @ power, most**2
+        turn = 2.0 * x @ series
+        back = back + turn + back @ turn
+    return back
 
 
 def polar(m: Tensor, eps: float) -> Tensor:
@@ -325,21 +356,23 @@ class Slice(NamedTuple):
 
     def step(self, a: Tensor, b: Tensor, da: Tensor, db: Tensor) -> tuple[Tensor, Tensor]:
         """The step from the slice point (a, b) to where an optimizer's step (da, db) ends on the slice."""
-        end_a, end_b = self.fixed(a + da, b + db)[:2]
-        da, db = end_a - a, end_b - b
-        # Without the part that only turns the basis of both factors.
-        generator = antisymmetric_solution(a.T @ a + b.T @ b, -(a.T @ da + b.T @ db))
-        return da + a @ generator, db + b @ generator
+        end_a, end_b, _, _, turn = self.fixed(a, b, da, db)
+        return end_a @ turn - a, end_b @ turn - b
 
-    def fixed(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """A point moved back to the slice along its orbit, and the symmetric matrix that did it, with its inverse."""
-        if not self.live:
-            eye = torch.eye(a.shape[1], dtype=a.dtype, device=a.device)
-            return a, b, eye, eye
-        gram = a.T @ a
-        inverse = inverse_sqrt(gram)
-        root = gram @ inverse
-        return a @ inverse, b @ root, root, inverse
+    def fixed(self, a: Tensor, b: Tensor, da: Tensor, db: Tensor) -> tuple[Tensor, ...]:
+        """Where a step (da, db) from (a, b) ends, moved back to the slice along its orbit by a symmetric matrix.
+
+        Returns:
+          Both factors at the end, the symmetric matrix, its inverse, and the rotation R. Both factors times R is where
+          the step ends without the part that only turns the basis of both.
+        """
+        end_a, end_b, root = a + da, b + db, torch.eye(a.shape[1], dtype=a.dtype, device=a.device)
+        inverse = root
+        if self.live:
+            root, inverse = root_of(end_a.T @ end_a)
+            end_a, end_b = end_a @ inverse, end_b @ root
+        back = rotation_back(a.T @ a + b.T @ b, a.T @ (end_a - a) + b.T @ (end_b - b))
+        return end_a, end_b, root, inverse, torch.eye(len(back), dtype=a.dtype, device=a.device) + back
 
 
 # The optimizers -----------------------------------------------------------------------------------------
@@ -602,8 +635,10 @@ class QuotientMuon(_Quotient):
             factor = factor.T if number == 0 else factor
             steps.append(-group["lr"] * (factor + group["decay"] * value))
         da, db = steps[0] @ inverse, steps[1] @ p.T
-        _, _, root, back = on.fixed(point[0] + da, point[1] + db)
-        state["offset"] = [root @ p, inverse @ back]
+        _, _, root, back, turn = on.fixed(point[0], point[1], da, db)
+        p, inverse = turn.T @ root @ p @ turn, turn.T @ inverse @ back @ turn
+        # One step of Newton's method for the inverse: roundoff would part the two, step by step.
+        state["offset"] = [p + p @ (torch.eye(len(p), dtype=p.dtype, device=p.device) - inverse @ p), inverse]
         return da, db
 
 

@@ -7,7 +7,7 @@ Functions that call LAPACK run matrix by matrix on CPU, for the reason that `ser
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -584,19 +584,31 @@ def inverse_sqrt_by_products(m: jax.Array, least: float) -> jax.Array:
     >>> inverse_sqrt_by_products(m, 1e-2).round(4).tolist()
     [[0.5, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 2.0]]
     """
+    return _inverse_root(m, least)[0]
+
+
+def _inverse_root(m: jax.Array, least: float) -> tuple[jax.Array, jax.Array]:
+    """`inverse_sqrt_by_products`, and what it gives for an eigenvalue of zero, (…, 1, 1)."""
     eye = jnp.broadcast_to(jnp.eye(m.shape[-1], dtype=m.dtype), m.shape)
     if m.shape[-1] == 2:
         # By Cayley–Hamilton for M^{1/2}, M^{−1/2} = (adj M + √det M)/(√det M·√(tr M + 2√det M)).
         trace, det = (x[..., None, None] for x in (jnp.trace(m, axis1=-2, axis2=-1), jnp.linalg.det(m)))
         root = jnp.sqrt(jnp.maximum(det, 0.0))
         divisor = jnp.maximum(root, 0.5 * math.sqrt(least) * trace)
-        return safe_divide((trace + divisor) * eye - m, divisor * jnp.sqrt(trace + 2.0 * root))
+        unit = safe_divide(jnp.ones(()), divisor * jnp.sqrt(trace + 2.0 * root))
+        return ((trace + divisor) * eye - m) * unit, (trace + divisor) * unit
     size = jnp.linalg.norm(m, axis=(-2, -1), keepdims=True)
-    root, inverse_root = safe_divide(m, size), eye
-    for scale in _scales(least, m.dtype):
+    root, inverse_root, largest = safe_divide(m, size), eye, 1.0
+    # The square roots of all eigenvalues lie in [low, 1]. Each round maps x to cx(3 − c²x²)/2, with the c that brings
+    # both ends of the interval equally close to 1.
+    low = math.sqrt(least)
+    while 1.0 - low > float(jnp.finfo(m.dtype).eps):
+        scale = math.sqrt(3.0 / (1.0 + low + low * low))
         step = scale * (1.5 * eye - 0.5 * scale**2 * matmul(inverse_root, root))
-        root, inverse_root = matmul(root, step), matmul(step, inverse_root)
-    return safe_divide(inverse_root, jnp.sqrt(size))
+        root, inverse_root, largest = matmul(root, step), matmul(step, inverse_root), 1.5 * scale * largest
+        low = 0.5 * scale * low * (3.0 - (scale * low) ** 2)
+    unit = safe_divide(jnp.ones(()), jnp.sqrt(size))
+    return inverse_root * unit, largest * unit
 
 
 def root_and_inverse(m: jax.Array, least: float) -> tuple[jax.Array, jax.Array]:
@@ -614,34 +626,19 @@ def root_and_inverse(m: jax.Array, least: float) -> tuple[jax.Array, jax.Array]:
     >>> bool(jnp.allclose(root @ inverse_root, jnp.eye(3), atol=1e-5))
     True
     """
-    inverse_root = inverse_sqrt_by_products(m, least)
+    inverse_root, largest = _inverse_root(m, least)
+    eye = jnp.broadcast_to(jnp.eye(m.shape[-1], dtype=m.dtype), m.shape)
     if m.shape[-1] == 2:
-        eye = jnp.eye(2, dtype=m.dtype)
         adjugate = jnp.trace(inverse_root, axis1=-2, axis2=-1)[..., None, None] * eye - inverse_root
         return adjugate / jnp.linalg.det(inverse_root)[..., None, None], inverse_root
     # Where M has the eigenvalue λ and S⁻¹ has r < λ^{−1/2}, the product of M·S⁻¹ and S⁻¹ lacks e = 1 − λr². Let r₀ be
     # the largest that r can be, at λ = 0. With e/r₀ added, at most 8 % are lacking, and Newton's method for the inverse
     # squares what is lacking.
-    eye = jnp.broadcast_to(jnp.eye(m.shape[-1], dtype=m.dtype), m.shape)
-    largest = math.prod(1.5 * scale for scale in _scales(least, m.dtype))
-    size = jnp.linalg.norm(m, axis=(-2, -1), keepdims=True)
     root = matmul(m, inverse_root)
-    lacking = eye - matmul(inverse_root, root)
-    root, most = root + jnp.sqrt(size) / largest * lacking, 0.1
+    root, most = root + (eye - matmul(inverse_root, root)) / largest, 0.1
     while most > float(jnp.finfo(m.dtype).eps):
         root, most = root + matmul(root, eye - matmul(inverse_root, root)), most**2
     return root, inverse_root
-
-
-def _scales(least: float, dtype: Any) -> Iterator[float]:
-    """The scale of every iteration of `inverse_sqrt_by_products`."""
-    # The square roots of all eigenvalues lie in [low, 1]. Each round maps x to cx(3 − c²x²)/2, with the c that brings
-    # both ends of the interval equally close to 1.
-    low = math.sqrt(least)
-    while 1.0 - low > float(jnp.finfo(dtype).eps):
-        scale = math.sqrt(3.0 / (1.0 + low + low * low))
-        yield scale
-        low = 0.5 * scale * low * (3.0 - (scale * low) ** 2)
 
 
 def polar(m: jax.Array, ns_coeffs: Coefficients = "standard", ns_steps: int = 5, eps: Scalar = 1e-8) -> jax.Array:

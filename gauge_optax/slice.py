@@ -359,18 +359,21 @@ class Slice:
         turned = {turn.label for turn in self.heads}
         return {label: e for label, e in f.items() if label not in turned}
 
-    def fix(self, x: Arrays, live: Mapping[str, jax.Array]) -> tuple[Elements, Arrays]:
+    def fix(
+        self, x: Arrays, live: Mapping[str, jax.Array], left: frozenset[str] = frozenset()
+    ) -> tuple[Elements, Arrays]:
         """Moves a point near the slice onto it, along its orbit.
 
         Args:
           x: bound leaves.
           live: label of a size → which channels to fix, (*shape) booleans, as in `Frame`.
+          left: labels of constants that stay where they are.
 
         Returns:
           The elements of sizes that were undone, by label, and the point on the slice.
         """
         for part, anchor, _ in self.constants:
-            x = x if part.label in self.not_fixed else part.undo(part.read(anchor, x), x)
+            x = x if part.label in self.not_fixed | left else part.undo(part.read(anchor, x), x)
         growth: Elements = {}
         for part, anchor, _ in self.sizes:
             if part.label not in self.not_fixed:

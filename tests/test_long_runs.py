@@ -148,3 +148,25 @@ def test_factors_that_have_only_noise_to_learn_stay_as_small_as_without_a_gauge(
     ends = [run(tx, params, 2_000, gradient) for tx in (inner, go.quotient(inner, gauges, pin=False))]
     alone, ours = (float(jnp.linalg.norm(p["a"] @ p["b"].T)) for p in ends)
     assert ours < 2 * alone
+
+
+@pytest.mark.parametrize("pin", [True, False])
+@pytest.mark.parametrize("with_scale", [True, False])
+def test_a_norms_scale_that_noise_leads_through_zero_leaves_the_outputs_small(pin: bool, with_scale: bool) -> None:
+    """`norm_read_shift` divides by it: outputs grew to 1e7 and more with `pin=False`, and without `norm_scale`."""
+    kernel, reader = jax.random.normal(jax.random.key(0), (8, 4)) / 3, {"kernel": "channel _"}
+    params = {"scale": jnp.ones(8), "bias": jnp.zeros(8), "kernel": kernel, "behind": jnp.zeros(4)}
+    gauges = [go.norm_read_shift(reader, {"scale": "channel"}, {"bias": "channel"}, {"behind": "_"})]
+    gauges += [go.norm_scale({"scale": "channel", "bias": "channel"}, reader)] if with_scale else []
+
+    def outputs(p: Tree, x: jax.Array) -> jax.Array:
+        out: jax.Array = (jax.nn.standardize(x) * p["scale"] + p["bias"]) @ p["kernel"] + p["behind"]
+        return out
+
+    def gradient(p: Tree, n: jax.Array) -> Tree:
+        inputs, noise = jax.random.split(jax.random.key(n))
+        x, y = jax.random.normal(inputs, (4, 8)), jax.random.normal(noise, (4, 4))
+        return jax.grad(lambda p: jnp.mean(jnp.square(outputs(p, x) - y)))(p)
+
+    end = run(go.quotient(optax.adamw(0.03, weight_decay=0.1), gauges, pin=pin), params, 3_000, gradient)
+    assert jnp.abs(outputs(end, jax.random.normal(jax.random.key(1), (99, 8)))).max() < 5

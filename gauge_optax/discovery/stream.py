@@ -8,6 +8,7 @@ proves the rotation is made at points with any γ.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -75,10 +76,12 @@ def rotation_call(symmetry: Symmetry, trace: Trace, norms: Sequence[Call], param
     """
     readers = {kernel for kernel, axis in trace.readers if set(symmetry.space) <= set(trace.spaces.key(axis))}
     passed, moved = [], set[str]()
+    axes = {t.piece.path: axes_text(t.piece.view, {symmetry.space: "basis"})[0] for t in whole_leaves(symmetry.terms)}
     for norm in norms:
         blocks = [block for _, _, blocks in bound_copies(norm.gauge(), params) for block in blocks]
         into = {block.path for block in blocks if block.argument == "down"}
-        if into <= symmetry.paths:
+        # The stream does not pass a scale that multiplies another axis of a kernel, as multipliers of its outputs do.
+        if into <= symmetry.paths and all(_on_basis(b.axes, axes[b.path]) for b in blocks if b.argument == "down"):
             passed.append(norm)
             readers |= into
             moved |= {block.path for block in blocks if block.argument == "up"}
@@ -98,6 +101,16 @@ def rotation_call(symmetry: Symmetry, trace: Trace, norms: Sequence[Call], param
     options = {"centred": True} if symmetry.family == "centred" else {}
     roles = {role: captured_blocks(blocks) for role, blocks in sides.items()}
     return Call("residual_rotation", roles, options, sizes, tuple(passed))
+
+
+def _on_basis(scaled: str, turned: str) -> bool:
+    """Whether a gauge names the axis of a leaf that another gauge calls `basis`.
+
+    >>> _on_basis("channel _ _", "basis _ _"), _on_basis("_ head channel", "basis _ _")
+    (True, False)
+    """
+    tokens = [re.findall(r"\([^)]*\)|\S+", text) for text in (scaled, turned)]
+    return all(name != "_" for name, axis in zip(*tokens, strict=True) if "basis" in axis)
 
 
 def passed(norms: Iterable[Call], params: Any) -> list[Call]:

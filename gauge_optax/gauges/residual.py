@@ -120,6 +120,12 @@ class ResidualRotation(HeadRotation):
                 if any(b.argument == READ and overlap(b, reader) for b in blocks):
                     behind.append(dataclasses.replace(reader, argument=READ))
             stream = _stream_axis(norm, blocks)
+            if stream == "_":
+                raise binding_error(
+                    gauge, f"a norm whose scale '{scale.path}' multiplies another axis than the stream's",
+                    f"'{norm.down[0].axes}' of '{norm.down[0].path}'", "a norm of the residual stream",
+                    "take this norm_scale out of `norms`; the rotation does not pass it",
+                )
             moved += [dataclasses.replace(b, argument=WRITE, labels=_renamed(b.labels, stream)) for b in biases]
             scales.append((scale, tuple(behind)))
         bound = found._replace(key="", blocks=(*moved, *(scale for scale, _ in scales)))

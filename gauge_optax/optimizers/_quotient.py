@@ -22,7 +22,9 @@ from gauge_optax.gauges.gauge import Gauge, Gauges, Product, product
 from gauge_optax.gauges.unread import heads_without_frame
 from gauge_optax.linalg import matmul, transpose
 from gauge_optax.optimizers.rest import resting
-from gauge_optax.parts.part import Arrays, Part
+from gauge_optax.parts.constants import ReadShift
+from gauge_optax.parts.order import anchor_key
+from gauge_optax.parts.part import Arrays, Part, changed
 from gauge_optax.parts.sizes import Factor, Stretch
 from gauge_optax.slice import Elements, Frame, Slice, Undone
 from gauge_optax.transformation import (
@@ -153,7 +155,10 @@ def quotient_for(
             extra = _extra_at(s, entered, seen, params, extra)
         u, inner_state = inner.update(seen_gradient, state.inner_state, with_leaves(params, seen.point), **extra)
         u = zero_frozen(u, state.frame.frozen) if state.frame.frozen else u
-        growth, after = s.fix(optax.tree.add(entered.point, seen.push(s.vectors(u))), state.frame.live)  # fix(θ̂ + B·u)
+        end = optax.tree.add(entered.point, seen.push(s.vectors(u)))
+        read_elsewhere = [p for p, anchor, _ in s.constants if not {b.path for b in anchor} <= {*changed(p)}]
+        left = frozenset(p.label for p in read_elsewhere if stays_where_inner_leads(p, s, pin))
+        growth, after = s.fix(end, state.frame.live, left)  # fix(θ̂ + B·u)
         step = optax.tree.sub(after, entered.point)
         step, backs = s.hold(entered.point, step) if hold else (step, {})  # removes the part that only rotates heads
         step, frame, offset = _with_growth(s, state, growth, backs, entered.point, step)
@@ -300,6 +305,26 @@ def _with_growth(
             before = turned_with(part, offset[name], backs)
             offset[name] = kept_in_range(part, part.compose(part.inverse(grown), before))
     return step, state.frame._replace(elements=elements), offset
+
+
+@functools.singledispatch
+def stays_where_inner_leads(part: Part[Any], s: Slice, pin: bool) -> bool:
+    """Whether steps leave a constant as `inner` moves it, so that only `init` undoes it; by default they do not.
+
+    It is asked about constants that are read from a leaf which they do not change.
+    """
+    return False
+
+
+@stays_where_inner_leads.register
+def _divided_by_a_scale(part: ReadShift, s: Slice, pin: bool) -> bool:
+    """True if γ, the norm's scale that divides the constant, is not 1 where `inner` sees it.
+
+    γ may then be near 0. To undo the constant would move W by much more than a step, along a direction that changes no
+    output only until the next step changes γ.
+    """
+    at_one = {anchor_key(anchor) for _, anchor, _ in s.sizes} if pin else set()
+    return bool(part.scale) and anchor_key(part.scale) not in at_one
 
 
 @functools.singledispatch

@@ -82,8 +82,15 @@ def _end(case: Any, steps: Callable[[Tree], Tree], pin: bool) -> tuple[float, fl
     return inner, ours, tolerance("quotient_loss") * max(1.0, abs(inner))
 
 
+QUICK = ("head_linear/lora", "rope_linear/half", "head_rotation/gqa", "product/latent_fused")
+
+
 @pytest.mark.slow_rows("False-*", "*-0.3-*")
-@pytest.mark.parametrize("case", [case for case in GAUGE_CASES if case.loss is not None], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.name, marks=() if case.name in QUICK else pytest.mark.slow)
+     for case in GAUGE_CASES if case.loss is not None],
+)
 @pytest.mark.parametrize("size", [0.3, 300.0])
 @pytest.mark.parametrize("pin", [True, False])
 def test_a_step_of_any_size_ends_at_the_function_of_inner(case: Any, size: float, pin: bool, x64: None) -> None:

@@ -108,8 +108,10 @@ def _on_basis(scaled: str, turned: str) -> bool:
 
     >>> _on_basis("channel _ _", "basis _ _"), _on_basis("_ head channel", "basis _ _")
     (True, False)
+    >>> _on_basis("(q head)=0:2 channel", "(_ _)=0:2 basis")
+    True
     """
-    tokens = [re.findall(r"\([^)]*\)|\S+", text) for text in (scaled, turned)]
+    tokens = [re.findall(r"(?:\([^)]*\)|[^\s(])+", text) for text in (scaled, turned)]
     return all(name != "_" for name, axis in zip(*tokens, strict=True) if "basis" in axis)
 
 

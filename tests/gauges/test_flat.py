@@ -137,6 +137,11 @@ test_lists_that_do_not_fit_are_refused = each_refused({
     "a norm that is no norm": (
         lambda: go.residual_rotation({"a": "basis _"}, {"b": "_ basis"}, [go.logit_shift({"a": "_ vocab"})]),
         "no norm_scale"),
+    "a norm of another axis": (
+        lambda: go.residual_rotation(
+            {"a": "basis _"}, {"b": "_ basis"}, [go.norm_scale({"n": "channel"}, {"a": "_ channel"})],
+        ).dim({"a": jnp.ones((4, 3)), "b": jnp.ones((5, 4)), "n": jnp.ones(3)}),
+        "another axis than the stream's"),
     "two kernels and one bias": (
         lambda: go.bias_absorption(CHANNEL, READER | {"v": "channel _"}, {"c": "_"}), "do not pair"),
     "a bias and no bias behind it": (lambda: go.norm_read_shift(READER, None, CHANNEL), "do not pair"),

@@ -33,7 +33,7 @@ import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -360,7 +360,7 @@ class Slice:
         return {label: e for label, e in f.items() if label not in turned}
 
     def fix(
-        self, x: Arrays, live: Mapping[str, jax.Array], left: frozenset[str] = frozenset()
+        self, x: Arrays, live: Mapping[str, jax.Array], left: Collection[str] = ()
     ) -> tuple[Elements, Arrays]:
         """Moves a point near the slice onto it, along its orbit.
 
@@ -373,7 +373,8 @@ class Slice:
           The elements of sizes that were undone, by label, and the point on the slice.
         """
         for part, anchor, _ in self.constants:
-            x = x if part.label in self.not_fixed | left else part.undo(part.read(anchor, x), x)
+            if part.label not in (*self.not_fixed, *left):
+                x = part.undo(part.read(anchor, x), x)
         growth: Elements = {}
         for part, anchor, _ in self.sizes:
             if part.label not in self.not_fixed:

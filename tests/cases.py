@@ -374,7 +374,7 @@ def _stacked_residual_gauges() -> list[Gauge]:
     own = {"layers/scale": "layer channel", "layers/norm_bias": "layer channel"}
     norm = go.norm_scale(own, {"layers/up": "layer channel _"})
     read, write = {"layers/up": "_ basis _"}, {"token": "_ basis", "layers/down": "_ _ basis"}
-    return [go.residual_rotation(read, write, [norm], centred=True), norm]
+    return [go.residual_rotation(read, write, [norm], centred=True, hold=True), norm]
 
 
 def _stacked_stream_loss(p: Tree) -> jax.Array:

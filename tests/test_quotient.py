@@ -15,7 +15,11 @@ import optax
 import pytest
 
 import gauge_optax as go
-from tests.cases import GAUGE_CASES
+from gauge_optax.binding import leaves_by_path, with_leaves
+from gauge_optax.gauges.bound import bound
+from gauge_optax.optimizers._quotient import frame_and_slice_point, no_offset
+from gauge_optax.parts.part import changed
+from tests.cases import FLAT_CASES, GAUGE_CASES
 from tests.quick import jit
 from tests.refusals import refused
 from tests.tolerances import tolerance
@@ -74,29 +78,59 @@ def test_the_two_by_two_step_does_not_depend_on_k(name: str, x64: None) -> None:
 def _end(case: Any, steps: Callable[[Tree], Tree], pin: bool) -> tuple[float, float, float]:
     """The losses at the ends of both steps, inner's and ours, and a tolerance. `steps` maps slice point to step."""
     params, group = case.params(jax.random.key(0)), go.product(case.gauges())
-    point = group.act(group.inverse(group.read(params)), params)
+    _, point = frame_and_slice_point("_end", group, params)
     step = steps(point)
     tx = go.quotient(optax.stateless(lambda updates, _: step), group, pin=pin)
     updates, _ = jit(tx.update)(params, tx.init(params), params)
-    inner, ours = (float(case.loss(optax.apply_updates(*both))) for both in ((point, step), (params, updates)))
+    added = bound(group.gauges, params).slice.added  # `inner` sees 1 + what a leaf of axes "1+ ..." stores
+    stored = with_leaves(point, {path: x - added.get(path, 0.0) for path, x in leaves_by_path(point).items()})
+    inner, ours = (float(case.loss(optax.apply_updates(*both))) for both in ((stored, step), (params, updates)))
     return inner, ours, tolerance("quotient_loss") * max(1.0, abs(inner))
 
 
-QUICK = ("head_linear/lora", "rope_linear/half", "head_rotation/gqa", "product/latent_fused")
+QUICK = (
+    "head_linear/lora", "rope_linear/half", "head_rotation/gqa", "product/latent_fused", "residual_rotation/stacked",
+)
+ROWS = [
+    pytest.param(case, id=case.name, marks=() if case.name in QUICK else pytest.mark.slow)
+    for case in GAUGE_CASES + FLAT_CASES
+]
 
 
 @pytest.mark.slow_rows("False-*", "*-0.3-*")
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, id=case.name, marks=() if case.name in QUICK else pytest.mark.slow)
-     for case in GAUGE_CASES if case.loss is not None],
-)
+@pytest.mark.parametrize("case", [row for row in ROWS if row.values[0].loss is not None])
 @pytest.mark.parametrize("size", [0.3, 300.0])
 @pytest.mark.parametrize("pin", [True, False])
 def test_a_step_of_any_size_ends_at_the_function_of_inner(case: Any, size: float, pin: bool, x64: None) -> None:
     """`fix` and `hold` move the end along its orbit alone. Once they did so only to first order in the step."""
     inner, ours, most = _end(case, lambda x: jax.tree.map(lambda u: size * u, normal_like(5, x)), pin)
     assert abs(ours - inner) <= most
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_inner_sees_its_own_weights_turned(case: Any, x64: None) -> None:
+    """With `pin=False`, every leaf keeps its length between two steps, if no constant moves it and no size is pinned.
+
+    While `inner` saw something else, what it saw jumped at every step, until the weights were NaN.
+    """
+    params = case.params(jax.random.key(0))
+    s = bound(go.product(case.gauges()).gauges, params).slice
+    pinned = [part for part, _, _ in s.sizes if part.label not in no_offset(s)]
+    moved = {path for part in (*pinned, *(part for part, _, _ in s.constants)) for path in changed(part)}
+    step = jax.tree.map(lambda u: 0.3 * u, normal_like(5, params))
+    inner = optax.GradientTransformation(lambda p: (p, p), lambda g, s, p: (step, (p, optax.tree.add(p, step))))
+    tx = go.quotient(inner, case.gauges(), pin=False)
+    state = jit(tx.init)(params)
+    for _ in range(2):
+        ends = leaves_by_path(state.inner_state[1])
+        updates, state = jit(tx.update)(params, state, params)
+        params = optax.apply_updates(params, updates)
+    for path, seen in leaves_by_path(state.inner_state[0]).items():
+        if path not in moved:
+            np.testing.assert_allclose(jnp.linalg.norm(seen), jnp.linalg.norm(ends[path]), rtol=1e-9, err_msg=path)
+    for part in pinned:
+        scale = part.anchors[0][0].path
+        np.testing.assert_allclose(leaves_by_path(state.inner_state[0])[scale], 1.0, rtol=1e-12, err_msg=scale)
 
 
 @pytest.mark.parametrize("kept", [0.0, 1e-3, 0.3])

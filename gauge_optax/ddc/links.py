@@ -20,8 +20,14 @@ from gauge_optax.ddc.printed import PaperOptions, paper_ddc, paper_options
 from gauge_optax.gauges.bound import bound, require_nonzero_norms
 from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.linalg import Coefficients
-from gauge_optax.optimizers._quotient import QuotientState, frame_and_slice_point, slice_gradient
+from gauge_optax.optimizers._quotient import (
+    QuotientState,
+    frame_and_slice_point,
+    slice_gradient,
+    stays_where_inner_leads,
+)
 from gauge_optax.optimizers.polar import Labels, polar_of
+from gauge_optax.parts.part import changed
 from gauge_optax.transformation import (
     GaugeTransformation,
     cast_like,
@@ -297,6 +303,9 @@ def scale_by_scaled_polar(
 def gauge_retract(gauges: Gauges) -> GaugeTransformation:
     """Turns a scaled tangent into a step after which every anchor reads as it did at `init`: no coordinate drifts.
 
+    One constant drifts: `norm_read_shift` divides by a norm's scale, which noise may lead through zero. Without
+    `norm_scale` of that norm, steps leave it where the tangent moves it.
+
     Args:
       gauges: a gauge or a sequence of gauges.
 
@@ -327,7 +336,9 @@ def gauge_retract(gauges: Gauges) -> GaugeTransformation:
         s = bound(group.gauges, params).slice
         entered = s.enter(s.checked(state.frame), s.values(params))
         tangent = entered.enter_step(s.vectors(updates))
-        _, after = s.fix(optax.tree.add(entered.point, tangent), state.frame.live)
+        read_elsewhere = [p for p, anchor, _ in s.constants if {b.path for b in anchor} - {*changed(p)}]
+        left = [p.label for p in read_elsewhere if stays_where_inner_leads(p, s, pin=True)]
+        _, after = s.fix(optax.tree.add(entered.point, tangent), state.frame.live, left)
         step = entered.push(optax.tree.sub(after, entered.point))
         return in_dtype_of(updates, step), state
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gauge_optax.binding import leaves_by_path, with_leaves
+from gauge_optax.binding import Block, leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error, warn
 from gauge_optax.frozen import frozen_leaves, require_still_frozen, said_to_be_frozen, zero_frozen
 from gauge_optax.gauges.bound import bound, require_nonzero_norms
@@ -26,6 +26,7 @@ from gauge_optax.parts.constants import ReadShift
 from gauge_optax.parts.order import anchor_key
 from gauge_optax.parts.part import Arrays, Part, changed
 from gauge_optax.parts.sizes import Factor, Stretch
+from gauge_optax.parts.stream import Stream
 from gauge_optax.slice import Elements, Frame, Slice, Undone
 from gauge_optax.transformation import (
     GaugeTransformation,
@@ -156,8 +157,8 @@ def quotient_for(
         u, inner_state = inner.update(seen_gradient, state.inner_state, with_leaves(params, seen.point), **extra)
         u = zero_frozen(u, state.frame.frozen) if state.frame.frozen else u
         end = optax.tree.add(entered.point, seen.push(s.vectors(u)))
-        read_elsewhere = [p for p, anchor, _ in s.constants if not {b.path for b in anchor} <= {*changed(p)}]
-        left = frozenset(p.label for p in read_elsewhere if stays_where_inner_leads(p, s, pin))
+        read_elsewhere = [p for p, anchor, _ in s.constants if {b.path for b in anchor} - {*changed(p)}]
+        left = [p.label for p in read_elsewhere if stays_where_inner_leads(p, s, pin)]
         growth, after = s.fix(end, state.frame.live, left)  # fix(θ̂ + B·u)
         step = optax.tree.sub(after, entered.point)
         step, backs = s.hold(entered.point, step) if hold else (step, {})  # removes the part that only rotates heads
@@ -259,8 +260,29 @@ def slice_gradient(s: Slice, entered: Undone, updates: Any, without_constants: b
 
 
 def no_offset(s: Slice) -> Elements:
-    """The offset before the first step with `pin=False`: label → identity, for every size that `fix` undoes."""
-    return {part.label: part.identity() for part, _, _ in s.sizes if part.label not in s.not_fixed}
+    """The offset before the first step with `pin=False`: label → identity, for every size that `fix` undoes.
+
+    Sizes whose anchor stays 1 for `inner` (`pinned_by`) have no element.
+    """
+    pinned = {anchor_key((scale,)) for part in s.parts for scale in pinned_by(part)}
+    kept = (x for x in s.sizes if x.part.label not in s.not_fixed and anchor_key(x.anchor) not in pinned)
+    return {part.label: part.identity() for part, _, _ in kept}
+
+
+@functools.singledispatch
+def pinned_by(part: Part[Any]) -> tuple[Block, ...]:
+    """The anchors that stay 1 for `inner`, with `pin=False` too, because of another part; by default there are none."""
+    return ()
+
+
+@pinned_by.register
+def _scales_on_a_held_stream(part: Stream) -> tuple[Block, ...]:
+    """Norms' scales that a held stream passes.
+
+    Where they are not 1 they do not commute with R, by which `hold` turns the stream back, so that `inner` would not
+    see its own weights, turned by R.
+    """
+    return part.passes if part.held else ()
 
 
 def _frame_of(name: str, s: Slice, state: QuotientState, pin: bool) -> Elements:

@@ -133,6 +133,21 @@ def test_inner_sees_its_own_weights_turned(case: Any, x64: None) -> None:
         np.testing.assert_allclose(leaves_by_path(state.inner_state[0])[scale], 1.0, rtol=1e-12, err_msg=scale)
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_a_state_of_another_hold_of_the_stream_is_refused(before: bool) -> None:
+    """With `pin=False`: a held stream has fewer sizes in the offset."""
+    params = normal(3, {"token": (8, 6), "scale": (6,), "up": (6, 5), "down": (5, 2)})
+    norm = go.norm_scale({"scale": "channel"}, {"up": "channel _"})
+
+    def made(hold: bool) -> Any:
+        stream = go.residual_rotation({"up": "basis _"}, {"token": "_ basis"}, [norm], hold=hold)
+        units = go.rescale({"up": "_ channel"}, {"down": "channel _"})
+        return go.quotient_adamw(0.1, [stream, norm, units], pin=False)
+
+    with refused("a state made with another `hold` of residual_rotation"):
+        made(not before).update(params, made(before).init(params), params)
+
+
 @pytest.mark.parametrize("kept", [0.0, 1e-3, 0.3])
 @pytest.mark.parametrize("size", [1.0, 100.0, 1e4])
 def test_a_step_to_a_head_of_low_rank_keeps_the_function(size: float, kept: float, x64: None) -> None:

@@ -286,9 +286,17 @@ def _scales_on_a_held_stream(part: Stream) -> tuple[Block, ...]:
 
 
 def _frame_of(name: str, s: Slice, state: QuotientState, pin: bool) -> Elements:
-    """Returns the elements of F. Raises ValueError for a state that other gauges or another `pin` made."""
-    f = s.checked(state.frame)
-    if set(state.offset) != set({} if pin else no_offset(s)):
+    """Returns the elements of F. Raises ValueError for a state made with other gauges, another `pin` or `hold`."""
+    f, wanted_offset = s.checked(state.frame), set({} if pin else no_offset(s))
+    if not pin and state.offset and set(state.offset) != wanted_offset:
+        raise binding_error(
+            name,
+            "a state made with another `hold` of residual_rotation",
+            f"an offset of {', '.join(sorted(state.offset))}",
+            f"an offset of {', '.join(sorted(wanted_offset)) or 'nothing'}",
+            "write hold=True or hold=False in residual_rotation as it was when the state was made",
+        )
+    if set(state.offset) != wanted_offset:
         made, wanted = ("False", "True") if pin else ("True", "False")
         raise binding_error(
             name,

@@ -520,6 +520,12 @@ def rotation_back(m: jax.Array, cross: jax.Array, steps: int = 12) -> jax.Array:
     Returns:
       R − 1, (…, d, d). A round turns by at most 0.2 radians. Directions in which W has less than 1 % of its usual size
       turn less: there, W hardly tells a rotation from other steps.
+
+    >>> w = jnp.array([[1.0, 0.0], [0.0, 2.0], [1.0, 1.0]])
+    >>> turn = jnp.array([[0.995, 0.1], [-0.1, 0.995]])  # by 0.1 radians
+    >>> back = rotation_back(w.T @ w, w.T @ (w @ turn - w))
+    >>> bool(jnp.allclose(turn @ (jnp.eye(2) + back), jnp.eye(2), atol=1e-3))
+    True
     """
     eps = float(jnp.finfo(m.dtype).eps)
     # Without rows in some direction, roundoff would be divided by roundoff.

@@ -71,13 +71,10 @@ def test_gauges_of_multipliers_hold(config: lm.LMConfig, which: str, x64: None) 
 @every_model
 def test_discover_finds_the_gauges_of_multipliers(config: lm.LMConfig) -> None:
     """Another basis of them, kernels traded with each other's multipliers; and a quotient runs on it."""
-    maker = MAKERS[config]
-    graph, state = nnx.split(maker.build(config, nnx.Rngs(0)))
-    rng = np.random.default_rng(0)
-    params = jax.tree.map(lambda x: x + 0.3 * rng.normal(size=x.shape).astype("f4"), nnx.to_pure_dict(state))
-    tokens = list(rng.integers(11, size=(3, 8, 6)))
+    graph, params = _model(config)
+    tokens = list(np.random.default_rng(0).integers(11, size=(3, 8, 6)))
     report = go.discover(lambda p, x: nnx.merge(graph, p)(x), params, tokens, progress=False)
-    hand = [*maker.kernel_gauges(config), *multipliers.traded_gauges(config), multipliers.head_gauge(config)]
+    hand = [*MAKERS[config].kernel_gauges(config), *multipliers.traded_gauges(config), multipliers.head_gauge(config)]
     if config == GROUPED:  # found per group of query heads, not per head: docs/design.md §8
         of_heads = {"blocks/{i}/attn/query/rows", "blocks/{i}/attn/query/layer/kernel"}
         hand = [gauge for gauge in hand if {spec.pattern for spec in gauge.specs} != of_heads]
@@ -96,14 +93,12 @@ def test_discover_finds_the_gauges_of_multipliers(config: lm.LMConfig) -> None:
 def test_on_the_slice_no_dead_direction_has_a_multiplier_in_it(config: lm.LMConfig, x64: None) -> None:
     """Tangents that the gauges' anchors do not read, and that the outputs do not see, hold multipliers still."""
     graph, params = _model(config)
-    flat, unravel = ravel_pytree(params)
-    inputs = jax.random.randint(jax.random.key(3), (24, 6), 0, 11)
+    (flat, unravel), inputs = ravel_pytree(params), jax.random.randint(jax.random.key(3), (24, 6), 0, 11)
 
-    def centred(x: jax.Array) -> jax.Array:
-        outputs = nnx.merge(graph, unravel(x))(inputs)
-        return outputs - outputs.mean(-1, keepdims=True)
+    def log_probabilities(x: jax.Array) -> jax.Array:
+        return jax.nn.log_softmax(nnx.merge(graph, unravel(x))(inputs))
 
-    jacobian = np.asarray(jit(jax.jacrev(centred))(flat)).reshape(-1, flat.size)
+    jacobian = np.asarray(jit(jax.jacrev(log_probabilities))(flat)).reshape(-1, flat.size)
     _, sizes, right = np.linalg.svd(jacobian, full_matrices=True)
     null = right[int(np.sum(sizes > 1e-9 * sizes[0])) :]
     leaves = leaves_by_path(params)

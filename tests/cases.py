@@ -212,14 +212,14 @@ def _project(p: Tree, name: str, x: jax.Array) -> jax.Array:
     return jnp.einsum("nd,dhe->nhe", x, kernel) + module.get("bias", 0.0)
 
 
-def _scores(q: jax.Array, k: jax.Array) -> jax.Array:
-    """tanh of every score; key heads repeat over their group."""
-    return _square(jnp.tanh(jnp.einsum("nhe,mhe->hnm", q, jnp.repeat(k, q.shape[1] // k.shape[1], 1))))
+def _scores(q: jax.Array, k: jax.Array, seen: Callable[[jax.Array], jax.Array] = jnp.tanh) -> jax.Array:
+    """Every score as it is seen; key heads repeat over their group."""
+    return _square(seen(jnp.einsum("nhe,mhe->hnm", q, jnp.repeat(k, q.shape[1] // k.shape[1], 1))))
 
 
-def _attention_loss(p: Tree, turn: Callable[[jax.Array], jax.Array] = lambda x: x) -> jax.Array:
+def _attention_loss(p: Tree, turn: Callable[[jax.Array], jax.Array] = lambda x: x, **seen: Any) -> jax.Array:
     x = _inputs(jax.tree.leaves(p)[0], 4, 6)
-    return _scores(turn(_project(p, "query", x)), turn(_project(p, "key", x)))
+    return _scores(turn(_project(p, "query", x)), turn(_project(p, "key", x)), **seen)
 
 
 def _value_loss(p: Tree) -> jax.Array:
@@ -279,10 +279,7 @@ def _value_bias_loss(p: Tree) -> jax.Array:
     return _square(jnp.tanh(jnp.einsum("nhe,hed->nd", mixed, p["out"]["kernel"]) + p["out"]["bias"]))
 
 
-def _softmax_loss(p: Tree) -> jax.Array:
-    x = _inputs(p["query"]["kernel"], 4, 6)
-    scores = jnp.einsum("nhe,mhe->hnm", _project(p, "query", x), _project(p, "key", x))
-    return _square(jax.nn.softmax(scores) - 0.3)
+_softmax_loss = partial(_attention_loss, seen=lambda scores: jax.nn.softmax(scores) - 0.3)
 
 
 def _fused_softmax_loss(p: Tree) -> jax.Array:
@@ -412,8 +409,8 @@ _FUSED, _LORA = _params(qkv=(6, 24), bias=(24,)), _params(a=(6, 3), b=(3, 5))
 _EMBEDDED, _CHAIN = _params(token=(5, 4), position=(3, 4)), _params(w1=(6, 5), w2=(5, 4), w3=(4, 3))
 _NORMED_HEAD = _params(norm=(6,), kernel=(6, 7), bias=(7,))
 _TURNS, _STILL = "_ head basis=0:2+3:5", "_ head basis=2:3+5:6"
-_HEADS = {"query": "_ head basis", "key": "_ head basis"}
-_FIRST_FOUR = {"query": "_ head basis=0:4", "key": "_ head basis=0:4"}
+_QUERIES, _KEY = {"query": "_ (head _) basis"}, {"key": "_ head basis"}
+_HEADS, _FIRST_FOUR = (dict.fromkeys(("query", "key"), f"_ head {basis}") for basis in ("basis", "basis=0:4"))
 _KERNEL_AND_BIAS = {"kernel": "_ vocab", "bias": "vocab"}
 _VALUE_READ, _VALUE_WRITE = {"value/kernel": "_ head basis", "value/bias": "head basis"}, {"out": "head basis _"}
 _UP, _DOWN = {"up/kernel": "_ channel", "up/bias": "channel"}, {"down": "channel _"}
@@ -456,8 +453,7 @@ GAUGE_CASES: tuple[GaugeCase, ...] = (
     _one("scale_invariant/kernel_bias", 2, _normed_head_loss, _params(kernel=(6, 2, 4), bias=(2, 4)),
          go.scale_invariant, {"kernel": "_ head _", "bias": "head _"}),
     _one("head_rotation/mha", 12, _attention_loss, _QK, go.head_rotation, _HEADS),
-    _one("head_rotation/gqa", 12, _attention_loss, _GROUPED, go.head_rotation,
-         {"query": "_ (head _) basis", "key": "_ head basis"}),
+    _one("head_rotation/gqa", 12, _attention_loss, _GROUPED, go.head_rotation, _QUERIES | _KEY),
     _one("head_rotation/mqa", 6, _attention_loss, _params(query=(6, 2, 4), key=(6, 4)), go.head_rotation,
          {"query": "_ _ basis", "key": "_ basis"}),
     _one("head_rotation/bias", 12, _attention_loss,
@@ -474,14 +470,12 @@ GAUGE_CASES: tuple[GaugeCase, ...] = (
     _one("rope_torus/partial", 4, _rope_loss("interleaved"), _QK_PARTIAL, go.rope_torus, _FIRST_FOUR,
          pairing="interleaved"),
     _one("head_linear/value_out", 32, _value_loss, _VALUE, go.head_linear, _VALUE_READ, _VALUE_WRITE),
-    _one("head_linear/gqa", 32, _attention_loss, _GROUPED, go.head_linear, {"query": "_ (head _) basis"},
-         {"key": "_ head basis"}),
+    _one("head_linear/gqa", 32, _attention_loss, _GROUPED, go.head_linear, _QUERIES, _KEY),
     _one("head_linear/fused", 32, _fused_loss, _FUSED, go.head_linear,
          {"qkv": "_ (qkv=0 head basis)", "bias": "(qkv=0 head basis)"},
          {"qkv": "_ (qkv=1 head basis)", "bias": "(qkv=1 head basis)"}, sizes=_SPLIT),
     _one("head_linear/lora", 9, _lora_loss, _LORA, go.head_linear, {"a": "_ basis"}, {"b": "basis _"}),
-    _one("rope_linear/half", 8, _rope_loss("half"), _GROUPED, go.rope_linear,
-         {"query": "_ (head _) basis"}, {"key": "_ head basis"}),
+    _one("rope_linear/half", 8, _rope_loss("half"), _GROUPED, go.rope_linear, _QUERIES, _KEY),
     _one("rope_linear/partial", 8, _rope_loss("interleaved"), _QK_PARTIAL, go.rope_linear,
          {"query": "_ head basis=0:4"}, {"key": "_ head basis=0:4"}, pairing="interleaved"),
     GaugeCase(
@@ -601,11 +595,8 @@ def _grouped_heads() -> Gauge:
 def _in_every_basis() -> list[Gauge]:
     """Rotations of heads of any order, on both sides of the permutation in the list."""
     sizes = {"head": 3}
-    return [
-        go.head_linear({"query": "_ (head _) basis"}, {"key": "_ head basis"}, sizes=sizes),
-        _grouped_heads(),
-        go.head_rotation({"value": "_ head basis", "out": "(head _) basis _"}, sizes=sizes),
-    ]
+    values = go.head_rotation({"value": "_ head basis", "out": "(head _) basis _"}, sizes=sizes)
+    return [go.head_linear(_QUERIES, _KEY, sizes=sizes), _grouped_heads(), values]
 
 
 def _stacked_units_loss(p: Tree) -> jax.Array:

@@ -276,6 +276,11 @@ def test_singular_heads_are_named() -> None:
 
 
 TURN = go.head_rotation({"query": "_ head basis", "key": "_ head basis"})
+ROWS_OF_OTHERS: list[Any] = [
+    {}, {"key": {"head _ basis": {}}}, {"query": {"_ head basis": {"rows": [[0, 1, 2]]}}},
+    *({"query": {"_ head basis": {"size": 1.0, "rows": own}}} for own in ([[0, 1]], [[0, 1, 6]], [[0, 1, 1]])),
+    {"query": {"_ head basis": {"size": 1.0, "rows": [[0, 1, 2]] * 3}}},
+]
 
 
 @pytest.mark.parametrize(("call", "match"), [
@@ -285,20 +290,11 @@ TURN = go.head_rotation({"query": "_ head basis", "key": "_ head basis"})
     (lambda p: go.orbit.pack(jax.eval_shape(lambda: p), HEADS), r"no numbers in '(query|key)'"),
     (lambda p: go.orbit.packed_dot(jnp.ones((2, 2)), go.orbit.pack(p, HEADS)["query"], 1),
      r"no product with 'query' along axis 1"),
+    *((functools.partial(go.orbit.pack, gauges=HEADS, rows=rows), r"no rows for 'query'") for rows in ROWS_OF_OTHERS),
 ])
 def test_what_cannot_be_packed_is_refused(call: Any, match: str) -> None:
     with refused(match):
         call(normal(0, SIX))
-
-
-@pytest.mark.parametrize("rows", [
-    {}, {"key": {"head _ basis": {}}}, {"query": {"_ head basis": {"rows": [[0, 1, 2]]}}},
-    *({"query": {"_ head basis": {"size": 1.0, "rows": own}}} for own in (
-        [[0, 1]], [[0, 1, 6]], [[0, 1, 1]], [[0, 1, 2]] * 3)),
-])
-def test_rows_of_another_tree_are_refused(rows: Any) -> None:
-    with refused(r"no rows for 'query'"):
-        go.orbit.pack(normal(0, SIX), HEADS, rows=rows)
 
 
 @pytest.mark.slow

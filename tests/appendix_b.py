@@ -13,15 +13,19 @@ B1, B2, EPS = 0.9, 0.999, 1e-8
 class Adam:
     """Adam on one array."""
 
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self.m, self.v, self.t = np.zeros(shape), np.zeros(shape), 0
+    def __init__(self) -> None:
+        self.m, self.v, self.t = np.zeros(()), np.zeros(()), 0
 
-    def step(self, g: Array, square: Array | None = None) -> Array:
-        """m̂/(√v̂ + ε)."""
+    def moments(self, g: Array, square: Array) -> tuple[Array, Array]:
+        """m̂ and v̂."""
         self.t += 1
-        self.m = B1 * self.m + (1 - B1) * g
-        self.v = B2 * self.v + (1 - B2) * (g**2 if square is None else square)
-        return self.m / (1 - B1**self.t) / (np.sqrt(self.v / (1 - B2**self.t)) + EPS)
+        self.m, self.v = B1 * self.m + (1 - B1) * g, B2 * self.v + (1 - B2) * square
+        return self.m / (1 - B1**self.t), self.v / (1 - B2**self.t)
+
+    def step(self, g: Array) -> Array:
+        """m̂/(√v̂ + ε)."""
+        mean, variance = self.moments(g, g**2)
+        return mean / (np.sqrt(variance) + EPS)
 
 
 class Rescale:
@@ -41,8 +45,7 @@ class Rescale:
             self.axes = [tuple(range(len(shapes[0]) - 1)), tuple(range(1, len(shapes[1])))]
         self.by_channel, self.e, self.n = by_channel, exponents, sum(e * e for e in exponents)
         self.lr, self.wd, self.radial, self.most, self.floor = lr, wd, radial, max_log_step, floor
-        channels = (shapes[0][-1],) if by_channel else ()
-        self.u, self.tangential = Adam(channels), [Adam(n) for n in shapes]
+        self.u, self.tangential = Adam(), [Adam() for _ in shapes]
 
     def spread(self, x: Array, k: int, ndim: int) -> Array:
         """A number per channel beside the tensor."""
@@ -79,11 +82,8 @@ class Rescale:
 class Head:
     """B.8 for one head: Q and K of shape (d_model, d_head)."""
 
-    def __init__(self, rows: int, size: int, lr: float, v_mode: str) -> None:
-        self.lr, self.v_mode, self.t = lr, v_mode, 0
-        self.m = [np.zeros((rows, size)) for _ in range(2)]
-        shapes = {"per_head_scalar": (), "per_head_matrix": (size, size), "body_frame": (rows, size)}
-        self.v = [np.zeros(shapes[v_mode]) for _ in range(2)]
+    def __init__(self, lr: float, v_mode: str) -> None:
+        self.lr, self.v_mode, self.adam = lr, v_mode, (Adam(), Adam())
         self.basis: Array | None = None
 
     @staticmethod
@@ -97,21 +97,15 @@ class Head:
 
     def step(self, ws: list[Array], gs: list[Array]) -> None:
         """One update; the eigenbasis is the one of the first point."""
-        self.t += 1
         gs = self.horizontal(ws, gs)
         if self.v_mode == "body_frame" and self.basis is None:
             self.basis = np.linalg.eigh(sum(w.T @ w for w in ws))[1]
         if self.basis is not None:
             gs = [g @ self.basis for g in gs]
         updates = []
-        for k, g in enumerate(gs):
-            square = {
-                "per_head_scalar": lambda g: np.mean(g**2), "per_head_matrix": lambda g: g.T @ g / len(g),
-                "body_frame": np.square,
-            }[self.v_mode](g)
-            self.m[k] = B1 * self.m[k] + (1 - B1) * g
-            self.v[k] = B2 * self.v[k] + (1 - B2) * square
-            mean, variance = self.m[k] / (1 - B1**self.t), self.v[k] / (1 - B2**self.t)
+        for adam, g in zip(self.adam, gs, strict=True):
+            squares = {"per_head_scalar": np.mean(g**2), "per_head_matrix": g.T @ g / len(g), "body_frame": g**2}
+            mean, variance = adam.moments(g, squares[self.v_mode])
             if self.v_mode == "per_head_matrix":
                 values, vectors = np.linalg.eigh(variance + EPS**2 * np.eye(len(variance)))
                 updates.append(mean @ (vectors * values**-0.5) @ vectors.T)

@@ -212,18 +212,18 @@ def _project(p: Tree, name: str, x: jax.Array) -> jax.Array:
     return jnp.einsum("nd,dhe->nhe", x, kernel) + module.get("bias", 0.0)
 
 
-def _scores(q: jax.Array, k: jax.Array) -> jax.Array:
-    """tanh of every score; key heads repeat over their group."""
-    return _square(jnp.tanh(jnp.einsum("nhe,mhe->hnm", q, jnp.repeat(k, q.shape[1] // k.shape[1], 1))))
+def _scores(q: jax.Array, k: jax.Array, seen: Callable[[jax.Array], jax.Array] = jnp.tanh) -> jax.Array:
+    """Every score as it is seen; key heads repeat over their group."""
+    return _square(seen(jnp.einsum("nhe,mhe->hnm", q, jnp.repeat(k, q.shape[1] // k.shape[1], 1))))
 
 
-def _attention_loss(p: Tree, turn: Callable[[jax.Array], jax.Array] = lambda x: x) -> jax.Array:
+def _attention_loss(p: Tree, turn: Callable[[jax.Array], jax.Array] = lambda x: x, **seen: Any) -> jax.Array:
     x = _inputs(jax.tree.leaves(p)[0], 4, 6)
-    return _scores(turn(_project(p, "query", x)), turn(_project(p, "key", x)))
+    return _scores(turn(_project(p, "query", x)), turn(_project(p, "key", x)), **seen)
 
 
 def _value_loss(p: Tree) -> jax.Array:
-    x = _inputs(p["out"], 4, 6)
+    x = _inputs(p["out"], 4, 6) * p.get("norm", 1.0)
     return _square(jnp.einsum("nhe,hed->nd", _project(p, "value", x), p["out"]))
 
 
@@ -270,12 +270,6 @@ def _carried_bias_loss(p: Tree) -> jax.Array:
     return _square(stream + hidden @ p["down"]["kernel"] + p["down"]["bias"])
 
 
-def _absorbed_loss(p: Tree) -> jax.Array:
-    x = _normalised(_inputs(p["bias"], 4, 6)) + p["bias"]
-    query = _project(p, "query", x)
-    return _square(jnp.tanh(query)) + _square(jnp.tanh(x @ p["up"]["kernel"] + p["up"]["bias"]))
-
-
 def _value_bias_loss(p: Tree) -> jax.Array:
     """Weights of attention that sum to 1, and two query heads per value head."""
     x = _inputs(p["out"]["kernel"], 4, 6)
@@ -285,10 +279,7 @@ def _value_bias_loss(p: Tree) -> jax.Array:
     return _square(jnp.tanh(jnp.einsum("nhe,hed->nd", mixed, p["out"]["kernel"]) + p["out"]["bias"]))
 
 
-def _softmax_loss(p: Tree) -> jax.Array:
-    x = _inputs(p["query"]["kernel"], 4, 6)
-    scores = jnp.einsum("nhe,mhe->hnm", _project(p, "query", x), _project(p, "key", x))
-    return _square(jax.nn.softmax(scores) - 0.3)
+_softmax_loss = partial(_attention_loss, seen=lambda scores: jax.nn.softmax(scores) - 0.3)
 
 
 def _fused_softmax_loss(p: Tree) -> jax.Array:
@@ -312,8 +303,9 @@ def _tied_loss(p: Tree) -> jax.Array:
     return _square(jax.nn.log_softmax((x * jnp.arange(1.0, 1.0 + x.shape[-1])) @ p["table"].T)[:3])
 
 
-def _centred_loss(p: Tree) -> jax.Array:
-    x = _layer_normalised(_inputs(p["up"]["kernel"], 4, 6)) * (1.0 + p.get("scale", 0.0)) + p.get("bias", 0.0)
+def _readers_loss(p: Tree, normalise: Callable[[jax.Array], jax.Array] = _layer_normalised) -> jax.Array:
+    """Two kernels that read a norm."""
+    x = normalise(_inputs(p["up"]["kernel"], 4, 6)) * (1.0 + p.get("scale", 0.0)) + p.get("bias", 0.0)
     up = x @ p["up"]["kernel"] + p["up"].get("bias", 0.0)
     return _square(jnp.tanh(_project(p, "query", x))) + _square(jnp.tanh(up))
 
@@ -385,12 +377,8 @@ def _stacked_stream_loss(p: Tree) -> jax.Array:
     return _square(x @ x.T)
 
 
-def _final_norm() -> Gauge:
-    return go.norm_scale({"norm": "channel"}, {"kernel": "channel _"})
-
-
-def _logits() -> Gauge:
-    return go.logit_shift({"kernel": "_ vocab", "bias": "vocab"})
+def _norm_and_shift() -> list[Gauge]:
+    return [go.norm_scale({"norm": "channel"}, {"kernel": "channel _"}), go.logit_shift(_KERNEL_AND_BIAS)]
 
 
 def _embedded_loss(p: Tree) -> jax.Array:
@@ -421,19 +409,14 @@ _FUSED, _LORA = _params(qkv=(6, 24), bias=(24,)), _params(a=(6, 3), b=(3, 5))
 _EMBEDDED, _CHAIN = _params(token=(5, 4), position=(3, 4)), _params(w1=(6, 5), w2=(5, 4), w3=(4, 3))
 _NORMED_HEAD = _params(norm=(6,), kernel=(6, 7), bias=(7,))
 _TURNS, _STILL = "_ head basis=0:2+3:5", "_ head basis=2:3+5:6"
-_HEADS = {"query": "_ head basis", "key": "_ head basis"}
-_FIRST_FOUR = {"query": "_ head basis=0:4", "key": "_ head basis=0:4"}
+_QUERIES, _KEY = {"query": "_ (head _) basis"}, {"key": "_ head basis"}
+_HEADS, _FIRST_FOUR = (dict.fromkeys(("query", "key"), f"_ head {basis}") for basis in ("basis", "basis=0:4"))
 _KERNEL_AND_BIAS = {"kernel": "_ vocab", "bias": "vocab"}
 _VALUE_READ, _VALUE_WRITE = {"value/kernel": "_ head basis", "value/bias": "head basis"}, {"out": "head basis _"}
 _UP, _DOWN = {"up/kernel": "_ channel", "up/bias": "channel"}, {"down": "channel _"}
 _READERS = {"query/kernel": "channel _ _", "up/kernel": "channel _"}
 _READER_BIASES = {"query/bias": "_ _", "up/bias": "_"}
 _SPLIT = {"qkv": 3, "head": 2}
-
-
-def _after_norm(p: Tree) -> Tree:
-    """The values behind a norm's scale."""
-    return p | {"value": p["value"] | {"kernel": p["norm"][:, None, None] * p["value"]["kernel"]}}
 
 
 GAUGE_CASES: tuple[GaugeCase, ...] = (
@@ -470,8 +453,7 @@ GAUGE_CASES: tuple[GaugeCase, ...] = (
     _one("scale_invariant/kernel_bias", 2, _normed_head_loss, _params(kernel=(6, 2, 4), bias=(2, 4)),
          go.scale_invariant, {"kernel": "_ head _", "bias": "head _"}),
     _one("head_rotation/mha", 12, _attention_loss, _QK, go.head_rotation, _HEADS),
-    _one("head_rotation/gqa", 12, _attention_loss, _GROUPED, go.head_rotation,
-         {"query": "_ (head _) basis", "key": "_ head basis"}),
+    _one("head_rotation/gqa", 12, _attention_loss, _GROUPED, go.head_rotation, _QUERIES | _KEY),
     _one("head_rotation/mqa", 6, _attention_loss, _params(query=(6, 2, 4), key=(6, 4)), go.head_rotation,
          {"query": "_ _ basis", "key": "_ basis"}),
     _one("head_rotation/bias", 12, _attention_loss,
@@ -485,21 +467,15 @@ GAUGE_CASES: tuple[GaugeCase, ...] = (
     _one("head_rotation/scanned", 24, _scanned_loss, _params(query=(2, 6, 2, 4), key=(2, 6, 2, 4)), go.head_rotation,
          {"query": "layer _ head basis", "key": "layer _ head basis"}),
     _one("rope_torus/half", 4, _rope_loss("half"), _QK, go.rope_torus, _HEADS, pairing="half"),
-    _one("rope_torus/interleaved", 4, _rope_loss("interleaved"), _QK, go.rope_torus, _HEADS,
-         pairing="interleaved"),
-    _one("rope_torus/gqa", 4, _rope_loss("half"), _GROUPED, go.rope_torus,
-         {"query": "_ (head _) basis", "key": "_ head basis"}, pairing="half"),
     _one("rope_torus/partial", 4, _rope_loss("interleaved"), _QK_PARTIAL, go.rope_torus, _FIRST_FOUR,
          pairing="interleaved"),
     _one("head_linear/value_out", 32, _value_loss, _VALUE, go.head_linear, _VALUE_READ, _VALUE_WRITE),
-    _one("head_linear/gqa", 32, _attention_loss, _GROUPED, go.head_linear, {"query": "_ (head _) basis"},
-         {"key": "_ head basis"}),
+    _one("head_linear/gqa", 32, _attention_loss, _GROUPED, go.head_linear, _QUERIES, _KEY),
     _one("head_linear/fused", 32, _fused_loss, _FUSED, go.head_linear,
          {"qkv": "_ (qkv=0 head basis)", "bias": "(qkv=0 head basis)"},
          {"qkv": "_ (qkv=1 head basis)", "bias": "(qkv=1 head basis)"}, sizes=_SPLIT),
     _one("head_linear/lora", 9, _lora_loss, _LORA, go.head_linear, {"a": "_ basis"}, {"b": "basis _"}),
-    _one("rope_linear/half", 8, _rope_loss("half"), _GROUPED, go.rope_linear,
-         {"query": "_ (head _) basis"}, {"key": "_ head basis"}),
+    _one("rope_linear/half", 8, _rope_loss("half"), _GROUPED, go.rope_linear, _QUERIES, _KEY),
     _one("rope_linear/partial", 8, _rope_loss("interleaved"), _QK_PARTIAL, go.rope_linear,
          {"query": "_ head basis=0:4"}, {"key": "_ head basis=0:4"}, pairing="interleaved"),
     GaugeCase(
@@ -510,8 +486,7 @@ GAUGE_CASES: tuple[GaugeCase, ...] = (
         "product/linear",  # a norm's scale on the rows, GL(d_h) on the columns
         lambda: [go.norm_scale({"norm": "channel"}, {"value/kernel": "channel _ _"}),
                  go.head_linear(_VALUE_READ, _VALUE_WRITE)],
-        _params(norm=(6,), value__kernel=(6, 2, 4), value__bias=(2, 4), out=(2, 4, 6)),
-        lambda p: _value_loss(_after_norm(p)), dim=38),
+        _params(norm=(6,), value__kernel=(6, 2, 4), value__bias=(2, 4), out=(2, 4, 6)), _value_loss, dim=38),
     _of_lm("product/gpt", 54, GPT, lm.gauges),  # LayerNorms 18, query-key 12, value-out 12, ReLU 5, shift 7.
     _of_lm("product/llama", 45, LLAMA, lm.gauges),  # RMSNorms 18, torus 4, value-out 12, SwiGLU 5, shift 6.
     _of_latent("fused", 67),  # norms 8 + 7 + 6 + 8, query-key 6, rotary 1, values 8, experts 15, router 8
@@ -520,13 +495,13 @@ GAUGE_CASES: tuple[GaugeCase, ...] = (
         "product/chain",
         lambda: [go.rescale({"w1": "_ channel"}, {"w2": "channel _"}),
                  go.rescale({"w2": "_ channel"}, {"w3": "channel _"})], _CHAIN, _chain_loss, dim=9),
-    GaugeCase("product/semidirect", lambda: [_final_norm(), _logits()], _NORMED_HEAD, _semidirect_loss, dim=13),
-    GaugeCase("product/semidirect_reversed", lambda: [_logits(), _final_norm()], _NORMED_HEAD, _semidirect_loss,
-              dim=13),  # the shift first: scales move it
+    GaugeCase("product/semidirect", _norm_and_shift, _NORMED_HEAD, _semidirect_loss, dim=13),
+    GaugeCase(  # the shift first: scales move it
+        "product/semidirect_reversed", lambda: _norm_and_shift()[::-1], _NORMED_HEAD, _semidirect_loss, dim=13),
 )
 
 FLAT_CASES: tuple[GaugeCase, ...] = (
-    _one("bias_absorption/norm", 6, _absorbed_loss,  # two readers with biases of unlike shapes
+    _one("bias_absorption/norm", 6, partial(_readers_loss, normalise=_normalised),  # with biases of unlike shapes
          _params(bias=(6,), query__kernel=(6, 2, 4), query__bias=(2, 4), up__kernel=(6, 5), up__bias=(5,)),
          go.bias_absorption, {"bias": "channel"}, _READERS, _READER_BIASES),
     _one("bias_absorption/stacked", 12,
@@ -548,7 +523,7 @@ FLAT_CASES: tuple[GaugeCase, ...] = (
          {"out": "_ _ channel", "bias": "channel"}),
     _one("norm_write_shift/tied", 1, _tied_loss, _params(table=(5, 4), up=(4, 4)), go.norm_write_shift,
          tied={"table": "vocab channel"}),
-    _one("norm_read_shift/plain", 13, _centred_loss, _params(query__kernel=(6, 2, 4), up__kernel=(6, 5)),
+    _one("norm_read_shift/plain", 13, _readers_loss, _params(query__kernel=(6, 2, 4), up__kernel=(6, 5)),
          go.norm_read_shift, _READERS),
     _one("residual_rotation/plain", 15, _stream_loss, _params(token=(8, 6), bias=(6,), up__kernel=(6, 5)),
          go.residual_rotation, {"up/kernel": "basis _"}, {"token": "_ basis", "bias": "basis"}),
@@ -563,7 +538,7 @@ FLAT_CASES: tuple[GaugeCase, ...] = (
         "norm_read_shift/one_plus_bias",
         lambda: [go.norm_read_shift(_READERS, {"scale": "1+ channel"}, {"bias": "channel"}, _READER_BIASES),
                  go.norm_scale({"scale": "1+ channel", "bias": "channel"}, _READERS)],
-        _near_one, _centred_loss, dim=19),
+        _near_one, _readers_loss, dim=19),
     GaugeCase(
         "norm_read_shift/trained_scale",  # a norm behind a layer: the next layer adds to its output
         lambda: [go.norm_read_shift({"up/kernel": "channel _"}, {"scale": "1+ channel"}, {"bias": "channel"},
@@ -620,11 +595,8 @@ def _grouped_heads() -> Gauge:
 def _in_every_basis() -> list[Gauge]:
     """Rotations of heads of any order, on both sides of the permutation in the list."""
     sizes = {"head": 3}
-    return [
-        go.head_linear({"query": "_ (head _) basis"}, {"key": "_ head basis"}, sizes=sizes),
-        _grouped_heads(),
-        go.head_rotation({"value": "_ head basis", "out": "(head _) basis _"}, sizes=sizes),
-    ]
+    values = go.head_rotation({"value": "_ head basis", "out": "(head _) basis _"}, sizes=sizes)
+    return [go.head_linear(_QUERIES, _KEY, sizes=sizes), _grouped_heads(), values]
 
 
 def _stacked_units_loss(p: Tree) -> jax.Array:
@@ -671,14 +643,6 @@ def _hyperball(
     return go.norms.hyperball(_axes(gauges), radius, learning_rate=learning_rate)
 
 
-def _scale_by_vector_norm(gauges: Sequence[Gauge]) -> optax.GradientTransformationExtraArgs:
-    return go.links.scale_by_vector_norm(_on_vectors(gauges))
-
-
-def _keep_norms_below(gauges: Sequence[Gauge], bound: float) -> optax.GradientTransformationExtraArgs:
-    return go.links.keep_norms_below(_on_vectors(gauges), bound)
-
-
 def _axes(gauges: Sequence[Gauge]) -> dict[str, str]:
     """Path → axes as the first gauge reads it, summed over what its group acts on."""
     axes: dict[str, str] = {}
@@ -718,10 +682,6 @@ def _max_norm_muon(gauges: Sequence[Gauge], learning_rate: Any) -> Any:
     return go.max_norm_muon(learning_rate, gauges, _neurons(gauges))
 
 
-def _scale_by_polar(gauges: Sequence[Gauge]) -> optax.GradientTransformationExtraArgs:
-    return go.links.scale_by_polar(_neurons(gauges))
-
-
 def _neurons(gauges: Sequence[Gauge]) -> dict[str, str]:
     """Neurons of whatever leaf has an axis of outputs beside `_`, as the first gauge that binds it names them."""
     neurons: dict[str, str] = {}
@@ -730,10 +690,6 @@ def _neurons(gauges: Sequence[Gauge]) -> dict[str, str]:
         if "_" in axes and set(axes.split()) - {"_"}:
             neurons.setdefault(spec.pattern, axes)
     return neurons
-
-
-def _track_rotation(gauges: Sequence[Gauge], every: int) -> Any:
-    return go.measure.track_rotation(_on_vectors(gauges), optax.adam(0.01), every=every)
 
 
 def _opposite_gram(
@@ -796,7 +752,8 @@ TRANSFORM_CASES: tuple[TransformCase, ...] = (
     TransformCase("compress_second_moments/codes", _compressed, {"dtype": "uint8"}),
     TransformCase("track/adam", go.measure.track, {"inner": optax.adam(0.01), "every": 2}),
     TransformCase("track_balance/every", go.measure.track_balance, {"every": 2}),
-    TransformCase("track_rotation/adam", _track_rotation, {"every": 2}),
+    TransformCase("track_rotation/adam",
+                  lambda gauges: go.measure.track_rotation(_on_vectors(gauges), optax.adam(0.01), every=2), {}),
     TransformCase("rotational/adam", _rotational, {"learning_rate": 0.01, "eta_r": _falling, "center": False}),
     TransformCase("rotational_adamw/schedule", _rotational_adamw, {"learning_rate": _falling, "weight_decay": 0.1}),
     TransformCase("rotational_sgdm/gain", _rotational_sgdm, {"learning_rate": 0.01}),
@@ -804,9 +761,11 @@ TRANSFORM_CASES: tuple[TransformCase, ...] = (
     TransformCase("max_norm/number", _max_norm, {"learning_rate": 0.01}),
     TransformCase("max_norm/schedule", _max_norm, {"learning_rate": _falling, "bound": 2.0}),
     TransformCase("max_norm_muon/schedule", _max_norm_muon, {"learning_rate": _falling}),
-    TransformCase("scale_by_polar/number", _scale_by_polar, {}),
-    TransformCase("scale_by_vector_norm/number", _scale_by_vector_norm, {}),
-    TransformCase("keep_norms_below/number", _keep_norms_below, {"bound": 0.5}),
+    TransformCase("scale_by_polar/number", lambda gauges: go.links.scale_by_polar(_neurons(gauges)), {}),
+    TransformCase("scale_by_vector_norm/number", lambda gauges: go.links.scale_by_vector_norm(_on_vectors(gauges)),
+                  {}),
+    TransformCase("keep_norms_below/number",
+                  lambda gauges, bound: go.links.keep_norms_below(_on_vectors(gauges), bound), {"bound": 0.5}),
     TransformCase("scale_by_relative_rms/number", go.links.scale_by_relative_rms, {}),
     TransformCase("quotient_adamw/rotation", go.quotient_adamw, {"learning_rate": 0.01}),
     TransformCase("quotient_adamw/linear", go.quotient_adamw, {"learning_rate": 0.01, "nesterov": True}, linear=True),
@@ -844,8 +803,8 @@ VARIANTS: frozenset[str] = frozenset({
     "logit_shift/grouped", "rescale/channel", "multiplier_balance/mha", "rescale/degree_2", "rescale/degree_3",
     "rescale/block", "rescale/gate",
     "norm_scale/bias", "scale_invariant/kernel", "head_rotation/mha", "head_rotation/mqa", "head_rotation/bias",
-    "head_rotation/value_out", "head_rotation/scanned", "head_rotation/fused", "rope_torus/half", "rope_torus/gqa",
-    "rope_torus/interleaved", "head_linear/value_out", "head_linear/fused", "head_linear/gqa", "rope_linear/partial",
+    "head_rotation/value_out", "head_rotation/scanned", "head_rotation/fused", "rope_torus/half",
+    "head_linear/value_out", "head_linear/fused", "head_linear/gqa", "rope_linear/partial",
     "product/gpt", "product/linear", "product/chain", "product/semidirect_reversed", "product/slow_planes",
     "gauge_project/update", "gauge_project/linear", "scale_by_ddc/per_head_scalar", "scale_by_ddc/none",
     "scale_by_ddc/sgd", "scale_by_ddc/log", "scale_by_ddc/nesterov", "add_gauge_decay/number", "gauge_fix/none",

@@ -32,52 +32,25 @@ class Dense:
 
     Attributes:
       tangents: (entries, coordinates), the derivative of `act` at the identity.
-      exponents: (entries, scale coordinates): the value of entry e moves as α^w.
       offset: (entries,), what the value exceeds the stored number by.
       frame: (scale coordinates,), f of the balanced frame.
-      basis: (entries, rank), an orthonormal basis of the framed tangents.
+      basis: (entries, rank), an orthonormal basis of the tangents in the frame.
     """
 
     tangents: np.ndarray
-    exponents: np.ndarray
     offset: np.ndarray
     frame: np.ndarray
     basis: np.ndarray
-
-    @property
-    def weights(self) -> np.ndarray:
-        """e^(−w·f) per entry: the square root of the frame metric."""
-        return np.exp(-self.exponents @ self.frame)
 
     @property
     def rank(self) -> int:
         """Vertical dimensions."""
         return self.basis.shape[1]
 
-    def framed(self, tangent: np.ndarray) -> np.ndarray:
-        """A tangent (entries,) in the frame."""
-        return tangent * self.weights
-
     def vertical(self, tangent: np.ndarray) -> np.ndarray:
-        """The part of a tangent (entries,) along the orbit, in the frame metric."""
-        return self.basis @ (self.basis.T @ (tangent * self.weights)) / self.weights
-
-
-@dataclass(frozen=True)
-class DenseLinear(Dense):
-    """The same where the frame turns bases too.
-
-    Attributes:
-      into: (entries, entries), tangents into the frame.
-    """
-
-    into: np.ndarray
-
-    def framed(self, tangent: np.ndarray) -> np.ndarray:
-        return self.into @ tangent
-
-    def vertical(self, tangent: np.ndarray) -> np.ndarray:
-        return np.linalg.solve(self.into, self.basis @ (self.basis.T @ (self.into @ tangent)))
+        """The part of a tangent (entries,) along an orbit without sizes, whose frame changes no length."""
+        assert self.frame.size == 0
+        return self.basis @ (self.basis.T @ tangent)
 
 
 def dense(gauge: Gauge, params: Any) -> Dense:
@@ -101,7 +74,7 @@ def dense(gauge: Gauge, params: Any) -> Dense:
     values = values - constants @ np.linalg.lstsq(constants, values, rcond=None)[0]
     frame = balanced_frame(values, exponents)
     basis = _range(tangents * np.exp(-exponents @ frame)[:, None])
-    return Dense(tangents, exponents, offset, frame, basis)
+    return Dense(tangents, offset, frame, basis)
 
 
 def orbit(gauges: Sequence[Gauge], params: Any) -> np.ndarray:
@@ -122,7 +95,7 @@ def outside(tangents: np.ndarray, span: np.ndarray) -> float:
     return float(np.linalg.norm(tangents - basis @ (basis.T @ tangents)) / np.linalg.norm(tangents))
 
 
-def _dense_linear(gauge: Gauge, params: Any) -> DenseLinear:
+def _dense_linear(gauge: Gauge, params: Any) -> Dense:
     """Newton's method on the norm over the orbit, through `act` alone: scales and linear gauges, no shifts, no `1+`."""
     flat, unravel = ravel_pytree(params)
     kinds, element = _coordinates(gauge, params)
@@ -135,20 +108,18 @@ def _dense_linear(gauge: Gauge, params: Any) -> DenseLinear:
         return 0.5 * jnp.sum(jnp.square(moved(coordinates, x)))
 
     slopes = jit(lambda x: (jax.grad(energy)(still, x), jax.hessian(energy)(still, x)))
-    moves, linear, value = jit(moved), jit(jax.jacfwd(moved, 1)), jit(energy)
-    still, x, into, frame = jnp.zeros(len(kinds)), flat, np.eye(flat.size), np.zeros(len(kinds))
+    tangents, moves, value = jit(jax.jacfwd(moved)), jit(moved), jit(energy)
+    still, x, frame = jnp.zeros(len(kinds)), flat, np.zeros(len(kinds))
     for _ in range(_MOST_STEPS):
         gradient, hessian = map(np.asarray, slopes(x))
         step = np.linalg.lstsq(hessian, -gradient, rcond=1e-12)[0]
         size = min(1.0, 0.3 / max(np.max(np.abs(step)), 1e-300))  # well inside where 1 + step is invertible
         while np.max(np.abs(size * step)) > 1e-3 and float(value(size * step, x)) > float(value(still, x)):
             size *= 0.5
-        into, x, frame = np.asarray(linear(size * step, x)) @ into, moves(size * step, x), frame - size * step
+        x, frame = moves(size * step, x), frame - size * step
         if np.max(np.abs(step)) < 1e-14:
             break
-    tangents = np.asarray(jit(jax.jacfwd(moved))(still, x))
-    point = np.linalg.solve(into, tangents)
-    return DenseLinear(point, tangents[:, :0], 0.0 * flat, frame[kinds == _SCALE], _range(tangents), into)
+    return Dense(np.asarray(tangents(still, flat)), 0.0 * flat, frame[kinds == _SCALE], _range(tangents(still, x)))
 
 
 def balanced_frame(values: np.ndarray, exponents: np.ndarray) -> np.ndarray:

@@ -23,7 +23,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-from flax import nnx
 from jax.sharding import AxisType, NamedSharding, Sharding, SingleDeviceSharding, auto_axes
 from jax.sharding import PartitionSpec as P
 
@@ -31,6 +30,8 @@ import gauge_optax as go
 from gauge_optax import linalg
 from gauge_optax.binding import leaves_by_path
 from models import lm, lm_sharding
+from tests import twins
+from tests.cases import lm_parts
 from tests.quick import jit
 from tests.tolerances import tolerance
 
@@ -75,9 +76,9 @@ def collectives(program: str) -> list[tuple[str, int]]:
 def smallest_gather(params: Tree, shardings: Tree) -> float:
     """How many entries a kernel has at least once it is made whole along one axis of the mesh."""
     sizes = [math.inf]
-    for (keys, leaf), sharding in zip(jax.tree.leaves_with_path(params), jax.tree.leaves(shardings), strict=True):
+    for (path, leaf), sharding in zip(leaves_by_path(params).items(), jax.tree.leaves(shardings), strict=True):
         parts = [sharding.mesh.shape[axis] for axis in sharding.spec if axis is not None]
-        if parts and keys[-1].key == "kernel":
+        if parts and path.endswith("kernel"):
             sizes.append(leaf.size // math.prod(parts) * min(parts))
     return min(sizes)
 
@@ -103,11 +104,9 @@ class Run(NamedTuple):
 
 def start(config: lm.LMConfig) -> tuple[Tree, np.ndarray, Callable[[Tree, jax.Array], jax.Array]]:
     """Parameters in general position (no zero bias, no unit scale), tokens, and loss(params, tokens)."""
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: lm.build(config, nnx.Rngs(0))))
-    draw = np.random.default_rng(_SEED)
-    params = jax.tree.map(lambda x: draw.normal(x.ndim == 1, 0.3, x.shape).astype(np.float32), nnx.to_pure_dict(state))
-    tokens = draw.integers(config.vocab, size=(8, 17))
-    return params, tokens, lambda params, tokens: lm.loss_fn(nnx.merge(graphdef, params), tokens)
+    draw, (shapes, loss) = np.random.default_rng(_SEED), lm_parts(config)
+    params = jax.tree.map(lambda x: draw.normal(x.ndim == 1, 0.3, x.shape).astype(np.float32), shapes)
+    return params, draw.integers(config.vocab, size=(8, 17)), loss
 
 
 def put(tree: Tree, shardings: Tree) -> Tree:
@@ -202,27 +201,10 @@ class Trainer:
 
 def check_shardings(state: Tree, params: Tree, shardings: Tree, names: Sequence[str] = ("mu", "nu")) -> None:
     """Parameters, and moments of these names, are where the parameters were told to be."""
-    moments = [(name, tree) for name in names for _, tree in optax.tree.get_all_with_path(state, name)]
-    for name, tree in [("params", params), *moments]:
-        leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
-        for (keys, leaf), wanted in zip(leaves, jax.tree.leaves(shardings), strict=True):
-            if isinstance(leaf, optax.MaskedNode):
-                continue
-            assert leaf.sharding.is_equivalent_to(wanted, leaf.ndim), (name, jax.tree_util.keystr(keys), leaf.sharding)
-
-
-def differences(config: lm.LMConfig, run: Run, expected: Run) -> dict[str, float]:
-    """The largest relative difference of a leaf and of a loss.
-
-    Key biases without rotary are left out: they have no gradient, and Adam turns its rounding into motion.
-    """
-    leaves = {
-        path: float(np.linalg.norm(a - b) / np.linalg.norm(b))
-        for (path, a), b in zip(leaves_by_path(run.params).items(), jax.tree.leaves(expected.params), strict=True)
-        if config.rope or not path.endswith("key/bias")
-    }
-    losses = [abs(a - b) / b for a, b in zip(run.losses, expected.losses, strict=True)]
-    return {"leaf": max(leaves.values()), "loss": max(losses)}
+    wanted = dict(jax.tree.leaves_with_path(shardings))
+    moments = [tree for name in names for _, tree in optax.tree.get_all_with_path(state, name)]
+    for keys, leaf in (pair for tree in (params, *moments) for pair in jax.tree.leaves_with_path(tree)):
+        assert leaf.sharding.is_equivalent_to(wanted[keys], leaf.ndim), (jax.tree_util.keystr(keys), leaf.sharding)
 
 
 # Checks -------------------------------------------------------------------------------------------
@@ -253,9 +235,15 @@ def run_resumed(trainer: Trainer) -> Run:
 
 
 def compare(trainer: Trainer, layout: str, run: Run, expected: Run) -> dict[str, Any]:
-    """A run on a mesh ended where one device does; what was measured."""
-    measured, sent = differences(trainer.config, run, expected), collectives(run.program)
+    """A run on a mesh ended where one device does; the largest relative difference of a leaf and of a loss.
+
+    Key biases without rotary are left out: they have no gradient, and Adam turns its rounding into motion.
+    """
+    apart = twins.apart(run.params, expected.params)
+    leaf = max(x for path, x in apart.items() if trainer.config.rope or not path.endswith("key/bias"))
+    measured = {"leaf": leaf, "loss": float(np.max(np.abs(np.divide(run.losses, expected.losses) - 1.0)))}
     assert max(measured.values()) <= tolerance("sharded", jnp.float32), (layout, measured)
+    sent = collectives(run.program)
     return {"layout": layout, **measured, "largest": max((n for _, n in sent), default=0), "calls": len(sent)}
 
 
@@ -309,18 +297,16 @@ def check_tools(kind: AxisType) -> None:
     other = jax.tree.map(lambda x: 1.01 * x, alone)
     squares = jax.grad(lambda p: jnp.sum(jnp.square(jnp.einsum("ihb,hbo->iho", p["v"], p["o"]))))
     gradient = jax.tree.map(np.asarray, squares(alone))
+    tx, of_two = go.quotient_adamw(1e-3, gauge), (go.orbit.align, go.orbit.distance, go.measure.drift)
     tools: dict[str, Callable[..., Any]] = {
+        **{f.__name__: functools.partial(f, gauges=gauge) for f in (*of_two, go.measure.vertical_motion)},
         "canonicalize": lambda p, _: go.orbit.canonicalize(p, gauge),
         "rotate": lambda p, _: go.orbit.rotate(p, gauge, key=jax.random.key(0)),
         "pack": lambda p, _: go.orbit.unpack(go.orbit.pack(p, gauge)),
-        "align": lambda p, q: go.orbit.align(p, q, gauge),
-        "distance": lambda p, q: go.orbit.distance(p, q, gauge),
         "average": lambda p, q: go.orbit.average([p, q], gauge),
-        "drift": lambda p, q: go.measure.drift(p, q, gauge),
-        "vertical_motion": lambda p, q: go.measure.vertical_motion(p, q, gauge),
         "quotient_arc_length": lambda p, q: go.measure.quotient_arc_length([p, q], gauge),
-        "check": lambda p, _: str(go.check(tx := go.quotient_adamw(1e-3, gauge), tx.init(p), p, put(gradient, dealt))),
-        "plan": lambda p, _: str(go.plan(go.quotient_adamw(1e-3, gauge), p)),
+        "check": lambda p, _: str(go.check(tx, tx.init(p), p, put(gradient, dealt))),
+        "plan": lambda p, _: str(go.plan(tx, p)),
     }
     for name, tool in tools.items():
         with jax.set_mesh(mesh):

@@ -25,22 +25,16 @@ from tests.twins import CONFIGS, ODD, Tree, check_twins, furthest, loss_of, odd,
 CASES = {case.name: case for case in GAUGE_CASES}
 MODES: dict[str, dict[str, Any]] = {
     "body_frame_topk": {},
-    "body_frame": {"v_mode": "body_frame"},
-    "per_head_scalar": {"v_mode": "per_head_scalar"},
-    "per_head_matrix": {"v_mode": "per_head_matrix"},
-    "none": {"v_mode": "none"},
-    "log": {"radial": "log", "nesterov": True},
-    "refreshed": {"refresh_every": 3},
-    "sgd": {"vertical": "sgd"},
-    "adam": {"vertical": "adam"},
-    "muon": {"beta": 0.9},
-    "paper": {"preset": "paper"},
+    **{mode: {"v_mode": mode} for mode in ("body_frame", "per_head_scalar", "per_head_matrix", "none")},
+    "log": {"radial": "log", "nesterov": True}, "refreshed": {"refresh_every": 3},
+    "sgd": {"vertical": "sgd"}, "adam": {"vertical": "adam"},
+    "muon": {"beta": 0.9}, "paper": {"preset": "paper"},
 }
 
-def _tx(mode: str, gauges: Any, rate: float = 1e-2) -> optax.GradientTransformation:
-    if mode in ("muon", "paper"):
-        return go.ddc_muon(rate, gauges, weight_decay=0.1, **MODES[mode])
-    return go.ddc_adamw(rate, gauges, weight_decay=0.1, **MODES[mode])
+
+def _tx(mode: str, gauges: Any) -> optax.GradientTransformation:
+    make = go.ddc_muon if mode in ("muon", "paper") else go.ddc_adamw
+    return make(1e-2, gauges, weight_decay=0.1, **MODES[mode])
 
 
 # Twins --------------------------------------------------------------------------------------------
@@ -74,10 +68,9 @@ def _program(name: str, mode: str, dtype: str) -> tuple[Any, Any, Any]:
     return group, jit(tx.init), stepper(tx, loss_of(name))
 
 
-@pytest.mark.parametrize(
-    ("name", "mode", "dtype", "start"),
-    [pytest.param(*row, marks=() if row in QUICK else pytest.mark.slow) for row in ROWS],
-)
+@pytest.mark.parametrize(("name", "mode", "dtype", "start"), [
+    pytest.param(*row, marks=() if row in QUICK else pytest.mark.slow) for row in ROWS
+])
 def test_twins_of_every_mode(name: str, mode: str, dtype: str, start: str) -> None:
     slack = 1.0 if start else SLACK.get((name, dtype, mode), 1.0)
     with jax.enable_x64(dtype == "float64"):
@@ -86,9 +79,7 @@ def test_twins_of_every_mode(name: str, mode: str, dtype: str, start: str) -> No
 
 
 SPECTRA = {
-    "orthogonal": (1.0, 1.0, 1.0, 1.0),
-    "equal_pair": (1.0, 1.0, 2.0, 0.5),
-    "rank_one": (1.0, 0.0, 0.0, 0.0),
+    "orthogonal": (1.0, 1.0, 1.0, 1.0), "equal_pair": (1.0, 1.0, 2.0, 0.5), "rank_one": (1.0, 0.0, 0.0, 0.0),
     "faint": (2.0, 3e-2, 2e-2, 1e-2),  # eigenvalues below the 1e-3 that body_frame_topk divides
 }
 
@@ -109,21 +100,16 @@ def test_wide_heads(name: str, x64: None) -> None:
     _check_attention(name, functools.partial(getattr(go, name), 1e-2), np.geomspace(1.0, 0.05, 16), "float64")
 
 
-def _check_attention(
-    name: str, optimizer: Callable[[Any], optax.GradientTransformation], sizes: Any, dtype: str
-) -> None:
+def _check_attention(name: str, optimizer: Callable[[Any], Any], sizes: Any, dtype: str) -> None:
     """Twins of one attention layer whose heads have these singular values."""
     width, rows = len(sizes), 2 * len(sizes)
     keys = jax.random.split(jax.random.key(5), 4)
     shapes = dict.fromkeys(("query", "key", "value"), (rows, 2, width)) | {"out": (2, width, rows)}
     drawn = {n: jax.random.normal(k, s) for k, (n, s) in zip(keys, shapes.items(), strict=True)}
     params = {n: _with_spectrum(x, sizes, n == "out") for n, x in drawn.items()}
-    gauges = [
-        go.head_rotation({"query": "_ head basis", "key": "_ head basis"}),
-        go.head_rotation({"value": "_ head basis", "out": "head basis _"}),
-    ]
-    x = jax.random.normal(jax.random.key(6), (3, 5, rows))
-    group, tx = go.product(gauges), optimizer(gauges)
+    scores, values = {"query": "_ head basis", "key": "_ head basis"}, {"value": "_ head basis", "out": "head basis _"}
+    group = go.product([go.head_rotation(scores), go.head_rotation(values)])
+    x, tx = jax.random.normal(jax.random.key(6), (3, 5, rows)), optimizer(group)
 
     def loss(p: Tree) -> jax.Array:
         q, k, v = (jnp.einsum("btd,dhe->bhte", x, p[n]) for n in ("query", "key", "value"))
@@ -167,10 +153,8 @@ def test_the_chain_of_five_links_is_the_alias(x64: None) -> None:
 def test_leaves_without_a_gauge_get_adamw() -> None:
     params = UNIT_PARAMS | {"free": jnp.arange(6.0).reshape(2, 3) - 2.0}
     options: dict[str, Any] = {"weight_decay": 0.1, "nesterov": True}
-    ends = [
-        walk(tx, params, _noise(params, 4))[0]["free"]
-        for tx in (go.ddc_adamw(0.01, UNIT, **options), optax.adamw(0.01, **options))
-    ]
+    both = go.ddc_adamw(0.01, UNIT, **options), optax.adamw(0.01, **options)
+    ends = [walk(tx, params, _noise(params, 4))[0]["free"] for tx in both]
     chex.assert_trees_all_close(*ends, rtol=tolerance("optax", jnp.float32), atol=1e-6)
 
 
@@ -189,24 +173,19 @@ CONSTANTS = go.bias_absorption({"b": "channel"}, {"down": "channel _"}, {"c": "_
 TRANSLATION = CASES["user_gauge/translation"].gauges()
 
 
-@pytest.mark.parametrize(
-    ("make", "options", "says", "word"),
-    [
-        (functools.partial(go.scale_by_ddc, UNIT), {"v_mode": "diagonal"}, "bad v_mode", "diagonal"),
-        (functools.partial(go.ddc_adamw, 0.1, UNIT), {"radial": "cubic"}, "bad radial", "cubic"),
-        (functools.partial(go.ddc_adamw, 0.1, UNIT), {"vertical": "free"}, "bad vertical", "free"),
-        (functools.partial(go.ddc_adamw, 0.1, LINEAR), {}, r"head_linear on 'up'", "go.quotient"),
-        (functools.partial(go.scale_by_ddc, LINEAR), {}, r"head_linear on 'up'", "go.quotient"),
-        (functools.partial(go.ddc_muon, 0.1, LINEAR), {}, r"head_linear on 'up'", "go.quotient"),
-        (functools.partial(go.ddc_adamw, 0.1, CONSTANTS), {"vertical": "adam"}, "", 'write vertical="frozen"'),
-        (functools.partial(go.ddc_adamw, 0.1, TRANSLATION), {"vertical": "sgd"}, "", 'write vertical="frozen"'),
-        (functools.partial(go.ddc_adamw, 0.1, TRANSLATION), {"vertical": "adam"}, "", 'write vertical="frozen"'),
-    ],
-)
-def test_refusals(make: Callable[..., Any], options: dict[str, str], says: str, word: str) -> None:
+@pytest.mark.parametrize(("make", "gauge", "options", "says", "word"), [
+    (go.scale_by_ddc, UNIT, {"v_mode": "diagonal"}, "bad v_mode", "diagonal"),
+    (go.scale_by_ddc, UNIT, {"radial": "cubic"}, "bad radial", "cubic"),
+    (go.scale_by_ddc, UNIT, {"vertical": "free"}, "bad vertical", "free"),
+    (go.scale_by_ddc, LINEAR, {}, r"head_linear on 'up'", "go.quotient"),
+    (functools.partial(go.ddc_muon, 0.1), LINEAR, {}, r"head_linear on 'up'", "go.quotient"),
+    (functools.partial(go.ddc_adamw, 0.1), CONSTANTS, {"vertical": "adam"}, "", 'write vertical="frozen"'),
+    (functools.partial(go.ddc_adamw, 0.1), TRANSLATION, {"vertical": "sgd"}, "", 'write vertical="frozen"'),
+])
+def test_refusals(make: Callable[..., Any], gauge: Any, options: dict[str, str], says: str, word: str) -> None:
     more = CASES["user_gauge/translation"].params(jax.random.key(0)) | {"b": jnp.ones(1), "c": jnp.zeros(4)}
     with refused(says, word):
-        make(**options).init(UNIT_PARAMS | more)
+        make(gauges=gauge, **options).init(UNIT_PARAMS | more)
 
 
 def test_matrices_keep_no_second_moment() -> None:
@@ -248,8 +227,7 @@ def test_a_floor_keeps_lengths_and_none_lets_them_die(x64: None) -> None:
 def test_kernels_that_read_one_norm_have_lengths_of_their_own(x64: None) -> None:
     gauge = go.norm_scale({"scale": "channel"}, {"a": "channel _", "b": "channel _"})
     params = {"scale": jnp.ones(1), "a": jnp.ones((1, 4)), "b": jnp.ones((1, 9))}
-    tx = go.scale_by_ddc(gauge)
-    grads = {"scale": jnp.zeros(1), "a": params["a"], "b": -params["b"]}
+    tx, grads = go.scale_by_ddc(gauge), {"scale": jnp.zeros(1), "a": params["a"], "b": -params["b"]}
     updates, state = tx.update(grads, jit(tx.init)(params), params)
     assert len(state.inner_state.gauges.radial_mu) == 2
     np.testing.assert_allclose(updates["a"], 1.0, rtol=1e-6)
@@ -258,9 +236,8 @@ def test_kernels_that_read_one_norm_have_lengths_of_their_own(x64: None) -> None
 
 def test_inner_blocks_of_a_scalar_chain_have_no_length(x64: None) -> None:
     """The group of a chain leaves one joint scale (DDC B.6): that of its last block."""
-    params = {f"w{k}": jax.random.normal(jax.random.key(k), (3, 3)) for k in range(4)}
     gauges = [go.rescale({f"w{k}": "_ _"}, {f"w{k + 1}": "_ _"}) for k in range(3)]
-    state = go.scale_by_ddc(gauges).init(params)
+    state = go.scale_by_ddc(gauges).init({f"w{k}": jnp.eye(3) for k in range(4)})
     assert len(state.inner_state.gauges.radial_mu) == 1
 
 
@@ -271,7 +248,7 @@ def test_scale_invariant_leaves_keep_their_norm(gradient: str) -> None:
     tx = go.ddc_adamw(0.1, case.gauges(), weight_decay=0.5)
     loss = case.loss if gradient == "loss" else lambda p: jnp.zeros(())
     moved, _ = train(tx.init, stepper(tx, loss), params, 3)
-    before, after = go.product(case.gauges()).coordinates(params), go.product(case.gauges()).coordinates(moved)
+    before, after = (go.product(case.gauges()).coordinates(p) for p in (params, moved))
     chex.assert_trees_all_close(before, after, atol=tolerance("coordinates", jnp.float32))
 
 
@@ -316,16 +293,11 @@ FUSED_CASES = [case for case in GAUGE_CASES if case.loss is not None and "linear
 
 # Layers scanned; gate and up in one kernel, of which a norm scales all rows and a rescaling the columns of up.
 NORM_AND_UNITS = [
-    go.norm_scale(
-        scale={"norm/scale": "layer channel"}, into={"mlp/gate_up": "layer _ channel _", "skip": "layer channel _"}
-    ),
-    go.rescale(up={"mlp/gate_up": "layer half=1 _ channel"}, down={"mlp/down": "layer channel _"}, degree=1),
-    go.rescale(up={"mlp/gate_up": "layer half=0 _ channel"}, down={"after": "layer channel _"}, degree=2),
+    go.norm_scale({"scale": "layer channel"}, {"gate_up": "layer _ channel _", "skip": "layer channel _"}),
+    go.rescale({"gate_up": "layer half=1 _ channel"}, {"down": "layer channel _"}, degree=1),
+    go.rescale({"gate_up": "layer half=0 _ channel"}, {"after": "layer channel _"}, degree=2),
 ]
-SHAPES = {
-    "norm": {"scale": (2, 3)}, "mlp": {"gate_up": (2, 2, 3, 5), "down": (2, 5, 3)}, "skip": (2, 3, 4),
-    "after": (2, 5, 2),
-}
+SHAPES = {"scale": (2, 3), "gate_up": (2, 2, 3, 5), "down": (2, 5, 3), "skip": (2, 3, 4), "after": (2, 5, 2)}
 
 
 def _noise(like: Tree, *steps: int) -> Tree:
@@ -335,9 +307,7 @@ def _noise(like: Tree, *steps: int) -> Tree:
     return jax.tree.map(lambda x: jnp.asarray(draw(size=(*steps, *x))), shapes, is_leaf=lambda x: isinstance(x, tuple))
 
 
-def _check_fused(
-    gauges: Any, params: Tree, monkeypatch: pytest.MonkeyPatch, fused: bool = True, **options: Any
-) -> None:
+def _check_fused(gauges: Any, params: Tree, monkeypatch: Any, fused: bool = True, **options: Any) -> None:
     """Three steps are those of the plain code; `fused` says whether ours were fused."""
     calls, applies, ends = [], ddc_fused._applies, []
     for own in (lambda s: calls.append(applies(s)) or calls[-1], lambda s: False):

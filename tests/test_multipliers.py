@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -40,8 +39,7 @@ def _model(config: lm.LMConfig) -> tuple[Any, Tree]:
     """The graph, and parameters in general position, float64 under x64."""
     graph, state = nnx.split(MAKERS[config].build(config, nnx.Rngs(0)))
     rng = np.random.default_rng(0)
-    draw = lambda x: jnp.asarray(0.5 * rng.normal(size=x.shape) + (1.0 if x.ndim == 1 else 0.0))  # noqa: E731
-    return graph, jax.tree.map(draw, nnx.to_pure_dict(state))
+    return graph, jax.tree.map(lambda x: jnp.asarray(rng.normal(x.ndim == 1, 0.5, x.shape)), nnx.to_pure_dict(state))
 
 
 def _loss(graph: Any, params: Tree) -> jax.Array:
@@ -52,8 +50,7 @@ def _loss(graph: Any, params: Tree) -> jax.Array:
 @pytest.mark.slow_rows("llama", "gpt")
 @every_model
 def test_folding_keeps_the_function_and_drops_the_multipliers(config: lm.LMConfig, x64: None) -> None:
-    graph, params = _model(config)
-    model = nnx.merge(graph, params)
+    model = nnx.merge(*_model(config))
     before = model(TOKENS[:, :-1])
     multipliers.fold(model)
     folded = nnx.to_pure_dict(nnx.state(model))
@@ -74,13 +71,10 @@ def test_gauges_of_multipliers_hold(config: lm.LMConfig, which: str, x64: None) 
 @every_model
 def test_discover_finds_the_gauges_of_multipliers(config: lm.LMConfig) -> None:
     """Another basis of them, kernels traded with each other's multipliers; and a quotient runs on it."""
-    maker = MAKERS[config]
-    graph, state = nnx.split(maker.build(config, nnx.Rngs(0)))
-    rng = np.random.default_rng(0)
-    params = jax.tree.map(lambda x: x + 0.3 * rng.normal(size=x.shape).astype("f4"), nnx.to_pure_dict(state))
-    tokens = list(rng.integers(11, size=(3, 8, 6)))
+    graph, params = _model(config)
+    tokens = list(np.random.default_rng(0).integers(11, size=(3, 8, 6)))
     report = go.discover(lambda p, x: nnx.merge(graph, p)(x), params, tokens, progress=False)
-    hand = [*maker.kernel_gauges(config), *multipliers.traded_gauges(config), multipliers.head_gauge(config)]
+    hand = [*MAKERS[config].kernel_gauges(config), *multipliers.traded_gauges(config), multipliers.head_gauge(config)]
     if config == GROUPED:  # found per group of query heads, not per head: docs/design.md §8
         of_heads = {"blocks/{i}/attn/query/rows", "blocks/{i}/attn/query/layer/kernel"}
         hand = [gauge for gauge in hand if {spec.pattern for spec in gauge.specs} != of_heads]
@@ -99,14 +93,12 @@ def test_discover_finds_the_gauges_of_multipliers(config: lm.LMConfig) -> None:
 def test_on_the_slice_no_dead_direction_has_a_multiplier_in_it(config: lm.LMConfig, x64: None) -> None:
     """Tangents that the gauges' anchors do not read, and that the outputs do not see, hold multipliers still."""
     graph, params = _model(config)
-    flat, unravel = ravel_pytree(params)
-    inputs = jax.random.randint(jax.random.key(3), (24, 6), 0, 11)
+    (flat, unravel), inputs = ravel_pytree(params), jax.random.randint(jax.random.key(3), (24, 6), 0, 11)
 
-    def centred(x: jax.Array) -> jax.Array:
-        outputs = nnx.merge(graph, unravel(x))(inputs)
-        return outputs - outputs.mean(-1, keepdims=True)
+    def log_probabilities(x: jax.Array) -> jax.Array:
+        return jax.nn.log_softmax(nnx.merge(graph, unravel(x))(inputs))
 
-    jacobian = np.asarray(jit(jax.jacrev(centred))(flat)).reshape(-1, flat.size)
+    jacobian = np.asarray(jit(jax.jacrev(log_probabilities))(flat)).reshape(-1, flat.size)
     _, sizes, right = np.linalg.svd(jacobian, full_matrices=True)
     null = right[int(np.sum(sizes > 1e-9 * sizes[0])) :]
     leaves = leaves_by_path(params)
@@ -194,6 +186,7 @@ UNITS = go.rescale({"up": "_ channel"}, {"down": "channel _"})
 
 
 def _pair() -> Tree:
+    """Of four query heads and two key heads."""
     return normal(0, {"query": (4, 3), "key": (2, 3)})
 
 
@@ -288,31 +281,26 @@ SQUARED = go.rescale({"query": "(head _) _"}, {"key": "head _"}, degree=2)
 ROTARY = {"kind": "cap", "cap": 1.0, "gauges": PAIR}
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"kind": "cap"}, "kind='cap' without a number"),
-        ({"kind": "decay", "decay": 1.5}, "kind='decay' without a number"),
-        ({"kind": "decay", "decay": 1.0}, "kind='decay' without a number"),
-        ({"kind": "cap", "cap": float("inf")}, "kind='cap' without a number"),
-        ({"kind": "cap", "cap": jnp.ones(2)}, "kind='cap' without a number"),
-        ({"kind": "init", "cap": 2.0}, "a number that kind='init' does not take"),
-        ({"kind": "cap", "cap": 2.0, "decay": 0.1}, "a number that kind='cap' does not take"),
-        ({"kind": "fix"}, "bad kind"),
-        ({"kind": "init", "on_unknown": "ignore"}, "bad on_unknown"),
-        ({"gauges": [PAIR, ROTATION]}, "without two sides"),
-        ({"gauges": SQUARED}, "two sides of one degree"),
-        ({"gauges": [PAIR, OTHER]}, "sizes of two gauges with 'query'"),
-        (ROTARY | {"gauges": [PAIR, UNITS], "alone": {"query": "head _"}}, "nest two hold_products"),
-        ({"alone": {"query": "head _"}}, "write kind='cap'"),
-        (ROTARY | {"alone": {}}, "alone= that cannot be bound"),
-        (ROTARY | {"alone": {"rotary": "_ _"}}, "name the same axes"),
-        (ROTARY | {"alone": {"rotary": "_ head"}}, "name the same axes"),
-        (ROTARY | {"alone": {"rotary": "channel _"}}, "name the same axes"),
-        (ROTARY | {"alone": {"query": "(head _) _", "rotary": "head _"}}, "a range of entries that the gauge leaves"),
-        (ROTARY | {"alone": {"rotary": "head _"}}, "without max_logits"),
-    ],
-)
+@pytest.mark.parametrize(("options", "said"), [
+    ({"kind": "cap"}, "kind='cap' without a number"),
+    ({"kind": "decay", "decay": 1.0}, "kind='decay' without a number"),
+    ({"kind": "cap", "cap": float("inf")}, "kind='cap' without a number"),
+    ({"kind": "cap", "cap": jnp.ones(2)}, "kind='cap' without a number"),
+    ({"kind": "init", "cap": 2.0}, "a number that kind='init' does not take"),
+    ({"kind": "cap", "cap": 2.0, "decay": 0.1}, "a number that kind='cap' does not take"),
+    ({"kind": "fix"}, "bad kind"),
+    ({"kind": "init", "on_unknown": "ignore"}, "bad on_unknown"),
+    ({"gauges": [PAIR, ROTATION]}, "without two sides"),
+    ({"gauges": SQUARED}, "two sides of one degree"),
+    ({"gauges": [PAIR, OTHER]}, "sizes of two gauges with 'query'"),
+    (ROTARY | {"gauges": [PAIR, UNITS], "alone": {"query": "head _"}}, "nest two hold_products"),
+    ({"alone": {"query": "head _"}}, "write kind='cap'"),
+    (ROTARY | {"alone": {}}, "alone= that cannot be bound"),
+    (ROTARY | {"alone": {"rotary": "_ head"}}, "name the same axes"),
+    (ROTARY | {"alone": {"rotary": "channel _"}}, "name the same axes"),
+    (ROTARY | {"alone": {"query": "(head _) _", "rotary": "head _"}}, "a range of entries that the gauge leaves"),
+    (ROTARY | {"alone": {"rotary": "head _"}}, "without max_logits"),
+])
 def test_mistakes_are_named(options: dict[str, Any], said: str) -> None:
     params = {**_pair(), "kernel": jnp.ones(2), "rotary": jnp.ones((2, 3))}
     with refused("", "hold_products", said):
@@ -324,30 +312,23 @@ LOGITS = {"": jnp.array([30.0, 0.1])}
 NESTED = "one entry for each of rescale of 'up', multiplier_balance of 'query'"
 
 
-@pytest.mark.parametrize(
-    ("alone", "max_logits", "said"),
-    [
-        ({"rotary": "head _"}, (None, LOGITS), ""),
-        (None, (None, LOGITS), ""),
-        (None, [LOGITS, None], ""),
-        (None, LOGITS, NESTED),
-        (None, (LOGITS,), NESTED),
-        (None, (None, {"": jnp.ones(3)}), "max_logits of other channels than multiplier_balance of 'query'"),
-        (None, (jnp.ones(2), None), "max_logits of other channels than rescale of 'up'"),
-        ({"rotary": "head _"}, (LOGITS, None), "alone= without logits"),
-    ],
-)
+@pytest.mark.parametrize(("alone", "max_logits", "said"), [
+    ({"rotary": "head _"}, (None, LOGITS), ""),
+    (None, (None, LOGITS), ""),
+    (None, [LOGITS, None], ""),
+    (None, LOGITS, NESTED),
+    (None, (LOGITS,), NESTED),
+    (None, (None, {"": jnp.ones(3)}), "max_logits of other channels than multiplier_balance of 'query'"),
+    (None, (jnp.ones(2), None), "max_logits of other channels than rescale of 'up'"),
+    ({"rotary": "head _"}, (LOGITS, None), "alone= without logits"),
+])
 @pytest.mark.parametrize("nest", [lambda tx: tx, lambda tx: optax.chain(tx, optax.identity())])
-def test_logits_of_nested_caps_reach_their_gauges(
-    nest: Callable[[Any], Any], alone: Any, max_logits: Any, said: str
-) -> None:
+def test_logits_of_nested_caps_reach_their_gauges(nest: Any, alone: Any, max_logits: Any, said: str) -> None:
     """Both gauges have two channels, so that the shapes of logits do not tell whose they are."""
-    shapes = {"query": (2, 3), "key": (2, 3), "rotary": (2, 3), "up": (3, 2), "down": (2, 3)}
-    params = {path: jnp.ones(shape) for path, shape in shapes.items()}
-    heads, units = (go.multiplier_balance({"query": "head _"}, {"key": "head _"}),
-                    go.rescale({"up": "_ unit"}, {"down": "unit _"}))
+    params = dict.fromkeys(("query", "key", "rotary", "down"), jnp.ones((2, 3))) | {"up": jnp.ones((3, 2))}
+    heads = go.multiplier_balance({"query": "head _"}, {"key": "head _"})
     inside = go.orbit.hold_products(optax.sgd(1.0), heads, "cap", cap=20.0, alone=alone)
-    tx = go.orbit.hold_products(nest(inside), units, "cap", cap=20.0)
+    tx = go.orbit.hold_products(nest(inside), UNITS, "cap", cap=20.0)
     with refused("", "hold_products", said) if said else contextlib.nullcontext():
         updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params, max_logits=max_logits)
         moved = [bool(jnp.abs(updates[path]).max() > 0.1) for path in ("up", "query")]
@@ -384,48 +365,40 @@ def test_qk_clip_bounds_the_logits_of_latent_attention(fused: bool, x64: None) -
     def largest(p: Tree) -> jax.Array:
         return jnp.max(logits(p), (0, 2, 3))
 
-    def clipped(inner: Any, cap: float, **options: Any) -> Callable[[Tree, Any, Tree], tuple[Tree, Any]]:
-        """(gradient, state or None at first, parameters) → parameters and state after a step."""
-        tx = go.orbit.hold_products(inner, gauge, "cap", cap=cap, **options)
+    def step(tx: Any, gradient: Tree, state: Any, p: Tree) -> tuple[Tree, Any]:
+        updates, state = tx.update(gradient, state or tx.init(p), p, max_logits={"": largest(p)})
+        return optax.apply_updates(p, updates), state
 
-        def step(gradient: Tree, state: Any, p: Tree) -> tuple[Tree, Any]:
-            updates, state = tx.update(gradient, state or tx.init(p), p, max_logits={"": largest(p)})
-            return optax.apply_updates(p, updates), state
-
-        return step
-
+    clip = functools.partial(go.orbit.hold_products, gauges=gauge, kind="cap")
     # One step that changes nothing but sizes: every head ends at the bound that its own logits ask for.
-    moved, _ = clipped(optax.sgd(0.0), 0.5, alone=alone)(params, None, params)
+    moved, _ = step(clip(optax.sgd(0.0), cap=0.5, alone=alone), params, None, params)
     factor = logits(moved) / logits(params)
     np.testing.assert_allclose(factor, jnp.broadcast_to(factor[:1, :, :1, :1], factor.shape), rtol=1e-9)
     assert np.all(largest(params) > 1.5) and np.all((0.45 < largest(moved)) & (largest(moved) < 0.5))
     assert abs(factor[0, 0, 0, 0] / factor[0, 1, 0, 0] - 1) > 1e-3, "both heads have one factor"
     np.testing.assert_array_equal(moved["attn"]["kv_a"]["kernel"], params["attn"]["kv_a"]["kernel"])
-    halves, _ = clipped(optax.sgd(0.0), 0.5)(params, None, params)
+    halves, _ = step(clip(optax.sgd(0.0), cap=0.5), params, None, params)
     skewed = logits(halves) / logits(params)
     assert np.ptp(skewed) > 0.1, "without alone= all logits of a head have one factor, too"
 
     def grown(cap: float) -> np.ndarray:
-        gradient, step = jax.grad(lambda p: -jnp.sum(jnp.log(largest(p)))), clipped(optax.adam(1e-2), cap, alone=alone)
-        both = jit(lambda p, state: step(gradient(p), state, p))
-        (point, state), seen = both(params, None), []
+        gradient, tx = jax.grad(lambda p: -jnp.sum(jnp.log(largest(p)))), clip(optax.adam(1e-2), cap=cap, alone=alone)
+        trained_on = jit(lambda p, state: step(tx, gradient(p), state, p))
+        (point, state), seen = trained_on(params, None), []
         for _ in range(99):
-            point, state = both(point, state)
+            point, state = trained_on(point, state)
             seen.append(np.asarray(largest(point)))
         return np.array(seen)
 
     free = grown(1e9)[-1]
-    cap = 0.5 * float(free.min())
-    bounded = grown(cap)
+    bounded = grown(cap := 0.5 * float(free.min()))
     print(f"largest logits: free {free}, cap {cap:.1f}, bounded {bounded[-1]}, at most {bounded.max():.1f}")
     assert free.min() > 1.9 * cap and bounded.max() < 1.03 * cap and 0.8 * cap < bounded[-1].min()
 
 
 def test_a_product_that_was_zero_is_left_alone(x64: None) -> None:
-    params = _pair()
-    params["key"] = params["key"].at[0].set(0.0)
+    params = _pair() | {"key": _pair()["key"].at[0].set(0.0)}
     tx = go.orbit.hold_products(optax.sgd(1.0), PAIR, "init")
-    updates, _ = tx.update(jax.tree.map(lambda x: -0.5 * jnp.ones_like(x), params), tx.init(params), params)
-    moved = optax.apply_updates(params, updates)
+    moved = trained(tx, lambda p: -0.5 * sum(map(jnp.sum, jax.tree.leaves(p))), params, 1)[0]
     np.testing.assert_allclose(moved["key"][0], 0.5, rtol=1e-12)
     np.testing.assert_allclose(_products(moved)[1], _products(params)[1], rtol=1e-12)

@@ -24,9 +24,23 @@ Tree = Any
 PACKABLE = ("head_linear", "rope_linear")
 CASES = [case for case in GAUGE_CASES if case.name.startswith((*PACKABLE, "product/linear"))]
 HEADS = go.head_linear({"query": "_ head basis"}, {"key": "_ head basis"})
+STACKED, PART = "layer _ head basis", ("qkv=0 _ head=0:2 basis", "qkv=1 _ head=0:2 basis")
+MORE = [  # a layer axis, and a block on a part of two axes
+    GaugeCase("stacked", lambda: [go.head_linear({"query": STACKED}, {"key": STACKED})],
+              lambda _: normal(0, {"query": (2, 6, 2, 3), "key": (2, 6, 2, 3)}),
+              lambda p: jnp.sum(jnp.cos(jnp.einsum("ldhe,lfhe->lhdf", p["query"], p["key"]))), dim=36),
+    GaugeCase("part", lambda: [go.head_linear({"qkv": PART[0]}, {"qkv": PART[1]})],
+              lambda _: normal(0, {"qkv": (3, 6, 4, 3)}), lambda p: _scores_and_rest(*p["qkv"]), dim=18),
+]
 SIX: dict[str, tuple[int, ...]] = {"query": (6, 2, 3), "key": (6, 2, 3)}
 GPT = CONFIGS["gpt"]
 WHOLE = [gauge for gauge in lm.gauges(GPT, linear=True) if gauge.name == "head_linear"]
+
+
+def _scores_and_rest(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Scores of the first two heads, and all other entries."""
+    scores = jnp.einsum("dhe,fhe->hdf", q[:, :2], k[:, :2])
+    return jnp.sum(jnp.cos(scores)) + sum(jnp.sum(jnp.cos(x)) for x in (q[:, 2:], k[:, 2:], v))
 
 
 def _size(tree: Tree) -> int:
@@ -40,10 +54,10 @@ def _same_bits(a: Tree, b: Tree) -> bool:
 # What is saved, and that the function stays -----------------------------------------------------------
 
 
-@pytest.mark.slow_rows("*-float32-shared")
+@pytest.mark.slow_rows("*-float32-shared", "stacked-*", "part-*")
 @pytest.mark.parametrize("shared", [False, True], ids=["per_head", "shared"])
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, *MORE], ids=lambda case: case.name)
 def test_every_register_row_is_packed(case: GaugeCase, dtype: str, shared: bool) -> None:
     """The function stays; as many numbers go as the gauges have dimensions; the round trip keeps every bit."""
     assert case.loss is not None
@@ -87,17 +101,6 @@ def test_the_size_keeps_the_block_as_large_as_it_was() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shared", [False, True])
-def test_a_layer_axis(shared: bool) -> None:
-    params = normal(0, {"query": (2, 6, 2, 3), "key": (2, 6, 2, 3)})
-    gauge = go.head_linear({"query": "layer _ head basis"}, {"key": "layer _ head basis"})
-    packed = go.orbit.pack(params, gauge, shared=shared)
-    assert leaves_by_path(packed)["query"].shape == (2, 3, 2, 3)
-    scores = [jnp.einsum("ldhe,lfhe->lhdf", p["query"], p["key"]) for p in (params, go.orbit.unpack(packed))]
-    np.testing.assert_allclose(*scores, atol=1e-5)
-
-
-@pytest.mark.slow
 def test_the_packed_leaf_may_count_heads_in_another_order_than_the_gauge() -> None:
     gauge = go.head_linear({"query": "layer _ head basis"}, {"key": "head _ layer basis"})
     params = {"query": jnp.zeros((2, 6, 3, 3))} | normal(0, {"key": (3, 6, 2, 3)})
@@ -120,18 +123,6 @@ def test_queries_and_values_in_one_leaf_with_keys_whose_entries_stay(shared: boo
     for tree in (packed, whole):
         np.testing.assert_allclose(_fused_outputs(tree), _fused_outputs(fused), atol=1e-5)
     assert _same_bits(go.orbit.unpack(go.orbit.pack(whole, gauges, shared=shared)), whole)
-
-
-@pytest.mark.slow
-def test_a_block_on_a_part_of_two_axes() -> None:
-    part = go.head_linear({"qkv": "qkv=0 _ head=0:2 basis"}, {"qkv": "qkv=1 _ head=0:2 basis"})
-    leaf = normal(0, {"qkv": (3, 6, 4, 3)})
-    packed = go.orbit.pack(leaf, part)
-    assert _size(leaf) - _size(packed) == 2 * 9
-    whole = go.orbit.unpack(packed)
-    np.testing.assert_array_equal(whole["qkv"][2], leaf["qkv"][2])
-    np.testing.assert_array_equal(whole["qkv"][:, :, 2:], leaf["qkv"][:, :, 2:])
-    assert _same_bits(go.orbit.unpack(go.orbit.pack(whole, part)), whole)
 
 
 def _fused_gauges() -> list[go.Gauge]:
@@ -275,46 +266,35 @@ def test_gauges_that_are_left_go_on_under_quotient(x64: None) -> None:
 
 def test_singular_heads_are_named() -> None:
     params = {name: x.at[:, 1, 2].set(x[:, 1, 0]) for name, x in normal(0, SIX).items()}
-    words = "head=1", "condition number", "leave this layer out"
-    with refused(r"^head_linear: singular heads in '(query|key)'", *words):
+    with refused(r"^head_linear: singular heads in '(query|key)'", "head=1", "condition number", "leave this layer"):
         go.orbit.pack(params, HEADS)
     # Heads that read disjoint features have rows of their own, but none that both could share.
-    eye = jnp.eye(6)
-    params = dict.fromkeys(("query", "key"), jnp.stack([eye[:, :3], eye[:, 3:]], 1))
+    params = dict.fromkeys(("query", "key"), jnp.eye(6).reshape(6, 2, 3))
     with pytest.raises(ValueError, match=r"leave out shared=True"):
         go.orbit.pack(params, HEADS, shared=True)
     assert _same_bits(go.orbit.unpack(go.orbit.pack(params, HEADS)), params)
 
 
 TURN = go.head_rotation({"query": "_ head basis", "key": "_ head basis"})
-UNPACKABLE: dict[str, tuple[str, Any]] = {
-    "no linear gauge": (r"nothing to pack\n  found:    gauges head_rotation", lambda p: go.orbit.pack(p, TURN)),
-    "size": (r"bad size", lambda p: go.orbit.pack(p, HEADS, size=0.0)),
-    "in jit": (r"no numbers in '(query|key)'", jax.jit(lambda p: go.orbit.pack(p, HEADS))),
-    "eval_shape": (r"no numbers in '(query|key)'", lambda p: jax.eval_shape(lambda q: go.orbit.pack(q, HEADS), p)),
-    "shapes": (r"no numbers in", lambda p: go.orbit.pack(jax.eval_shape(lambda: p), HEADS)),
-    "another axis": (
-        r"no product with 'query' along axis 1",
-        lambda p: go.orbit.packed_dot(jnp.ones((2, 2)), go.orbit.pack(p, HEADS)["query"], 1),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", UNPACKABLE)
-def test_what_cannot_be_packed_is_refused(name: str) -> None:
-    match, call = UNPACKABLE[name]
-    with pytest.raises(ValueError, match=match):
-        call(normal(0, SIX))
-
-
-@pytest.mark.parametrize("rows", [
+ROWS_OF_OTHERS: list[Any] = [
     {}, {"key": {"head _ basis": {}}}, {"query": {"_ head basis": {"rows": [[0, 1, 2]]}}},
-    *({"query": {"_ head basis": {"size": 1.0, "rows": own}}} for own in (
-        [[0, 1]], [[0, 1, 6]], [[0, 1, 1]], [[0, 1, 2]] * 3)),
+    *({"query": {"_ head basis": {"size": 1.0, "rows": own}}} for own in ([[0, 1]], [[0, 1, 6]], [[0, 1, 1]])),
+    {"query": {"_ head basis": {"size": 1.0, "rows": [[0, 1, 2]] * 3}}},
+]
+
+
+@pytest.mark.parametrize(("call", "match"), [
+    (lambda p: go.orbit.pack(p, TURN), r"nothing to pack\n  found:    gauges head_rotation"),
+    (lambda p: go.orbit.pack(p, HEADS, size=0.0), r"bad size"),
+    (jax.jit(lambda p: go.orbit.pack(p, HEADS)), r"no numbers in '(query|key)'"),
+    (lambda p: go.orbit.pack(jax.eval_shape(lambda: p), HEADS), r"no numbers in '(query|key)'"),
+    (lambda p: go.orbit.packed_dot(jnp.ones((2, 2)), go.orbit.pack(p, HEADS)["query"], 1),
+     r"no product with 'query' along axis 1"),
+    *((functools.partial(go.orbit.pack, gauges=HEADS, rows=rows), r"no rows for 'query'") for rows in ROWS_OF_OTHERS),
 ])
-def test_rows_of_another_tree_are_refused(rows: Any) -> None:
-    with pytest.raises(ValueError, match=r"no rows for 'query'"):
-        go.orbit.pack(normal(0, SIX), HEADS, rows=rows)
+def test_what_cannot_be_packed_is_refused(call: Any, match: str) -> None:
+    with refused(match):
+        call(normal(0, SIX))
 
 
 @pytest.mark.slow

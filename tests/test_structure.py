@@ -2,13 +2,14 @@
 
 import ast
 import functools
+import graphlib
 import inspect
 import re
 import sys
 import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import FrameType
 from typing import Any
 
 import jax
@@ -25,99 +26,58 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "gauge_optax"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
-# A module may import its own layer and those below. The slice knows parts, and no gauge; it is what reads
-# them. `discovery`, `measure`, `testing` and `tools` treat an optimizer as a black box.
-LAYERS: dict[str, int] = {
-    "errors": -1,
-    "traced": -1,
-    "binding": 0,
-    "linalg": 1,
-    "xla": 1,
-    "transformation": 1,
-    "frozen": 1,
-    "wrapped": 1,
-    "parts": 2,
-    "slice": 3,
-    "gauges": 4,
-    "optimizers": 5,
-    "states": 5,
-    "orbit": 5,
-    "measure": 6,
-    "ddc": 5,
-    "norms": 5,
-    "links": 6,
-    "tools": 6,
-    "discovery": 6,
-    "testing": 6,
-    "__init__": 7,
-}
+# From the bottom up. A module may import its own layer and those below. The slice knows parts, and no gauge; it is what
+# reads them. `discovery`, `measure`, `testing` and `tools` treat an optimizer as a black box.
+LAYERS = (
+    {"errors", "traced"}, {"binding"}, {"linalg", "xla", "transformation", "frozen", "wrapped"}, {"parts"}, {"slice"},
+    {"gauges"}, {"optimizers", "states", "orbit", "ddc", "norms"},
+    {"measure", "links", "tools", "discovery", "testing"},
+)
 BLACK_BOX = ("discovery", "measure", "testing", "tools")
+EDGES = architecture.imports()
+"""Folder → the folders that its files import from; a file beside the folders counts as one."""
 
 
-def imports(path: Path) -> Iterator[str]:
-    """Dotted names that a file imports, at any depth; of `from a import b`, both a and a.b."""
-    for node in ast.walk(ast.parse(path.read_text())):
+def imports(tree: ast.Module) -> Iterator[str]:
+    """Dotted names that a file imports, at any depth; of `from a import b` and of `import a.b`, both a and a.b."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            yield from (name for alias in node.names for name in (alias.name, alias.name.partition(".")[0]))
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0 and node.module, f"relative import in {path.name}"
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            assert node.level == 0 and node.module, "a relative import"
+            yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
 
 
 def part_of(path: Path) -> str:
-    """The layer of a file: its folder, or its own name beside the folders."""
+    """The folder of a file, or its own name beside the folders."""
     return path.relative_to(PACKAGE).with_suffix("").parts[0]
 
 
-def imported_parts(path: Path) -> set[str]:
-    """The layers of this package that a file imports."""
-    names = {name.removeprefix("gauge_optax.") for name in imports(path) if name.startswith("gauge_optax.")}
-    paths = {name: PACKAGE / name.replace(".", "/") for name in names}
-    files = {name for name, path in paths.items() if path.is_dir() or path.with_suffix(".py").exists()}
-    return {name.split(".")[0] for name in files} & set(LAYERS)
-
-
-def test_every_module_has_a_layer() -> None:
-    assert {part_of(path) for path in SOURCES} == set(LAYERS)
+def test_imports_go_down() -> None:
+    """Nothing of a higher layer; no optimizer where it is a black box; no circle, through other folders either."""
+    assert {part_of(path) for path in SOURCES} - {"__init__"} == set(EDGES) == set().union(*LAYERS)
+    assert EDGES["slice"] == {"binding", "errors", "linalg", "parts", "xla"} and "norms" in EDGES["optimizers"]
+    layer = {part: height for height, parts in enumerate(LAYERS) for part in parts}
+    assert [(part, other) for part in EDGES for other in EDGES[part] if layer[other] > layer[part]] == []
+    assert not any({"optimizers", "ddc"} & EDGES[part] for part in BLACK_BOX)
+    assert set(graphlib.TopologicalSorter(EDGES).static_order()) == set(EDGES)
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_a_file_says_what_it_is_and_imports_what_it_may(path: Path) -> None:
-    """Nothing of a higher layer; plain pytrees and public Optax alone; no optimizer where it is a black box."""
-    layer, names = LAYERS[part_of(path)], set(imports(path))
-    assert {name for name in imported_parts(path) if LAYERS[name] > layer} == set()
-    assert "gauge_optax" not in names or layer == LAYERS["__init__"]
-    assert part_of(path) not in BLACK_BOX or not {"optimizers", "ddc"} & imported_parts(path)
-    for forbidden in ("flax", "optax._src", "jax._src", "models", "tests", "examples"):
-        assert not [name for name in names if f"{name}.".startswith(f"{forbidden}.")]
-    assert ast.get_docstring(ast.parse(path.read_text()))
-
-
-def test_no_two_folders_import_each_other() -> None:
-    """Directly or through others; a file beside the folders counts as one."""
-    edges: dict[str, set[str]] = {}
-    for path in SOURCES:
-        if path != PACKAGE / "__init__.py":
-            edges.setdefault(part_of(path), set()).update(imported_parts(path) - {part_of(path)})
-    assert edges["ddc"] >= {"optimizers"} and edges["states"] >= {"optimizers"}
-    reached = {part: set(others) for part, others in edges.items()}
-    for _ in edges:  # so many steps reach whatever can be reached
-        reached = {part: others.union(*(reached[other] for other in others)) for part, others in reached.items()}
-    assert [part for part, others in reached.items() if part in others] == []
-
-
-def test_the_check_sees_imports() -> None:
-    assert imported_parts(PACKAGE / "optimizers" / "_max_norm_muon.py") >= {"norms", "optimizers"}
-    assert imported_parts(PACKAGE / "slice.py") == {"binding", "errors", "linalg", "parts", "xla"}
+def test_a_file_says_what_it_is_and_uses_public_names(path: Path) -> None:
+    """Plain pytrees and public Optax alone, and nothing of this repository around the package."""
+    tree = ast.parse(path.read_text())
+    for name in imports(tree):
+        assert not f"{name}.".startswith(("flax.", "optax._src.", "jax._src.", "models.", "tests.", "examples."))
+        assert name != "gauge_optax" or path == PACKAGE / "__init__.py"
+    assert ast.get_docstring(tree)
 
 
 @functools.cache
 def kinds() -> set[str]:
     """Names of the classes of parts and of symmetries, and of all gauges but the two that a caller may hold."""
-    files = [*(PACKAGE / "parts").rglob("*.py"), *(PACKAGE / "gauges").rglob("*.py")]
-    nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)]
-    return {node.name for node in nodes} - {"Gauge", "Product"}
+    trees = [ast.parse(path.read_text()) for path in SOURCES if part_of(path) in ("parts", "gauges")]
+    return {x.name for tree in trees for x in ast.walk(tree) if isinstance(x, ast.ClassDef)} - {"Gauge", "Product"}
 
 
 def questions(source: str) -> Iterator[str]:
@@ -152,11 +112,9 @@ ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
 
 def test_the_picture_of_the_architecture_is_drawn_from_the_code() -> None:
     """`python -m docs.architecture` draws it; the table names every folder, and every file beside the folders."""
-    edges = architecture.imports()
-    assert edges["slice"] == imported_parts(PACKAGE / "slice.py") and set(edges) == set(LAYERS) - {"__init__"}
     assert architecture.PICTURE.read_text() == architecture.picture()
     rows = [line.split("|")[1] for line in ARCHITECTURE.splitlines() if line.startswith("| `")]
-    assert set(re.findall(r"`(\w+)(?:/|\.py)`", " ".join(rows))) == set(LAYERS)
+    assert set(re.findall(r"`(\w+)(?:/|\.py)`", " ".join(rows))) == {*EDGES, "__init__"}
 
 
 def test_an_update_takes_the_steps_that_the_page_and_the_picture_name() -> None:
@@ -184,20 +142,11 @@ def test_an_update_takes_the_steps_that_the_page_and_the_picture_name() -> None:
 # Documentation ------------------------------------------------------------------------------------
 
 
-def public_functions(module: ModuleType) -> dict[str, Callable[..., object]]:
-    """Functions that a module offers: of `__all__` where it has one, else its own without an underscore."""
-    names = getattr(module, "__all__", None)
-    if names is None:
-        names = [n for n, f in inspect.getmembers(module, inspect.isfunction) if f.__module__ == module.__name__]
-    members = {name: getattr(module, name) for name in names if not name.startswith("_")}
-    return {name: member for name, member in members.items() if inspect.isfunction(member)}
-
-
-MODULES = tuple(getattr(go, name) for name in go._MODULES)
-FUNCTIONS = {
-    f"{module.__name__}.{name}": function
-    for module in (go, *MODULES) for name, function in public_functions(module).items()
+PUBLIC = {
+    path: functools.reduce(getattr, path.split(".")[1:], go) for paths in symbols.paths().values() for path in paths
 }
+"""What the reference has a page of."""
+FUNCTIONS: dict[str, Callable[..., object]] = {path: x for path, x in PUBLIC.items() if inspect.isfunction(x)}
 
 
 def test_all_is_grouped_and_whole_and_the_reference_has_the_same_names() -> None:
@@ -205,9 +154,9 @@ def test_all_is_grouped_and_whole_and_the_reference_has_the_same_names() -> None
     assert len(grouped) > 1 and all(len(names) > 1 for names in grouped.values())
     assert [name for names in grouped.values() for name in names] == go.__all__
     assert dir(go) == sorted(set(go.__all__)) and len(go.__all__) <= 40
-    pages = [path for paths in symbols.paths().values() for path in paths]
-    classes = [f"gauge_optax.measure.{name}" for name in ("EmpiricalFisher", "Fisher", "GGN", "Hessian", "Recorder")]
-    assert sorted(pages) == sorted([*FUNCTIONS, "gauge_optax.Gauge", *classes])
+    assert {*symbols.MODULES.values()} == {getattr(go, name) for name in go._MODULES}
+    classes = {f"gauge_optax.measure.{name}" for name in ("EmpiricalFisher", "Fisher", "GGN", "Hessian", "Recorder")}
+    assert PUBLIC.keys() - FUNCTIONS.keys() == classes | {"gauge_optax.Gauge"}
     assert FUNCTIONS.keys() >= {
         "gauge_optax.rescale", "gauge_optax.measure.vertical_motion", "gauge_optax.testing.assert_invariant"
     }
@@ -250,16 +199,8 @@ def test_everything_public_is_registered_under_a_name_of_its_own(base: type, cas
 # How much of the package one update passes through ------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def rows() -> dict[str, dict[str, int]]:
-    return readability.rows()
-
-
-def test_an_update_of_quotient_is_short(rows: dict[str, dict[str, int]]) -> None:
-    assert 0 < rows["quotient"]["files"] <= 10
-    assert 0 < rows["quotient"]["functions"] <= 80
-    assert 0 < rows["quotient"]["nouns"] <= 15
-
-
-def test_plain_ddc_passes_few_files(rows: dict[str, dict[str, int]]) -> None:
+def test_an_update_passes_few_files_and_functions() -> None:
+    rows = readability.rows()
+    for what, most in {"files": 10, "functions": 80, "nouns": 15}.items():
+        assert 0 < rows["quotient"][what] <= most, what
     assert rows["quotient"]["files"] < rows["ddc_adamw, plain"]["files"] <= 14

@@ -123,9 +123,9 @@ def test_rtol_and_atol_are_chexs() -> None:
     params = {"logits": jnp.array([3.0, 1.0, 2.0])}
     moved = float(shift.sample(jax.random.split(KEY, 2)[0], params)[""]["logits"])
 
-    def close(rtol: float | None, atol: float | None, offset: float = 10.0) -> bool:
+    def close(rtol: float | None, atol: float | None) -> bool:
         try:
-            go.testing.assert_invariant(lambda p: p["logits"] + offset, params, shift, KEY, rtol=rtol, atol=atol)
+            go.testing.assert_invariant(lambda p: p["logits"] + 10.0, params, shift, KEY, rtol=rtol, atol=atol)
         except AssertionError:
             return False
         return True

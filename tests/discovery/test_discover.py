@@ -2,20 +2,13 @@
 
 import jax
 import numpy as np
-import pytest
 
 import gauge_optax as go
-from tests.discovery.nets import CONFIGS, FORMS, near
+from tests.discovery.nets import CONFIGS, FORMS, every_net, near
 from tests.discovery.test_layouts import check
 
-QUICK = {("llama", "unrolled"), ("gpt", "scanned")}
-ROWS = [
-    pytest.param(name, form, marks=[] if (name, form) in QUICK else [pytest.mark.slow])
-    for name in CONFIGS for form in FORMS if form == "unrolled" or name in ("gpt", "llama", "qwen", "gemma3")]
 
-
-@pytest.mark.slow_rows("gpt-scanned")
-@pytest.mark.parametrize(("name", "form"), ROWS)
+@every_net(("llama", "unrolled"))
 def test_every_gauge_of_the_hand_list_by_span(name: str, form: str) -> None:
     net = FORMS[form](CONFIGS[name])
     report = check(net.fn, net.params, net.batches, net.gauges(True))

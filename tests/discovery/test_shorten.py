@@ -28,7 +28,7 @@ def short_of(fn: Callable[[Any, Any], Any], shapes: Any, kept: Mapping[str, tupl
             gone |= set(list(dict.fromkeys(trace.spaces.canon(ids).tolist()))[n:])
         return gone
 
-    return shorter(lambda p, x: [fn(p, x)], normal(0, shapes), batch(), dropped)
+    return shorter(lambda p, x: [fn(p, x)], jax.tree.map(np.asarray, normal(0, shapes)), batch(), dropped)
 
 
 def batch() -> Any:
@@ -104,7 +104,7 @@ def test_outputs_are_those_of_a_call_on_shorter_axes(name: str, x64: None) -> No
         np.testing.assert_allclose(function(small, tokens)[0], fn(small, tokens), rtol=1e-12, atol=1e-12)
 
 
-def refused(rule: Callable[[Any, jax.Array], jax.Array], match: str = "") -> None:
+def refused(rule: Callable[[Any, jax.Array], jax.Array], match: str | None = None) -> None:
     """The whole instance is searched then."""
     shapes = {name: LEAVES[name] for name in ("embed", "scale", "square")}
     with pytest.raises(Refused, match=match):

@@ -4,13 +4,12 @@ import dataclasses
 from collections import Counter
 from typing import Any
 
-import numpy as np
 import pytest
 
 import gauge_optax as go
 from benchmarks import fuzz
 from gauge_optax.discovery.report import Report
-from gauge_optax.discovery.scaled_products import KIND, along_the_curve
+from gauge_optax.discovery.scaled_products import KIND
 from models.random_decoders import Spec
 from tests.discovery.nets import KINDS
 
@@ -67,17 +66,6 @@ SPEC = dataclasses.replace(
     fuzz.drawn(68), layers=1, width=6, heads=2, kv_heads=1, hidden=5, mlp="gelu", bias="none", scanned=False)
 
 
-@pytest.mark.parametrize("size", [3, 4, 7])
-def test_scales_move_along_a_curve_on_which_their_matrix_turns(size: int) -> None:
-    before = np.random.default_rng(size).uniform(0.3, 1.5, size) * np.where(np.arange(size) == 1, -1.0, 1.0)
-    after, turn = along_the_curve(before)
-    centred = np.eye(size) - 1 / size
-    np.testing.assert_allclose(turn.T @ turn, np.eye(size), atol=1e-13)
-    np.testing.assert_allclose(turn @ np.ones(size), np.ones(size), atol=1e-13)
-    np.testing.assert_allclose(centred @ (turn.T * after @ turn) @ centred, centred * before @ centred, atol=1e-13)
-    assert np.abs(after - before).max() > 0.02
-
-
 def test_they_are_named_and_nothing_else_is_unexplained() -> None:
     report = found(dataclasses.replace(SPEC, position="learned"))
     assert report.ungauged[KIND] == ("layers/0/k + layers/0/k_norm/scale + layers/0/q + layers/0/q_norm/scale",)
@@ -89,7 +77,6 @@ def test_they_are_named_and_nothing_else_is_unexplained() -> None:
     (dict(scale="one_plus"), True), (dict(scale="one_plus", layers=2, scanned=True), True),
     (dict(qk_norm="rms"), False), (dict(position="half"), False),
 ], ids=["one_plus", "one_plus, scanned", "rms", "half"])
-def test_scales_stored_less_one_have_them_and_norms_that_do_not_centre_or_rotary_heads_have_none(
-    switches: dict[str, Any], named: bool
-) -> None:
+def test_which_scales_are_named(switches: dict[str, Any], named: bool) -> None:
+    """Those that are stored less one, too; none of norms that do not centre, or of rotary heads."""
     assert (KIND in found(dataclasses.replace(SPEC, **switches)).ungauged) == named

@@ -17,13 +17,11 @@ from tests.refusals import each_refused
 def test_it_says_the_constructors_own_arguments() -> None:
     gauges = [
         go.norm_scale({"n": "1+ channel"}, {"q": ("channel (qkv=0 _)", "channel (qkv=1 _)")}, sizes={"qkv": 3}),
-        go.rope_torus({"q": "_ head basis=0:2+4:6"}, pairing="interleaved"),
-    ]
+        go.rope_torus({"q": "_ head basis=0:2+4:6"}, pairing="interleaved")]
     assert json.loads(go.tools.to_json(gauges)) == {"format": 1, "gauges": [
         {"kind": "norm_scale", "scale": {"n": "1+ channel"}, "sizes": {"qkv": 3},
          "into": {"q": ["channel (qkv=0 _)", "channel (qkv=1 _)"]}},
-        {"kind": "rope_torus", "blocks": {"q": "_ head basis=0:2+4:6"}, "pairing": "interleaved"},
-    ]}
+        {"kind": "rope_torus", "blocks": {"q": "_ head basis=0:2+4:6"}, "pairing": "interleaved"}]}
 
 
 def test_names_of_another_framework() -> None:

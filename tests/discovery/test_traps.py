@@ -141,11 +141,6 @@ def test_logits_hide_their_shift_unless_they_are_called_logits() -> None:
     assert not found(lambda p, x: 3.0 * jnp.tanh(fn(p, x) / 3.0), params, outputs="logits").gauges
 
 
-def test_a_scalar_loss_tells_as_much_from_more_points() -> None:
-    loss = lambda p, x: -jnp.mean(jax.nn.log_softmax(mlp(p, x))[:, 0])  # noqa: E731
-    check(loss, MLP, BATCHES, [RELU, go.logit_shift({"down/kernel": "_ vocab"})], outputs="loss")
-
-
 # Nets without symmetries, and layers that differ ---------------------------------------------------
 
 

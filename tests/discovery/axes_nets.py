@@ -66,19 +66,11 @@ def decoder(inner: Callable[[Any, jax.Array], jax.Array]) -> Callable[[Any, Any]
     return fn
 
 
-def plain(p: Any, x: jax.Array) -> jax.Array:
-    return flat(attention(*(heads(x @ p[name]) for name in "qkv"))) @ p["o"]
-
-
 def unequal(p: Any, x: jax.Array) -> jax.Array:
     """Grouped queries, one key-value head that is repeated; outputs come first."""
     q, k, v = jnp.split(x @ p["qkv"].T + p["bias"], [H * E, (H + 1) * E], -1)
     k, v = (jnp.repeat(heads(y, 1), H, 2) for y in (k, v))
     return flat(attention(heads(q), k, v)) @ p["o"]
-
-
-def by_index(p: Any, x: jax.Array) -> jax.Array:
-    return flat(attention(*(jnp.einsum("btd,hde->bthe", x, p["qkv"][n]) for n in range(3)))) @ p["o"]
 
 
 def unstacked(p: Any, x: jax.Array) -> jax.Array:
@@ -171,13 +163,10 @@ def convolve(x: jax.Array, kernel: jax.Array, groups: int = 1, numbers: Any = ("
 
 
 def convolutions(p: Any, x: Any) -> jax.Array:
+    """The pointwise kernel is stored as PyTorch does it."""
     y = jax.nn.relu(convolve(jax.nn.relu(convolve(x, p["first"])), p["depthwise"], D) * p["scale"])
-    y = jax.nn.relu(convolve(jax.nn.relu(convolve(y, p["pointwise"])), p["grouped"], 2))
-    return jnp.mean(y, (1, 2)) @ p["head"] + p["bias"]
-
-
-def torch_convolutions(p: Any, x: Any) -> jax.Array:
-    return jnp.mean(jax.nn.relu(convolve(x, p["conv"], 1, ("NCHW", "OIHW", "NCHW"))), (2, 3)) @ p["head"].T
+    y = jax.nn.relu(convolve(y, p["pointwise"], numbers=("NHWC", "OIHW", "NHWC")))
+    return jnp.mean(jax.nn.relu(convolve(y, p["grouped"], 2)), (1, 2)) @ p["head"] + p["bias"]
 
 
 def shifted(p: Any, x: jax.Array) -> jax.Array:
@@ -188,12 +177,9 @@ def shifted(p: Any, x: jax.Array) -> jax.Array:
     return jax.nn.silu(y) @ p["out"]
 
 
-def one_hot_table(p: Any, t: Any) -> jax.Array:
+def one_hot_and_merged(p: Any, t: Any) -> jax.Array:
+    """A table whose rows a product takes, and a kernel with LoRA's factors merged in."""
     x = jax.nn.one_hot(t, V, dtype=p["embed"].dtype) @ p["embed"]
-    return jax.nn.relu(x @ p["up"]) @ p["head"]
-
-
-def merged(p: Any, x: Any) -> jax.Array:
     return jax.nn.relu(x @ (p["w"] + p["a"] @ p["b"])) @ p["head"]
 
 
@@ -205,17 +191,12 @@ def joined(p: Any, x: Any) -> jax.Array:
 
 
 def latents(p: Any, x: Any) -> jax.Array:
-    """Learned queries that a residual sum keeps."""
+    """Learned queries that a residual sum keeps, and a block-diagonal kernel behind it."""
     own = jnp.broadcast_to(p["latents"], (2, *p["latents"].shape))
     y = own + jax.nn.softmax(own @ p["q"] @ jnp.swapaxes(x @ p["k"], 1, 2)) @ (x @ p["v"])
-    return jnp.mean(jax.nn.relu(y), 1) @ p["head"]
+    return jnp.mean(flat(jnp.einsum("bthe,hef->bthf", heads(jax.nn.relu(y)), p["blocks"])), 1) @ p["head"]
 
 
-def block_diagonal(p: Any, x: jax.Array) -> jax.Array:
-    return flat(jnp.einsum("bthe,hef->bthf", heads(x), p["w"]))
-
-
-ATTENTION = dict.fromkeys("qkv", (D, H * E)) | {"o": (H * E, D)}
 MATRIX = "_ neuron"
 MOE = {"router": (D, N), "up": (N, D, F), "down": (N, F, D)}
 OF_MOE = {"router": MATRIX, "up": "expert _ neuron", "down": "expert _ neuron"}
@@ -234,35 +215,23 @@ def of_stack(fn: Callable[[Any, Any], Any], within: bool) -> Case:
     return Case(fn, {**EMBED, **shapes}, tokens, {"up": axes, "down": axes, **HEAD}, TABLE)
 
 
-def latent_block(fused: bool) -> Case:
-    """`models.latent`: latent attention with gated outputs, and experts that a softmax weighs."""
-    c = latent.LatentConfig(fused=fused)
-    heads = "_ neuron" if fused else "_ head neuron"
-    units = ("expert _ neuron=0:5", "expert _ neuron=5:10") if fused else "expert _ neuron"
-    key_value = ("_ neuron=0:3+7:10", "_ neuron=3:7+10:14") if fused else ("_ group neuron=0:3", "_ group neuron=3:7")
-    neurons = {
-        "attn/q_a/kernel": MATRIX, "attn/q_b/kernel": heads, "attn/gate/kernel": heads,
-        "attn/kv_a/kernel": ("_ neuron=0:6", "_ neuron=6:8"), "attn/kv_b/kernel": key_value,
-        "attn/out/kernel": MATRIX if fused else "_ _ neuron", "moe/router/kernel": MATRIX,
-        "moe/down": "expert _ neuron",
-        **dict.fromkeys(("moe/gate_up",) if fused else ("moe/gate", "moe/up"), units),
-    }
-
-    def fn(p: Any, x: Any) -> jax.Array:
-        return latent.outputs(c, unflatten_dict(p, sep="/"), x)
-
-    return Case(fn, c.shapes, features, neurons, outputs="loss")
+def latent_attention(p: Any, x: Any) -> jax.Array:
+    """`models.latent`: latent attention with gated outputs, and experts that a softmax weighs, in fused kernels."""
+    return latent.outputs(LATENT, unflatten_dict(p, sep="/"), x)
 
 
+LATENT = latent.LatentConfig(fused=True)
 CASES: Mapping[str, Case] = {
-    "latent attention": latent_block(False),
-    "latent attention, fused": latent_block(True),
-    "heads by reshape": of_decoder(plain, ATTENTION, dict.fromkeys("qkvo", MATRIX)),
+    "latent attention": Case(
+        latent_attention, LATENT.shapes, features, {
+            **{f"attn/{name}/kernel": MATRIX for name in ("q_a", "q_b", "gate", "out")}, "moe/router/kernel": MATRIX,
+            "attn/kv_a/kernel": ("_ neuron=0:6", "_ neuron=6:8"),
+            "attn/kv_b/kernel": ("_ neuron=0:3+7:10", "_ neuron=3:7+10:14"),
+            "moe/gate_up": ("expert _ neuron=0:5", "expert _ neuron=5:10"), "moe/down": "expert _ neuron",
+        }, outputs="loss"),
     "fused, repeated keys": of_decoder(
         unequal, {"qkv": ((H + 2) * E, D), "bias": ((H + 2) * E,), "o": (D, D)},
         {"qkv": ("neuron=0:8 _", "neuron=8:12 _", "neuron=12:16 _"), "o": MATRIX}),
-    "fused by index": of_decoder(by_index, {"qkv": (3, H, D, E), "o": (D, D)}, {
-        "qkv": tuple(f"part={n} head _ neuron" for n in range(3)), "o": MATRIX}),
     "fused, taken apart": of_decoder(unstacked, {"qkv": (D, 3, H, E), "o": (D, D)}, {
         "qkv": tuple(f"_ part={n} head neuron" for n in range(3)), "o": MATRIX}),
     "fused in each head": of_decoder(interleaved, {"qkv": (D, 3 * H * E), "o": (D, D)}, {
@@ -283,22 +252,19 @@ CASES: Mapping[str, Case] = {
     "layers by index": of_stack(indexed_layers, False),
     "convolutions": Case(
         convolutions,
-        {"first": (3, 3, 2, D), "depthwise": (3, 3, 1, D), "pointwise": (1, 1, D, F), "grouped": (3, 3, F // 2, F),
+        {"first": (3, 3, 2, D), "depthwise": (3, 3, 1, D), "pointwise": (F, D, 1, 1), "grouped": (3, 3, F // 2, F),
          "scale": (D,), "head": (F, 5), "bias": (5,)},
         lambda rng: rng.normal(size=(2, 5, 5, 2)),
-        {"first": "_ _ _ neuron", "pointwise": "_ _ _ neuron", "grouped": ("_ _ _ neuron=0:6", "_ _ _ neuron=6:12"),
+        {"first": "_ _ _ neuron", "pointwise": "neuron _ _ _", "grouped": ("_ _ _ neuron=0:6", "_ _ _ neuron=6:12"),
          "head": "_ token"}),
-    "convolutions as in PyTorch": Case(
-        torch_convolutions, {"conv": (F, 2, 3, 3), "head": (5, F)}, lambda rng: rng.normal(size=(2, 2, 5, 5)),
-        {"conv": "neuron _ _ _", "head": "token _"}),
-    "depthwise by shifts": of_decoder(shifted, {"in": (D, F), "taps": (3, F), "out": (F, D)},
-                                      {"in": MATRIX, "out": MATRIX}),
-    "one-hot table": Case(one_hot_table, {**EMBED, "up": (D, D)}, tokens, {"up": MATRIX, **HEAD}, TABLE),
-    "merged LoRA": Case(merged, {"w": (D, F), "a": (D, 3), "b": (3, F), "head": (F, V)}, features,
-                        dict.fromkeys("wab", MATRIX) | HEAD),
+    "depthwise by shifts": of_decoder(
+        shifted, {"in": (D, F), "taps": (3, F), "out": (F, D)}, {"in": MATRIX, "out": MATRIX}),
+    "one-hot table, merged LoRA": Case(
+        one_hot_and_merged, {**EMBED, "w": (D, D), "a": (D, 3), "b": (3, D)}, tokens,
+        dict.fromkeys("wab", MATRIX) | HEAD, TABLE),
     "kernels side by side": Case(joined, {"up": (D, F), "gate": (D, F), "down": (F, D), "skip": (D, D)}, features,
                                  dict.fromkeys(("up", "gate", "down", "skip"), MATRIX), outputs="loss"),
-    "latents": Case(latents, {"latents": (N, D), **dict.fromkeys("qkv", (D, D)), "head": (D, 5)}, features,
-                    {**dict.fromkeys("qkv", MATRIX), **HEAD}, {"latents": "token _"}),
-    "block-diagonal": of_decoder(block_diagonal, {"w": (H, E, E)}, {"w": "expert _ neuron"}),
+    "latents": Case(
+        latents, {"latents": (N, D), **dict.fromkeys("qkv", (D, D)), "blocks": (H, E, E), "head": (D, 5)}, features,
+        {**dict.fromkeys("qkv", MATRIX), "blocks": "expert _ neuron", **HEAD}, {"latents": "token _"}),
 }

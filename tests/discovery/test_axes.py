@@ -15,22 +15,19 @@ import gauge_optax as go
 from benchmarks import unprepared
 from benchmarks.sizes import muon_axes
 from benchmarks.training.links import EMBEDDINGS, NEURONS, TOKENS
-from gauge_optax.binding import leaves_by_path, match, with_leaves
+from gauge_optax.binding import with_leaves
 from gauge_optax.discovery import checks
 from gauge_optax.discovery.axes import LeafAxes, read_axes
 from gauge_optax.discovery.report import Report
 from gauge_optax.discovery.trace import walked
 from models import digits
 from tests.discovery.axes_nets import CASES, MOE, D, F, N, experts, features, tokens
-from tests.discovery.nets import CONFIGS, FORMS
+from tests.discovery.nets import CONFIGS, FORMS, every_net
+from tests.discovery.test_layouts import drawn
 from tests.refusals import refused
 
 NO_GAUGE = go.logit_shift({"shift": "vocab"})
 RNG = np.random.default_rng
-
-
-def drawn(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
-    return {path: RNG(0).normal(size=shape).astype(np.float32) for path, shape in shapes.items()}
 
 
 def axes_of(fn: Callable[..., Any], params: Any, batch: Any, outputs: Any = "logits") -> LeafAxes:
@@ -42,12 +39,6 @@ def axes_of(fn: Callable[..., Any], params: Any, batch: Any, outputs: Any = "log
             return checks.compared(fn(with_leaves(params, leaves), batch), outputs)
 
         return read_axes(compared, leaves, batch, walked(compared, leaves, batch))
-
-
-def spread(mapping: Mapping[str, Any], params: Any) -> dict[str, Any]:
-    """A mapping with its patterns written out."""
-    return {path: axes for path in leaves_by_path(params) for pattern, axes in mapping.items()
-            if match("test", pattern, path) is not None}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -67,12 +58,7 @@ def test_the_mappings_by_hand(name: str) -> None:
     assert all(f"'{path}'" in str(told[0].message) for path in left) and bool(told) == bool(left)
 
 
-QUICK = {("llama", "unrolled"), ("gpt", "scanned"), ("gemma3", "unrolled"), ("gpt_mqa", "unrolled")}
-
-
-@pytest.mark.parametrize(("name", "form"), [
-    pytest.param(name, form, marks=[] if (name, form) in QUICK else pytest.mark.slow)
-    for name in CONFIGS for form in FORMS])
+@every_net(("llama", "unrolled"), ("gpt", "scanned"), ("gemma3", "unrolled"), ("gpt_mqa", "unrolled"))
 def test_every_switch_of_the_language_model(name: str, form: str) -> None:
     net, config = FORMS[form](CONFIGS[name]), CONFIGS[name]
     found = axes_of(net.fn, net.params, net.batches[0])
@@ -88,14 +74,13 @@ def test_every_switch_of_the_language_model(name: str, form: str) -> None:
 
 
 @pytest.mark.parametrize("config", [
-    digits.DigitsConfig(), digits.DigitsConfig(kind="cnn", norm="batch"), digits.DigitsConfig(standardized=True)],
-    ids=str)
+    digits.DigitsConfig(kind="cnn", norm="batch"), digits.DigitsConfig(standardized=True)], ids=str)
 def test_classifiers_of_digits(config: digits.DigitsConfig) -> None:
     init, logits = digits.make(config)
-    params = init(jax.random.key(0))
-    found = axes_of(logits, params, RNG(1).normal(size=(3, 64)))
-    hidden = dict.fromkeys(digits.neurons(config), "_ neuron")
-    assert spread(found.neurons, params) == {**hidden, "head/kernel": "_ token"} and not found.undecided
+    found = axes_of(logits, init(jax.random.key(0)), RNG(1).normal(size=(3, 64)))
+    read = {path: found.of(path) for path in digits.neurons(config)}
+    assert {axes for _, axes in read.values()} == {"_ neuron"} and not found.undecided
+    assert dict(found.neurons) == {**dict(read.values()), "head/kernel": "_ token"}
 
 
 # Muon -----------------------------------------------------------------------------------------------------
@@ -127,17 +112,21 @@ def test_optax_muon_steps_as_under_dimension_numbers_by_hand(name: str) -> None:
         jax.tree.map(np.testing.assert_array_equal, tx.update(grads, tx.init(params), params)[0], expected)
 
 
-def test_dimension_numbers_of_stacks_convolutions_and_experts() -> None:
-    numbers = {name: report_of_case(name)[-1].muon_dimension_numbers(drawn(CASES[name].shapes)) for name in (
-        "scanned along axis 1", "convolutions", "experts", "latent attention", "fused, repeated keys")}
-    of = optax.contrib.MuonDimensionNumbers
-    assert numbers["scanned along axis 1"] == dict(embed=None, head=None, up=of((0,), (2,)), down=of((0,), (2,)))
-    assert numbers["convolutions"] == {
-        **dict.fromkeys(("first", "pointwise", "grouped"), of((0, 1, 2), (3,))),
-        **dict.fromkeys(("depthwise", "scale", "head", "bias"))}
-    assert numbers["experts"]["up"] == numbers["experts"]["down"] == of((1,), (2,))
-    assert numbers["latent attention"]["attn/out/kernel"] == of((0, 1), (2,))
-    assert numbers["fused, repeated keys"]["qkv"] == of((1,), (0,))  # Optax knows no ranges
+of = optax.contrib.MuonDimensionNumbers
+NUMBERS: dict[str, dict[str, Any]] = {
+    "scanned along axis 1": dict(embed=None, head=None, up=of((0,), (2,)), down=of((0,), (2,))),
+    "convolutions": {
+        "first": of((0, 1, 2), (3,)), "pointwise": of((1, 2, 3), (0,)), "grouped": of((0, 1, 2), (3,)),
+        **dict.fromkeys(("depthwise", "scale", "head", "bias"))},
+    "experts": {"up": of((1,), (2,)), "down": of((1,), (2,))},
+    "fused, repeated keys": {"qkv": of((1,), (0,))},  # Optax knows no ranges
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_dimension_numbers_of_stacks_convolutions_and_experts(name: str) -> None:
+    numbers = report_of_case(name)[-1].muon_dimension_numbers(drawn(CASES[name].shapes))
+    assert numbers | NUMBERS[name] == numbers
 
 
 # What the function does not decide ------------------------------------------------------------------------
@@ -148,16 +137,13 @@ def flat_experts(p: Any, x: Any) -> jax.Array:
 
 
 UNDECIDED: Mapping[str, tuple[Callable[..., Any], Mapping[str, tuple[int, ...]], Mapping[str, str]]] = {
-    "tied": (
-        lambda p, x: jax.nn.relu(x @ p["w"]) @ p["w"].T, {"w": (D, 5)},
-        {"w": "it is read in several ways, '_ neuron' and 'neuron _': list one by hand"}),
-    "factors": (
-        lambda p, x: jax.nn.relu(x @ (p["a"] @ p["b"])), {"a": (D, 3), "b": (3, F)},
-        {"a": "does not say which of the two is data", "b": ""}),
+    "tied": (lambda p, x: jax.nn.relu(x @ p["w"]) @ p["w"].T, {"w": (D, 5)},
+             {"w": "it is read in several ways, '_ neuron' and 'neuron _': list one by hand"}),
+    "factors": (lambda p, x: jax.nn.relu(x @ (p["a"] @ p["b"])), {"a": (D, 3), "b": (3, F)},
+                {"a": "does not say which of the two is data", "b": ""}),
     "a sum": (lambda p, x: jnp.sum(x[..., None] * p["w"], -2), {"w": (D, F)}, {"w": "the product is summed"}),
-    "a part": (
-        lambda p, x: x @ p["w"][:, :3], {"w": (D, F)},
-        {"w": "24 of its 96 entries are matrices, '_ neuron=0:3', and nothing says"}),
+    "a part": (lambda p, x: x @ p["w"][:, :3], {"w": (D, F)},
+               {"w": "24 of its 96 entries are matrices, '_ neuron=0:3', and nothing says"}),
     "a bias for each token": (
         lambda p, x: jnp.tanh(p["embed"][x]) @ p["head"] + p["bias"][x],
         {"embed": (11, D), "head": (D, 3), "bias": (11, 3)}, {"bias": "embeddings={'bias': 'token _'}"}),
@@ -171,8 +157,7 @@ UNDECIDED: Mapping[str, tuple[Callable[..., Any], Mapping[str, tuple[int, ...]],
 @pytest.mark.parametrize("name", UNDECIDED)
 def test_what_the_function_does_not_decide_is_named(name: str) -> None:
     fn, shapes, words = UNDECIDED[name]
-    batch = tokens(RNG(1)) if "embed" in shapes else features(RNG(1))
-    undecided = axes_of(fn, drawn(shapes), batch, "loss").undecided
+    undecided = axes_of(fn, drawn(shapes), (tokens if "embed" in shapes else features)(RNG(1)), "loss").undecided
     assert undecided.keys() == words.keys() and all(words[path] in undecided[path] for path in words)
 
 
@@ -214,49 +199,44 @@ OTHER = {
 }
 
 
+def checked(case: Any, changed: Mapping[str, Any], embeddings: Any = None, known: bool = True, **options: Any) -> Any:
+    """Notes of the check of an optimizer whose mappings are the report's but for some (None: left out)."""
+    params, grads, report = case
+    neurons = {path: axes for path, axes in {**report.neurons, **changed}.items() if axes is not None}
+    tx = go.max_norm_muon(0.02, report.turning or NO_GAUGE, neurons, embeddings or report.embeddings, **options)
+    return go.check(tx, tx.init(params), params, grads, report=report if known else None).notes
+
+
 def test_other_names_of_the_same_axes_pass(found: Any) -> None:
-    params, grads, report = found
     changed = {"blocks/{i}/attn/key/kernel": "_ group unit", "blocks/{i}/mlp/up/kernel": "_ (a b)"}
-    tx = go.max_norm_muon(0.02, report.turning, {**report.neurons, **changed}, report.embeddings, sizes={"a": 2})
-    assert not go.check(tx, tx.init(params), params, grads, report=report).notes
+    assert not checked(found, changed, sizes={"a": 2})
 
 
 @pytest.mark.slow_rows("neuron _")
 @pytest.mark.parametrize("name", OTHER)
 def test_a_mapping_that_contradicts_the_function_is_named(name: str, found: Any) -> None:
-    params, grads, report = found
     changed, embeddings, path = OTHER[name]
-    tx = go.max_norm_muon(0.02, report.turning, {**report.neurons, **changed}, embeddings)
-    state = tx.init(params)
-    go.check(tx, state, params, grads)
-    pattern, axes = report.axes.of(path)
+    checked(found, changed, embeddings, known=False)
+    pattern, axes = found[-1].axes.of(path)
     with refused(f"check: the axes of '{path}'", f'"{name}" on shape', f'expected: "{axes}"', "write", repr(pattern)):
-        go.check(tx, state, params, grads, report=report)
+        checked(found, changed, embeddings)
 
 
 def test_a_filter_that_is_listed_as_a_matrix_is_named() -> None:
-    params, grads, report = report_of_case("depthwise by shifts")
-    tx = go.max_norm_muon(0.02, NO_GAUGE, {**report.neurons, "taps": "_ neuron"}, report.embeddings)
+    case = report_of_case("depthwise by shifts")
     with refused("'taps' is no matrix and no table", "take 'taps' out of neurons"):
-        go.check(tx, tx.init(params), params, grads, report=report)
-    short = {path: axes for path, axes in report.neurons.items() if path != "out"}
-    tx = go.max_norm_muon(0.02, NO_GAUGE, short, report.embeddings, adam_learning_rate=1e-3)
-    notes = go.check(tx, tx.init(params), params, grads, report=report).notes
+        checked(case, {"taps": "_ neuron"})
+    notes = checked(case, {"out": None}, adam_learning_rate=1e-3)
     assert "Adam steps 'out', of which the function says '_ neuron'" in notes
 
 
 def test_ranges_and_indices_compare_by_what_they_select() -> None:
     """Parts by index, by a group, and a counted axis are the same matrices."""
-    params, grads, report = report_of_case("fused, taken apart")
-
-    def checked(axes: Any) -> None:
-        tx = go.max_norm_muon(0.02, NO_GAUGE, {**report.neurons, "qkv": axes}, report.embeddings, bound=9.0)
-        go.check(tx, tx.init(params), params, grads, report=report)
-
-    checked("_ expert head neuron")
-    checked(tuple(f"_ qkv={n} head unit" for n in range(3)))
+    case = report_of_case("fused, taken apart")
+    checked(case, {"qkv": "_ expert head neuron"}, bound=9.0)
+    checked(case, {"qkv": tuple(f"_ qkv={n} head unit" for n in range(3))}, bound=9.0)
     with pytest.raises(ValueError, match="the axes of 'qkv'"):
-        checked("_ qkv head neuron")
+        checked(case, {"qkv": "_ qkv head neuron"}, bound=9.0)
 
 
 def test_the_report_is_all_that_max_norm_muon_needs(found: Any) -> None:

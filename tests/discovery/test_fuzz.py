@@ -4,18 +4,14 @@ import dataclasses
 from collections import Counter
 from typing import Any
 
-import numpy as np
 import pytest
 
 import gauge_optax as go
 from benchmarks import fuzz
 from gauge_optax.discovery.report import Report
-from gauge_optax.discovery.scaled_products import KIND, along_the_curve
+from gauge_optax.discovery.scaled_products import KIND
 from models.random_decoders import Spec
 from tests.discovery.nets import KINDS
-
-QUICK = ("outlier", "one_interleaved_key", "stack_of_one")
-ROWS = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in KINDS]
 
 
 def found(spec: Spec, outputs: Any = "logits", **options: Any) -> Report:
@@ -23,7 +19,8 @@ def found(spec: Spec, outputs: Any = "logits", **options: Any) -> Report:
     return go.discover(net.fn, net.params, net.batches, outputs, progress=False, **options)
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.slow_rows("qk_norm*", "tied*", "parallel*", "no_scale")
+@pytest.mark.parametrize("name", KINDS)
 def test_a_list_is_the_same_for_every_seed(name: str) -> None:
     spec, names = KINDS[name]
     reports = [found(spec, None, seed=seed) for seed in range(2)]
@@ -39,9 +36,8 @@ def test_a_list_is_the_same_for_every_seed(name: str) -> None:
 SEARCHED = (*range(30), 58, 102, 110, 146, 153)
 
 
-@pytest.mark.parametrize(
-    "number", [pytest.param(n, marks=[] if n in (3, 22, 153) else pytest.mark.slow) for n in SEARCHED]
-)
+@pytest.mark.slow_rows(*(str(number) for number in SEARCHED if number not in (3, 22, 153)))
+@pytest.mark.parametrize("number", SEARCHED)
 def test_a_random_transformer_has_one_list_that_explains_it(number: int) -> None:
     row = fuzz.tried(number, seeds=2, certificate=number != 22)
     assert not row["wrong"]
@@ -70,32 +66,17 @@ SPEC = dataclasses.replace(
     fuzz.drawn(68), layers=1, width=6, heads=2, kv_heads=1, hidden=5, mlp="gelu", bias="none", scanned=False)
 
 
-@pytest.mark.parametrize("size", [3, 4, 7])
-def test_scales_move_along_a_curve_on_which_their_matrix_turns(size: int) -> None:
-    before = np.random.default_rng(size).uniform(0.3, 1.5, size) * np.where(np.arange(size) == 1, -1.0, 1.0)
-    after, turn = along_the_curve(before)
-    centred = np.eye(size) - 1 / size
-    np.testing.assert_allclose(turn.T @ turn, np.eye(size), atol=1e-13)
-    np.testing.assert_allclose(turn @ np.ones(size), np.ones(size), atol=1e-13)
-    np.testing.assert_allclose(centred @ (turn.T * after @ turn) @ centred, centred * before @ centred, atol=1e-13)
-    assert np.abs(after - before).max() > 0.02
-
-
-def named(**switches: Any) -> bool:
-    return KIND in found(dataclasses.replace(SPEC, **switches)).ungauged
-
-
 def test_they_are_named_and_nothing_else_is_unexplained() -> None:
     report = found(dataclasses.replace(SPEC, position="learned"))
     assert report.ungauged[KIND] == ("layers/0/k + layers/0/k_norm/scale + layers/0/q + layers/0/q_norm/scale",)
     assert report.certificate.unexplained == len(report.ungauged) == 1
 
 
-@pytest.mark.slow
-def test_scales_that_are_stored_less_one_are_read_as_such() -> None:
-    assert named(scale="one_plus") and named(scale="one_plus", layers=2, scanned=True)
-
-
-@pytest.mark.parametrize("switches", [{"qk_norm": "rms"}, {"position": "half"}], ids=str)
-def test_norms_that_do_not_centre_and_rotary_heads_have_none(switches: dict[str, Any]) -> None:
-    assert not named(**switches)
+@pytest.mark.slow_rows("one_plus*")
+@pytest.mark.parametrize(("switches", "named"), [
+    (dict(scale="one_plus"), True), (dict(scale="one_plus", layers=2, scanned=True), True),
+    (dict(qk_norm="rms"), False), (dict(position="half"), False),
+], ids=["one_plus", "one_plus, scanned", "rms", "half"])
+def test_which_scales_are_named(switches: dict[str, Any], named: bool) -> None:
+    """Those that are stored less one, too; none of norms that do not centre, or of rotary heads."""
+    assert (KIND in found(dataclasses.replace(SPEC, **switches)).ungauged) == named

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 
 import gauge_optax as go
 from gauge_optax.discovery.lift import in_double
-from tests.discovery.test_layouts import D, check, drawn
+from tests.discovery.test_layouts import D, check, drawn, inputs
 from tests.discovery.test_traps import BATCHES, MLP, RELU, mlp, refused
 
 TOKENS = list(np.random.default_rng(0).integers(0, 11, (2, 2, 6)))
@@ -61,15 +61,13 @@ BETWEEN: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 @pytest.mark.parametrize("name", BETWEEN)
 def test_a_dtype_hides_no_gauge(name: str) -> None:
-    check(lambda p, x: both(p, x, BETWEEN[name]), MLP, BATCHES, [RELU], outputs="loss")
+    """And the lifted values are what low precision rounds."""
 
-
-@pytest.mark.parametrize("name", BETWEEN)
-def test_lifted_values_are_what_low_precision_rounds(name: str) -> None:
     def fn(leaves: Any, x: Any) -> jax.Array:
         return both(unflatten_dict(leaves, sep="/"), x, BETWEEN[name])
 
     leaves, batch = flatten_dict(MLP, sep="/"), BATCHES[0].astype(np.float32)
+    check(fn, leaves, BATCHES, [RELU], outputs="loss")
     rounded = fn(leaves, batch)
     with jax.enable_x64(True):
         double = {path: np.asarray(x, np.float64) for path, x in leaves.items()}
@@ -88,12 +86,11 @@ def attention(q: Any, k: Any, v: Any, mask: Any = None, **_: Any) -> jax.Array:
 def test_stock_flax_attention_is_taken_as_it_is(dtype: Any, options: dict[str, Any]) -> None:
     model = nnx.MultiHeadAttention(2, 8, rngs=nnx.Rngs(0), dtype=dtype, decode=False, use_bias=False, **options)
     graph, state = nnx.split(model)
-    hand = [
+    mask = nnx.make_causal_mask(jnp.ones((3, 6)))
+    check(lambda p, x: nnx.merge(graph, p)(x, mask=mask), nnx.to_pure_dict(state), inputs(2, 3, 6, 8), [
         go.head_linear({"query/kernel": "_ head basis"}, {"key/kernel": "_ head basis"}),
         go.head_linear({"value/kernel": "_ head basis"}, {"out/kernel": "head basis _"}),
-    ]
-    inputs, mask = list(np.random.default_rng(0).normal(size=(2, 3, 6, 8))), nnx.make_causal_mask(jnp.ones((3, 6)))
-    check(lambda p, x: nnx.merge(graph, p)(x, mask=mask), nnx.to_pure_dict(state), inputs, hand, outputs="loss")
+    ], outputs="loss")
 
 
 def _kernel(x: jax.Array) -> jax.Array:
@@ -116,8 +113,7 @@ def _until(x: jax.Array) -> jax.Array:
 
 _until.defvjp(lambda x: (_until(x), None), lambda _, g: (g,))
 REFUSED: dict[str, tuple[Callable[[jax.Array], jax.Array], str]] = {
-    "a kernel": (_kernel, "`pallas_call`"),
-    "a quantized product": (_quantized, "int8 into `dot_general`"),
+    "a kernel": (_kernel, "`pallas_call`"), "a quantized product": (_quantized, "int8 into `dot_general`"),
     "a callback": (
         lambda x: jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, jnp.float32), x.astype(jnp.float32)),
         "`pure_callback`"),
@@ -148,10 +144,3 @@ def test_constants_have_the_width_that_they_have_for_the_user() -> None:
     params = drawn({"embed": (11, D), "up": (D, 7), "down": (7, D)})
     assert go.discover(fn, params, TOKENS, "predictions", progress=False).gauges == [
         go.rescale({"up": "_ channel"}, {"down": "channel _"})]
-
-
-def test_a_float64_function_stays_as_it_is() -> None:
-    with jax.enable_x64(True):
-        leaves = {"up": np.ones((D, 5)), "down": np.ones((5, 3))}
-        fn = in_double(lambda p, x: jax.nn.relu(x @ p["up"]) @ p["down"], leaves, {}, BATCHES[0])
-    assert "lifted" not in fn.__qualname__

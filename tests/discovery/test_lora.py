@@ -15,14 +15,28 @@ from flax.traverse_util import unflatten_dict
 import gauge_optax as go
 from gauge_optax.binding import leaves_by_path
 from gauge_optax.discovery.calls import bound_copies
+from tests import twins
 from tests.refusals import complaint, refused
 
 Tree = Any
 Blocks = set[tuple[str, ...]]
 
 
-def ones(*shape: int) -> np.ndarray:
-    return np.ones(shape)
+def drawn(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape)
+
+
+def peft(a: np.ndarray, b: np.ndarray, **more: Any) -> Tree:
+    """A module with PEFT's names."""
+    return {"lora_A": {"default": {"weight": a}}, "lora_B": {"default": {"weight": b}}, **more}
+
+
+def factors(module: Tree) -> tuple[np.ndarray, np.ndarray]:
+    return module["lora_A"]["default"]["weight"], module["lora_B"]["default"]["weight"]
+
+
+A, B = drawn(0, 3, 8), drawn(1, 6, 3)
+JAX_PAIR = {"lora_a": A.T, "lora_b": B.T}
 
 
 def found(params: Any, **options: Any) -> Blocks:
@@ -37,41 +51,32 @@ def found(params: Any, **options: Any) -> Blocks:
 
 def test_qwix_with_a_rank_per_layer() -> None:
     params = {"layers": [{
-        "query": {"kernel": ones(8, 2, 4), "kernel_lora_a": ones(8, r), "kernel_lora_b": ones(r, 8)},
-        "einsum": {"w_lora_a": ones(8, r), "w_lora_b": ones(r, 2, 4)},
-        "out": {"w_lora_a": ones(2, 4, r), "w_lora_b": ones(r, 8)},
+        "query": {"kernel": np.ones((8, 2, 4)), "kernel_lora_a": np.ones((8, r)), "kernel_lora_b": np.ones((r, 8))},
+        "einsum": {"w_lora_a": np.ones((8, r)), "w_lora_b": np.ones((r, 2, 4))},
+        "out": {"w_lora_a": np.ones((2, 4, r)), "w_lora_b": np.ones((r, 8))},
     } for r in (2, 3)]}
     axes = {"query/kernel": ("_ basis", "basis _"), "einsum/w": ("_ basis", "basis _ _"),
             "out/w": ("_ _ basis", "basis _")}
     assert found(params) == {(f"layers/{i}/{path}_lora_a", left, f"layers/{i}/{path}_lora_b", right)
                              for i in range(2) for path, (left, right) in axes.items()}
-    assert len(go.lora(params)) == 3, "layers are captures"
-    assert go.product(go.lora(params)).dim(params) == 3 * (4 + 9)
+    assert len(go.lora(params)) == 3 and dim(params) == 3 * (4 + 9), "layers are captures"
 
 
 AT = "base_model.model.layers.{}.q_proj.lora_{}.default.weight"
 TREES: dict[str, tuple[Any, Blocks]] = {
     "PEFT, names with dots": (
-        {AT.format(i, x): ones(*s) for i, r in enumerate((2, 5)) for x, s in (("A", (r, 8)), ("B", (8, r)))},
+        {AT.format(i, x): np.ones(s) for i, r in enumerate((2, 5)) for x, s in (("A", (r, 8)), ("B", (8, r)))},
         {(AT.format(i, "A"), "basis _", AT.format(i, "B"), "_ basis") for i in range(2)}),
-    "PEFT, embedding": (
-        {"lora_embedding_A": ones(2, 50), "lora_embedding_B": ones(8, 2)},
-        {("lora_embedding_A", "basis _", "lora_embedding_B", "_ basis")}),
     "PEFT, convolution, and a square pair": (
-        {"conv": {"lora_A": {"weight": ones(2, 3, 3, 3)}, "lora_B": {"weight": ones(8, 2, 1, 1)}},
-         "q": {"lora_A": {"default": {"weight": ones(4, 4)}}, "lora_B": {"default": {"weight": ones(4, 4)}}}},
-        {("conv/lora_A/weight", "basis _ _ _", "conv/lora_B/weight", "_ basis _ _"),
+        {"conv": peft(np.ones((2, 3, 3, 3)), np.ones((8, 2, 1, 1))), "q": peft(np.ones((4, 4)), np.ones((4, 4)))},
+        {("conv/lora_A/default/weight", "basis _ _ _", "conv/lora_B/default/weight", "_ basis _ _"),
          ("q/lora_A/default/weight", "basis _", "q/lora_B/default/weight", "_ basis")}),
-    "Flax NNX": (
-        nnx.state(nnx.LoRA(6, 2, 7, rngs=nnx.Rngs(0)), nnx.LoRAParam), {("lora_a", "_ basis", "lora_b", "basis _")}),
-    "a bias of A moves with it": (
-        {"lora_a": {"kernel": ones(8, 2), "bias": ones(2)}, "lora_b": {"kernel": ones(2, 8), "bias": ones(8)}},
-        {("lora_a/kernel", "_ basis", "lora_a/bias", "basis", "lora_b/kernel", "basis _")}),
+    "Flax NNX": (nnx.state(nnx.LoRA(6, 2, 7, rngs=nnx.Rngs(0)), nnx.LoRAParam),
+                 {("lora_a", "_ basis", "lora_b", "basis _")}),
     "no layers of an autoencoder or an MLP, and no matrices of other names": (
-        {"a": {"kernel": ones(8, 2)}, "b": {"kernel": ones(2, 8)}, "mlp": {"up": ones(8, 16), "down": ones(16, 8)},
-         "ssm": {"A": ones(6, 6), "B": ones(6, 6)}, "gate": {"a": ones(5), "b": ones(5)},
-         "unlike": {"a": ones(4, 5), "b": ones(6, 7)}, "lora": {"alpha": ones(2, 2)},
-         "q": {"lora": {"a": ones(8, 2), "b": ones(2, 8)}}},
+        {"a": {"kernel": A.T}, "b": {"kernel": B.T}, "mlp": {"up": A.T, "down": B.T}, "lora": {"alpha": B.T @ B},
+         "ssm": {"A": np.ones((6, 6)), "B": np.ones((6, 6))}, "gate": {"a": np.ones(5), "b": np.ones(5)},
+         "unlike": {"a": np.ones((4, 5)), "b": np.ones((6, 7))}, "q": {"lora": {"a": A.T, "b": B.T}}},
         {("q/lora/a", "_ basis", "q/lora/b", "basis _")}),
 }
 
@@ -93,42 +98,26 @@ def test_pairs_of_a_tree(name: str) -> None:
 ])
 @pytest.mark.parametrize("names", [("a", "b"), ("A", "B"), ("lora_a", "lora_b"), ("lora_down", "lora_up")])
 def test_layouts_by_shape(shapes: Any, axes: tuple[str, str], names: tuple[str, str]) -> None:
-    params = {"m": {name: ones(*shape) for name, shape in zip(names, shapes, strict=True)}}
+    params = {"m": {name: np.ones(shape) for name, shape in zip(names, shapes, strict=True)}}
     assert found(params) == {(f"m/{names[0]}", axes[0], f"m/{names[1]}", axes[1])}
 
 
 def test_axes_of_a_module_by_hand() -> None:
-    params = {"moe": {"w_lora_a": ones(8, 5, 2), "w_lora_b": ones(2, 5, 6)},
-              "q": {"w_lora_a": ones(8, 2), "w_lora_b": ones(2, 6)}}
+    params = {"moe": {"w_lora_a": drawn(0, 8, 5, 2), "w_lora_b": drawn(1, 2, 5, 6)}, "q": JAX_PAIR}
     assert found(params, axes={"**/moe": ("_ expert basis", "basis expert _")}) == {
         ("moe/w_lora_a", "_ expert basis", "moe/w_lora_b", "basis expert _"),
-        ("q/w_lora_a", "_ basis", "q/w_lora_b", "basis _")}
+        ("q/lora_a", "_ basis", "q/lora_b", "basis _")}
 
 
 def test_decay_of_half_on_each_factor_decays_the_product_once(x64: None) -> None:
-    rng = np.random.default_rng(0)
-    params = {"lora_a": jnp.asarray(rng.standard_normal((8, 2))), "lora_b": jnp.asarray(rng.standard_normal((2, 6)))}
+    params = jax.tree.map(jnp.asarray, JAX_PAIR)
     tx = go.quotient_adamw(0.1, go.lora(params), weight_decay=0.5 * 0.2)
-    updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
-    after = optax.apply_updates(params, updates)
+    after, _ = twins.driven(tx, params, [jax.tree.map(jnp.zeros_like, params)])
     expected = (1 - 0.1 * 0.5 * 0.2) ** 2 * params["lora_a"] @ params["lora_b"]
     np.testing.assert_allclose(after["lora_a"] @ after["lora_b"], expected, rtol=1e-12)
 
 
 # What adapters hold beside two factors ----------------------------------------------------------------
-
-
-def drawn(seed: int, *shape: int) -> np.ndarray:
-    return np.random.default_rng(seed).normal(size=shape)
-
-
-def peft(a: np.ndarray, b: np.ndarray, **more: Any) -> Tree:
-    """A module with PEFT's names."""
-    return {"lora_A": {"default": {"weight": a}}, "lora_B": {"default": {"weight": b}}, **more}
-
-
-def factors(module: Tree) -> tuple[np.ndarray, np.ndarray]:
-    return module["lora_A"]["default"]["weight"], module["lora_B"]["default"]["weight"]
 
 
 def dim(params: Tree, **options: Any) -> int:
@@ -155,8 +144,6 @@ def text_of(params: Tree, *words: str, **options: Any) -> str:
 # Layouts that are bound ---------------------------------------------------------------------------------
 
 KERNEL, X, IDS = drawn(7, 6, 8), drawn(8, 5, 8), np.array([0, 3, 19])
-A, B = drawn(0, 3, 8), drawn(1, 6, 3)
-
 
 def by_experts(params: Tree) -> jax.Array:
     """PEFT's `target_parameters`: A is experts first, B experts last."""
@@ -187,13 +174,12 @@ EXPERTS = {"experts": peft(drawn(0, 6, 8), drawn(1, 5, 6))}
 SAID = {"axes": {"**/experts": ("(expert basis) _", "_ (basis expert)")}, "sizes": {"expert": 3}}
 BOUND: dict[str, tuple[Tree, Callable[[Tree], jax.Array], int]] = {
     "dora": (peft(A, drawn(1, 3, 3), lora_magnitude_vector={"default": {"weight": drawn(2, 3)}}), dora, 9),
-    "dora, Qwix": (
-        {"w": KERNEL.T, "w_lora_a": drawn(0, 8, 3), "w_lora_b": drawn(1, 3, 6), "w_dora_m": drawn(2, 6)}, qwix_dora, 9),
+    "dora, Qwix": ({"w": KERNEL.T, "w_lora_a": A.T, "w_lora_b": B.T, "w_dora_m": drawn(2, 6)}, qwix_dora, 9),
     "embedding, rank is the vocabulary": (
         {"lora_embedding_A": {"default": drawn(0, 20, 20)}, "lora_embedding_B": {"default": drawn(1, 20, 20)}},
         lambda p: p["lora_embedding_A"]["default"].T[IDS] @ p["lora_embedding_B"]["default"].T, 400),
     "embedding, flax": (
-        {"lora_embedding_a": drawn(0, 20, 3), "lora_embedding_b": drawn(1, 3, 8), "embedding": drawn(2, 20, 8)},
+        {"lora_embedding_a": drawn(0, 20, 3), "lora_embedding_b": B.T, "embedding": drawn(2, 20, 8)},
         lambda p: (p["lora_embedding_a"] @ p["lora_embedding_b"])[IDS], 9),
     "loha": (LOHA, lambda p: (p["hada_w1_a"] @ p["hada_w1_b"]) * (p["hada_w2_a"] @ p["hada_w2_b"]), 18),
     "lokr": (
@@ -207,7 +193,7 @@ BOUND: dict[str, tuple[Tree, Callable[[Tree], jax.Array], int]] = {
         {"lora_A": {"default": {"weight": drawn(0, 3, 8), "bias": drawn(1, 3)}},
          "lora_B": {"default": {"weight": drawn(2, 3, 3), "bias": drawn(3, 3)}}}, biased, 9),
     "a scale for all": (
-        {"lora_a": drawn(0, 8, 3), "lora_b": drawn(1, 3, 6), "scaling": np.array(2.0), "lora_alpha": np.ones((1,))},
+        JAX_PAIR | {"scaling": np.array(2.0), "lora_alpha": np.ones((1,))},
         lambda p: p["scaling"] * p["lora_alpha"] * (p["lora_a"] @ p["lora_b"]), 9),
     "experts with an axis of their own": (
         peft(drawn(0, 4, 2, 8), drawn(1, 4, 5, 2)), lambda p: jnp.einsum("eri,eor->eoi", *factors(p)), 16),
@@ -217,9 +203,7 @@ BOUND: dict[str, tuple[Tree, Callable[[Tree], jax.Array], int]] = {
 @pytest.mark.parametrize("name", BOUND)
 def test_a_random_element_leaves_the_function(x64: None, name: str) -> None:
     params, function, dimension = BOUND[name]
-    gauges = go.lora(params)
-    assert go.product(gauges).dim(params) == dimension
-    assert moved(gauges, params, function) < 1e-9
+    assert dim(params) == dimension and moved(go.lora(params), params, function) < 1e-9
 
 
 def test_experts_in_two_matrices_need_a_group_each(x64: None) -> None:
@@ -231,54 +215,68 @@ def test_experts_in_two_matrices_need_a_group_each(x64: None) -> None:
     assert moved(exchanged, EXPERTS, by_experts) > 0.1
 
 
-@pytest.mark.parametrize("params", [
-    {f"model.layers.{k}.mlp.experts.lora_{x}.default.weight": drawn(k, *s)
-     for k in (0, 1) for x, s in (("A", (6, 8)), ("B", (5, 6)))},
-    {"layers": [{"mlp": {"experts": peft(drawn(k, 6, 8), drawn(2 + k, 5, 6))}} for k in (0, 1)]},
-], ids=["dots", "nested"])
-def test_experts_of_several_modules(params: Tree) -> None:
+def test_experts_of_several_modules() -> None:
+    params = {f"model.layers.{k}.mlp.experts.lora_{x}.default.weight": drawn(k, *shape)
+              for k in (0, 1) for x, shape in (("A", (6, 8)), ("B", (5, 6)))}
     (gauge,) = go.lora(params, **SAID)
     assert gauge.dim(params) == go.product(go.tools.from_json(go.tools.to_json(gauge))).dim(params) == 2 * 3 * 4
 
 
 # What stands between the factors ------------------------------------------------------------------------
 
-JAX_PAIR = {"lora_a": A.T, "lora_b": B.T}
-BETWEEN: dict[str, tuple[Tree, str]] = {
-    "adalora, names with dots": (
-        {f"m.q.lora_{x}.default": v for x, v in (("A", A), ("B", B), ("E", drawn(2, 3, 1)))}, "m.q.lora_E.default"),
-    "mixer in one row": (peft(A, B, lora_xs={"default": drawn(2, 9)}), "lora_xs/default"),
-    "vera": ({"A": A, "B": B, "vera_lambda_d": drawn(2, 3), "vera_lambda_b": drawn(3, 6)}, "vera_lambda_d"),
-    "gate of several tasks": (JAX_PAIR | {"task_gate": drawn(2, 4, 3)}, "task_gate"),
-    "norm": (
-        {"adapter": {"lora_a": {"kernel": A.T}, "norm": {"scale": drawn(2, 3)}, "lora_b": {"kernel": B.T}}},
-        "adapter/norm/scale"),
-    "inside A": ({"lora_A": {"weight": A, "scale": drawn(2, 3)}, "lora_B": {"weight": B}}, "lora_A/scale"),
-    "one module up": (
-        {"q": {"kernel": drawn(4, 8, 6), "lora": {"a": A.T, "b": B.T}, "core": drawn(2, 3, 3)}}, "q/core"),
-    "called weight": (JAX_PAIR | {"weight": drawn(2, 3, 3)}, "weight"),
-    "a magnitude per rank": (peft(A, B, lora_magnitude={"default": drawn(2, 3)}), "lora_magnitude/default"),
-    "scanned": ({"lora_a": drawn(0, 5, 8, 3), "lora_b": drawn(1, 5, 3, 6), "lora_e": drawn(2, 5, 3)}, "lora_e"),
-    "loha with a core": ({**LOHA, "hada_t1": drawn(2, 3, 3, 2, 2)}, "hada_t1"),
-    "shared by modules": (
-        {"layers": [{"q": peft(A, B)} for _ in range(2)], "lora_E": {"default": drawn(2, 3)}}, "lora_E/default"),
-    "outside, by kind": (
-        {f"lora_{x}": {"q": {"w": v}} for x, v in (("A", A.T), ("B", B.T), ("M", drawn(2, 3, 3)))}, "lora_M/q/w"),
+BETWEEN: dict[str, Tree] = {
+    "m.q.lora_E.default": {f"m.q.lora_{x}.default": v for x, v in (("A", A), ("B", B), ("E", drawn(2, 3, 1)))},
+    "lora_xs/default": peft(A, B, lora_xs={"default": drawn(2, 9)}),  # a mixer in one row
+    "vera_lambda_d": {"A": A, "B": B, "vera_lambda_d": drawn(2, 3), "vera_lambda_b": drawn(3, 6)},
+    "task_gate": JAX_PAIR | {"task_gate": drawn(2, 4, 3)},
+    "adapter/norm/scale": {
+        "adapter": {"lora_a": {"kernel": A.T}, "norm": {"scale": drawn(2, 3)}, "lora_b": {"kernel": B.T}}},
+    "lora_A/scale": {"lora_A": {"weight": A, "scale": drawn(2, 3)}, "lora_B": {"weight": B}},
+    "q/core": {"q": {"kernel": drawn(4, 8, 6), "lora": {"a": A.T, "b": B.T}, "core": drawn(2, 3, 3)}},
+    "weight": JAX_PAIR | {"weight": drawn(2, 3, 3)},
+    "lora_magnitude/default": peft(A, B, lora_magnitude={"default": drawn(2, 3)}),  # one per rank, unlike DoRA's
+    "lora_e": {"lora_a": drawn(0, 5, 8, 3), "lora_b": drawn(1, 5, 3, 6), "lora_e": drawn(2, 5, 3)},  # scanned
+    "hada_t1": {**LOHA, "hada_t1": drawn(2, 3, 3, 2, 2)},
+    "lora_E/default": {"layers": [{"q": peft(A, B)} for _ in range(2)], "lora_E": {"default": drawn(2, 3)}},
+    "lora_M/q/w": {f"lora_{x}": {"q": {"w": v}} for x, v in (("A", A.T), ("B", B.T), ("M", drawn(2, 3, 3)))},
 }
+WITHOUT = ["GL(rank) is no symmetry", "pass the tree without this adapter"]
 
 
-@pytest.mark.parametrize("name", BETWEEN)
-def test_a_leaf_between_the_factors_is_refused_by_name(name: str) -> None:
-    params, leaf = BETWEEN[name]
-    words = (f"'{leaf}' stands between '", "GL(rank) is no symmetry", "pass the tree without this adapter")
+def pair(a: tuple[int, ...], b: tuple[int, ...]) -> Tree:
+    return {"m": {"lora_a": drawn(0, *a), "lora_b": drawn(1, *b)}}
+
+
+@pytest.mark.parametrize(("params", "words", "options"), [
+    *((params, [f"'{leaf}' stands between '", *WITHOUT], {}) for leaf, params in BETWEEN.items()),
+    ({"q": {"vera_lambda_d": drawn(0, 3), "vera_lambda_b": drawn(1, 6)}}, ["no pair of factors", "leaves q/vera"], {}),
+    ({"m": {"lora_a": A.T}}, ["without its partner, 'm/lora_a'", "no leaf 'm/lora_b'"], {}),
+    ({"m": {"lora_up": A.T}}, ["without its partner, 'm/lora_up'", "no leaf 'm/lora_down'"], {}),
+    ({"lora_a": optax.MaskedNode(), "lora_b": B.T}, ["without its partner, 'lora_b'"], {}),
+    (pair((8, 2), (3, 8)), ["unequal rank", "(8, 2) and (3, 8)",
+                            "if their rank is 8, write axes={'m': ('basis _', '_ basis')}"], {}),
+    (pair((8, 2), (3, 7)), ["unequal rank", "two factors of one product"], {}),
+    (pair((3, 3, 4, 3), (1, 1, 2, 4)), ["unequal rank", "axes={'m': ('_ _ basis _', '_ _ _ basis')}"], {}),
+    (pair((2, 8, 2), (2, 2, 8)), ["ambiguous axes of 'm/lora_a'", "{'m': ('layer _ basis', 'layer basis _')}"], {}),
+    (pair((8, 5, 2), (2, 5, 8)), ["ambiguous axes of 'm/lora_a'", "{'m': ('_ layer basis', 'basis layer _')}"], {}),
+    ({"m": {"lora_A": drawn(0, 4, 4), "lora_B": drawn(1, 4, 4)}}, ["ambiguous axes of 'm/lora_A'"], {}),
+    ({"m": peft(drawn(0, 3, 2, 8), drawn(1, 3, 3, 2))}, ["ambiguous axes of 'm/lora_A/default/weight'"], {}),
+    ({"delora_A": A, "delora_B": B}, ["factors of another method, 'delora_A' and 'delora_B'"], {}),
+    ({"poly_lora_A": drawn(0, 1, 2, 8, 3), "poly_lora_B": drawn(1, 1, 2, 3, 6)}, ["factors of another method"], {}),
+    ({"hada_w1_a": drawn(0, 2, 8), "hada_w1_b": drawn(1, 2, 9)}, ["no product of two factors, 'hada_w1_a'"], {}),
+    (EXPERTS, ["axes for '**/expert', which is no module"], {"axes": {"**/expert": SAID["axes"]["**/experts"]}}),
+    (EXPERTS, ["sizes for 'experts', which is no axis"], {**SAID, "sizes": {"expert": 3, "experts": 3}}),
+    *(({"experts": {**EXPERTS["experts"], "lora_E": {"default": drawn(2, length, 1)}}},
+       ["'experts/lora_E/default' stands between"], SAID) for length in (2, 6)),
+])
+def test_what_is_refused_by_name(params: Tree, words: list[str], options: dict[str, Any]) -> None:
     with refused("lora: ", *words):
-        go.lora(params)
+        go.lora(params, **options)
 
 
-NESTED = {"lora_A": {"default": A}, "lora_B": {"default": B}}
 REMEDIES: dict[str, tuple[Tree, Callable[[Tree], Any]]] = {
     "lora_E/default": (
-        NESTED | {"lora_E": {"default": drawn(2, 3, 1)}},
+        {"lora_A": {"default": A}, "lora_B": {"default": B}, "lora_E": {"default": drawn(2, 3, 1)}},
         lambda p: p["lora_B"]["default"] @ (p["lora_E"]["default"] * p["lora_A"]["default"])),
     "lora_m": (JAX_PAIR | {"lora_m": drawn(2, 3, 3)}, lambda p: p["lora_a"] @ p["lora_m"] @ p["lora_b"]),
     "lora_mixer/default/weight": (
@@ -302,12 +300,9 @@ def test_the_remedy_can_be_typed_and_is_right(x64: None, leaf: str) -> None:
 # What shapes do not tell --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("module", ["experts", "mlp.experts.base_layer", "moe", "block_sparse_moe", "expert_ffn"])
-def test_experts_without_a_word_are_refused(module: str, nested: bool) -> None:
-    a, b = factors(EXPERTS["experts"])
-    params: Tree = {f"{module}.lora_A.default.weight": a, f"{module}.lora_B.default.weight": b}
-    params = unflatten_dict(params, sep=".") if nested else params
+def test_experts_without_a_word_are_refused(module: str) -> None:
+    params: Tree = unflatten_dict({tuple(module.split(".")): EXPERTS["experts"]})
     said = f"axes={{'{module.replace('.', '/')}': ('(expert basis) _', '_ (basis expert)')}}"
     text = text_of(params, "may hold the factors of all experts", said)
     one, several = (re.search(rf"{at}, axes=(\{{.*?\}})[;,]", text) for at in ("for one adapter", "experts"))
@@ -316,9 +311,10 @@ def test_experts_without_a_word_are_refused(module: str, nested: bool) -> None:
 
 
 def test_in_the_layout_of_jax_too() -> None:
-    params = {"experts": {"w_lora_a": drawn(0, 8, 6), "w_lora_b": drawn(1, 6, 5)}}
+    """Here by names with dots in place of modules."""
+    params = {f"mlp.experts.w_lora_{x}": drawn(0, *shape) for x, shape in (("a", (8, 6)), ("b", (6, 5)))}
     text_of(params, "may hold the factors of all experts", "('_ (expert basis)', '(basis expert) _')")
-    assert dim(params, axes={"experts": ("_ (expert basis)", "(expert basis) _")}, sizes={"expert": 3}) == 12
+    assert dim(params, axes={"mlp/experts": ("_ (expert basis)", "(expert basis) _")}, sizes={"expert": 3}) == 12
 
 
 @pytest.mark.parametrize("module", [
@@ -330,11 +326,11 @@ def test_a_pair_of_a_single_module_near_experts_is_bound(module: str) -> None:
 
 def test_the_kernel_tells_how_many_experts_there_are() -> None:
     """A fused kernel that has no telling name, and with it the number."""
-    params = {"mlp": peft(*factors(EXPERTS["experts"]), base_layer={"w": drawn(2, 3, 8, 5)})}
+    params = {"mlp": {**EXPERTS["experts"], "base_layer": {"w": drawn(2, 3, 8, 5)}}}
     words = ("hold the factors of several experts", "3 times as many", "'mlp/base_layer/w' (3, 8, 5)")
     said = re.search(r"each other, (axes=.*?, sizes=\{.*?\});", text_of(params, *words))
     assert said and dim(params, **eval(f"dict({said[1]})")) == 12
-    plain = {"experts": peft(*factors(EXPERTS["experts"]), base_layer={"weight": drawn(2, 5, 8)})}
+    plain = {"experts": {**EXPERTS["experts"], "base_layer": {"weight": drawn(2, 5, 8)}}}
     assert dim(plain) == 36, "one pair, as the kernel shows"
 
 
@@ -368,45 +364,16 @@ def test_scanned_layers_of_experts_are_refused_or_told(x64: None) -> None:
     assert dim({"layers": [params["layers"]]}) == 4 * 36
 
 
-@pytest.mark.parametrize(("params", "words", "options"), [
-    ({"q": {"vera_lambda_d": drawn(0, 3), "vera_lambda_b": drawn(1, 6)}}, ["no pair of factors", "leaves q/vera"], {}),
-    ({"m": {"lora_a": drawn(0, 8, 2)}}, ["without its partner, 'm/lora_a'", "no leaf 'm/lora_b'"], {}),
-    ({"m": {"lora_up": drawn(0, 8, 2)}}, ["without its partner, 'm/lora_up'", "no leaf 'm/lora_down'"], {}),
-    ({"lora_a": optax.MaskedNode(), "lora_b": drawn(0, 2, 8)}, ["without its partner, 'lora_b'"], {}),
-    ({"m": {"lora_a": drawn(0, 8, 2), "lora_b": drawn(1, 3, 8)}}, ["unequal rank", "(8, 2) and (3, 8)",
-     "if their rank is 8, write axes={'m': ('basis _', '_ basis')}"], {}),
-    ({"m": {"lora_a": drawn(0, 8, 2), "lora_b": drawn(1, 3, 7)}}, ["unequal rank", "two factors of one product"], {}),
-    ({"m": {"lora_a": drawn(0, 3, 3, 4, 3), "lora_b": drawn(1, 1, 1, 2, 4)}},
-     ["unequal rank", "axes={'m': ('_ _ basis _', '_ _ _ basis')}"], {}),
-    ({"m": {"lora_a": drawn(0, 2, 8, 2), "lora_b": drawn(1, 2, 2, 8)}},
-     ["ambiguous axes of 'm/lora_a'", "axes={'m': ('layer _ basis', 'layer basis _')}"], {}),
-    ({"m": {"lora_a": drawn(0, 8, 5, 2), "lora_b": drawn(1, 2, 5, 8)}},
-     ["ambiguous axes of 'm/lora_a'", "axes={'m': ('_ layer basis', 'basis layer _')}"], {}),
-    ({"m": {"lora_A": drawn(0, 4, 4), "lora_B": drawn(1, 4, 4)}}, ["ambiguous axes of 'm/lora_A'"], {}),
-    ({"m": peft(drawn(0, 3, 2, 8), drawn(1, 3, 3, 2))}, ["ambiguous axes of 'm/lora_A/default/weight'"], {}),
-    ({"delora_A": A, "delora_B": B}, ["factors of another method, 'delora_A' and 'delora_B'"], {}),
-    ({"poly_lora_A": drawn(0, 1, 2, 8, 3), "poly_lora_B": drawn(1, 1, 2, 3, 6)}, ["factors of another method"], {}),
-    ({"hada_w1_a": drawn(0, 2, 8), "hada_w1_b": drawn(1, 2, 9)}, ["no product of two factors, 'hada_w1_a'"], {}),
-    (EXPERTS, ["axes for '**/expert', which is no module"], {"axes": {"**/expert": SAID["axes"]["**/experts"]}}),
-    (EXPERTS, ["sizes for 'experts', which is no axis"], {**SAID, "sizes": {"expert": 3, "experts": 3}}),
-    *(({"experts": peft(*factors(EXPERTS["experts"]), lora_E={"default": drawn(2, length, 1)})},
-       ["'experts/lora_E/default' stands between"], SAID) for length in (2, 6)),
-])
-def test_what_is_refused_besides(params: Tree, words: list[str], options: dict[str, Any]) -> None:
-    with refused("lora: ", *words):
-        go.lora(params, **options)
-
-
 def test_a_whole_model_is_bound_without_a_word() -> None:
     """Leaves of the rank's length in other places: norms, kernels and biases as wide as the rank."""
+    square = {"lora_a": drawn(0, 3, 3), "lora_b": drawn(1, 3, 3)}
     quantized = {"array": {"qvalue": drawn(3, 8, 6), "scale": drawn(4, 3, 6)}}
     layer = {
-        "attention": {"q_einsum": {"w": drawn(0, 4, 8, 3), "w_lora_a": drawn(1, 8, 3), "w_lora_b": drawn(2, 3, 4, 3)},
+        "attention": {"q_einsum": {"w": drawn(0, 4, 8, 3), "w_lora_a": A.T, "w_lora_b": drawn(2, 3, 4, 3)},
                       "q_norm": {"scale": drawn(5, 3)}},
-        "narrow": {"kernel": drawn(6, 3, 3), "bias": drawn(7, 3), "lora_a": drawn(8, 3, 3), "lora_b": drawn(9, 3, 3)},
-        "quantized": {"kernel": quantized, "kernel_lora_a": drawn(10, 8, 3), "kernel_lora_b": drawn(11, 3, 6)},
-        "nested": {"base_module": {"kernel": drawn(12, 8, 3), "bias": drawn(13, 3)},
-                   "lora_a": drawn(14, 8, 3), "lora_b": drawn(15, 3, 3)},
+        "narrow": {"kernel": drawn(6, 3, 3), "bias": drawn(7, 3), **square},
+        "quantized": {"kernel": quantized, "kernel_lora_a": A.T, "kernel_lora_b": B.T},
+        "nested": {"base_module": {"kernel": drawn(12, 8, 3), "bias": drawn(13, 3)}, "lora_a": A.T,
+                   "lora_b": square["lora_b"]},
     }
-    params = {"layers": [layer, layer], "norm": {"scale": drawn(16, 3)}, "alpha": drawn(17, 3)}
-    assert dim(params) == 2 * 4 * 9
+    assert dim({"layers": [layer, layer], "norm": {"scale": drawn(16, 3)}, "alpha": drawn(17, 3)}) == 2 * 4 * 9

@@ -1,8 +1,9 @@
 """Large trees are searched on a small instance: the same gauges, proved on the large one."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -13,17 +14,21 @@ from flax import nnx
 import gauge_optax as go
 from gauge_optax.discovery import report as reports
 from gauge_optax.discovery import shrink, sketch, write
+from gauge_optax.discovery.shorten import Refused, shorter
 from gauge_optax.discovery.shrink import Small
+from gauge_optax.discovery.trace import Trace
 from gauge_optax.discovery.views import Atom, Window
 from models import lm
+from tests import twins
 from tests.discovery.axes_nets import attention, norm
 from tests.discovery.nets import FORMS, Net
-from tests.discovery.test_layouts import HEADS, KEYS, drawn, fused, fused_params, half, interleaved
+from tests.discovery.test_layouts import drawn, half, inputs, interleaved
 
+Searched = list[Small | None]
 SIZES: dict[str, Any] = dict(vocab=59, d_model=24, layers=2, heads=16, d_head=16, d_ff=40, max_len=6)
+GPT = lm.LMConfig(**SIZES, kv_heads=16, mlp="relu", bias=True)
 NETS: dict[str, Callable[[], Net]] = {
-    "gpt": lambda: FORMS["unrolled"](lm.LMConfig(**SIZES, kv_heads=16, norm="layernorm", mlp="relu", bias=True)),
-    "gpt, scanned": lambda: FORMS["scanned"](lm.LMConfig(**SIZES, kv_heads=16, mlp="relu", bias=True)),
+    "gpt": lambda: FORMS["unrolled"](GPT), "gpt, scanned": lambda: FORMS["scanned"](GPT),
     "llama, tied": lambda: FORMS["unrolled"](lm.llama_config(**SIZES, kv_heads=8, tied=True, norm_one_plus=True)),
     "qwen": lambda: FORMS["unrolled"](lm.llama_config(**SIZES, kv_heads=8, qk_norm=True)),
 }
@@ -44,9 +49,9 @@ class Modules(nnx.Module):
 
 
 @pytest.fixture
-def searched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Small | None]]:
+def searched(monkeypatch: pytest.MonkeyPatch) -> Searched:
     """The instances that `discover` searches, with every tree counted as large."""
-    instances: list[Small | None] = []
+    instances: Searched = []
 
     def recorded(*args: Any) -> Small | None:
         instances.append(shrink.smaller(*args))
@@ -54,7 +59,7 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Small | None]]:
 
     monkeypatch.setattr(shrink, "LARGE", 0)
     monkeypatch.setattr(reports, "smaller", recorded)
-    yield instances
+    return instances
 
 
 def of_modules() -> Net:
@@ -65,9 +70,7 @@ def of_modules() -> Net:
 
 def wide(fn: Any) -> Net:
     """A function of two kernels."""
-    rng = np.random.default_rng(0)
-    params = {"up": rng.normal(size=(48, 64)), "down": rng.normal(size=(64, 48))}
-    return Net(fn, params, list(rng.normal(size=(2, 7, 48))), lambda linear: [])
+    return Net(fn, drawn({"up": (48, 64), "down": (64, 48)}), inputs(2, 7, 48), lambda linear: [])
 
 
 RELU = wide(lambda p, x: jax.nn.relu(x @ p["up"]) @ p["down"])
@@ -79,9 +82,7 @@ def found(net: Net, **options: Any) -> reports.Report:
 
 @pytest.mark.slow_rows("gpt*", "llama*", "qwen")
 @pytest.mark.parametrize("make", [*NETS.values(), of_modules], ids=[*NETS, "Flax's own modules"])
-def test_a_small_instance_has_the_same_gauges(
-    make: Callable[[], Net], searched: list[Small | None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_small_instance_has_the_same_gauges(make: Any, searched: Searched, monkeypatch: pytest.MonkeyPatch) -> None:
     net = make()
     small = found(net)
     (instance,) = searched
@@ -95,22 +96,23 @@ def test_a_small_instance_has_the_same_gauges(
     assert all(getattr(small, name) == getattr(whole, name) for name in ("uncovered", "dead", "ungauged"))
 
 
-def test_shapes_are_enough(searched: list[Small | None]) -> None:
+def test_shapes_are_enough(searched: Searched) -> None:
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), RELU.params)
     one, other = (found(RELU._replace(params=params), outputs="loss") for params in (shapes, RELU.params))
     assert one.code() == other.code() and None not in searched
 
 
-def test_a_function_that_fixes_its_lengths_is_searched_as_it_is(searched: list[Small | None]) -> None:
-    tokens = list(np.random.default_rng(1).integers(0, 11, (2, 2, 6)))
-    go.discover(fused, fused_params(), tokens, progress=False)
-    assert searched == [None] and HEADS > KEYS
+def test_a_function_that_fixes_its_lengths_and_its_indices_is_searched_as_it_is(searched: Searched) -> None:
+    def fn(p: Any, x: Any) -> jax.Array:
+        hidden = jax.nn.relu(x @ p["up"]).reshape(7, 64)
+        return hidden @ p["down"] + hidden[:, np.array([60, 63])].sum()
+
+    found(Net(fn, drawn({"up": (5, 64), "down": (64, 5)}), inputs(2, 7, 5), RELU.gauges), outputs="loss")
+    assert searched == [None]
 
 
 @pytest.mark.parametrize("turn, values", [(half, 40), pytest.param(interleaved, 20, marks=pytest.mark.slow)])
-def test_lengths_that_only_a_reshape_ties_are_short(
-    turn: Callable[[jax.Array], jax.Array], values: int, searched: list[Small | None]
-) -> None:
+def test_lengths_that_only_a_reshape_ties_are_short(turn: Any, values: int, searched: Searched) -> None:
     """Values take the shape of queries, or half of it, by a reshape: neither basis can be short in a call alone."""
 
     def fn(p: Any, tokens: Any) -> jax.Array:
@@ -133,7 +135,7 @@ def test_lengths_that_only_a_reshape_ties_are_short(
     assert values == 40 or (report.certificate.unexplained == 0 and report.certificate.explained > 0)
 
 
-def test_a_gauge_of_the_small_instance_alone_is_rejected(searched: list[Small | None]) -> None:
+def test_a_gauge_of_the_small_instance_alone_is_rejected(searched: Searched) -> None:
     """Units past the thirtieth act otherwise: no small instance has them."""
 
     def fn(p: Any, x: Any) -> jax.Array:
@@ -146,7 +148,7 @@ def test_a_gauge_of_the_small_instance_alone_is_rejected(searched: list[Small | 
     assert not report.gauges and "rescale of up, down: moves the outputs by" in report.rejected[-1]
 
 
-def test_a_function_that_differs_between_calls_is_still_seen(searched: list[Small | None]) -> None:
+def test_a_function_that_differs_between_calls_is_still_seen(searched: Searched) -> None:
     """Its operations are traced once for everything else; noise with fixed lengths, on short axes."""
     calls = itertools.count()
 
@@ -160,7 +162,7 @@ def test_a_function_that_differs_between_calls_is_still_seen(searched: list[Smal
 
 @pytest.mark.parametrize("change, kept", [(5e-12, True), (2e-11, False)])
 def test_roundoff_at_full_size_is_no_refutation(
-    change: float, kept: bool, searched: list[Small | None], monkeypatch: pytest.MonkeyPatch
+    change: float, kept: bool, searched: Searched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sums are longer there than in the small instance, where a gauge has to hold to 1e-12."""
     changes = reports.Prover.changes
@@ -177,20 +179,17 @@ def test_roundoff_at_full_size_is_no_refutation(
 def test_squared_gradients_are_those_of_whole_leaves(x64: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaf by leaf as all at once; a gradient that is not finite counts as zero."""
     fn, leaves, batches, _ = wide(lambda p, x: jnp.tanh(x @ p["up"]) @ p["down"])
-
-    def squares() -> dict[str, np.ndarray]:
-        return sketch.squared_gradients(fn, batches[:1], leaves, np.random.default_rng(0), list(leaves))
-
-    whole = squares()
+    draw = np.random.default_rng
     outputs, backward = jax.vjp(lambda x: fn(x, batches[0]), leaves)
-    expected = backward(np.random.default_rng(0).standard_normal(outputs.shape).astype(outputs.dtype))[0]
-    monkeypatch.setattr(sketch, "_CHUNK", 1)
-    for squared in (whole, squares()):
+    expected = backward(draw(0).standard_normal(outputs.shape).astype(outputs.dtype))[0]
+    for chunk in (sketch._CHUNK, 1):
+        monkeypatch.setattr(sketch, "_CHUNK", chunk)
+        squared = sketch.squared_gradients(fn, batches[:1], leaves, draw(0), list(leaves))
         for path in leaves:
             np.testing.assert_allclose(squared[path], np.square(expected[path]), rtol=1e-6, atol=1e-30)
-    rng, point = np.random.default_rng(0), {"a": np.zeros(3), "b": np.ones(3)}
     monkeypatch.undo()  # both leaves in one chunk
-    root = sketch.squared_gradients(lambda x, _: jnp.sqrt(x["a"]) + x["b"], [0], point, rng, ["a", "b"])
+    point = {"a": np.zeros(3), "b": np.ones(3)}
+    root = sketch.squared_gradients(lambda x, _: jnp.sqrt(x["a"]) + x["b"], [0], point, draw(0), ["a", "b"])
     assert not root["a"].any() and root["b"].all(), "the derivative of a square root at zero is infinite"
 
 
@@ -203,6 +202,118 @@ def test_free_axes_side_by_side_are_written_as_one() -> None:
         write._axis_text(8, Window(0, 8, (heads, basis)), ["_", "channel"], {}, "interleaved", "channel")
 
 
-def test_lengths_of_the_large_instance_follow_from_primes() -> None:
-    small = Small(lambda leaves, batch: [], {}, [], {5: 12, 13: 768})
-    assert [small.full(n) for n in (5, 13, 65, 26, 3, 130)] == [12, 768, 9216, 1536, 3, 18432]
+# Operations on shorter axes compute what the function computes when it is called on them -------------------------
+
+D, F, HEADS, SIZE, ROWS, TOKENS = 12, 20, 3, 8, 23, 5
+
+
+def short_of(fn: Callable[[Any, Any], Any], shapes: Any, kept: Mapping[str, tuple[int, int]]) -> Any:
+    """The shorter function and its leaves: the last component of an axis of each named leaf keeps so many indices."""
+
+    def dropped(trace: Trace) -> set[int]:
+        gone = set[int]()
+        for path, (axis, n) in kept.items():
+            ids = trace.spaces.atoms(trace.leaves[path][axis])[-1]
+            gone |= set(list(dict.fromkeys(trace.spaces.canon(ids).tolist()))[n:])
+        return gone
+
+    return shorter(lambda p, x: [fn(p, x)], jax.tree.map(np.asarray, twins.normal(0, shapes)), batch(), dropped)
+
+
+def batch() -> Any:
+    return np.arange(2 * TOKENS).reshape(2, TOKENS) % 4
+
+
+def seen(turned: jax.Array) -> jax.Array:
+    """What does not depend on angles: those of a shorter basis are others. The first token, and lengths of heads."""
+    lengths = jnp.broadcast_to(jnp.linalg.norm(turned, axis=-1)[..., None], turned.shape)
+    return jnp.concatenate([turned[:, :1], lengths], 1)
+
+
+def by_head(p: Any, x: jax.Array) -> jax.Array:
+    return jnp.einsum("btd,dhe->bthe", x, p["query"])
+
+
+def convolved(x: jax.Array, kernel: jax.Array, groups: int) -> jax.Array:
+    return jax.lax.conv_general_dilated(x, kernel, (1,), "SAME", None, None, ("NHC", "HIO", "NHC"), groups)
+
+
+MEANS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "sum over length": lambda x: jnp.sum(x, -1, keepdims=True) / x.shape[-1],
+    "times one over length": lambda x: jnp.sum(x, -1, keepdims=True) * (1 / x.shape[-1]),
+    "product by a mean": lambda x: x @ jnp.full((x.shape[-1], 1), 1 / x.shape[-1]),
+    "product by ones": lambda x: (x @ jnp.ones((x.shape[-1], 1))) / x.shape[-1],
+    "two axes": lambda x: jnp.mean(x.reshape(*x.shape[:2], 2, -1), (2, 3))[..., None],
+}
+BLOCKS: dict[str, Callable[[Any, jax.Array], jax.Array]] = {
+    "loop": lambda p, x: jax.lax.scan(lambda c, k: (jnp.tanh(c @ k), jnp.sum(c)), x, jnp.stack([p["square"]] * 3))[0],
+    "reverse loop": lambda p, x: jax.lax.scan(
+        lambda c, y: (c + y, c), jnp.zeros_like(x[:, 0]), x.swapaxes(0, 1), reverse=True)[1].swapaxes(0, 1),
+    "condition": lambda p, x: jax.lax.cond(x.shape[0] > 1, lambda x: x @ p["square"], lambda x: x, x),
+    "checkpoint": lambda p, x: jax.checkpoint(lambda x: jnp.sin(x) @ p["square"])(x),
+    "custom derivative": lambda p, x: jax.nn.relu6(x) + jax.nn.logsumexp(x, -1, keepdims=True),
+    "halves": lambda p, x: seen(half(by_head(p, x))),
+    "neighbours": lambda p, x: seen(interleaved(by_head(p, x))),
+    "split": lambda p, x: sum(jnp.split(by_head(p, x), 3, 2), start=jnp.zeros(())),
+    "concatenation": lambda p, x: jnp.concatenate([x, x @ p["up"]], -1),
+    "padding": lambda p, x: jnp.pad(x, ((0, 0), (1, 2), (0, 0))),
+    "one-hot": lambda p, x: x + jax.nn.one_hot(batch(), ROWS) @ p["embed"],
+    "taken along": lambda p, x: jnp.take_along_axis(x @ p["embed"].T, batch()[..., None], -1),
+    "largest": lambda p, x: jax.lax.top_k(x, 3)[0] + jnp.argmax(x, -1)[..., None],
+    "scattered": lambda p, x: jnp.zeros(x.shape).at[:, 1:3].set(x[:, 1:3]),
+    "updated": lambda p, x: jax.lax.dynamic_update_slice(x, x[:, :1], (0, 2, 0)),
+    "convolution": lambda p, x: convolved(x, p["filters"], 1),
+    "depthwise convolution": lambda p, x: convolved(x, p["depthwise"], x.shape[-1]),
+    "running sum": lambda p, x: jnp.cumsum(x, -1) + jnp.cumsum(x, 1),
+    "stack": lambda p, x: jnp.stack([x, jnp.broadcast_to(p["scale"], x.shape)]).sum(0),
+    "noise": lambda p, x: x * jax.random.normal(jax.random.key(0), (2, TOKENS, 1)),
+}
+
+
+LEAVES = dict(embed=(ROWS, D), scale=(D,), up=(D, F), square=(D, D), query=(D, HEADS, SIZE), filters=(3, D, F),
+              depthwise=(3, 1, D))
+
+
+@pytest.mark.parametrize("name", [*MEANS, *BLOCKS])
+def test_outputs_are_those_of_a_call_on_shorter_axes(name: str, x64: None) -> None:
+    """Stream, hidden units and table are short; the function takes its lengths from its arguments."""
+
+    def fn(p: Any, tokens: Any) -> jax.Array:
+        x = p["embed"][tokens]
+        if name in MEANS:
+            return norm(x - MEANS[name](x), p["scale"]) @ p["up"]
+        return BLOCKS[name](p, norm(x, p["scale"]))
+
+    kept, length = ({"embed": (1, 4)}, 8) if name == "two axes" else ({"embed": (1, 5)}, 5)
+    kept |= {"up": (1, 7)} | ({"query": (2, 2)} if name in ("halves", "neighbours") else {})
+    function, small = short_of(fn, LEAVES, kept)
+    # What the embedding says of the stream holds of all leaves that the function reads it by.
+    assert small["embed"].shape == (ROWS, length) and small["scale"].shape == (length,)
+    for tokens in (batch(), batch()[:, :3]) if name in MEANS else (batch(),):
+        np.testing.assert_allclose(function(small, tokens)[0], fn(small, tokens), rtol=1e-12, atol=1e-12)
+
+
+def refused(rule: Callable[[Any, jax.Array], jax.Array], match: str | None = None) -> None:
+    """The whole instance is searched then."""
+    shapes = {name: LEAVES[name] for name in ("embed", "scale", "square")}
+    with pytest.raises(Refused, match=match):
+        function, small = short_of(lambda p, t: rule(p, p["embed"][t] * p["scale"]), shapes, {"embed": (1, 5)})
+        function(small, batch())
+
+
+@pytest.mark.parametrize("rule", [
+    lambda p, x: jnp.sort(x, -1),
+    lambda p, x: jax.lax.while_loop(lambda x: jnp.sum(x) < 1, lambda x: x + p["scale"], x),
+    lambda p, x: x[..., 7:],
+    lambda p, x: x * p["scale"][np.array([7, 9])].sum(),
+], ids=["sort", "loop with a condition", "a part", "rows by number"])
+def test_what_has_no_shorter_form_is_refused(rule: Callable[[Any, jax.Array], jax.Array], x64: None) -> None:
+    refused(rule)
+
+
+@pytest.mark.parametrize("error", [TypeError, ValueError])
+def test_an_error_within_a_loop_is_a_refusal(error: Any, monkeypatch: pytest.MonkeyPatch, x64: None) -> None:
+    """The whole tree is searched where JAX cannot take the shorter loop."""
+    scan = Mock(side_effect=error("carry"))
+    monkeypatch.setattr("gauge_optax.discovery.shorten._Evaluation._scan", scan)
+    refused(BLOCKS["loop"], "scan: carry")

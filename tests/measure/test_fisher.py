@@ -15,21 +15,18 @@ from models import lm
 from tests.cases import _lm_params
 from tests.quick import jit
 from tests.refusals import each_refused
+from tests.twins import normal
 
 Tree = Any
 KEY = jax.random.key(0)
 
 
 def _noise(seed: int, *shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), float)
+    return normal(seed, {"": shape})[""]
 
 
 def _net(p: Tree, x: jax.Array) -> jax.Array:
     return jnp.tanh(x @ p["up"]) @ p["down"] + p["bias"]
-
-
-def _relu_net(p: Tree, x: jax.Array) -> jax.Array:
-    return jax.nn.relu(x @ p["up"]) @ p["down"]
 
 
 def _linear(p: Tree, x: jax.Array) -> jax.Array:
@@ -37,7 +34,7 @@ def _linear(p: Tree, x: jax.Array) -> jax.Array:
 
 
 def _point() -> Tree:
-    return {"up": _noise(0, 5, 4), "down": _noise(1, 4, 3), "bias": _noise(2, 3)}
+    return normal(0, {"up": (5, 4), "down": (4, 3), "bias": (3,)})
 
 
 def _jacobian(fn: Any, params: Tree, x: jax.Array) -> np.ndarray:
@@ -72,9 +69,8 @@ def test_the_ggn_is_written_out(x64: None, likelihood: str) -> None:
     outputs = jnp.concatenate([_net(params, x) for x in batches])
     curves = _softmax_curves(outputs) if likelihood == "softmax" else np.eye(3)
     expected = np.mean(np.swapaxes(jacobian, 1, 2) @ curves @ jacobian, 0)
-    operator = go.measure.GGN(_net, params, batches, likelihood)
+    operator, vector = go.measure.GGN(_net, params, batches, likelihood), _noise(5, 35)
     np.testing.assert_allclose(operator.dense(), expected, atol=1e-13)
-    vector = _noise(5, operator.shape[0])
     direction = operator.unravel(vector)
     np.testing.assert_allclose(operator @ vector, expected @ vector, atol=1e-12)
     np.testing.assert_array_equal(operator.ravel(direction), vector)
@@ -99,9 +95,8 @@ def test_a_block_of_leaves_is_a_block_of_the_matrix(x64: None) -> None:
     params, x = _point(), _noise(3, 30, 5)
     whole, both = (go.measure.GGN(_net, params, [x], only=only) for only in (None, ["bias", "up"]))
     assert both.paths == ("bias", "up") and both.shape == (23, 23)
-    entries = np.r_[0:3, 15:35]  # bias, down, up
+    blocks, entries = whole.blocks(), np.r_[0:3, 15:35]  # bias, down, up
     np.testing.assert_allclose(both.dense(), whole.dense()[np.ix_(entries, entries)], atol=1e-14)
-    blocks = whole.blocks()
     assert list(blocks) == ["bias", "down", "up"]
     np.testing.assert_allclose(blocks["up"], whole.dense()[15:, 15:], atol=1e-14)
 
@@ -117,9 +112,8 @@ def test_sampled_labels_have_the_moments_of_their_law(x64: None, likelihood: str
     """A row's share is x·xᵀ ⊗ s·sᵀ; of s·sᵀ the mean and the variance of every entry have closed forms."""
     x, params = _noise(0, 40, 4), {"w": _noise(1, 4, 3)}
 
-    def sampled(seed: int, samples: int) -> np.ndarray:
-        operator = go.measure.Fisher(_linear, params, [x], jax.random.key(seed), samples, likelihood=likelihood)
-        return np.asarray(operator.dense())
+    def sampled(seed: int, samples: int) -> Any:
+        return go.measure.Fisher(_linear, params, [x], jax.random.key(seed), samples, likelihood=likelihood).dense()
 
     means, variances = np.stack([np.eye(3)] * 40), np.stack([1.0 + np.eye(3)] * 40)
     if likelihood == "softmax":
@@ -148,11 +142,10 @@ def test_fewer_than_a_hundred_labels_per_parameter_warn(x64: None) -> None:
 def test_lanczos_and_probes_agree_with_the_dense_matrix_at_two_thousand_parameters(x64: None) -> None:
     """The largest ten eigenvalues to a percent, and the trace to its standard error."""
     pytest.importorskip("matfree")
-    params = {"up": _noise(0, 30, 50) / 30**0.5, "down": _noise(1, 50, 10) / 50**0.5}
-    operator = go.measure.GGN(_relu_net, params, [_noise(2, 400, 30)])
-    values = operator.eigenvalues()
+    params = {"up": _noise(0, 30, 50) / 30**0.5, "down": _noise(1, 50, 10) / 50**0.5, "bias": jnp.zeros(10)}
+    operator = go.measure.GGN(_net, params, [_noise(2, 400, 30)], only=["up", "down"])
+    values, found = operator.eigenvalues(), operator.lanczos(KEY, 60, vectors=True)
     assert operator.shape == (2000, 2000)
-    found = operator.lanczos(KEY, 60, vectors=True)
     np.testing.assert_allclose(found.values[:10], values[:10], rtol=1e-2)
     vectors = found.vectors[:3]
     np.testing.assert_allclose(operator @ vectors.T, (found.values[:3, None] * vectors).T, atol=1e-2 * values[0])
@@ -184,16 +177,12 @@ def _llama() -> tuple[Any, Tree, Any, list[go.Gauge]]:
 @pytest.mark.parametrize("drawn", [False, True], ids=["GGN", "Fisher"])
 def test_the_quotient_has_no_zeros_and_the_whole_exactly_those_of_its_gauges(x64: None, drawn: bool) -> None:
     fn, params, tokens, gauges = _llama()
-    operator: Any = (
-        go.measure.Fisher(fn, params, [tokens], KEY) if drawn else go.measure.GGN(fn, params, [tokens])
-    )
+    operator: Any = go.measure.Fisher(fn, params, [tokens], KEY) if drawn else go.measure.GGN(fn, params, [tokens])
     values, quotient = operator.eigenvalues(), go.measure.quotient_fisher(operator, gauges)
     dead = go.measure.redundancy(gauges, params)
-    assert np.sum(values < 1e-12 * values[0]) == dead > 20
-    assert values[-dead - 1] > 1e-9 * values[0]
+    assert np.sum(values < 1e-12 * values[0]) == dead > 20 and values[-dead - 1] > 1e-9 * values[0]
     across = quotient.eigenvalues()
-    assert quotient.dim == len(across) == operator.shape[0] - dead
-    assert across[-1] > 1e-9 * across[0]
+    assert quotient.dim == len(across) == operator.shape[0] - dead and across[-1] > 1e-9 * across[0]
     # A list without one gauge leaves as many zeros.
     fewer = go.measure.quotient_fisher(operator, [gauge for gauge in gauges if gauge.name != "rescale"]).eigenvalues()
     assert np.sum(fewer < 1e-12 * fewer[0]) == 3
@@ -203,11 +192,9 @@ def test_probes_stay_on_the_quotient(x64: None) -> None:
     pytest.importorskip("matfree")
     fn, params, tokens, gauges = _llama()
     quotient = go.measure.quotient_fisher(go.measure.GGN(fn, params, [tokens]), gauges)
-    values = quotient.eigenvalues()
-    found = quotient.lanczos(KEY, 40)
-    np.testing.assert_allclose(found.values[:5], values[:5], rtol=1e-4)
-    assert found.values[-1] > 0
-    trace = quotient.trace(KEY, 60)
+    values, found, trace = quotient.eigenvalues(), quotient.lanczos(KEY, 40).values, quotient.trace(KEY, 60)
+    np.testing.assert_allclose(found[:5], values[:5], rtol=1e-4)
+    assert found[-1] > 0
     assert abs(trace.mean - values.sum()) < 4 * trace.error
 
 

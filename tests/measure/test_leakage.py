@@ -42,15 +42,17 @@ def _params(case: GaugeCase) -> Tree:
     return jax.tree.map(np.asarray, case.params(jax.random.key(0)))
 
 
+def _positive(params: Tree, seed: int = 0) -> Tree:
+    """A preconditioner."""
+    generator = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: np.exp(generator.normal(size=x.shape)), params)
+
+
 @functools.cache
 def _start(case: GaugeCase) -> tuple[Tree, Tree, Tree]:
     """A point, the gradient there, a random positive preconditioner."""
-    params, generator = _params(case), np.random.default_rng(0)
-    return params, _compile(jax.grad(case.loss))(params), _positive(params, generator)
-
-
-def _positive(params: Tree, generator: np.random.Generator) -> Tree:
-    return jax.tree.map(lambda x: np.exp(generator.normal(size=x.shape)), params)
+    params = _params(case)
+    return params, _compile(jax.grad(case.loss))(params), _positive(params)
 
 
 def _plus(a: Tree, b: Tree, factor: float = 1.0) -> Tree:
@@ -88,24 +90,21 @@ def _flat(gauge: go.Gauge, pairing: Tree) -> np.ndarray:
 
 @pytest.mark.parametrize("name", SCALES + ROTATIONS)
 def test_measured_is_the_pairing_with_explicit_orbit_tangents(name: str, x64: None) -> None:
-    gauge, measure = _compiled(BY_NAME[name])
-    params, gradient, preconditioner = _start(BY_NAME[name])
-    tangents = oracles.dense(gauge, params).tangents
+    (gauge, measure), (params, gradient, preconditioner) = _compiled(BY_NAME[name]), _start(BY_NAME[name])
+    tangents, found = oracles.dense(gauge, params).tangents, measure(params, gradient, preconditioner)
     step = np.concatenate([np.ravel(x) for x in jax.tree.leaves(optax.tree.mul(preconditioner, gradient))])
-    found = measure(params, gradient, preconditioner)
     expected, size = tangents.T @ step, np.max(np.abs(tangents.T) @ np.abs(step))
     assert np.max(np.abs(_flat(gauge, found.measured) - expected)) <= tolerance("oracle") * size
     assert np.max(np.abs(expected)) > 1e-3 * size
     rate = np.linalg.lstsq(tangents, step, rcond=None)[0]  # the generator of the projection
-    scale = 2.0 if gauge.name == "head_rotation" else 1.0
-    assert np.max(np.abs(_flat(gauge, found.rate) - scale * rate)) <= tolerance("oracle") * np.max(np.abs(rate))
+    rate = 2.0 * rate if gauge.name == "head_rotation" else rate
+    assert np.max(np.abs(_flat(gauge, found.rate) - rate)) <= tolerance("oracle") * np.max(np.abs(rate))
 
 
 @pytest.mark.parametrize("name", SCALES + ROTATIONS)
 def test_measured_is_the_sum_of_terms_one_per_layer_of_the_preconditioner(name: str, x64: None) -> None:
     """For any gradient; of an invariant loss the gradient adds nothing of its own."""
-    _, measure = _compiled(BY_NAME[name])
-    params, gradient, preconditioner = _start(BY_NAME[name])
+    (_, measure), (params, gradient, preconditioner) = _compiled(BY_NAME[name]), _start(BY_NAME[name])
     anything = jax.tree.map(lambda x: np.cos(7.0 * x), params)
     for slope, invariant in ((anything, False), (gradient, True)):
         found = measure(params, slope, preconditioner)
@@ -114,40 +113,18 @@ def test_measured_is_the_sum_of_terms_one_per_layer_of_the_preconditioner(name: 
         assert _largest(found.residual) > 1e-3 * size
         of_gradient = _largest(found.of_gradient)
         assert of_gradient <= tolerance("kernel") * size if invariant else of_gradient > 1e-3 * size
-    size = _largest(found.measured)
-    sgd = measure(params, gradient, jax.tree.map(np.ones_like, params))
+    size, sgd = _largest(found.measured), measure(params, gradient, jax.tree.map(np.ones_like, params))
     assert _largest(sgd) <= tolerance("kernel") * size
     found = measure(params, gradient, _per_tensor(params))
-    assert _largest(found.residual) <= tolerance("kernel") * size
+    assert max(_largest(found.residual), _apart(found.measured, found.per_tensor)) <= tolerance("kernel") * size
     assert _largest(found.per_tensor) > 1e-3 * size
-    assert _apart(found.measured, found.per_tensor) <= tolerance("kernel") * size
-
-
-def test_two_blocks_give_the_lemmas_own_formulas(x64: None) -> None:
-    draw = np.random.default_rng(0).normal
-    weights, slopes, d = ({"up": draw(size=(6, 5)), "down": draw(size=(5, 3))} for _ in range(3))
-    pairings = {"up": (weights["up"] * slopes["up"]).sum(0), "down": (weights["down"] * slopes["down"]).sum(1)}
-    slopes["up"] -= weights["up"] * (pairings["up"] - 2.0 * pairings["down"]) / (weights["up"] ** 2).sum(0)
-    d = {name: np.exp(x) for name, x in d.items()}
-    gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"}, degree=2)  # for which the slopes are now horizontal
-    found = _compile(functools.partial(go.measure.rescale_leakage, gauge))(weights, slopes, d)
-    expected = (d["up"].mean(0) - d["down"].mean(1)) * (weights["up"] * slopes["up"]).sum(0)
-    assert _largest(found.per_tensor[""] - expected) <= 10 * tolerance("kernel")
-    products = {name: weights[name] * slopes[name] for name in weights}
-    up, down = (
-        len(product) * np.cov(product, factor, bias=True)[0, 1]
-        for product, factor in ((products["up"][:, 2], d["up"][:, 2]), (products["down"][2], d["down"][2]))
-    )
-    assert abs(float(found.residual[""][2]) - (up - 2.0 * down)) <= 10 * tolerance("kernel")
 
 
 def test_rotation_residual_is_a_covariance_beside_the_columns_means(x64: None) -> None:
     """Lemma 10 leaves the columns' means out."""
-    gauge, draw = go.head_rotation({"q": "_ basis", "k": "_ basis"}), np.random.default_rng(1).normal
+    draw, measure = np.random.default_rng(1).normal, _compile(functools.partial(go.measure.rotation_leakage, TURN))
     params, gradient, d = ({"q": draw(size=(6, 4)), "k": draw(size=(7, 4))} for _ in range(3))
-    measure = _compile(functools.partial(go.measure.rotation_leakage, gauge))
-    found = measure(params, gradient, d)
-    lemma = np.zeros((4, 4))
+    found, lemma = measure(params, gradient, d), np.zeros((4, 4))
     for name, w in params.items():
         for i, j in np.ndindex(4, 4):
             lemma[i, j] += len(w) * np.cov(w[:, i] * gradient[name][:, j], d[name][:, j], bias=True)[0, 1]
@@ -160,15 +137,13 @@ def test_rotation_residual_is_a_covariance_beside_the_columns_means(x64: None) -
 
 @pytest.mark.parametrize("name", ROTATIONS)
 def test_the_bound_holds_and_is_reached_by_preconditioners_per_tensor(name: str, x64: None) -> None:
-    _, measure = _compiled(BY_NAME[name])
-    params, gradient, _ = _start(BY_NAME[name])
+    (_, measure), (params, gradient, _) = _compiled(BY_NAME[name]), _start(BY_NAME[name])
 
     def size(x: np.ndarray) -> np.ndarray:
         return np.abs(x) if name.startswith("rope_torus") else np.linalg.norm(x, axis=(-2, -1))
 
     for seed in range(4):
-        found = measure(params, gradient, _positive(params, np.random.default_rng(seed)))
-        above = 1.0 + tolerance("kernel")
+        found, above = measure(params, gradient, _positive(params, seed)), 1.0 + tolerance("kernel")
         assert all(np.all(found.bound[key] * above >= size(x)) for key, x in found.measured.items())
     if not name.endswith("fused"):  # two blocks: the triangle is a line
         tight = measure(params, gradient, _per_tensor(params))
@@ -182,12 +157,11 @@ def test_entries_without_gradient_do_not_count_in_means_by_gradient(name: str) -
     params, generator = _params(BY_NAME[name]), np.random.default_rng(0)
     dead = jax.tree.map(lambda x: np.arange(x.size).reshape(x.shape) % 3 == 0, params)
     gradient = jax.tree.map(lambda x, n: np.where(n, 0.0, generator.normal(size=x.shape)), params, dead)
-    d = jax.tree.map(lambda x, n: np.where(n, 1e8, x), _positive(params, generator), dead)
+    d = jax.tree.map(lambda x, n: np.where(n, 1e8, x), _positive(params), dead)
     point = jax.tree.map(lambda x: x.astype(np.float32), (params, gradient, d))
     plain, found = by_entries(*point), by_gradient(*point)
     size = _largest(found.measured)
-    assert _largest(_terms(plain)[1:]) > 1e6 * size
-    assert _largest(_terms(found)) < 10.0 * size
+    assert _largest(_terms(plain)[1:]) > 1e6 * size and _largest(_terms(found)) < 10.0 * size
     whole = functools.reduce(optax.tree.add, _terms(found))
     assert _apart(found.measured, whole) <= tolerance("oracle", "float32") * size
     alike = by_gradient(*point[:2], jax.tree.map(lambda x, n: np.where(n, x, 2.0).astype("f"), point[2], dead))
@@ -200,8 +174,7 @@ def test_entries_without_gradient_do_not_count_in_means_by_gradient(name: str) -
 @pytest.mark.parametrize("name", ["rescale/gate", "norm_scale/bias"])
 def test_leakage_predicts_the_imbalance_under_adam(name: str, x64: None) -> None:
     """½(‖up‖² − p·‖down‖²), which gradient flow conserves, moves by −lr·measured. Adam's factors make its step."""
-    case = BY_NAME[name]
-    gauge, measure = _compiled(case)
+    case, (gauge, measure) = BY_NAME[name], _compiled(BY_NAME[name])
     options = dict(b1=0.8, b2=0.95, eps=1e-3, eps_root=1e-4)
     tx = optax.chain(optax.clip(1e6), optax.inject_hyperparams(optax.scale_by_adam)(**options))
     gradient, update = _compile(jax.grad(case.loss)), _compile(tx.update)
@@ -280,10 +253,8 @@ def test_an_entry_that_never_had_a_gradient_has_a_derivative(x64: None) -> None:
 
 # Refusals -----------------------------------------------------------------------------------------
 
-PARAMS = {"q": jnp.ones((6, 4)), "k": jnp.ones((6, 4))}
-TURN = go.head_rotation({"q": "_ basis", "k": "_ basis"})
-SCALE = go.rescale({"q": "_ _"}, {"k": "_ _"})
-TWO_ADAMS = optax.chain(optax.adam(0.1), optax.adam(0.1))
+PARAMS, TWO_ADAMS = dict.fromkeys("qk", jnp.ones((6, 4))), optax.chain(optax.adam(0.1), optax.adam(0.1))
+TURN, SCALE = go.head_rotation(dict.fromkeys("qk", "_ basis")), go.rescale({"q": "_ _"}, {"k": "_ _"})
 test_what_has_no_leakage_is_refused = each_refused({
     "a rotation for a scale": (lambda: go.measure.rescale_leakage(TURN, PARAMS, PARAMS, PARAMS), "head_rotation"),
     "a scale for a rotation": (lambda: go.measure.rotation_leakage(SCALE, PARAMS, PARAMS, PARAMS), "rescale"),
@@ -294,7 +265,5 @@ test_what_has_no_leakage_is_refused = each_refused({
     "no Adam": (lambda: go.measure.adam_factors(optax.sgd(0.1).init(PARAMS)), "0 Adam states"),
     "no Adam to precondition": (lambda: go.measure.adam_precondition((), lambda p: p), "0 Adam states"),
     "two Adams": (lambda: go.measure.adam_factors(TWO_ADAMS.init(PARAMS)), "2 Adam states"),
-    "DDC, whose moments live in a frame": (
-        lambda: go.measure.adam_factors(jax.eval_shape(go.scale_by_ddc(TURN).init, PARAMS)), "step_leakage",
-    ),
+    "DDC's framed moments": (lambda: go.measure.adam_factors(go.scale_by_ddc(TURN).init(PARAMS)), "step_leakage"),
 })

@@ -1,4 +1,4 @@
-"""Leakage: closed forms against explicit orbit tangents, second order against half steps, sums against drift."""
+"""Leakage: closed forms against explicit orbit tangents, second order against half steps, Adam's factors."""
 
 import functools
 from collections.abc import Callable
@@ -168,37 +168,21 @@ def test_entries_without_gradient_do_not_count_in_means_by_gradient(name: str) -
     assert _largest(_terms(alike)[1:]) <= tolerance("oracle", "float32") * size
 
 
-# Along a trajectory -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["rescale/gate", "norm_scale/bias"])
-def test_leakage_predicts_the_imbalance_under_adam(name: str, x64: None) -> None:
-    """½(‖up‖² − p·‖down‖²), which gradient flow conserves, moves by −lr·measured. Adam's factors make its step."""
-    case, (gauge, measure) = BY_NAME[name], _compiled(BY_NAME[name])
+def test_adams_factors_make_its_step(name: str, x64: None) -> None:
+    """Of any options, injected ones too, and its momentum is not quite horizontal."""
+    case, (_, measure) = BY_NAME[name], _compiled(BY_NAME[name])
     options = dict(b1=0.8, b2=0.95, eps=1e-3, eps_root=1e-4)
     tx = optax.chain(optax.clip(1e6), optax.inject_hyperparams(optax.scale_by_adam)(**options))
-    gradient, update = _compile(jax.grad(case.loss)), _compile(tx.update)
-    factors_of = _compile(functools.partial(go.measure.adam_factors, **options))
-    twice = _compile(lambda p: go.measure.step_leakage(gauge, p, p).measured)
-    errors, sizes = [], []
-    for rate in (1e-3, 5e-4):
-        start = params = _params(case)
-        state, points = _compile(tx.init)(params), []
-        for _ in range(30):
-            step, state = update(gradient(params), state, params)
-            factors = factors_of(state)
-            assert _apart(step, optax.tree.mul(*factors)) <= tolerance("optax") * _largest(step)
-            points.append((params, factors.momentum, factors.preconditioner))
-            params = _plus(params, step, -rate)
-        found = go.measure.leakage_along(measure, points)
-        predicted = jax.tree.map(lambda x: x[-1], go.measure.predicted_drift(found.measured, jnp.full(30, rate)))
-        change = optax.tree.scale(0.5, optax.tree.sub(twice(params), twice(start)))
-        errors.append(_apart(predicted, change))
-        sizes.append(_largest(change))
-    assert _largest(found.residual) > 1e-2 and _largest(found.of_gradient) > 1e-4  # momentum is not quite horizontal
-    assert 1.8 < sizes[0] / sizes[1] < 2.2
-    assert 2.5 < errors[0] / errors[1] < 5.5  # by four where the motion falls by two
-    assert errors[0] < 0.05 * sizes[0]
+    params, gradient, update = _params(case), _compile(jax.grad(case.loss)), _compile(tx.update)
+    factors_of, state = _compile(functools.partial(go.measure.adam_factors, **options)), _compile(tx.init)(params)
+    for _ in range(30):
+        step, state = update(gradient(params), state, params)
+        factors = factors_of(state)
+        assert _apart(step, optax.tree.mul(*factors)) <= tolerance("optax") * _largest(step)
+        found = measure(params, factors.momentum, factors.preconditioner)
+        params = _plus(params, step, -1e-3)
+    assert _largest(found.residual) > 1e-2 and _largest(found.of_gradient) > 1e-4
 
 
 # Second order -------------------------------------------------------------------------------------
@@ -208,28 +192,20 @@ def _second_order(grad_fn: Any, precondition: Any, params: Tree, gauge: go.Gauge
     return _compile(lambda p: go.measure.second_order_leakage(grad_fn, precondition, p, gauge))(params)
 
 
-@pytest.mark.slow_rows("*-fixed")
-@pytest.mark.parametrize("responds", [True, False], ids=["responds", "fixed"])
 @pytest.mark.parametrize("name", SMOOTH)
-def test_second_order_is_the_gap_between_a_step_and_two_of_half_its_size(name: str, responds: bool, x64: None) -> None:
-    """Of an Adam three steps old whose second moment, in general position, sees the gradient change or does not."""
+def test_second_order_is_the_gap_between_a_step_and_two_of_half_its_size(name: str, x64: None) -> None:
+    """Of an Adam three steps old whose second moment, in general position, sees the gradient change."""
     case = BY_NAME[name]
     gauge, params, grad_fn = _compiled(case)[0], _params(case), jax.grad(case.loss)
     nu = jax.tree.map(lambda x: 1e-3 * (0.1 + np.square(np.cos(5.0 * x))), params)
     state = optax.ScaleByAdamState(jnp.asarray(3, jnp.int32), jax.tree.map(np.zeros_like, params), nu)
     precondition = go.measure.adam_precondition(state, grad_fn, b2=0.9)
-    if not responds:
-        d = _compile(go.measure.adam_factors)(state).preconditioner
-        precondition = functools.partial(lambda d, params, gradient: optax.tree.mul(d, gradient), d)
     found = _second_order(grad_fn, precondition, params, gauge)
-    assert _largest(found.hessian) > 0.0
-    assert (_largest(found.derivative) > 1e-3 * _largest(found.hessian)) == responds
-
+    assert _largest(found.derivative) > 1e-3 * _largest(found.hessian) > 0.0
     field = _compile(lambda p: precondition(p, grad_fn(p)))
     rate_of = _compile(lambda x: go.measure.step_leakage(gauge, params, x).rate)
     step = field(params)
     assert _apart(found.first, rate_of(step)) <= tolerance("kernel") * _largest(rate_of(step))
-
     second = optax.tree.add(found.hessian, found.derivative)
     scale, errors = 3e-4 / _largest(step), []
     for eta in (scale, scale / 2):

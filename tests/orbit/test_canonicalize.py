@@ -213,7 +213,7 @@ def test_dead_heads_and_channels_stay_finite(linear: bool) -> None:
     """A zero output kernel, a zero norm scale, a dead unit, a head of rank one: finite, and the same loss."""
     config = lm.LMConfig(**SIZES, mlp="relu", norm="rmsnorm", bias=False)
     params = drawn(config, "float32")
-    block = params["blocks"]["0"]
+    block = params["blocks"][0]
     block["attn"]["out"]["kernel"] *= 0.0
     block["norm1"]["scale"] = block["norm1"]["scale"].at[1].set(0.0)
     block["mlp"]["up"]["kernel"] = block["mlp"]["up"]["kernel"].at[:, 0].set(0.0)

@@ -29,7 +29,6 @@ def _model() -> Attention:
 
 # The group, and the optimizer of its gauges.
 OPTIMIZERS: dict[str, tuple[str, Callable[[Any], optax.GradientTransformation]]] = {
-    "sgd": ("O", lambda gauges: optax.sgd(RATE)),
     "adamw": ("O", lambda gauges: optax.adamw(RATE)),
     "muon": ("O", lambda gauges: optax.contrib.muon(
         RATE, muon_weight_dimension_numbers=go.product(gauges).muon_dimension_numbers)),

@@ -38,12 +38,6 @@ def test_dead_units_are_off_for_all_inputs() -> None:
     assert go.measure.dead_units(pre).tolist() == [False, False, True]
 
 
-def test_axis_alignment_is_one_on_axes_alone() -> None:
-    assert go.measure.axis_alignment(3.0 * jnp.eye(6)[:4]) == 1.0
-    random = np.linalg.qr(RNG.normal(size=(400, 10)))[0].T
-    assert 0.2 < go.measure.axis_alignment(jnp.asarray(random)) * 400 / (2 * np.log(400)) < 2.0
-
-
 def test_the_gauge_fraction_of_a_head_is_its_mean_over_classes(x64: None) -> None:
     kernel = jnp.asarray(RNG.normal(size=(6, 5)) + 1.0)
     params, gauge = {"kernel": kernel, "other": jnp.ones(2)}, go.logit_shift({"kernel": "_ vocab"})

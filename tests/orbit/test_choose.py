@@ -14,7 +14,7 @@ import pytest
 import gauge_optax as go
 from tests.cases import FLAT_CASES, GAUGE_CASES
 from tests.gauges.user_gauges import Translation
-from tests.orbit.test_canonicalize import apart, keeps_the_loss, whole
+from tests.orbit.test_canonicalize import apart, keeps, whole
 from tests.quick import rows
 from tests.refusals import each_refused, refused
 from tests.twins import normal, normal_like
@@ -59,7 +59,7 @@ def test_every_kind_goes_towards_a_twin_and_keeps_the_function(case: Any, x64: N
 
     found = gauge.act(go.orbit.choose(distance, params, gauge, optax.adam(0.01), steps=30, progress=False), params)
     assert float(distance(found)) < 0.5 * float(distance(params))
-    assert keeps_the_loss(case, params, found)
+    assert keeps(case.loss, params, found)
 
 
 @pytest.mark.slow

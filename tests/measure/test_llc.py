@@ -124,6 +124,7 @@ def test_half_precision_is_sampled_in_float32() -> None:
 
 # Away from a minimum ------------------------------------------------------------------------------------
 
+
 def _net_loss(p: Tree, batch: Any) -> jax.Array:
     x, y = batch
     return jnp.mean(jnp.square(jnp.tanh(x @ p["w"]) * p.get("scale", 1.0) @ p["v"] - y))

@@ -13,7 +13,6 @@ import gauge_optax as go
 from tests.cases import DISCRETE_CASES, FLAT_CASES, GAUGE_CASES, GaugeCase
 from tests.quick import jit, rows
 from tests.refusals import each_refused
-from tests.twins import normal
 
 Tree = Any
 
@@ -78,7 +77,8 @@ def test_no_small_move_comes_nearer(name: str, x64: None) -> None:
 @pytest.mark.parametrize("degree", [1.0, 2.0])
 def test_scales_have_the_least_value_of_a_dense_grid(degree: float, x64: None) -> None:
     """Of sides that point away from each other, too, where the problem has several minima."""
-    a, b = (normal(seed, {"up": (2, 200), "down": (200, 2)}) for seed in (0, 1))
+    draw = np.random.default_rng(0).normal
+    a, b = ({"up": draw(size=(2, 200)), "down": draw(size=(200, 2))} for _ in range(2))
     gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"}, degree=degree)
 
     def loss(x: Any) -> Any:

@@ -17,27 +17,21 @@ from tests.quick import jit
 from tests.refusals import each_refused
 
 Tree = Any
-KEY = jax.random.key(0)
-
-
-def _noise(seed: int, *shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), float)
+KEY, DRAW = jax.random.key(0), np.random.default_rng(0).normal
+# numpy's float64, which is float32 for JAX without x64.
+POINT, INPUTS = {"up": DRAW(size=(5, 4)), "down": DRAW(size=(4, 3)), "bias": DRAW(size=3)}, DRAW(size=(30, 5))
+BATCHES = [INPUTS[:7], INPUTS[7:16]]
 
 
 def _net(p: Tree, x: jax.Array) -> jax.Array:
     return jnp.tanh(x @ p["up"]) @ p["down"] + p["bias"]
 
 
-def _relu_net(p: Tree, x: jax.Array) -> jax.Array:
-    return jax.nn.relu(x @ p["up"]) @ p["down"]
-
-
 def _linear(p: Tree, x: jax.Array) -> jax.Array:
     return x @ p["w"]
 
 
-def _point() -> Tree:
-    return {"up": _noise(0, 5, 4), "down": _noise(1, 4, 3), "bias": _noise(2, 3)}
+LINEAR = _linear, {"w": DRAW(size=(4, 3))}, [DRAW(size=(40, 4))]
 
 
 def _jacobian(fn: Any, params: Tree, x: jax.Array) -> np.ndarray:
@@ -59,49 +53,39 @@ def test_the_hessian_is_the_mean_of_the_hessians_of_batches(x64: None) -> None:
     def loss(p: Tree, batch: Any) -> jax.Array:
         return jnp.mean(jnp.square(_net(p, batch)))
 
-    batches = [_noise(3, 7, 5), _noise(4, 9, 5)]
-    flat, unravel = jax.flatten_util.ravel_pytree(_point())
-    expected = jit(jax.hessian(lambda v: sum(loss(unravel(v), x) for x in batches) / 2))(flat)
-    np.testing.assert_allclose(go.measure.Hessian(loss, _point(), batches).dense(), expected, atol=1e-12)
+    flat, unravel = jax.flatten_util.ravel_pytree(POINT)
+    expected = jit(jax.hessian(lambda v: sum(loss(unravel(v), x) for x in BATCHES) / 2))(flat)
+    np.testing.assert_allclose(go.measure.Hessian(loss, POINT, BATCHES).dense(), expected, atol=1e-12)
 
 
 @pytest.mark.parametrize("likelihood", ["softmax", "gaussian"])
 def test_the_ggn_is_written_out(x64: None, likelihood: str) -> None:
-    params, batches = _point(), [_noise(3, 7, 5), _noise(4, 9, 5)]
-    jacobian = np.concatenate([_jacobian(_net, params, x) for x in batches])
-    outputs = jnp.concatenate([_net(params, x) for x in batches])
-    curves = _softmax_curves(outputs) if likelihood == "softmax" else np.eye(3)
+    jacobian = _jacobian(_net, POINT, INPUTS[:16])
+    curves = _softmax_curves(_net(POINT, INPUTS[:16])) if likelihood == "softmax" else np.eye(3)
     expected = np.mean(np.swapaxes(jacobian, 1, 2) @ curves @ jacobian, 0)
-    operator = go.measure.GGN(_net, params, batches, likelihood)
+    operator, vector = go.measure.GGN(_net, POINT, BATCHES, likelihood), jnp.cos(jnp.arange(35.0))
     np.testing.assert_allclose(operator.dense(), expected, atol=1e-13)
-    vector = _noise(5, operator.shape[0])
-    direction = operator.unravel(vector)
     np.testing.assert_allclose(operator @ vector, expected @ vector, atol=1e-12)
-    np.testing.assert_array_equal(operator.ravel(direction), vector)
-    along = vector @ expected @ vector / (vector @ vector)
-    assert float(go.measure.directional_fisher(operator, direction)) == pytest.approx(float(along))
-    assert go.measure.directional_fisher(operator, jax.tree.map(jnp.zeros_like, params)) == 0.0
+    np.testing.assert_array_equal(operator.ravel(operator.unravel(vector)), vector)
+    along, zero = (go.measure.directional_fisher(operator, operator.unravel(x)) for x in (vector, 0.0 * vector))
+    assert float(along) == pytest.approx(float(vector @ expected @ vector / (vector @ vector))) and zero == 0.0
 
 
 @pytest.mark.parametrize("likelihood", ["softmax", "gaussian"])
 def test_the_empirical_fisher_takes_the_labels_of_the_data(x64: None, likelihood: str) -> None:
-    params, x = _point(), _noise(3, 30, 5)
-    labels = jnp.arange(30) % 3 if likelihood == "softmax" else _noise(6, 30, 3)
-    outputs = _net(params, x)
+    outputs, labels = _net(POINT, INPUTS), jnp.arange(30) % 3 if likelihood == "softmax" else INPUTS[:, :3]
     scores = jax.nn.softmax(outputs) - jax.nn.one_hot(labels, 3) if likelihood == "softmax" else outputs - labels
-    gradients = np.einsum("nc,ncd->nd", scores, _jacobian(_net, params, x))
-    operator = go.measure.EmpiricalFisher(_net, params, [x], [labels], likelihood)
+    gradients = np.einsum("nc,ncd->nd", scores, _jacobian(_net, POINT, INPUTS))
+    operator = go.measure.EmpiricalFisher(_net, POINT, [INPUTS], [labels], likelihood)
     np.testing.assert_allclose(operator.dense(), gradients.T @ gradients / 30, atol=1e-13)
 
 
 @pytest.mark.slow
 def test_a_block_of_leaves_is_a_block_of_the_matrix(x64: None) -> None:
-    params, x = _point(), _noise(3, 30, 5)
-    whole, both = (go.measure.GGN(_net, params, [x], only=only) for only in (None, ["bias", "up"]))
+    whole, both = (go.measure.GGN(_net, POINT, [INPUTS], only=only) for only in (None, ["bias", "up"]))
     assert both.paths == ("bias", "up") and both.shape == (23, 23)
-    entries = np.r_[0:3, 15:35]  # bias, down, up
+    blocks, entries = whole.blocks(), np.r_[0:3, 15:35]  # bias, down, up
     np.testing.assert_allclose(both.dense(), whole.dense()[np.ix_(entries, entries)], atol=1e-14)
-    blocks = whole.blocks()
     assert list(blocks) == ["bias", "down", "up"]
     np.testing.assert_allclose(blocks["up"], whole.dense()[15:, 15:], atol=1e-14)
 
@@ -115,11 +99,10 @@ def test_a_block_of_leaves_is_a_block_of_the_matrix(x64: None) -> None:
 @pytest.mark.filterwarnings("ignore:Fisher")
 def test_sampled_labels_have_the_moments_of_their_law(x64: None, likelihood: str, each: int) -> None:
     """A row's share is x·xᵀ ⊗ s·sᵀ; of s·sᵀ the mean and the variance of every entry have closed forms."""
-    x, params = _noise(0, 40, 4), {"w": _noise(1, 4, 3)}
+    _, params, (x,) = LINEAR
 
-    def sampled(seed: int, samples: int) -> np.ndarray:
-        operator = go.measure.Fisher(_linear, params, [x], jax.random.key(seed), samples, likelihood=likelihood)
-        return np.asarray(operator.dense())
+    def sampled(seed: int, samples: int) -> Any:
+        return go.measure.Fisher(*LINEAR, jax.random.key(seed), samples, likelihood=likelihood).dense()
 
     means, variances = np.stack([np.eye(3)] * 40), np.stack([1.0 + np.eye(3)] * 40)
     if likelihood == "softmax":
@@ -136,10 +119,9 @@ def test_sampled_labels_have_the_moments_of_their_law(x64: None, likelihood: str
 
 
 def test_fewer_than_a_hundred_labels_per_parameter_warn(x64: None) -> None:
-    given = _linear, {"w": _noise(1, 4, 3)}, [_noise(0, 40, 4)], KEY
-    assert go.measure.Fisher(*given).samples == 1200
+    assert go.measure.Fisher(*LINEAR, KEY).samples == 1200
     with pytest.warns(UserWarning, match=r"1,199 labels for 12 parameters.*samples=1_200"):
-        go.measure.Fisher(*given, 1199)
+        go.measure.Fisher(*LINEAR, KEY, 1199)
 
 
 # Without a dense matrix ---------------------------------------------------------------------------
@@ -148,11 +130,11 @@ def test_fewer_than_a_hundred_labels_per_parameter_warn(x64: None) -> None:
 def test_lanczos_and_probes_agree_with_the_dense_matrix_at_two_thousand_parameters(x64: None) -> None:
     """The largest ten eigenvalues to a percent, and the trace to its standard error."""
     pytest.importorskip("matfree")
-    params = {"up": _noise(0, 30, 50) / 30**0.5, "down": _noise(1, 50, 10) / 50**0.5}
-    operator = go.measure.GGN(_relu_net, params, [_noise(2, 400, 30)])
-    values = operator.eigenvalues()
+    draw = np.random.default_rng(1).normal
+    params = {"up": draw(size=(30, 50)) / 30**0.5, "down": draw(size=(50, 10)) / 50**0.5, "bias": jnp.zeros(10)}
+    operator = go.measure.GGN(_net, params, [draw(size=(400, 30))], only=["up", "down"])
+    values, found = operator.eigenvalues(), operator.lanczos(KEY, 60, vectors=True)
     assert operator.shape == (2000, 2000)
-    found = operator.lanczos(KEY, 60, vectors=True)
     np.testing.assert_allclose(found.values[:10], values[:10], rtol=1e-2)
     vectors = found.vectors[:3]
     np.testing.assert_allclose(operator @ vectors.T, (found.values[:3, None] * vectors).T, atol=1e-2 * values[0])
@@ -165,7 +147,7 @@ def test_without_matfree_the_message_says_what_to_install(monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "matfree", None)
     monkeypatch.delitem(sys.modules, "matfree.decomp", raising=False)
     with pytest.raises(ImportError, match=r'pip install "gauge_optax\[measure\]"'):
-        go.measure.GGN(_linear, {"w": jnp.ones((2, 2))}, [jnp.ones((3, 2))]).lanczos(KEY, 2)
+        go.measure.GGN(*LINEAR).lanczos(KEY, 2)
 
 
 # On the quotient ----------------------------------------------------------------------------------
@@ -184,16 +166,12 @@ def _llama() -> tuple[Any, Tree, Any, list[go.Gauge]]:
 @pytest.mark.parametrize("drawn", [False, True], ids=["GGN", "Fisher"])
 def test_the_quotient_has_no_zeros_and_the_whole_exactly_those_of_its_gauges(x64: None, drawn: bool) -> None:
     fn, params, tokens, gauges = _llama()
-    operator: Any = (
-        go.measure.Fisher(fn, params, [tokens], KEY) if drawn else go.measure.GGN(fn, params, [tokens])
-    )
+    operator: Any = go.measure.Fisher(fn, params, [tokens], KEY) if drawn else go.measure.GGN(fn, params, [tokens])
     values, quotient = operator.eigenvalues(), go.measure.quotient_fisher(operator, gauges)
     dead = go.measure.redundancy(gauges, params)
-    assert np.sum(values < 1e-12 * values[0]) == dead > 20
-    assert values[-dead - 1] > 1e-9 * values[0]
+    assert np.sum(values < 1e-12 * values[0]) == dead > 20 and values[-dead - 1] > 1e-9 * values[0]
     across = quotient.eigenvalues()
-    assert quotient.dim == len(across) == operator.shape[0] - dead
-    assert across[-1] > 1e-9 * across[0]
+    assert quotient.dim == len(across) == operator.shape[0] - dead and across[-1] > 1e-9 * across[0]
     # A list without one gauge leaves as many zeros.
     fewer = go.measure.quotient_fisher(operator, [gauge for gauge in gauges if gauge.name != "rescale"]).eigenvalues()
     assert np.sum(fewer < 1e-12 * fewer[0]) == 3
@@ -203,18 +181,16 @@ def test_probes_stay_on_the_quotient(x64: None) -> None:
     pytest.importorskip("matfree")
     fn, params, tokens, gauges = _llama()
     quotient = go.measure.quotient_fisher(go.measure.GGN(fn, params, [tokens]), gauges)
-    values = quotient.eigenvalues()
-    found = quotient.lanczos(KEY, 40)
-    np.testing.assert_allclose(found.values[:5], values[:5], rtol=1e-4)
-    assert found.values[-1] > 0
-    trace = quotient.trace(KEY, 60)
+    values, found, trace = quotient.eigenvalues(), quotient.lanczos(KEY, 40).values, quotient.trace(KEY, 60)
+    np.testing.assert_allclose(found[:5], values[:5], rtol=1e-4)
+    assert found[-1] > 0
     assert abs(trace.mean - values.sum()) < 4 * trace.error
 
 
 # Messages -----------------------------------------------------------------------------------------
 
 
-GIVEN, UNIT = (_net, _point(), [_noise(3, 6, 5)]), go.rescale({"up": "_ c"}, {"down": "c _"})
+GIVEN, UNIT = (_net, POINT, [INPUTS[:6]]), go.rescale({"up": "_ c"}, {"down": "c _"})
 HESSIAN = go.measure.Hessian(lambda p, x: jnp.sum(_net(p, x)), *GIVEN[1:])
 test_messages = each_refused([
     (lambda: go.measure.GGN(*GIVEN[:2], []), "at least one batch"),

@@ -1,4 +1,4 @@
-"""Leakage: closed forms against explicit orbit tangents, second order against half steps, sums against drift."""
+"""Leakage: closed forms against explicit orbit tangents, second order against half steps, Adam's factors."""
 
 import functools
 from collections.abc import Callable
@@ -42,15 +42,17 @@ def _params(case: GaugeCase) -> Tree:
     return jax.tree.map(np.asarray, case.params(jax.random.key(0)))
 
 
+def _positive(params: Tree, seed: int = 0) -> Tree:
+    """A preconditioner."""
+    generator = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: np.exp(generator.normal(size=x.shape)), params)
+
+
 @functools.cache
 def _start(case: GaugeCase) -> tuple[Tree, Tree, Tree]:
     """A point, the gradient there, a random positive preconditioner."""
-    params, generator = _params(case), np.random.default_rng(0)
-    return params, _compile(jax.grad(case.loss))(params), _positive(params, generator)
-
-
-def _positive(params: Tree, generator: np.random.Generator) -> Tree:
-    return jax.tree.map(lambda x: np.exp(generator.normal(size=x.shape)), params)
+    params = _params(case)
+    return params, _compile(jax.grad(case.loss))(params), _positive(params)
 
 
 def _plus(a: Tree, b: Tree, factor: float = 1.0) -> Tree:
@@ -88,24 +90,21 @@ def _flat(gauge: go.Gauge, pairing: Tree) -> np.ndarray:
 
 @pytest.mark.parametrize("name", SCALES + ROTATIONS)
 def test_measured_is_the_pairing_with_explicit_orbit_tangents(name: str, x64: None) -> None:
-    gauge, measure = _compiled(BY_NAME[name])
-    params, gradient, preconditioner = _start(BY_NAME[name])
-    tangents = oracles.dense(gauge, params).tangents
+    (gauge, measure), (params, gradient, preconditioner) = _compiled(BY_NAME[name]), _start(BY_NAME[name])
+    tangents, found = oracles.dense(gauge, params).tangents, measure(params, gradient, preconditioner)
     step = np.concatenate([np.ravel(x) for x in jax.tree.leaves(optax.tree.mul(preconditioner, gradient))])
-    found = measure(params, gradient, preconditioner)
     expected, size = tangents.T @ step, np.max(np.abs(tangents.T) @ np.abs(step))
     assert np.max(np.abs(_flat(gauge, found.measured) - expected)) <= tolerance("oracle") * size
     assert np.max(np.abs(expected)) > 1e-3 * size
     rate = np.linalg.lstsq(tangents, step, rcond=None)[0]  # the generator of the projection
-    scale = 2.0 if gauge.name == "head_rotation" else 1.0
-    assert np.max(np.abs(_flat(gauge, found.rate) - scale * rate)) <= tolerance("oracle") * np.max(np.abs(rate))
+    rate = 2.0 * rate if gauge.name == "head_rotation" else rate
+    assert np.max(np.abs(_flat(gauge, found.rate) - rate)) <= tolerance("oracle") * np.max(np.abs(rate))
 
 
 @pytest.mark.parametrize("name", SCALES + ROTATIONS)
 def test_measured_is_the_sum_of_terms_one_per_layer_of_the_preconditioner(name: str, x64: None) -> None:
     """For any gradient; of an invariant loss the gradient adds nothing of its own."""
-    _, measure = _compiled(BY_NAME[name])
-    params, gradient, preconditioner = _start(BY_NAME[name])
+    (_, measure), (params, gradient, preconditioner) = _compiled(BY_NAME[name]), _start(BY_NAME[name])
     anything = jax.tree.map(lambda x: np.cos(7.0 * x), params)
     for slope, invariant in ((anything, False), (gradient, True)):
         found = measure(params, slope, preconditioner)
@@ -114,40 +113,18 @@ def test_measured_is_the_sum_of_terms_one_per_layer_of_the_preconditioner(name: 
         assert _largest(found.residual) > 1e-3 * size
         of_gradient = _largest(found.of_gradient)
         assert of_gradient <= tolerance("kernel") * size if invariant else of_gradient > 1e-3 * size
-    size = _largest(found.measured)
-    sgd = measure(params, gradient, jax.tree.map(np.ones_like, params))
+    size, sgd = _largest(found.measured), measure(params, gradient, jax.tree.map(np.ones_like, params))
     assert _largest(sgd) <= tolerance("kernel") * size
     found = measure(params, gradient, _per_tensor(params))
-    assert _largest(found.residual) <= tolerance("kernel") * size
+    assert max(_largest(found.residual), _apart(found.measured, found.per_tensor)) <= tolerance("kernel") * size
     assert _largest(found.per_tensor) > 1e-3 * size
-    assert _apart(found.measured, found.per_tensor) <= tolerance("kernel") * size
-
-
-def test_two_blocks_give_the_lemmas_own_formulas(x64: None) -> None:
-    draw = np.random.default_rng(0).normal
-    weights, slopes, d = ({"up": draw(size=(6, 5)), "down": draw(size=(5, 3))} for _ in range(3))
-    pairings = {"up": (weights["up"] * slopes["up"]).sum(0), "down": (weights["down"] * slopes["down"]).sum(1)}
-    slopes["up"] -= weights["up"] * (pairings["up"] - 2.0 * pairings["down"]) / (weights["up"] ** 2).sum(0)
-    d = {name: np.exp(x) for name, x in d.items()}
-    gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"}, degree=2)  # for which the slopes are now horizontal
-    found = _compile(functools.partial(go.measure.rescale_leakage, gauge))(weights, slopes, d)
-    expected = (d["up"].mean(0) - d["down"].mean(1)) * (weights["up"] * slopes["up"]).sum(0)
-    assert _largest(found.per_tensor[""] - expected) <= 10 * tolerance("kernel")
-    products = {name: weights[name] * slopes[name] for name in weights}
-    up, down = (
-        len(product) * np.cov(product, factor, bias=True)[0, 1]
-        for product, factor in ((products["up"][:, 2], d["up"][:, 2]), (products["down"][2], d["down"][2]))
-    )
-    assert abs(float(found.residual[""][2]) - (up - 2.0 * down)) <= 10 * tolerance("kernel")
 
 
 def test_rotation_residual_is_a_covariance_beside_the_columns_means(x64: None) -> None:
     """Lemma 10 leaves the columns' means out."""
-    gauge, draw = go.head_rotation({"q": "_ basis", "k": "_ basis"}), np.random.default_rng(1).normal
+    draw, measure = np.random.default_rng(1).normal, _compile(functools.partial(go.measure.rotation_leakage, TURN))
     params, gradient, d = ({"q": draw(size=(6, 4)), "k": draw(size=(7, 4))} for _ in range(3))
-    measure = _compile(functools.partial(go.measure.rotation_leakage, gauge))
-    found = measure(params, gradient, d)
-    lemma = np.zeros((4, 4))
+    found, lemma = measure(params, gradient, d), np.zeros((4, 4))
     for name, w in params.items():
         for i, j in np.ndindex(4, 4):
             lemma[i, j] += len(w) * np.cov(w[:, i] * gradient[name][:, j], d[name][:, j], bias=True)[0, 1]
@@ -160,15 +137,13 @@ def test_rotation_residual_is_a_covariance_beside_the_columns_means(x64: None) -
 
 @pytest.mark.parametrize("name", ROTATIONS)
 def test_the_bound_holds_and_is_reached_by_preconditioners_per_tensor(name: str, x64: None) -> None:
-    _, measure = _compiled(BY_NAME[name])
-    params, gradient, _ = _start(BY_NAME[name])
+    (_, measure), (params, gradient, _) = _compiled(BY_NAME[name]), _start(BY_NAME[name])
 
     def size(x: np.ndarray) -> np.ndarray:
         return np.abs(x) if name.startswith("rope_torus") else np.linalg.norm(x, axis=(-2, -1))
 
     for seed in range(4):
-        found = measure(params, gradient, _positive(params, np.random.default_rng(seed)))
-        above = 1.0 + tolerance("kernel")
+        found, above = measure(params, gradient, _positive(params, seed)), 1.0 + tolerance("kernel")
         assert all(np.all(found.bound[key] * above >= size(x)) for key, x in found.measured.items())
     if not name.endswith("fused"):  # two blocks: the triangle is a line
         tight = measure(params, gradient, _per_tensor(params))
@@ -182,50 +157,32 @@ def test_entries_without_gradient_do_not_count_in_means_by_gradient(name: str) -
     params, generator = _params(BY_NAME[name]), np.random.default_rng(0)
     dead = jax.tree.map(lambda x: np.arange(x.size).reshape(x.shape) % 3 == 0, params)
     gradient = jax.tree.map(lambda x, n: np.where(n, 0.0, generator.normal(size=x.shape)), params, dead)
-    d = jax.tree.map(lambda x, n: np.where(n, 1e8, x), _positive(params, generator), dead)
+    d = jax.tree.map(lambda x, n: np.where(n, 1e8, x), _positive(params), dead)
     point = jax.tree.map(lambda x: x.astype(np.float32), (params, gradient, d))
     plain, found = by_entries(*point), by_gradient(*point)
     size = _largest(found.measured)
-    assert _largest(_terms(plain)[1:]) > 1e6 * size
-    assert _largest(_terms(found)) < 10.0 * size
+    assert _largest(_terms(plain)[1:]) > 1e6 * size and _largest(_terms(found)) < 10.0 * size
     whole = functools.reduce(optax.tree.add, _terms(found))
     assert _apart(found.measured, whole) <= tolerance("oracle", "float32") * size
     alike = by_gradient(*point[:2], jax.tree.map(lambda x, n: np.where(n, x, 2.0).astype("f"), point[2], dead))
     assert _largest(_terms(alike)[1:]) <= tolerance("oracle", "float32") * size
 
 
-# Along a trajectory -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["rescale/gate", "norm_scale/bias"])
-def test_leakage_predicts_the_imbalance_under_adam(name: str, x64: None) -> None:
-    """½(‖up‖² − p·‖down‖²), which gradient flow conserves, moves by −lr·measured. Adam's factors make its step."""
-    case = BY_NAME[name]
-    gauge, measure = _compiled(case)
+def test_adams_factors_make_its_step(name: str, x64: None) -> None:
+    """Of any options, injected ones too, and its momentum is not quite horizontal."""
+    case, (_, measure) = BY_NAME[name], _compiled(BY_NAME[name])
     options = dict(b1=0.8, b2=0.95, eps=1e-3, eps_root=1e-4)
     tx = optax.chain(optax.clip(1e6), optax.inject_hyperparams(optax.scale_by_adam)(**options))
-    gradient, update = _compile(jax.grad(case.loss)), _compile(tx.update)
-    factors_of = _compile(functools.partial(go.measure.adam_factors, **options))
-    twice = _compile(lambda p: go.measure.step_leakage(gauge, p, p).measured)
-    errors, sizes = [], []
-    for rate in (1e-3, 5e-4):
-        start = params = _params(case)
-        state, points = _compile(tx.init)(params), []
-        for _ in range(30):
-            step, state = update(gradient(params), state, params)
-            factors = factors_of(state)
-            assert _apart(step, optax.tree.mul(*factors)) <= tolerance("optax") * _largest(step)
-            points.append((params, factors.momentum, factors.preconditioner))
-            params = _plus(params, step, -rate)
-        found = go.measure.leakage_along(measure, points)
-        predicted = jax.tree.map(lambda x: x[-1], go.measure.predicted_drift(found.measured, jnp.full(30, rate)))
-        change = optax.tree.scale(0.5, optax.tree.sub(twice(params), twice(start)))
-        errors.append(_apart(predicted, change))
-        sizes.append(_largest(change))
-    assert _largest(found.residual) > 1e-2 and _largest(found.of_gradient) > 1e-4  # momentum is not quite horizontal
-    assert 1.8 < sizes[0] / sizes[1] < 2.2
-    assert 2.5 < errors[0] / errors[1] < 5.5  # by four where the motion falls by two
-    assert errors[0] < 0.05 * sizes[0]
+    params, gradient, update = _params(case), _compile(jax.grad(case.loss)), _compile(tx.update)
+    factors_of, state = _compile(functools.partial(go.measure.adam_factors, **options)), _compile(tx.init)(params)
+    for _ in range(30):
+        step, state = update(gradient(params), state, params)
+        factors = factors_of(state)
+        assert _apart(step, optax.tree.mul(*factors)) <= tolerance("optax") * _largest(step)
+        found = measure(params, factors.momentum, factors.preconditioner)
+        params = _plus(params, step, -1e-3)
+    assert _largest(found.residual) > 1e-2 and _largest(found.of_gradient) > 1e-4
 
 
 # Second order -------------------------------------------------------------------------------------
@@ -235,28 +192,20 @@ def _second_order(grad_fn: Any, precondition: Any, params: Tree, gauge: go.Gauge
     return _compile(lambda p: go.measure.second_order_leakage(grad_fn, precondition, p, gauge))(params)
 
 
-@pytest.mark.slow_rows("*-fixed")
-@pytest.mark.parametrize("responds", [True, False], ids=["responds", "fixed"])
 @pytest.mark.parametrize("name", SMOOTH)
-def test_second_order_is_the_gap_between_a_step_and_two_of_half_its_size(name: str, responds: bool, x64: None) -> None:
-    """Of an Adam three steps old whose second moment, in general position, sees the gradient change or does not."""
+def test_second_order_is_the_gap_between_a_step_and_two_of_half_its_size(name: str, x64: None) -> None:
+    """Of an Adam three steps old whose second moment, in general position, sees the gradient change."""
     case = BY_NAME[name]
     gauge, params, grad_fn = _compiled(case)[0], _params(case), jax.grad(case.loss)
     nu = jax.tree.map(lambda x: 1e-3 * (0.1 + np.square(np.cos(5.0 * x))), params)
     state = optax.ScaleByAdamState(jnp.asarray(3, jnp.int32), jax.tree.map(np.zeros_like, params), nu)
     precondition = go.measure.adam_precondition(state, grad_fn, b2=0.9)
-    if not responds:
-        d = _compile(go.measure.adam_factors)(state).preconditioner
-        precondition = functools.partial(lambda d, params, gradient: optax.tree.mul(d, gradient), d)
     found = _second_order(grad_fn, precondition, params, gauge)
-    assert _largest(found.hessian) > 0.0
-    assert (_largest(found.derivative) > 1e-3 * _largest(found.hessian)) == responds
-
+    assert _largest(found.derivative) > 1e-3 * _largest(found.hessian) > 0.0
     field = _compile(lambda p: precondition(p, grad_fn(p)))
     rate_of = _compile(lambda x: go.measure.step_leakage(gauge, params, x).rate)
     step = field(params)
     assert _apart(found.first, rate_of(step)) <= tolerance("kernel") * _largest(rate_of(step))
-
     second = optax.tree.add(found.hessian, found.derivative)
     scale, errors = 3e-4 / _largest(step), []
     for eta in (scale, scale / 2):
@@ -280,10 +229,8 @@ def test_an_entry_that_never_had_a_gradient_has_a_derivative(x64: None) -> None:
 
 # Refusals -----------------------------------------------------------------------------------------
 
-PARAMS = {"q": jnp.ones((6, 4)), "k": jnp.ones((6, 4))}
-TURN = go.head_rotation({"q": "_ basis", "k": "_ basis"})
-SCALE = go.rescale({"q": "_ _"}, {"k": "_ _"})
-TWO_ADAMS = optax.chain(optax.adam(0.1), optax.adam(0.1))
+PARAMS, TWO_ADAMS = dict.fromkeys("qk", jnp.ones((6, 4))), optax.chain(optax.adam(0.1), optax.adam(0.1))
+TURN, SCALE = go.head_rotation(dict.fromkeys("qk", "_ basis")), go.rescale({"q": "_ _"}, {"k": "_ _"})
 test_what_has_no_leakage_is_refused = each_refused({
     "a rotation for a scale": (lambda: go.measure.rescale_leakage(TURN, PARAMS, PARAMS, PARAMS), "head_rotation"),
     "a scale for a rotation": (lambda: go.measure.rotation_leakage(SCALE, PARAMS, PARAMS, PARAMS), "rescale"),
@@ -294,7 +241,5 @@ test_what_has_no_leakage_is_refused = each_refused({
     "no Adam": (lambda: go.measure.adam_factors(optax.sgd(0.1).init(PARAMS)), "0 Adam states"),
     "no Adam to precondition": (lambda: go.measure.adam_precondition((), lambda p: p), "0 Adam states"),
     "two Adams": (lambda: go.measure.adam_factors(TWO_ADAMS.init(PARAMS)), "2 Adam states"),
-    "DDC, whose moments live in a frame": (
-        lambda: go.measure.adam_factors(jax.eval_shape(go.scale_by_ddc(TURN).init, PARAMS)), "step_leakage",
-    ),
+    "DDC's framed moments": (lambda: go.measure.adam_factors(go.scale_by_ddc(TURN).init(PARAMS)), "step_leakage"),
 })

@@ -1,5 +1,6 @@
 """`track`: its figures are those of `measure`, twins have the same ones, and the optimizer does not notice."""
 
+import functools
 from typing import Any
 
 import jax
@@ -15,14 +16,10 @@ from gauge_optax.measure import _recording
 from tests.cases import GAUGE_CASES
 from tests.quick import jit
 from tests.refusals import refused
+from tests.twins import driven, normal, normal_like
 
 Tree = Any
 CASES = {case.name: case for case in GAUGE_CASES if case.name in ("product/llama", "head_linear/lora")}
-
-
-def _drawn(tree: Tree, seed: int, size: float = 1.0) -> Tree:
-    rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda x: jnp.asarray(size * rng.standard_normal(x.shape), x.dtype), tree)
 
 
 def _start(name: str) -> tuple[Product, Tree]:
@@ -36,13 +33,12 @@ def _close(found: Any, expected: Any, rtol: float = 1e-9) -> None:
 def test_it_records_what_a_penalty_does_to_a_gauge(x64: None) -> None:
     gauges, params = _start("product/llama")
     tx, loss = go.measure.track(optax.adam(1e-3), gauges, every=1), CASES["product/llama"].loss
-    for weight, low, high in ((0.0, 0.0, 1e-10), (1e-2, 1e-3, 10.0)):
-        penalty = jax.tree.map(lambda x, w=weight: 2.0 * w * x, params)
-        grads = optax.tree.add(jit(jax.grad(loss))(params), penalty)
-        _, state = jit(tx.update)(grads, tx.init(params), params)
-        found = {name: float(x) for name, x in optax.tree.get(state, "metrics").asymmetry.items()}
-        assert low <= max(found.values()) <= high
-        assert any("logit_shift" in name for name in found) and all(x >= 0.0 for x in found.values())
+    gradient, update, state = jit(jax.grad(loss))(params), jit(tx.update), tx.init(params)
+    for penalty, low, high in ((0.0, 0.0, 1e-10), (2e-2, 1e-3, 10.0)):
+        grads = optax.tree.add(gradient, optax.tree.scale(penalty, params))
+        found = optax.tree.get(update(grads, state, params)[1], "metrics").asymmetry
+        assert low <= max(found.values()) <= high and min(found.values()) >= 0.0
+        assert any("logit_shift" in name for name in found.keys())
 
 
 @pytest.mark.slow_rows("product/llama")
@@ -52,7 +48,7 @@ def test_figures_are_those_of_measure(name: str, x64: None) -> None:
     tx, params = go.measure.track(optax.adam(1e-3), gauges, every=1), start
     state, update = tx.init(params), jit(tx.update)
     for step in range(3):
-        before, grads = params, _drawn(params, step)
+        before, grads = params, normal_like(step, params)
         steps, state = update(grads, state, params)
         params = optax.apply_updates(params, steps)
     found = optax.tree.get(state, "metrics")
@@ -84,71 +80,60 @@ def test_twins_have_one_set_of_norms_and_the_share_is_that_of_what_is_across(nam
     gauges, params = _start(name)
     element = gauges.sample(jax.random.key(1), params, 1.0)
     there, push = jax.linearize(lambda p: gauges.act(element, p), params)
-    grads, step = _drawn(params, 1), _drawn(params, 2, 1e-3)
+    grads, step = normal_like(1, params), optax.tree.scale(1e-3, normal_like(2, params))
     (dual,) = jax.vjp(lambda p: gauges.act(gauges.inverse(element), p), there)[1](grads)
     np.testing.assert_allclose(optax.tree.vdot(dual, push(step)), optax.tree.vdot(grads, step), rtol=1e-9)
     norms = jit(lambda *own: go.measure.slice_norms(*own, gauges))
-    here, moved = norms(params, grads, step), norms(there, dual, push(step))
     assert float(optax.tree.norm(optax.tree.sub(params, there), "inf")) > 0.1
-    for one, other in zip(here, moved, strict=True):
-        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-8), one, other)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-8)
+    jax.tree.map(close, norms(params, grads, step), norms(there, dual, push(step)))
     across = jit(gauges.horizontal)(params, step)
-    along = optax.tree.sub(step, across)
-    shares = [float(norms(params, grads, x).relevant_share) for x in (across, step, along)]
+    shares = [norms(params, grads, x).relevant_share for x in (across, step, optax.tree.sub(step, across))]
     assert shares[0] == pytest.approx(1.0, abs=1e-12) and 0.1 < shares[1] < 0.99 and shares[2] < 1e-12
 
 
-def _scanned() -> tuple[Tree, list[go.Gauge]]:
-    shapes = {"norm": (3, 4), "up": (3, 4, 5), "down": (3, 5, 4), "head": (4, 7)}
-    return {name: jnp.ones(shape) for name, shape in shapes.items()}, [
-        go.norm_scale({"norm": "layer channel"}, {"up": "layer channel _"}),
-        go.rescale({"up": "layer _ channel"}, {"down": "layer channel _"}),
-        go.logit_shift({"head": "_ vocab"}),
-    ]
+# Of scanned layers.
+PARAMS = {"norm": jnp.ones((3, 4)), "up": jnp.ones((3, 4, 5)), "down": jnp.ones((3, 5, 4)), "head": jnp.ones((4, 7))}
+GAUGES = [
+    go.norm_scale({"norm": "layer channel"}, {"up": "layer channel _"}),
+    go.rescale({"up": "layer _ channel"}, {"down": "layer channel _"}),
+    go.logit_shift({"head": "_ vocab"}),
+]
 
 
 def test_scanned_layers_are_kept_apart() -> None:
-    params, gauges = _scanned()
-    tx = go.measure.track(optax.sgd(1.0), gauges, every=1)
-    steps = jax.tree.map(jnp.zeros_like, params)
+    tx, steps = go.measure.track(optax.sgd(1.0), GAUGES, every=1), jax.tree.map(jnp.zeros_like, PARAMS)
     steps["up"] = steps["up"].at[1].set(-0.5)
-    update = jit(tx.update)
-    updates, state = update(steps, tx.init(params), params)
-    metrics = update(steps, state, optax.apply_updates(params, updates))[1].metrics
+    metrics = driven(tx, PARAMS, [steps, steps])[1].metrics
     drifts, norms = ({k: x.shape for k, x in own.items()} for own in (metrics.drift, metrics.update_norm))
     assert drifts == {"norm_scale": (3,), "rescale": (3,), "logit_shift/head": ()}
     assert norms == {"norm": (3,), "up": (3,), "down": (3,), "head": ()}
     np.testing.assert_allclose(metrics.drift["rescale"], [0.0, np.log(1.5), 0.0], atol=1e-6)
-    assert go.measure.track(optax.sgd(1.0), gauges, layers=()).init(params).metrics.drift["rescale"].shape == ()
+    assert go.measure.track(optax.sgd(1.0), GAUGES, layers=()).init(PARAMS).metrics.drift["rescale"].shape == ()
 
 
 @pytest.mark.parametrize("large", [0, 10**9], ids=["large", "small"])
 def test_records_every_so_many_steps_and_changes_nothing(large: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_recording, "_LARGE", large)
-    params, gauges = _scanned()
-    plain, tx = optax.adam(0.01), optax.chain(optax.clip(1.0), go.measure.track(optax.adam(0.01), gauges, every=3))
-    update = jit(tx.update)
-    own, other, at = plain.init(params), tx.init(params), []
+    plain, tx = optax.adam(0.01), optax.chain(optax.clip(1.0), go.measure.track(optax.adam(0.01), GAUGES, every=3))
+    update, own, other, at = jit(tx.update), plain.init(PARAMS), tx.init(PARAMS), []
     for step in range(7):
-        grads = jax.tree.map(lambda x: jnp.clip(x, -1, 1), _drawn(params, step))
-        expected, own = plain.update(grads, own, params)
-        found, other = update(grads, other, params)
+        grads = jax.tree.map(lambda x: jnp.clip(x, -1, 1), normal_like(step, PARAMS))
+        expected, own = plain.update(grads, own, PARAMS)
+        found, other = update(grads, other, PARAMS)
         _close(found, expected, 1e-6)
         at.append(int(optax.tree.get(other, "recorded_at")))
     assert at == [0, 0, 0, 3, 3, 3, 6] and update._cache_size() == 1
 
 
 def test_hidden_leaves_are_left_out() -> None:
-    params, gauges = _scanned()
-    hidden = optax.masked(go.measure.track(optax.adam(0.01), gauges[:2]), {name: name != "head" for name in params})
-    state = hidden.update(params, hidden.init(params), params)[1]
+    tx, params = go.measure.track(optax.sgd(1.0), GAUGES[:2]), PARAMS | {"head": jnp.array([3.0 + 4.0j])}
+    state = driven(optax.masked(tx, {name: name != "head" for name in PARAMS}), PARAMS, [PARAMS])[1]
     assert set(optax.tree.get(state, "update_norm").keys()) == {"norm", "up", "down"}
-    free = {"head": jnp.array([3.0 + 4.0j])}
-    tx = go.measure.track(optax.sgd(1.0), gauges[:2])
-    state = tx.update(params | free, tx.init(params | free), params | free)[1]
+    state = driven(tx, params, [params])[1]
     assert optax.tree.get(state, "update_norm")["head"] == optax.tree.get(state, "parameter_norm")["head"] == 5.0
     with refused("track: bad every"):
-        go.measure.track(optax.adam(0.01), gauges, every=0)
+        go.measure.track(optax.adam(0.01), GAUGES, every=0)
 
 
 # track_balance ------------------------------------------------------------------------------------
@@ -163,35 +148,32 @@ BALANCED = [
 
 def test_figures_are_those_of_numpy_after_every_other_step(x64: None) -> None:
     shapes = {"query": (4, 3), "key": (2, 3), "up": (3, 5), "down": (5, 2), "value": (3, 2), "out": (2, 3)}
-    blocks = {str(i): {name: jnp.zeros(shape) for name, shape in shapes.items()} for i in range(2)}
-    params, tx = _drawn(blocks, 0), optax.chain(optax.adam(0.1), go.measure.track_balance(BALANCED, every=2))
+    params = {str(i): normal(i, shapes) for i in range(2)}
+    tx = optax.chain(optax.adam(0.1), go.measure.track_balance(BALANCED, every=2))
     state, update, seen = tx.init(params), jit(tx.update), []
     for step in range(4):
-        updates, state = update(_drawn(blocks, step + 1), state, params)
+        updates, state = update(normal_like(step, params), state, params)
         params = optax.apply_updates(params, updates)
         seen.append((params, optax.tree.get(state, "metrics")))
     assert [int(found.recorded_at) for _, found in seen] == [0, 0, 2, 2]
-    params, found = seen[2]
-    ratios = []
-    for i in range(2):
-        block = {name: np.asarray(x) for name, x in params[str(i)].items()}
-        query = np.sqrt(np.mean(block["query"].reshape(2, 2, 3) ** 2, (1, 2)))
-        key = np.sqrt(np.mean(block["key"] ** 2, 1))
-        np.testing.assert_allclose(found.log_ratio[f"multiplier_balance/i={i}"], np.log(query / key), rtol=1e-12)
-        np.testing.assert_allclose(found.product[f"multiplier_balance/i={i}"], query * key, rtol=1e-12)
-        ratio = 0.5 * np.log(np.mean(block["up"] ** 2, 0) / np.mean(block["down"] ** 2, 1))
-        np.testing.assert_allclose(found.log_ratio[f"rescale/i={i}"], ratio, rtol=1e-12)
-        ratios += [np.abs(np.log(query / key)).max(), np.abs(ratio).max()]
-    pairs = ((name, i) for name in ("multiplier_balance", "rescale") for i in range(2))
-    assert set(found.product.keys()) == {f"{name}/i={i}" for name, i in pairs}
-    np.testing.assert_allclose(found.drift, max(ratios), rtol=1e-12)
+    (params, found), ratios, products = seen[2], {}, {}
+    for i in params:
+        sizes = {"query": params[i]["query"].reshape(2, 2, 3), "key": params[i]["key"], "up": params[i]["up"].T}
+        rows = {name: np.reshape(x, (len(x), -1)) for name, x in (params[i] | sizes).items()}
+        sizes = {name: np.sqrt(np.mean(np.square(x), 1)) for name, x in rows.items()}
+        for gauge, up, down in (("multiplier_balance", "query", "key"), ("rescale", "up", "down")):
+            ratios[f"{gauge}/i={i}"] = np.log(sizes[up] / sizes[down])
+            products[f"{gauge}/i={i}"] = sizes[up] * sizes[down]
+    _close(found.log_ratio, ratios, 1e-12)
+    _close(found.product, products, 1e-12)
+    np.testing.assert_allclose(found.drift, max(np.abs(x).max() for x in ratios.values()), rtol=1e-12)
     jax.tree.map(np.testing.assert_array_equal, seen[3][1], found)
 
 
 def test_a_side_that_is_zero_has_no_ratio() -> None:
     params = {"query": jnp.ones((2, 3)), "key": jnp.zeros((2, 3)).at[1].set(4.0)}
     tx = go.measure.track_balance(go.multiplier_balance({"query": "head _"}, {"key": "head _"}))
-    _, state = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
+    state = driven(tx, params, [jax.tree.map(jnp.zeros_like, params)])[1]
     np.testing.assert_allclose(state.metrics.product["multiplier_balance"], [0.0, 4.0])
     np.testing.assert_allclose(state.metrics.log_ratio["multiplier_balance"], [0.0, -np.log(4.0)], rtol=1e-6)
     np.testing.assert_allclose(state.metrics.drift, np.log(4.0), rtol=1e-6)

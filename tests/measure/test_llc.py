@@ -9,11 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import gauge_optax as go
 from tests.quick import jit
 from tests.refusals import each_refused
+from tests.twins import normal, trained
 
 Tree = Any
 KEY = jax.random.key(0)
@@ -21,9 +23,8 @@ KEY = jax.random.key(0)
 
 def _minimum(widths: Sequence[int], rank: int) -> Tree:
     """Weights of rank `rank` each, the most singular ones of their product; no channel is zero."""
-    rng = np.random.default_rng(0)
-    inner = [np.linalg.qr(rng.normal(size=(n, n)))[0] for n in widths[1:-1]]
-    turns = [np.eye(widths[0]), *inner, np.eye(widths[-1])]
+    draw = np.random.default_rng(0).normal
+    turns = [np.eye(widths[0]), *(np.linalg.qr(draw(size=(n, n)))[0] for n in widths[1:-1]), np.eye(widths[-1])]
     cores = [np.eye(a, b) * (np.arange(b) < rank) for a, b in itertools.pairwise(widths)]
     return {f"w{k}": jnp.asarray(turns[k] @ core @ turns[k + 1].T, float) for k, core in enumerate(cores)}
 
@@ -44,6 +45,7 @@ def _gauges(widths: Sequence[int]) -> list[go.Gauge]:
 # λ of a true product of this rank, by Aoyagi 2024; Lau et al. 2023, Theorem 4.5.
 KNOWN = [((4, 3, 4), 1, 6.0), ((4, 4, 4), 2, 7.5), ((5, 3, 3, 5), 2, 8.5)]
 SAMPLED = dict(n_beta=3e4, lr=1.5e-6, localization=10.0)
+QUICK = dict(n_beta=200.0, lr=1e-3, localization=1.0, num_chains=4, num_draws=300, num_burnin_steps=100)
 
 
 @pytest.mark.slow
@@ -52,11 +54,9 @@ SAMPLED = dict(n_beta=3e4, lr=1.5e-6, localization=10.0)
 def test_deep_linear_networks_have_their_coefficient(
     x64: None, widths: tuple[int, ...], rank: int, expected: float, invariant: bool
 ) -> None:
-    params = _minimum(widths, rank)
-    found = go.measure.llc(
-        _loss, params, [_product(params)], KEY, _gauges(widths) if invariant else None, **SAMPLED,
-        num_chains=8, num_burnin_steps=10_000, num_draws=2_000, num_steps_bw_draws=20,
-    )
+    params, gauges = _minimum(widths, rank), _gauges(widths) if invariant else None
+    counts = dict(num_chains=8, num_burnin_steps=10_000, num_draws=2_000, num_steps_bw_draws=20)
+    found = go.measure.llc(_loss, params, [_product(params)], KEY, gauges, **SAMPLED, **counts)
     assert float(found.mean) == pytest.approx(expected, rel=0.1)
     assert found.per_chain.shape == (8,) and found.losses.shape == (8, 2000)
     assert float(found.std) == pytest.approx(np.std(found.per_chain, ddof=1)) and found.std < 0.1 * expected
@@ -74,22 +74,21 @@ def test_twins_have_one_coefficient_in_the_invariant_form_alone(x64: None, width
     def both(given: Any) -> Any:
         return [go.measure.llc(_loss, p, [_product(params)], KEY, given, **SAMPLED, **counts) for p in (params, twin)]
 
-    one, other = both(gauges)
+    (one, other), (plain, plain_twin) = both(gauges), both(None)
     np.testing.assert_allclose(other.per_chain, one.per_chain, rtol=1e-6)
-    one, other = both(None)
-    assert np.min(np.abs(other.per_chain / one.per_chain - 1.0)) > 1e-4
+    assert np.min(np.abs(plain_twin.per_chain / plain.per_chain - 1.0)) > 1e-4
 
 
 def test_a_regular_minimum_has_half_its_dimensions_less_what_the_pull_takes(x64: None) -> None:
     """Gaussians: the mean of nβ·h·w²/2 is ½·nβ·h/(nβ·h + γ), up to the step size."""
     curvatures = jnp.array([1.0, 0.5, 0.1, 0.01])
+    options = dict(n_beta=1e3, lr=1e-4, localization=10.0, num_chains=16, num_draws=5000, num_burnin_steps=5000)
     found = go.measure.llc(
-        lambda p, x: 0.5 * jnp.sum(x * jnp.square(p["w"])), {"w": jnp.zeros(4)}, [curvatures], KEY,
-        n_beta=1e3, lr=1e-4, localization=10.0, num_chains=16, num_draws=5000, num_burnin_steps=5000,
+        lambda p, x: 0.5 * jnp.sum(x * jnp.square(p["w"])), {"w": jnp.zeros(4)}, [curvatures], KEY, **options,
         num_steps_bw_draws=20,
     )
-    expected = 0.5 * np.sum(1e3 * curvatures / (1e3 * curvatures + 10.0))
-    assert float(found.mean) == pytest.approx(float(expected), rel=0.03)
+    expected = float(0.5 * np.sum(1e3 * curvatures / (1e3 * curvatures + 10.0)))
+    assert float(found.mean) == pytest.approx(expected, rel=0.03)
 
 
 def test_batches_are_drawn_at_random(x64: None) -> None:
@@ -117,17 +116,13 @@ test_messages = each_refused([
 
 def test_half_precision_is_sampled_in_float32() -> None:
     """In bfloat16 itself, steps of this length round away at 100, and the number is 0."""
-    def of(dtype: Any) -> float:
-        loss = lambda p, x: jnp.sum(jnp.square(p["w"] - 100.0)) + 0.0 * jnp.sum(x)  # noqa: E731
-        given = dict(num_chains=2, num_draws=50, num_burnin_steps=10, key=KEY, n_beta=100.0, lr=1e-3)
-        return float(go.measure.llc(loss, {"w": jnp.full(4, 100.0, dtype)}, [ONES], **given).mean)
-
-    assert of(jnp.bfloat16) == of(jnp.float32) > 0.0
+    sampled = functools.partial(go.measure.llc, lambda p, x: jnp.sum(jnp.square(p["w"] - 100.0 * x)), key=KEY)
+    options, starts = QUICK | {"num_draws": 50}, [{"w": jnp.full(2, 100.0, dtype)} for dtype in ("bfloat16", "float32")]
+    half, single = (float(sampled(start, [ONES], **options).mean) for start in starts)
+    assert half == single > 0.0
 
 
 # Away from a minimum ------------------------------------------------------------------------------------
-
-QUICK = dict(n_beta=200.0, lr=1e-3, localization=1.0, num_chains=4, num_draws=300, num_burnin_steps=100)
 
 
 def _net_loss(p: Tree, batch: Any) -> jax.Array:
@@ -136,28 +131,24 @@ def _net_loss(p: Tree, batch: Any) -> jax.Array:
 
 
 def _net(seed: int) -> Tree:
-    rng = np.random.default_rng(seed)
-    return {"w": jnp.asarray(rng.normal(size=(3, 4))), "v": jnp.asarray(rng.normal(size=4))}
+    return normal(seed, {"w": (3, 4), "v": (4,)})
 
 
 @pytest.mark.parametrize("batches", [1, 4])
 @pytest.mark.parametrize("invariant", [False, True], ids=["plain", "invariant"])
 def test_a_teacher_is_at_a_minimum_and_a_net_in_training_is_not(x64: None, batches: int, invariant: bool) -> None:
-    x, teacher = jnp.asarray(np.random.default_rng(0).normal(size=(64, 3))), _net(1)
+    x, teacher = normal(0, {"x": (64, 3)})["x"], _net(1)
     y = jnp.tanh(x @ teacher["w"]) @ teacher["v"]
     parts = list(zip(jnp.split(x, batches), jnp.split(y, batches), strict=True))
     gauges = [go.rescale({"scale": "_ channel"}, {"v": "channel"})] if invariant else None
     more = {"scale": jnp.ones((1, 4))} if invariant else {}
-    step = jax.jit(lambda p: jax.tree.map(lambda w, g: w - 0.05 * g, p, jax.grad(_net_loss)(p, (x, y))))
-    found, point = {"teacher": go.measure.llc(_net_loss, teacher | more, parts, KEY, gauges, **QUICK)}, _net(2)
-    for steps in range(101):
-        if steps in (0, 100):
-            found[steps] = go.measure.llc(_net_loss, point | more, parts, KEY, gauges, **QUICK)
-        point = step(point)
-    assert {name: bool(x.at_minimum) for name, x in found.items()} == {"teacher": True, 0: False, 100: False}
-    assert found[100].at_minimum.shape == () and found[100].at_minimum.dtype == bool
-    assert all(x.lowest_loss <= x.initial_loss for x in found.values())
-    assert found[100].lowest_loss < 0.9 * found[100].initial_loss
+    later, _ = trained(optax.sgd(0.05), lambda p: _net_loss(p, (x, y)), _net(2), 100)
+    points = (teacher, _net(2), later)
+    found = [go.measure.llc(_net_loss, point | more, parts, KEY, gauges, **QUICK) for point in points]
+    assert [bool(x.at_minimum) for x in found] == [True, False, False]
+    assert found[2].at_minimum.shape == () and found[2].at_minimum.dtype == bool
+    assert all(x.lowest_loss <= x.initial_loss for x in found)
+    assert found[2].lowest_loss < 0.9 * found[2].initial_loss
 
 
 POINTS: dict[str, tuple[Any, bool]] = {
@@ -172,8 +163,7 @@ POINTS: dict[str, tuple[Any, bool]] = {
 
 @pytest.mark.parametrize("name", POINTS)
 def test_a_saddle_without_a_gradient_is_no_minimum(x64: None, name: str) -> None:
-    loss, expected = POINTS[name]
-    options = QUICK | ({"localization": 300.0} if "held" in name else {})
+    (loss, expected), options = POINTS[name], QUICK | ({"localization": 300.0} if "held" in name else {})
     found = go.measure.llc(lambda p, _: loss(**p), dict.fromkeys("xy", jnp.zeros(())), [jnp.ones(1)], KEY, **options)
     assert bool(found.at_minimum) == expected
     assert "held" not in name or found.mean > 0, "the estimate alone does not tell"
@@ -195,16 +185,12 @@ def test_a_large_gradient_is_seen_at_every_step_size(x64: None, lr: float, bound
 
 def test_chains_of_a_large_model_run_one_after_the_other(x64: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the same numbers as all at once."""
-    params, batch = {"up": jnp.ones((2, 3)), "down": jnp.full((3, 1), 0.5)}, jnp.ones((4, 2))
-    gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
-
-    def loss(p: Tree, x: jax.Array) -> jax.Array:
-        return jnp.mean((x @ p["up"] @ p["down"]) ** 2)
-
+    params = _minimum((4, 3, 4), 2)
+    given = _loss, params, [_product(params) + 1.0], KEY, _gauges((4, 3, 4))
     options = dict(n_beta=10.0, lr=1e-3, num_draws=5, num_burnin_steps=2)
-    at_once = go.measure.llc(loss, params, [batch], KEY, gauge, **options)
+    at_once = go.measure.llc(*given, **options)
     monkeypatch.setattr(sys.modules["gauge_optax.measure.llc"], "_LARGE", 1)  # the package has a function of this name
     jax.clear_caches()
-    one_by_one = go.measure.llc(loss, params, [batch], KEY, gauge, **options)
+    one_by_one = go.measure.llc(*given, **options)
     np.testing.assert_allclose(one_by_one.losses, at_once.losses, rtol=1e-12)
     np.testing.assert_allclose(one_by_one.lowest_loss, at_once.lowest_loss, rtol=1e-12)

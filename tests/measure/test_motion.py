@@ -16,16 +16,13 @@ from tests import oracles
 from tests.cases import GAUGE_CASES, GaugeCase
 from tests.quick import jit
 from tests.tolerances import tolerance
+from tests.twins import normal, normal_like
 
 Tree = Any
 pytestmark = pytest.mark.slow_rows("product/latent_fused*")
 ENDS = ("/kernel", "/gqa", "/degree_2", "rope_linear/half")
 CASES = [c for c in GAUGE_CASES if c.name.startswith("product") or c.name.endswith(ENDS)]
-
-
-@pytest.fixture(params=CASES, ids=lambda case: case.name)
-def case(request: pytest.FixtureRequest) -> GaugeCase:
-    return request.param
+everywhere = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
 @functools.cache
@@ -52,6 +49,7 @@ def _rotations(skew: Any) -> np.ndarray:
 @pytest.mark.slow_rows("*-float32")
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("size", (1e-4, 0.03, 0.5))
+@everywhere
 def test_a_gauge_move_gives_its_logarithm(case: GaugeCase, size: float, dtype: str) -> None:
     """Of a shift, the change of the mean of the leaf, which a product's scales move too."""
     group, act, motion = _compiled(case)
@@ -65,9 +63,8 @@ def test_a_gauge_move_gives_its_logarithm(case: GaugeCase, size: float, dtype: s
             if gauge.name == "head_rotation":
                 for key, r in own.items():
                     skew = np.asarray(found[key], np.float64)
-                    assert _largest(_rotations(skew) - r) <= tolerance("logarithm", dtype)
-                    assert _largest(skew + np.swapaxes(skew, -1, -2)) <= tolerance("logarithm", dtype)
-                    assert _largest(skew) < np.pi
+                    errors = [_rotations(skew) - r, skew + np.swapaxes(skew, -1, -2)]
+                    assert _largest(errors) <= tolerance("logarithm", dtype) and _largest(skew) < np.pi
             elif gauge.name == "logit_shift":
                 means = {path: leaves_by_path(step)[path].mean(-1) for path in found[""]}
                 assert _largest(optax.tree.sub(found[""], means)) <= tolerance("logarithm", dtype)
@@ -79,7 +76,7 @@ def test_a_gauge_move_gives_its_logarithm(case: GaugeCase, size: float, dtype: s
 def test_a_small_linear_move_gives_its_generator(case: GaugeCase, x64: None) -> None:
     """S = 1 + Z: to first order, in the basis in which the point stands."""
     group, act, motion = _compiled(case)
-    params, draw = _as(case.params(jax.random.key(0)), "float64"), np.random.default_rng(3).normal
+    params, draw = case.params(jax.random.key(0)), np.random.default_rng(3).normal
     for index in (k for k, g in enumerate(group.gauges) if g.name == "head_linear"):
         still = group.identity(params)
         z = {key: 1e-6 * draw(size=x.shape) for key, x in still[index].items()}
@@ -91,18 +88,18 @@ def test_a_small_linear_move_gives_its_generator(case: GaugeCase, x64: None) -> 
 
 
 @pytest.mark.slow_rows("product/slow_planes")
+@everywhere
 def test_a_horizontal_step_does_not_turn(case: GaugeCase, x64: None) -> None:
     """Of any size: WᵀU is symmetric, so M + S is its own polar factor. Scales and shifts do not move at first order.
 
     A linear gauge's stretch is read to first order alone.
     """
-    group, _, motion = _compiled(case)
-    params, draw = _as(case.params(jax.random.key(0)), "float64"), np.random.default_rng(5).normal
-    direction = jax.tree.map(lambda x: draw(size=x.shape), params)
+    (group, _, motion), params = _compiled(case), case.params(jax.random.key(0))
+    direction = normal_like(5, params)
     flat = optax.tree.sub(direction, jit(group.vertical)(params, direction))
 
     def motion_along(tangent: Tree, size: float) -> Tree:
-        return motion(params, jax.tree.map(lambda x: size * x, tangent))
+        return motion(params, optax.tree.scale(size, tangent))
 
     for size in (1e-3, 0.3):
         for gauge, own in zip(group.gauges, motion_along(flat, size), strict=True):
@@ -117,9 +114,7 @@ def test_a_horizontal_step_does_not_turn(case: GaugeCase, x64: None) -> None:
 @pytest.mark.parametrize("centred", [False, True])
 def test_a_turn_of_the_residual_stream_gives_its_logarithm(centred: bool, x64: None) -> None:
     """Behind a norm with a scale, and with heads that turn on their own."""
-    draw = np.random.default_rng(0).normal
-    shapes = {"embedding": (7, 4), "norm": (4,), "query": (4, 2, 3), "key": (4, 2, 3), "head": (4, 7)}
-    params = {path: draw(size=shape) for path, shape in shapes.items()}
+    params = normal(0, {"embedding": (7, 4), "norm": (4,), "query": (4, 2, 3), "key": (4, 2, 3), "head": (4, 7)})
     heads = go.head_rotation({"query": "_ head basis", "key": "_ head basis"})
     norm = go.norm_scale({"norm": "channel"}, {"query": "channel _ _", "key": "channel _ _"})
     readers = {"query": "basis _ _", "key": "basis _ _", "head": "basis _"}
@@ -142,11 +137,9 @@ def test_a_step_that_no_rotation_brings_back_has_no_angle(x64: None) -> None:
 
 
 def test_drift_is_the_change_of_the_joint_coordinate(x64: None) -> None:
-    (case,) = (c for c in GAUGE_CASES if c.name == "product/chain")
-    group, act, _ = _compiled(case)
-    params = _as(case.params(jax.random.key(0)), "float64")
-    element = group.sample(jax.random.key(1), params)
-    drift = jit(lambda a, b: go.measure.drift(a, b, group))
+    (case,) = (c for c in CASES if c.name == "product/chain")
+    (group, act, _), params = _compiled(case), case.params(jax.random.key(0))
+    element, drift = group.sample(jax.random.key(1), params), jit(lambda a, b: go.measure.drift(a, b, group))
     assert _largest(element) > 0.1
     assert _largest(optax.tree.sub(tuple(drift(params, act(element, params))), element)) <= tolerance("coordinates")
     assert _largest(drift(params, params)) == 0.0

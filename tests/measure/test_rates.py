@@ -13,6 +13,7 @@ from examples.studies import diagonal_network
 from gauge_optax.measure.rates import KLOrder
 from tests.quick import jit
 from tests.refusals import each_refused
+from tests.twins import normal, normal_like
 
 Tree = Any
 CONFIG = diagonal_network.FULL
@@ -37,38 +38,36 @@ def test_the_interval_covers_the_truth(exponent: float, along: float) -> None:
     assert covered >= 180
 
 
-@pytest.mark.parametrize(("values", "reason"), [
-    (LENGTHS**2 + 0.02, "drifts"),
-    (LENGTHS ** (2 - 0.3 * np.log(LENGTHS)), "drifts"),
-    (1.0 / LENGTHS, "do not fall"),
-    (LENGTHS - 0.5, "not positive"),
-    (np.exp(4.0 * np.random.default_rng(0).normal(size=60)) * LENGTHS, "noise|do not fall"),
+BENT = LENGTHS**2 * (1.0 + 9.0 * (LENGTHS > 0.3))
+NOISE = np.exp(4.0 * np.random.default_rng(0).normal(size=60))
+
+
+@pytest.mark.parametrize(("lengths", "values", "reasons"), [
+    (LENGTHS, LENGTHS**2 + 0.02, ["drifts"]),
+    (LENGTHS, LENGTHS ** (2 - 0.3 * np.log(LENGTHS)), ["drifts"]),
+    (LENGTHS, 1.0 / LENGTHS, ["do not fall"]),
+    (LENGTHS, LENGTHS - 0.5, ["not positive"]),
+    (LENGTHS, NOISE * LENGTHS, ["noise", "do not fall"]),
+    (LENGTHS[:5], BENT[:5], ["5 points"]),
+    (LENGTHS[:30], BENT[:30], ["lengths span"]),
+    (LENGTHS * np.inf, BENT, ["lengths that are not finite"]),
+    (np.repeat([1.0, 0.1], 30), BENT, ["too few different lengths"]),
 ])
-def test_what_is_no_power_law_is_unreadable(values: np.ndarray, reason: str) -> None:
-    fit = go.measure.power_law(LENGTHS, values)
+def test_what_is_no_power_law_is_unreadable(lengths: np.ndarray, values: np.ndarray, reasons: list[str]) -> None:
+    fit = go.measure.power_law(lengths, values, span=6.0)
     assert not fit.readable and fit.interval == (-np.inf, np.inf)
-    assert str(fit).startswith("unreadable: ")
-    np.testing.assert_(any(word in fit.reason for word in reason.split("|")), fit.reason)
+    assert str(fit).startswith("unreadable: ") and any(reason in fit.reason for reason in reasons), fit.reason
 
 
 def test_a_window_leaves_out_what_is_far_from_the_minimum() -> None:
-    values = LENGTHS**2 * (1.0 + 9.0 * (LENGTHS > 0.3))
-    assert not go.measure.power_law(LENGTHS, values).readable
-    near = go.measure.power_law(LENGTHS, values, window=(0.0, 0.3))
+    assert not go.measure.power_law(LENGTHS, BENT).readable
+    near = go.measure.power_law(LENGTHS, BENT, window=(0.0, 0.3))
     assert near.readable and near.exponent == pytest.approx(2.0) and near.points < 60
-    assert go.measure.power_law(LENGTHS[:30], values[:30], span=30.0).reason.startswith("lengths span")
-    assert go.measure.power_law(LENGTHS[:5], values[:5]).reason == "5 points"
-    assert go.measure.power_law(LENGTHS * np.inf, values).reason == "lengths that are not finite"
-    assert go.measure.power_law(np.repeat([1.0, 0.1], 30), values).reason == "too few different lengths"
 
 
-def test_the_order_is_half_the_exponent_and_the_table_has_a_cell_per_layer_and_observable() -> None:
-    order = go.measure.kl_order(LENGTHS, LENGTHS**4)
-    assert order.order == pytest.approx(3.0) and order.interval[0] <= 3.0 <= order.interval[1]
-    assert go.measure.kl_order(LENGTHS, LENGTHS**4, of="kl").order == pytest.approx(2.0)
+def test_a_table_has_a_cell_per_layer_and_observable() -> None:
     table = go.measure.rate_table(LENGTHS, {"a": {"x": LENGTHS, "y": 1.0 / LENGTHS}, "b": {"x": LENGTHS**2}})
     assert table.readable == 2 and table["b", "x"].exponent == pytest.approx(2.0)
-    assert "2 of 3 cells readable" in str(table)
 
 
 # Lengths ------------------------------------------------------------------------------------------
@@ -83,10 +82,10 @@ GAUGES = [
 @pytest.mark.slow_rows("balanced")
 @pytest.mark.parametrize("at", ["balanced", "slice"])
 def test_twins_travel_equally_far_and_orbits_do_not_count(x64: None, at: str) -> None:
-    rng, group = np.random.default_rng(0), go.product(GAUGES)
-    shapes = {"value": (6, 2, 3), "out": (2, 3, 5), "up": (5, 4), "down": (4, 5)}
-    walks = {name: np.cumsum([rng.normal(size=s), *0.03 * rng.normal(size=(6, *s))], 0) for name, s in shapes.items()}
-    points = [{name: jnp.asarray(walk[k]) for name, walk in walks.items()} for k in range(7)]
+    points = [normal(0, {"value": (6, 2, 3), "out": (2, 3, 5), "up": (5, 4), "down": (4, 5)})]
+    for seed in range(1, 7):
+        points.append(optax.tree.add_scale(points[-1], 0.03, normal_like(seed, points[0])))
+    group = go.product(GAUGES)
     element = group.sample(jax.random.key(0), points[0])
     lengths = go.measure.quotient_arc_length(points, GAUGES, at=at)
     twins = go.measure.quotient_arc_length([group.act(element, point) for point in points], GAUGES, at=at)
@@ -98,8 +97,6 @@ def test_twins_travel_equally_far_and_orbits_do_not_count(x64: None, at: str) ->
 
 
 POINT = {"u": jnp.ones(2), "v": jnp.ones(2)}
-
-
 test_messages = each_refused([
     (lambda: go.measure.kl_order(LENGTHS, LENGTHS, of="loss"), "of='loss'"),
     (lambda: go.measure.kl_order(LENGTHS, LENGTHS[:3]), "60 lengths and 3 values"),
@@ -126,21 +123,17 @@ def _trained(tx: optax.GradientTransformation, steps: int) -> dict[str, np.ndarr
     return {name: np.asarray(x)[:, CONFIG.nonzero :] for name, x in way.items()}
 
 
-def _function(p: Tree, x: jax.Array) -> jax.Array:
-    return (x @ (p["u"] * p["v"]))[:, None]
-
-
 def _on_quotient(way: dict[str, np.ndarray], channels: Any, last: int) -> KLOrder:
     """The order from the quotient Fisher along the approach, against the quotient arc length."""
+    def function(p: Tree, x: jax.Array) -> jax.Array:
+        return (x @ (p["u"] * p["v"]))[:, None]
+
     at = np.unique(np.linspace(0, last, 30).astype(int))
     points = [{name: jnp.asarray(x[k, channels]) for name, x in way.items()} for k in at]
     inputs = jnp.eye(points[0]["u"].size)
     lengths = go.measure.quotient_arc_length(points, RESCALE, end=jax.tree.map(jnp.zeros_like, points[0]))
-    fisher = []
-    for point in points:
-        ggn = go.measure.GGN(_function, point, [inputs], "gaussian")
-        fisher.append(go.measure.directional_fisher(go.measure.quotient_fisher(ggn, RESCALE), point))
-    return go.measure.kl_order(lengths, fisher)
+    operators = [go.measure.quotient_fisher(go.measure.GGN(function, p, [inputs], "gaussian"), RESCALE) for p in points]
+    return go.measure.kl_order(lengths, [*map(go.measure.directional_fisher, operators, points)])
 
 
 def _as_stored(way: dict[str, np.ndarray], channel: int, last: int, end: tuple[float, float]) -> KLOrder:

@@ -11,10 +11,9 @@ import optax
 import pytest
 
 import gauge_optax as go
-from tests.quick import jit
 from tests.refusals import each_refused, refused
 from tests.tolerances import tolerance
-from tests.twins import apart, trained
+from tests.twins import apart, driven, trained
 
 Tree = Any
 
@@ -47,23 +46,10 @@ def test_grams_after_a_step_are_those_of_the_factors_after_it(shrinks: tuple[Any
         np.testing.assert_allclose(x, expected, rtol=0, atol=1e-12)
 
 
-def test_a_shared_shrink_damps_imbalance_by_its_square_and_an_independent_one_does_not(x64: None) -> None:
-    still = 0.0 * LEFT, 0.0 * RIGHT
-    before, shared, *independent = (
-        np.asarray(go.measure.gram_evolution(LEFT, RIGHT, *still, *shrinks).imbalance)
-        for shrinks in ((1.0, 1.0), (0.8, 0.8), (0.8, 1.0), (0.8, 0.5))
-    )
-    np.testing.assert_allclose(shared, 0.64 * before, rtol=0, atol=1e-12)
-    for after in independent:
-        best = np.sum(after * before) / np.sum(before**2)
-        assert np.linalg.norm(after - best * before) > 0.05 * np.linalg.norm(before)
-
-
 evolved = go.measure.gram_evolution
 test_shapes_that_do_not_fit_are_refused = each_refused([
-    (lambda: evolved(LEFT[0, 0], RIGHT, LEFT[0, 0], RIGHT), "gram_evolution: factors that are no pair"),
-    (lambda: evolved(LEFT, RIGHT[..., :2], LEFT, RIGHT[..., :2]), "gram_evolution: factors that are no pair"),
-    (lambda: evolved(LEFT, RIGHT[:1], LEFT, RIGHT[:1]), "gram_evolution: factors that are no pair"),
+    *((functools.partial(evolved, left, right, left, right), "gram_evolution: factors that are no pair")
+      for left, right in [(LEFT[0, 0], RIGHT), (LEFT, RIGHT[..., :2]), (LEFT, RIGHT[:1])]),
     (lambda: evolved(LEFT, RIGHT, LEFT, LEFT), "gram_evolution: right_update of another shape"),
 ])
 
@@ -88,23 +74,21 @@ BY_ROLE: dict[str, tuple[list[go.Gauge], Mapping[str, float], dict[str, float]]]
     "names of the gauges": (
         [NORM, UNIT, TURN, SHIFT, NORMED],
         {"scale": 0.3, "into": 0.1, "up": 0.1, "down": 0.02, "blocks": 0.5, "other": 0.7},
-        {"norm": 0.3, "up": 0.1, "bias": 0.1, "down": 0.02, "value": 0.5, "out": 0.5, "logits": 0.5, "normed": 0.5}
-        | {"free": 0.7},
+        dict.fromkeys(SHAPES, 0.5) | {"norm": 0.3, "up": 0.1, "bias": 0.1, "down": 0.02, "free": 0.7},
     ),
     "names of the sides": (
         [NORM, UNIT, TURN, SHIFT], {"up": 0.1, "down": 0.1, "blocks": 0},
-        {"norm": 0.1, "up": 0.1, "bias": 0.1, "down": 0.1},
+        dict.fromkeys(SHAPES, 0.0) | dict.fromkeys(["norm", "up", "bias", "down"], 0.1),
     ),
 }
 
 
-@pytest.mark.parametrize("names", BY_ROLE)
-def test_every_leaf_decays_by_the_number_of_its_role(names: str, x64: None) -> None:
-    gauges, by_role, numbers = BY_ROLE[names]
+@pytest.mark.parametrize(("gauges", "by_role", "numbers"), BY_ROLE.values(), ids=BY_ROLE)
+def test_every_leaf_decays_by_the_number_of_its_role(gauges: Any, by_role: Any, numbers: Any, x64: None) -> None:
     params, tx = _params(), go.add_gauge_decay(by_role, gauges)
     found, _ = tx.update(jax.tree.map(np.zeros_like, params), tx.init(params), params)
     values = params | {"logits": params["logits"] - params["logits"].mean(-1, keepdims=True)}
-    _close(found, {name: numbers.get(name, 0.0) * x for name, x in values.items()})
+    _close(found, {name: numbers[name] * x for name, x in values.items()})
 
 
 # Optimizers ---------------------------------------------------------------------------------------
@@ -119,18 +103,14 @@ def _loss(p: Tree) -> jax.Array:
     return jnp.mean(jnp.square(y - _noise(21, 4, 3)))
 
 
-OPTIMIZERS: dict[str, tuple[Any, Any]] = {
-    "ddc_adamw": (go.ddc_adamw, go.scale_by_ddc),
-    # What Muon leaves to Adam has a decay of its own.
-    "ddc_muon": (functools.partial(go.ddc_muon, adam_weight_decay=DECAY), go.links.scale_by_scaled_polar),
-}
-
-
 @pytest.mark.slow_rows("ddc_muon")
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_alias_decays_by_roles_as_its_chain_does(name: str, x64: None) -> None:
+@pytest.mark.parametrize(("alias", "precondition"), [
+    (go.ddc_adamw, go.scale_by_ddc),
+    # What Muon leaves to Adam has a decay of its own.
+    (functools.partial(go.ddc_muon, adam_weight_decay=DECAY), go.links.scale_by_scaled_polar),
+], ids=["ddc_adamw", "ddc_muon"])
+def test_an_alias_decays_by_roles_as_its_chain_does(alias: Any, precondition: Any, x64: None) -> None:
     """The chain of five links, and a leaf that two gauges share: one decay for both of its roles."""
-    alias, precondition = OPTIMIZERS[name]
     chain = optax.chain(
         go.gauge_project(BLOCK), precondition(BLOCK), go.add_gauge_decay(DECAY, BLOCK),
         optax.scale_by_learning_rate(0.05), go.gauge_retract(BLOCK),
@@ -145,14 +125,9 @@ def test_a_retraction_keeps_the_joint_scales_part_of_an_independent_shrink(x64: 
     gauge, rate = go.rescale({"a": "_ channel"}, {"b": "channel _"}, degree=2), 0.1
     tx = optax.chain(go.add_gauge_decay({"up": 0.3, "down": 0.1}, gauge), optax.scale(-rate), go.gauge_retract(gauge))
     params = {"a": LEFT[0], "b": RIGHT[0].T}
-    updates, _ = jit(lambda p: tx.update(jax.tree.map(jnp.zeros_like, p), tx.init(p), p))(params)
-
-    def scale(p: Tree) -> np.ndarray:
-        return np.sum(np.square(p["a"]), 0) * np.sqrt(np.sum(np.square(p["b"]), 1))
-
-    after = optax.apply_updates(params, updates)
-    shrunk = (1 - 0.3 * rate) ** 2 * (1 - 0.1 * rate)
-    np.testing.assert_allclose(scale(after) / scale(params), shrunk, rtol=tolerance("optax"))
+    after, _ = driven(tx, params, [jax.tree.map(jnp.zeros_like, params)])
+    before, shrunk = (np.sum(np.square(p["a"]), 0) * np.sqrt(np.sum(np.square(p["b"]), 1)) for p in (params, after))
+    np.testing.assert_allclose(shrunk / before, (1 - 0.3 * rate) ** 2 * (1 - 0.1 * rate), rtol=tolerance("optax"))
     drift = go.measure.drift(params, after, gauge)[0][""]
     np.testing.assert_allclose(drift, 0.0, atol=tolerance("coordinates"))
 
@@ -170,10 +145,8 @@ COMPLAINTS: dict[str, tuple[Any, list[go.Gauge], str]] = {
 }
 
 
-@pytest.mark.parametrize("complaint", COMPLAINTS)
+@pytest.mark.parametrize(("decay", "gauges", "text"), COMPLAINTS.values(), ids=COMPLAINTS)
 @pytest.mark.parametrize("constructor", [go.add_gauge_decay, functools.partial(go.ddc_adamw, 0.1)], ids=["link", "all"])
-def test_roles_that_do_not_fit_are_refused(constructor: Any, complaint: str) -> None:
-    decay, gauges, text = COMPLAINTS[complaint]
-    params = {name: x.astype(np.float32) for name, x in _params().items()}
+def test_roles_that_do_not_fit_are_refused(constructor: Any, decay: Any, gauges: list[go.Gauge], text: str) -> None:
     with refused("", "add_gauge_decay", text):
-        jax.eval_shape(constructor(weight_decay=decay, gauges=gauges).init, params)
+        jax.eval_shape(constructor(weight_decay=decay, gauges=gauges).init, _params())

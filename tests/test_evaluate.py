@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,25 +19,16 @@ CASES = {case.name: case for case in (*GAUGE_CASES, *FLAT_CASES)}
 NAMES = ["rescale/channel", "norm_scale/one_plus", "head_linear/value_out", "product/llama", "logit_shift/kernel_bias"]
 
 
-class Slow(NamedTuple):
-    """State of `slow_weights`: an average of the weights that the optimizer saw."""
-
-    slow: Any
-
-
-def slow_weights(rate: float) -> optax.GradientTransformation:
+def _slow(updates: Any, slow: Any, params: Any) -> tuple[Any, Any]:
     """A link that keeps an average of weights, as Lookahead and tail averages do."""
-
-    def update(updates: Any, state: Slow, params: Any) -> tuple[Any, Slow]:
-        return updates, Slow(optax.incremental_update(optax.apply_updates(params, updates), state.slow, rate))
-
-    return optax.GradientTransformation(Slow, update)
+    return updates, optax.incremental_update(optax.apply_updates(params, updates), slow, 0.1)
 
 
 SCHEDULE_FREE = optax.contrib.schedule_free_adamw(1e-2), optax.contrib.schedule_free_eval_params
 AVERAGES: dict[str, tuple[Any, Callable[[Any, Any], Any]]] = {
     "schedule_free": SCHEDULE_FREE,
-    "slow weights": (optax.chain(optax.adamw(1e-2), slow_weights(0.1)), lambda state, params: state[-1].slow),
+    "slow weights": (
+        optax.chain(optax.adamw(1e-2), optax.GradientTransformation(lambda p: p, _slow)), lambda state, _: state[-1]),
 }
 
 

@@ -49,7 +49,8 @@ def _errors(found: Tree, expected: Tree) -> list[tuple[float, Any]]:
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     pairs = zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True)
     return [
-        (np.max(np.abs(1.0 * np.asarray(a) - np.asarray(b)), initial=0.0) / np.max(np.abs(a), initial=1.0), b.dtype)
+        (np.max(np.abs(1.0 * np.asarray(a) - np.asarray(b)), initial=0.0) / np.max(np.abs(a), initial=1.0),
+         np.asarray(b).dtype)
         for a, b in pairs if not jnp.issubdtype(jnp.asarray(a).dtype, jax.dtypes.prng_key)
     ]
 

@@ -227,6 +227,16 @@ def test_heads_wider_than_the_model_are_left_as_they_are(x64: None) -> None:
         np.testing.assert_allclose(found[name], step, rtol=0, atol=tolerance("optax"))
 
 
+@pytest.mark.slow
+def test_moduli_of_complex_planes_stay_where_they_are(x64: None) -> None:
+    """rope_linear is a torus and a rescale per plane."""
+    case: Any = next(c for c in GAUGE_CASES if c.name == "rope_linear/half")
+    (gauge,), params = case.gauges(), case.params(jax.random.key(0))
+    end, _ = trained(OURS["quotient_muon"](gauge), case.loss, params, 1)
+    moved = gauge.read(end)[""] - gauge.read(params)[""]
+    assert float(jnp.max(jnp.abs(moved[..., 0]))) <= 1e-9
+
+
 @pytest.mark.parametrize("name", OURS)
 def test_init_is_one_state_inside_jit_and_outside(name: str) -> None:
     """Inside, constants are no tracers, and yet nothing is computed at once."""

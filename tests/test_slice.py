@@ -174,9 +174,9 @@ def _largest(tree: Tree) -> float:
 
 
 @pytest.mark.slow_rows("gpt", "llama")
-@pytest.mark.parametrize("name", ["gpt", "llama", "product/chain", "rope_linear/half"])
+@pytest.mark.parametrize("name", ["gpt", "llama", "product/chain"])
 def test_coordinates_stand_still_for_a_thousand_float32_steps(name: str) -> None:
-    """In a chain two units share a leaf; `rope_linear` is a torus and a rescale per plane."""
+    """In a chain two units share a leaf."""
     if name in CONFIGS:
         (group, init, step), params = program(name, "float32", "adamw", False), start_of(name, "float32")
     else:

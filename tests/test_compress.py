@@ -12,15 +12,13 @@ import pytest
 import gauge_optax as go
 from benchmarks.timing import nbytes
 from gauge_optax.optimizers.compress import compressed, decompressed
-from models import lm
 from tests.quick import jit
 from tests.refusals import each_refused
-from tests.twins import stepper, train
+from tests.twins import normal, stepper, train
 
 Tree = Any
 DTYPES = ("bfloat16", "uint8")
 COMPRESS = go.links.compress_second_moments
-LLAMA = lm.llama_config(vocab=64, d_model=64, layers=2, heads=4, kv_heads=2, d_head=16, d_ff=128, max_len=32)
 GAUGE = go.rescale({"up": "_ channel"}, {"down": "channel _"})
 
 
@@ -79,7 +77,8 @@ def test_codes_of_zero_of_what_is_too_small_and_of_no_number() -> None:
 
 
 def test_states_are_smaller() -> None:
-    params, gauges = lm.params_and_loss(LLAMA, jax.random.key(0))[0], lm.gauges(LLAMA)
+    params = normal(0, {"up": (64, 128), "down": (128, 64), "value": (64, 4, 16), "out": (4, 16, 64)}, jnp.float32)
+    gauges = [GAUGE, go.head_rotation({"value": "_ head basis", "out": "head basis _"})]
     entries, adam = sum(x.size for x in jax.tree.leaves(params)), nbytes(optax.adamw(1e-3).init(params))
     for tx in (optax.adamw(1e-3), go.quotient(optax.adamw(1e-3), gauges), go.ddc_adamw(1e-3, gauges)):
         whole, *small = (nbytes(t.init(params)) for t in (tx, *(COMPRESS(tx, dtype) for dtype in DTYPES)))

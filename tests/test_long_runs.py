@@ -32,21 +32,26 @@ def largest(tree: Tree) -> dict[str, jax.Array]:
 Gradient = Callable[[Tree, jax.Array], Tree]
 
 
-def run(tx: optax.GradientTransformation, params: Tree, steps: int, gradient: Gradient) -> Tree:
-    """The weights after some steps; `gradient` takes the weights and the number of a step."""
+def run(tx: optax.GradientTransformation, params: Tree, steps: int, gradient: Gradient) -> tuple[Tree, Tree]:
+    """The weights and the state after some steps; `gradient` takes the weights and the number of a step."""
 
     def step(carry: tuple[Tree, Tree], n: jax.Array) -> tuple[tuple[Tree, Tree], None]:
         updates, state = tx.update(gradient(carry[0], n), carry[1], carry[0])
         return (optax.apply_updates(carry[0], updates), state), None
 
-    whole = jax.jit(lambda p: jax.lax.scan(step, (p, tx.init(p)), jnp.arange(steps))[0][0])
-    return whole(params)
+    end: tuple[Tree, Tree] = jax.jit(lambda p: jax.lax.scan(step, (p, tx.init(p)), jnp.arange(steps))[0])(params)
+    return end
+
+
+def still(params: Tree, n: jax.Array) -> Tree:
+    """No gradient."""
+    return jax.tree.map(jnp.zeros_like, params)
 
 
 def growth_by_decay(gauges: Any, params: Tree, mask: Any) -> dict[str, float]:
     """Path → by what factor a leaf's largest value grows in 300 steps that take 5 % each, without a gradient."""
     decayed = optax.chain(optax.add_decayed_weights(0.05, mask), optax.scale(-1.0))
-    end = run(go.quotient(decayed, gauges), params, 300, lambda p, n: jax.tree.map(jnp.zeros_like, p))
+    end, _ = run(go.quotient(decayed, gauges), params, 300, still)
     return {path: float(x / y) for (path, x), y in zip(largest(end).items(), largest(params).values(), strict=True)}
 
 
@@ -71,18 +76,14 @@ def _network(key: jax.Array) -> Tree:
     }
 
 
-def _gradient(params: Tree, n: jax.Array) -> Tree:
-    """The gradient for a batch of 16 noisy values of a sine."""
+def _loss(params: Tree, n: jax.Array) -> jax.Array:
+    """On a batch of 16 noisy values of a sine."""
     inputs, noise = jax.random.split(jax.random.key(n))
     x = jax.random.normal(inputs, (16, 8))
     y = jnp.sin(x.sum(1)) + 0.3 * jax.random.normal(noise, (16,))
-
-    def loss(p: Tree) -> jax.Array:
-        first, second, third = (p[name] for name in LAYERS)
-        hidden = jax.nn.relu(jax.nn.relu(x @ first["kernel"] + first["bias"]) @ second["kernel"] + second["bias"])
-        return jnp.mean(jnp.square((hidden @ third["kernel"] + third["bias"])[:, 0] - y))
-
-    return jax.grad(loss)(params)
+    first, second, third = (params[name] for name in LAYERS)
+    hidden = jax.nn.relu(jax.nn.relu(x @ first["kernel"] + first["bias"]) @ second["kernel"] + second["bias"])
+    return jnp.mean(jnp.square((hidden @ third["kernel"] + third["bias"])[:, 0] - y))
 
 
 UNITS = [
@@ -102,8 +103,10 @@ def test_decay_of_kernels_inflates_no_bias() -> None:
 def test_biases_stay_as_small_as_under_adamw(make: Any, decay: float) -> None:
     """In 20,000 steps at rate 0.01 with decay of kernels, they grew to 1e9 and to NaN while anchors left them out."""
     params, settings = _network(jax.random.key(0)), {"weight_decay": decay, "mask": _of_kernels}
-    plain = largest(run(optax.adamw(0.01, **settings), params, 20_000, _gradient))
-    ours = largest(run(make(0.01, UNITS, **settings), params, 20_000, _gradient))
+    plain, ours = (
+        largest(run(tx, params, 20_000, jax.grad(_loss))[0])
+        for tx in (optax.adamw(0.01, **settings), make(0.01, UNITS, **settings))
+    )
     for path in (f"{name}/bias" for name in LAYERS):
         assert float(ours[path]) < 5 * float(plain[path]) + 1, (ours, plain)
 
@@ -111,25 +114,28 @@ def test_biases_stay_as_small_as_under_adamw(make: Any, decay: float) -> None:
 def test_what_dead_channels_leave_in_the_offset_stays_finite() -> None:
     """With `pin=False` and decay it grew for ever; between two dead channels, products of two overflowed."""
     params, decayed = _network(jax.random.key(0)), optax.chain(optax.add_decayed_weights(0.05), optax.scale(-1.0))
-    tx = go.quotient(decayed, UNITS, pin=False)
-    end = run(tx, params, 3_000, lambda p, n: jax.tree.map(jnp.zeros_like, p))
+    end, _ = run(go.quotient(decayed, UNITS, pin=False), params, 3_000, still)
     assert all(bool(jnp.isfinite(x)) and float(x) < 2.0 for x in largest(end).values())
+
+
+MATRICES = [go.head_linear({"a": "_ basis"}, {"b": "_ basis"})]
+
+
+def towards(mean: jax.Array, size: float) -> Gradient:
+    """Of the distance of a product from noise of this size around its mean."""
+
+    def loss(p: Tree, n: jax.Array) -> jax.Array:
+        return jnp.mean(jnp.square(p["a"] @ p["b"].T - mean - size * jax.random.normal(jax.random.key(n), mean.shape)))
+
+    return jax.grad(loss)
 
 
 @pytest.mark.slow
 def test_a_matrix_in_the_offset_and_its_inverse_stay_inverse() -> None:
     """They are composed apart at every step; roundoff parted them by 3e-3 in 20,000 steps."""
     params = {name: jax.random.normal(jax.random.key(k), (6, 4)) for k, name in enumerate(("a", "b"))}
-    mean = jax.random.normal(jax.random.key(2), (6, 6))
-    tx = go.quotient_adamw(0.003, [go.head_linear({"a": "_ basis"}, {"b": "_ basis"})], pin=False)
-
-    def step(carry: tuple[Tree, Tree], n: jax.Array) -> tuple[tuple[Tree, Tree], None]:
-        target = mean + 0.3 * jax.random.normal(jax.random.key(n), (6, 6))
-        grads = jax.grad(lambda p: jnp.mean(jnp.square(p["a"] @ p["b"].T - target)))(carry[0])
-        updates, state = tx.update(grads, carry[1], carry[0])
-        return (optax.apply_updates(carry[0], updates), state), None
-
-    (_, state), _ = jax.jit(lambda p: jax.lax.scan(step, (p, tx.init(p)), jnp.arange(10_000)))(params)
+    gradient = towards(jax.random.normal(jax.random.key(2), (6, 6)), 0.3)
+    _, state = run(go.quotient_adamw(0.003, MATRICES, pin=False), params, 10_000, gradient)
     (pair,) = state.offset.values()
     assert float(jnp.abs(pair[0] @ pair[1] - jnp.eye(4)).max()) < 1e-5
 
@@ -140,13 +146,8 @@ def test_a_matrix_in_the_offset_and_its_inverse_stay_inverse() -> None:
 def test_factors_that_have_only_noise_to_learn_stay_as_small_as_without_a_gauge(inner: Any) -> None:
     """With `pin=False` they were NaN after 102 to 185 steps: the offset was not turned when `hold` turned a head."""
     params = {name: jax.random.normal(jax.random.key(k), (12, 8)) for k, name in enumerate(("a", "b"))}
-
-    def gradient(p: Tree, n: jax.Array) -> Tree:
-        noise = 0.5 * jax.random.normal(jax.random.key(n), (12, 12))
-        return jax.grad(lambda p: jnp.mean(jnp.square(p["a"] @ p["b"].T - noise)))(p)
-
-    gauges = [go.head_linear({"a": "_ basis"}, {"b": "_ basis"})]
-    ends = [run(tx, params, 2_000, gradient) for tx in (inner, go.quotient(inner, gauges, pin=False))]
+    gradient = towards(jnp.zeros((12, 12)), 0.5)
+    ends = (run(tx, params, 2_000, gradient)[0] for tx in (inner, go.quotient(inner, MATRICES, pin=False)))
     alone, ours = (float(jnp.linalg.norm(p["a"] @ p["b"].T)) for p in ends)
     assert ours < 2 * alone
 
@@ -167,10 +168,9 @@ def test_a_norms_scale_that_noise_leads_through_zero_leaves_the_outputs_small(ma
         out: jax.Array = (jax.nn.standardize(x) * p["scale"] + p["bias"]) @ p["kernel"] + p["behind"]
         return out
 
-    def gradient(p: Tree, n: jax.Array) -> Tree:
+    def loss(p: Tree, n: jax.Array) -> jax.Array:
         inputs, noise = jax.random.split(jax.random.key(n))
-        x, y = jax.random.normal(inputs, (4, 8)), jax.random.normal(noise, (4, 4))
-        return jax.grad(lambda p: jnp.mean(jnp.square(outputs(p, x) - y)))(p)
+        return jnp.mean(jnp.square(outputs(p, jax.random.normal(inputs, (4, 8))) - jax.random.normal(noise, (4, 4))))
 
-    end = run(make(optax.adamw(0.03, weight_decay=0.1), gauges), params, 3_000, gradient)
+    end, _ = run(make(optax.adamw(0.03, weight_decay=0.1), gauges), params, 3_000, jax.grad(loss))
     assert jnp.abs(outputs(end, jax.random.normal(jax.random.key(1), (99, 8)))).max() < 5

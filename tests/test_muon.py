@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from models import latent
 from tests.cases import _normal
 from tests.refusals import complaint, refused
 from tests.tolerances import tolerance
-from tests.twins import driven, normal
+from tests.twins import driven, furthest, normal
 
 GAUGE = go.head_rotation({"value": "_ head basis", "back": "head basis _"})
 SHAPES = {"value": (6, 4, 3), "back": (4, 3, 6)}
@@ -55,28 +56,13 @@ ROUTED = {
 }
 
 
-def _latent(config: latent.LatentConfig, seed: int) -> Any:
-    """Weights; a fused tree has the numbers of the split one."""
-    tree = _normal(dataclasses.replace(config, fused=False).shapes, jax.random.key(seed))
-    if config.fused:
-        attn, moe = tree["attn"], tree["moe"]
-        for name in ("q_b", "kv_b", "gate"):
-            attn[name]["kernel"] = attn[name]["kernel"].reshape(attn[name]["kernel"].shape[0], -1)
-        attn["out"]["kernel"] = attn["out"]["kernel"].reshape(-1, config.d_model)
-        moe["gate_up"] = jnp.concatenate([moe.pop("gate"), moe.pop("up")], -1)
-    return tree
-
-
-def _sizes(config: latent.LatentConfig) -> dict[str, int] | None:
-    return {"head": config.heads} if config.fused else None
-
-
 @pytest.mark.parametrize("config", [LATENT, FUSED], ids=["split", "fused"])
 @pytest.mark.parametrize("order", [1, -1])
 def test_latent_attention_and_experts_are_routed_by_hand(config: latent.LatentConfig, order: int) -> None:
     """Whatever the order of the gauges; the router is Adam's, because a logit shift binds it."""
-    params, gauges = _latent(config, 0), latent.gauges(config)[::order]
-    polar = polar_of("test", "standard", None, 0.9, 1e-8, "width", latent.muon_labels(config), sizes=_sizes(config))
+    params, gauges = _normal(config.shapes, jax.random.key(0)), latent.gauges(config)[::order]
+    sizes = {"head": config.heads} if config.fused else None
+    polar = polar_of("test", "standard", None, 0.9, 1e-8, "width", latent.muon_labels(config), sizes=sizes)
     read = polar.matrices(go.product(gauges)._bound(params).slice, params)
     expected = {path: ROUTED[path] for path in config.shapes if len(config.shapes[path]) > 1 and "router" not in path}
     assert {path: (m.count, m.fan_in, m.fan_out) for path, m in read.items()} == expected
@@ -84,21 +70,6 @@ def test_latent_attention_and_experts_are_routed_by_hand(config: latent.LatentCo
     kernel, pair = params["attn"]["gate"]["kernel"], read["attn/gate/kernel"].grouped("attn/gate/kernel", 2)
     np.testing.assert_array_equal(pair.view(kernel), kernel.reshape(1, 8, 8))
     np.testing.assert_array_equal(pair.leaf(pair.view(kernel)), kernel)
-
-
-@pytest.mark.slow
-def test_fused_kernels_get_the_steps_of_split_ones(x64: None) -> None:
-    """Three steps; the same function in two trees."""
-    split, fused = (
-        _run(go.quotient_muon(0.1, latent.gauges(c), labels=latent.muon_labels(c), sizes=_sizes(c)),
-             [_latent(c, seed) for seed in range(4)])
-        for c in (LATENT, FUSED)
-    )
-    for name in ("q_a", "q_b", "kv_a", "kv_b", "gate", "out"):
-        a, b = (tree["attn"][name]["kernel"] for tree in (split, fused))
-        np.testing.assert_allclose(a.reshape(b.shape), b, atol=1e-11)
-    both = jnp.concatenate([split["moe"]["gate"], split["moe"]["up"]], -1)
-    np.testing.assert_allclose(both, fused["moe"]["gate_up"], atol=1e-11)
 
 
 # Fused kernels whose ranges gauges bind ------------------------------------------------------------------
@@ -138,8 +109,6 @@ def _tree(seed: int) -> dict[str, jax.Array]:
 
 
 ROTATED = ATTENTION[True][::2]
-BETWEEN = go.head_rotation({"qkv": ("_ (head basis)=8:16", "_ (head basis)=32:40")}, sizes=HEADS)
-BY_ROWS = go.head_rotation({"out": "(head basis)=4:8 _"}, sizes=HEADS)
 MAKERS: dict[str, Any] = {
     "quotient_muon": lambda gauges, **options: go.quotient_muon(0.05, gauges, **options),
     "quotient_muon, rms": lambda gauges, **options: go.quotient_muon(0.05, gauges, consistent_rms=0.2, **options),
@@ -149,49 +118,57 @@ MAKERS: dict[str, Any] = {
         go.gauge_retract(gauges),
     ),
 }
+# In stacked layers, lone ranges along the first axis of a kernel: gate and up of unequal parts.
+RANGES = [
+    go.rescale({"both": f"layer channel={span} _"}, {f"{name}_down": "layer channel _"})
+    for name, span in (("gate", "0:10"), ("up", "10:16"))
+]
+APART = [go.rescale({name: "layer channel _"}, {f"{name}_down": "layer channel _"}) for name in ("gate", "up")]
+OF_LAYERS = {"gate": (2, 10, 8), "up": (2, 6, 8), "gate_down": (2, 10, 8), "up_down": (2, 6, 8)}
 
 
-def _after(tx: optax.GradientTransformation, fused: bool) -> dict[str, jax.Array]:
-    """The weights after three steps, fused."""
-    trees = [_tree(seed) for seed in range(4)]
-    return _run(tx, [_fused(tree) for tree in trees]) if fused else _fused(_run(tx, trees))
+def _joined(tree: Any) -> Any:
+    down = {name: x for name, x in tree.items() if "down" in name}
+    return down | {"both": jnp.concatenate([tree["gate"], tree["up"]], 1)}
 
 
-def _same(one: Any, two: Any, start: Any) -> None:
-    for name, x in one.items():
-        moved = float(jnp.linalg.norm(x - start[name]))
-        assert float(jnp.linalg.norm(x - two[name])) <= 1e-9 * moved, name
+# Of a fused tree and of the split one: the optimizers, the trees, and how a split tree is fused.
+FUSIONS: dict[str, tuple[Any, Any, Callable[[int], Any], Callable[[Any], Any]]] = {
+    **{name: (make(ATTENTION[True]), make(ATTENTION[False]), _tree, _fused) for name, make in MAKERS.items()},
+    # A norm reads all, a rescale binds one range: whether the rest is one matrix or two is for the user to say.
+    **{f"{name}, labels": (make(GATE[True], labels=LABELLED), make(GATE[False]), _tree, _fused)
+       for name, make in MAKERS.items() if "polar" not in name},
+    # Labels of other ranges beside a rotation: without queries and keys.
+    "a rotation's label": (
+        go.quotient_muon(0.05, ATTENTION[True][::2], labels={"qkv": LABELLED["qkv"][:2]}),
+        go.quotient_muon(0.05, ATTENTION[False][::2]), _tree, _fused),
+    "stacked": (
+        go.quotient_muon(0.05, RANGES), go.quotient_muon(0.05, APART), lambda seed: normal(seed, OF_LAYERS), _joined),
+}
 
 
-@pytest.mark.slow_rows("[!q]*", "quotient_muon, rms")
-@pytest.mark.parametrize("name", MAKERS)
-def test_ranges_of_heads_get_the_steps_of_split_kernels(name: str, x64: None) -> None:
-    one, two = (_after(MAKERS[name](ATTENTION[fused]), fused) for fused in (True, False))
-    _same(one, two, _fused(_tree(0)))
+@pytest.mark.slow_rows("ddc_muon", "scale_by_*", "quotient_muon, rms*")
+@pytest.mark.parametrize("name", FUSIONS)
+def test_fused_kernels_get_the_steps_of_split_ones(name: str, x64: None) -> None:
+    """Three steps; the same function in two trees."""
+    of_fused, of_split, draw, fuse = FUSIONS[name]
+    trees = [draw(seed) for seed in range(4)]
+    start, one = fuse(trees[0]), _run(of_fused, list(map(fuse, trees)))
+    assert furthest(one, start) > 0.01
+    for path, x in fuse(_run(of_split, trees)).items():
+        moved = float(jnp.linalg.norm(x - start[path]))
+        assert float(jnp.linalg.norm(x - one[path])) <= 1e-9 * moved, path
 
 
-@pytest.mark.slow_rows("quotient_muon, rms")
-@pytest.mark.parametrize("name", [name for name in MAKERS if "polar" not in name])
-def test_labels_say_what_gauges_leave_open(name: str, x64: None) -> None:
-    """A norm reads all, a rescale binds one range: whether the rest is one matrix or two is for the user to say."""
-    fused, split = MAKERS[name](GATE[True], labels=LABELLED), MAKERS[name](GATE[False])
-    _same(_after(fused, True), _after(split, False), _fused(_tree(0)))
-    with refused("nothing says which matrices 'qkv' holds beside its ranges", "640 of 768 entries", "labels="):
-        MAKERS[name](GATE[True]).init(_fused(_tree(0)))
-
-
-@pytest.mark.parametrize("gauge", [BETWEEN, BY_ROWS, ROTATED], ids=["between", "rows", "behind"])
+@pytest.mark.parametrize("gauge", [
+    go.head_rotation({"qkv": ("_ (head basis)=8:16", "_ (head basis)=32:40")}, sizes=HEADS),
+    go.head_rotation({"out": "(head basis)=4:8 _"}, sizes=HEADS), ROTATED,
+], ids=["between", "rows", "behind"])
 def test_the_label_that_an_error_writes_is_taken(gauge: Any) -> None:
     tree = _fused(_tree(0))
     said = complaint(lambda: go.quotient_muon(0.05, gauge).init(tree))
     labels = ast.literal_eval(re.findall(r"labels=(\{.*?\})", said)[0])
     go.quotient_muon(0.05, gauge, labels=labels).init(tree)
-
-
-def test_labels_of_other_ranges_stand_beside_a_rotation(x64: None) -> None:
-    fused, split = (ATTENTION[fused][::2] for fused in (True, False))  # without queries and keys
-    tx = go.quotient_muon(0.05, fused, labels={"qkv": LABELLED["qkv"][:2]})
-    _same(_after(tx, True), _after(go.quotient_muon(0.05, split), False), _fused(_tree(0)))
 
 
 OF_LATENT = {"gauges": latent.gauges(LATENT), "labels": latent.muon_labels(LATENT)}
@@ -210,6 +187,8 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     (OF_LATENT | {"labels": {"attn/gates/kernel": "_ head _"}}, "no leaf matches"),
     (OF_LATENT | {"labels": {"attn/gate/kernel": "matrix"}}, "axes such as"),
     ({"gauges": ROTATED, "labels": LABELLED}, "rotations say which matrices there are"),
+    ({"gauges": GATE[True]}, "nothing says which matrices 'qkv' holds beside its ranges"),
+    ({"gauges": GATE[True]}, "640 of 768 entries"),
     ({"gauges": NORM, "labels": {"qkv": LABELLED["qkv"][:2]}}, "nothing says which matrices 'qkv' holds"),
     ({"gauges": NORM, "labels": {"qkv": (*LABELLED["qkv"], "_ _=0:4")}}, "nothing says which matrices 'qkv' holds"),
 ]
@@ -217,37 +196,14 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("given", "text"), MISTAKES)
 def test_what_describes_no_matrices_is_refused(given: dict[str, Any], text: str) -> None:
-    latent_tree = _latent(FUSED if given["gauges"] is OF_FUSED["gauges"] else LATENT, 0)
+    of_latent = _normal((FUSED if given["gauges"] is OF_FUSED["gauges"] else LATENT).shapes, jax.random.key(0))
     with refused("", text):
-        go.quotient_muon(0.05, **given).init(normal(0, SHAPES) | _fused(_tree(0)) | latent_tree)
+        go.quotient_muon(0.05, **given).init(normal(0, SHAPES) | _fused(_tree(0)) | of_latent)
 
 
 def test_a_traced_number_of_heads_is_refused() -> None:
     with pytest.raises(ValueError, match="static_args"):
         optax.inject_hyperparams(go.quotient_muon)(0.1, GAUGE, heads_per_matrix=2).init(normal(0, SHAPES))
-
-
-def test_a_fused_gate_and_up_of_unequal_parts(x64: None) -> None:
-    """Bound as lone ranges, along the first axis, in stacked layers."""
-    shapes = {"gate": (2, 10, 8), "up": (2, 6, 8), "gate_down": (2, 10, 8), "up_down": (2, 6, 8)}
-    ranges = {"gate": "channel=0:10", "up": "channel=10:16"}
-
-    def joined(tree: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        down = {name: x for name, x in tree.items() if "down" in name}
-        return down | {"both": jnp.concatenate([tree["gate"], tree["up"]], 1)}
-
-    def gauges(fused: bool) -> list[go.Gauge]:
-        return [
-            go.rescale(
-                {"both": f"layer {span} _"} if fused else {name: "layer channel _"}, {f"{name}_down": "layer channel _"}
-            )
-            for name, span in ranges.items()
-        ]
-
-    trees = [normal(seed, shapes) for seed in range(3)]
-    fused = _run(go.quotient_muon(0.05, gauges(True)), list(map(joined, trees)))
-    _same(fused, joined(_run(go.quotient_muon(0.05, gauges(False)), trees)), joined(trees[0]))
-    assert float(jnp.abs(fused["both"] - joined(trees[0])["both"]).max()) > 0.01
 
 
 # The size of gradients ------------------------------------------------------------------------------------
@@ -257,25 +213,29 @@ TINY: dict[str, Any] = MAKERS | {
     "ddc_muon, balanced": lambda gauges: go.ddc_muon(0.05, gauges, rest="balanced"),
     "max_norm_muon": lambda gauges: go.max_norm_muon(0.05, gauges, {"a": "_ c", "b": "_ c"}),
     "hyperball": lambda _: optax.chain(
-        optax.scale(-1.0), go.norms.hyperball({"a": "_ c", "b": "_ _"}, learning_rate=0.05)
-    ),
+        optax.scale(-1.0), go.norms.hyperball({"a": "_ c", "b": "_ _"}, learning_rate=0.05)),
+}
+
+
+BOUND = {
+    "rescale": go.rescale({"a": "_ channel"}, {"b": "channel _"}),
+    "heads": go.head_rotation({"a": "_ (head basis)", "b": "(head basis) _"}, sizes={"head": 2}),
 }
 
 
 @pytest.mark.slow_rows("*-float64-*", "*-bfloat16-rescale", "[!q]*-bfloat16-heads", "*, *-heads", "[hms]*-heads")
-@pytest.mark.parametrize("gauge", ["rescale", "heads"])
+@pytest.mark.parametrize("gauge", BOUND)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 @pytest.mark.parametrize("name", TINY)
 def test_steps_do_not_depend_on_the_size_of_gradients(name: str, dtype: str, gauge: str) -> None:
     """Three steps with gradients down to 1e-30, whose squares are no float32; none moves without a gradient."""
+
+    def draw(seed: int, size: float) -> Any:
+        return jax.tree.map(lambda x: (size * x / 3).astype(dtype), normal(seed, {"a": (6, 8), "b": (8, 5)}))
+
     with jax.enable_x64(dtype == "float64"):
-        gauges: go.Gauge = go.rescale({"a": "_ channel"}, {"b": "channel _"})
-        if gauge == "heads":
-            gauges = go.head_rotation({"a": "_ (head basis)", "b": "(head basis) _"}, sizes={"head": 2})
-        shapes, tx = {"a": (6, 8), "b": (8, 5)}, TINY[name](gauges)
-        draw = lambda seed, c: jax.tree.map(lambda x: (c * x / 3).astype(dtype), normal(seed, shapes))  # noqa: E731
-        trees = [[draw(0, 1.0), *(draw(seed, c) for seed in (2, 4, 6))] for c in (1.0, 1e-12, 1e-30, 1e6, 0.0)]
-        after = [_run(tx, own) for own in trees]
+        sizes = (1.0, 1e-12, 1e-30, 1e6, 0.0)
+        after = [_run(TINY[name](BOUND[gauge]), [draw(0, 1.0), *(draw(n, size) for n in (2, 4, 6))]) for size in sizes]
         close = {"bfloat16": 6e-2, "float32": 2e-5, "float64": 1e-6}[dtype]
         for leaf, start in draw(0, 1.0).items():
             moved = float(jnp.linalg.norm((after[0][leaf] - start).astype(float)))

@@ -14,14 +14,12 @@ from examples.studies import harness
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_bytes(bytes(range(32, 127)) * 30)
-    return path
+    (tmp_path / "text.txt").write_bytes(bytes(range(32, 127)) * 30)
+    return tmp_path / "text.txt"
 
 
-@pytest.mark.parametrize(
-    "main", [train_nnx.main, pytest.param(train_linen.main, marks=pytest.mark.slow)], ids=["nnx", "linen"]
-)
+@pytest.mark.slow_rows("train_linen")
+@pytest.mark.parametrize("main", [train_nnx.main, train_linen.main], ids=["train_nnx", "train_linen"])
 def test_killed_and_resumed_is_bit_equal(main: Callable[..., Any], tmp_path: Path, text: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     options = ["--batch", "2", "--length", "8", "--width", "8", "--layers", "1", "--steps", "6", "--save-every", "2"]
@@ -44,8 +42,7 @@ def test_lora_fills_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     one, other = (lora.swept((2, start, "quotient_adamw")).losses(result) for start in starts)
     assert len(one.keys() & other.keys()) >= 4, "two weight sets of one function"
     assert max(abs(one[rate][0] - other[rate][0]) for rate in one.keys() & other.keys()) < 1e-3
-    assert (tmp_path / "lora.png").stat().st_size > 1000
-    assert "badly scaled" in capsys.readouterr().out
+    assert (tmp_path / "lora.png").stat().st_size > 1000 and "badly scaled" in capsys.readouterr().out
 
 
 def test_batches_are_found_by_number_and_held_out_text_is_unseen(text: Path) -> None:

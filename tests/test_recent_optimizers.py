@@ -10,10 +10,11 @@ import pytest
 
 from benchmarks import tuned
 from benchmarks.training import links, recent
+from gauge_optax.binding import leaves_by_path
 from models import lm
 
 CONFIG = lm.llama_config(vocab=7, d_model=8, layers=1, heads=2, kv_heads=2, d_head=4, d_ff=12, max_len=5)
-GATE, OUT = ("blocks", 0, "mlp", "gate", "kernel"), ("blocks", 0, "attn", "out", "kernel")
+GATE, OUT = "blocks/0/mlp/gate/kernel", "blocks/0/attn/out/kernel"
 NO_DECAY = jnp.zeros(())
 
 
@@ -27,22 +28,18 @@ def rate(n: jax.Array) -> jax.Array:
     return jnp.full((2,), 0.1) * (1 - n / 40)
 
 
-def leaf(tree: Any, path: tuple[Any, ...]) -> np.ndarray:
+def leaf(tree: Any, path: str) -> np.ndarray:
     """One leaf."""
-    for name in path:
-        tree = tree[name]
-    return np.asarray(tree)
+    return np.asarray(leaves_by_path(tree)[path])
 
 
 def trained(tx: optax.GradientTransformation, steps: int) -> list[Any]:
     """Weights at the start and after every step, all of one quadratic."""
-    params, aim = weights(0), weights(1)
-    state, way = tx.init(params), [params]
+    aim, way, state = weights(1), [weights(0)], tx.init(weights(0))
     step = jax.jit(tx.update)
     for _ in range(steps):
-        updates, state = step(jax.tree.map(jnp.subtract, params, aim), state, params)
-        params = optax.apply_updates(params, updates)
-        way.append(params)
+        updates, state = step(jax.tree.map(jnp.subtract, way[-1], aim), state, way[-1])
+        way.append(optax.apply_updates(way[-1], updates))
     return way
 
 

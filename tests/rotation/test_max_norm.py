@@ -49,13 +49,14 @@ def _by_hand(weights: np.ndarray, gradients: np.ndarray, rates: np.ndarray, boun
 @pytest.mark.parametrize("beta", [0.0, 0.9])
 @pytest.mark.parametrize("bound", [1.0, 2.5])
 def test_every_vector_steps_by_the_formula(bound: float, beta: float, x64: None) -> None:
-    """From norms below, at and above the bound, one of them zero and one without gradient, with a rate of zero once."""
-    steps, inputs = 12, 5
-    weights = _noise(0, inputs, 5) * np.array([0.0, 0.1, 0.5, 3.0, 0.3])
-    gradients = _noise(1, steps, inputs, 5) * np.array([1e-6, 1.0, 1e6, 1.0, 0.0])
+    """From norms below and above the bound, one zero, one far outside that is driven outwards, two without gradient."""
+    steps, inputs, vectors = 12, 5, 7
+    weights = _noise(0, inputs, vectors) * np.array([0.0, 0.1, 0.5, 3.0, 0.3, 9.0, 9.0])
+    gradients = _noise(1, steps, inputs, vectors) * np.array([1e-6, 1.0, 1e6, 1.0, 0.0, 0.0, 0.0])
+    gradients[:, :, 5] = -weights[:, 5]
     rates = np.where(np.arange(steps) == 3, 0.0, RATE * (1.0 + np.arange(steps)))
     found = _run(_max_norm(lambda n: jnp.asarray(rates)[n], bound=bound, beta=beta), weights, gradients)
-    for n in range(5):
+    for n in range(vectors):
         expected = _by_hand(weights[:, n], gradients[:, :, n], rates, bound, beta)
         np.testing.assert_allclose(found[:, :, n], expected, rtol=1e-12, atol=1e-14)
     norms = np.linalg.norm(found, axis=1)
@@ -64,27 +65,14 @@ def test_every_vector_steps_by_the_formula(bound: float, beta: float, x64: None)
     assert norms[:, ~above].max() <= bound * (1.0 + 1e-14)
     assert (norms[1:, above] <= np.maximum(bound, norms[:-1, above]) + 1e-14).all()
     np.testing.assert_allclose(norms[1, 0], RATE * bound, rtol=1e-12)  # from zero, by the rate
+    np.testing.assert_allclose(norms[0, 5] - norms[1, 5], RATE * bound, rtol=1e-12)  # and back at its pace
+    np.testing.assert_array_equal(found[:, :, 6], weights[None, :, 6].repeat(steps + 1, 0))
 
 
-@pytest.mark.parametrize("bound", [0.0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("bound", [0.0, float("nan"), float("inf")])
 def test_a_bound_is_positive(bound: float) -> None:
     with refused("bad bound", "max_norm", "write bound=1.0"):
         _max_norm(bound=bound)
-
-
-@pytest.mark.parametrize("rate", [0.01, 0.1])
-def test_weights_above_the_bound_come_back_to_it_at_the_pace_of_the_rate(rate: float, x64: None) -> None:
-    """None grows on the way, even outwards; each is within after (norm − 1)/rate steps. Without gradient none moves."""
-    steps = int(np.ceil(2.0 / rate)) + 1
-    directions = _noise(0, 16, 6)
-    weights = 3.0 * directions / np.linalg.norm(directions, axis=0)
-    outwards = np.broadcast_to(-weights * np.array([1.0, 1.0, 1.0, 0.0, 0.0, 0.0]), (steps + 5, 16, 6))
-    norms = np.linalg.norm(_run(_max_norm(rate), weights, outwards), axis=1)
-    assert (np.diff(norms, axis=0) <= 1e-12).all()
-    np.testing.assert_allclose(norms[1, :3], 3.0 - rate, rtol=1e-12)
-    np.testing.assert_allclose(norms[-5:, :3], 1.0, rtol=1e-12)
-    np.testing.assert_allclose(norms[steps // 2, :3], 2.0, rtol=0.06)
-    np.testing.assert_array_equal(norms[:, 3:], norms[:1, 3:].repeat(len(norms), 0))
 
 
 BOUNDED: dict[str, Any] = {
@@ -116,11 +104,9 @@ NEURONS = {"up": "_ neuron", "down": "_ neuron"}
 
 @pytest.mark.parametrize("bound", [1.0, 0.3])
 def test_two_links_around_a_rate_are_max_norm(bound: float, x64: None) -> None:
-    def rate(count: Any) -> Any:  # in float64, which schedules of Optax are not
-        return 0.01 * (2.0 + count)
-
+    rate = lambda count: 0.01 * (2.0 + count)  # noqa: E731  # in float64, which schedules of Optax are not
     params = {"up": jnp.asarray(_noise(0, 4, 6)), "down": jnp.asarray(_noise(1, 6, 3)), "bias": jnp.zeros(3)}
-    gradients = {path: jnp.asarray(_noise(number, 10, *x.shape)) for number, (path, x) in enumerate(params.items())}
+    gradients = jax.tree.map(lambda x: jnp.asarray(_noise(x.size, 10, *x.shape)), params)
     momentum, by_rate = optax.trace(0.9, nesterov=True), optax.scale_by_learning_rate(rate)
     whole = go.norms.max_norm(optax.chain(momentum, by_rate), NEURONS, learning_rate=rate, bound=bound)
     links = optax.chain(
@@ -138,7 +124,6 @@ LAYOUTS: dict[str, tuple[Any, tuple[int, ...], Any]] = {
     "inputs first": ("_ neuron", (4, 6), lambda x: x),
     "inputs last": ("neuron _", (6, 4), lambda x: x.T),
     "stacked layers": ("layer _ neuron", (3, 4, 6), lambda x: x),
-    "experts": ("expert _ neuron", (2, 4, 6), lambda x: x),
     "heads": ("_ head neuron", (4, 2, 3), lambda x: x.reshape(4, 6)),
     "fused": (("_ qkv=0 neuron", "_ qkv=1 neuron", "_ qkv=2 neuron"), (4, 3, 6), lambda x: x.swapaxes(0, 1)),
 }

@@ -12,7 +12,7 @@ import pytest
 
 import gauge_optax as go
 from gauge_optax.norms.equilibrium import polar_alignment
-from tests.refusals import refused
+from tests.twins import driven
 
 BLOCKS = {"mlp/up": "_ channel", "attn/out": "head _ _"}
 
@@ -82,9 +82,7 @@ def test_it_changes_nothing_and_keeps_what_it_recorded() -> None:
 def test_moments_of_a_partition_are_found_by_leaf_and_two_of_a_leaf_are_refused() -> None:
     params = {"a": jnp.ones((6, 4)), "b": jnp.ones((6, 4))}
     inner = optax.partition({"a": optax.adam(0.1), "b": optax.sgd(0.1, 0.9)}, {"a": "a", "b": "b"})
-    tx = go.measure.track_rotation({"{leaf}": "_ channel"}, inner, every=1)
-    _, state = tx.update(params, tx.init(params), params)
-    _, state = tx.update(params, state, params)
+    _, state = driven(go.measure.track_rotation({"{leaf}": "_ channel"}, inner, every=1), params, [params] * 2)
     for path in ("a", "b"):
         np.testing.assert_allclose(optax.tree.get(state, "gradient_momentum_angle")[path], 0.0, atol=1e-3)
     tx = go.measure.track_rotation({"a": "_ channel"}, optax.chain(optax.adam(0.1), optax.trace(0.9)), every=1)
@@ -96,13 +94,7 @@ def test_moments_of_a_partition_are_found_by_leaf_and_two_of_a_leaf_are_refused(
 
 
 ETA, LAMBDA, C, BETA = 3e-3, 0.2, 48, 0.8
-def test_without_decay_no_norm_settles() -> None:
-    with refused("no decay"):
-        go.measure.predict_equilibrium("sgdm", learning_rate=0.1, weight_decay=0.0, gradient_norm=1.0)
-
-
 predict = functools.partial(go.measure.predict_equilibrium, learning_rate=ETA, weight_decay=LAMBDA)
-
 
 GAMMA = (1 - BETA) ** 2 + BETA**2 * (1 - 0.95) / (1 + 0.95)
 SGDM = (ETA * 1.7**2 / (2 * LAMBDA * (1 - BETA))) ** 0.25
@@ -139,8 +131,7 @@ PRINTED: dict[str, tuple[str, dict[str, Any], dict[str, float]]] = {
 def test_figures_are_as_printed(row: str) -> None:
     kind, given, expected = PRINTED[row]
     found = predict(kind, b1=BETA, **given)
-    for name, value in expected.items():
-        assert getattr(found, name) == pytest.approx(value, rel=1e-12), name
+    assert {name: getattr(found, name) for name in expected} == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("shape", [(96, 96), (192, 48)])
@@ -151,23 +142,19 @@ def test_a_gaussian_matrix_has_the_alignment_of_its_shape(shape: tuple[int, int]
 
 
 def test_everything_broadcasts() -> None:
-    by_rate = functools.partial(go.measure.predict_equilibrium, learning_rate=ETA)
-    found = by_rate("sgdm", weight_decay=np.array([0.1, 0.2]), gradient_norm=np.ones((3, 1)))
-    assert found.norm.shape == (3, 2)
-    jitted = jax.jit(lambda decay: by_rate("adamw", weight_decay=decay, dim=C).rotation)
+    assert predict("sgdm", weight_decay=np.array([0.1, 0.2]), gradient_norm=np.ones((3, 1))).norm.shape == (3, 2)
+    jitted = jax.jit(lambda decay: predict("adamw", weight_decay=decay, dim=C).rotation)
     assert float(jitted(LAMBDA)) == pytest.approx(predict("adamw", dim=C).rotation, rel=1e-6)
 
 
-MISSING = {
-    "sgdm": "'sgdm' without gradient_norm", "adamw": "'adamw' without dim", "lion": "'lion' without dim",
-    "muon": "'muon' without shape", "adam_l2": "'adam_l2' without dim", "adagrad": "adagrad",
-}
-
-
-@pytest.mark.parametrize("kind", MISSING)
-def test_what_is_missing_or_unknown_is_named(kind: str) -> None:
-    with pytest.raises(ValueError, match=MISSING[kind]):
-        predict(kind)
+@pytest.mark.parametrize(("kind", "given", "said"), [
+    ("sgdm", {}, "'sgdm' without gradient_norm"), ("adamw", {}, "'adamw' without dim"), ("adagrad", {}, "adagrad"),
+    ("lion", {}, "'lion' without dim"), ("muon", {}, "'muon' without shape"), ("adam_l2", {}, "'adam_l2' without dim"),
+    ("sgdm", {"weight_decay": 0.0, "gradient_norm": 1.0}, "no decay"),  # without which no norm settles
+])
+def test_what_is_missing_or_unknown_is_named(kind: str, given: dict[str, float], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        predict(kind, **given)
 
 
 def test_corrections_are_those_of_appendix_g() -> None:

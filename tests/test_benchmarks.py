@@ -9,7 +9,6 @@ import jax
 import pytest
 
 from benchmarks import accelerator, compare, counts, peers, sizes, timing
-from benchmarks.render import page
 from examples.studies import harness
 from models import lm
 
@@ -42,20 +41,6 @@ def test_what_an_accelerator_is_asked_runs_here_too(tmp_path: Path, capsys: pyte
     page = (tmp_path / "accelerator_cpu.md").read_text()
     assert set(cells) == set(kinds) and "Not run yet" not in page and "| quotient(optax.adamw) |" in page
     assert "**Twins.**" in capsys.readouterr().out
-
-
-def test_a_page_says_what_was_missed() -> None:
-    def row(ratio: float, peak: float) -> dict[str, Any]:
-        return {"ms": 10.0 * ratio, "ratio": [ratio] * 3, "peak_mb": peak, "state_mb": 2.0, "compile_s": 1.0}
-
-    muon = {"optax.contrib.muon": row(1.0, 6.0), "ddc_muon": row(0.2, 4.4)}
-    section = {"about": "48 kernels", "parameters": 10, "parameters_mb": 1.0, "repeats": 9}
-    section["blocks"] = {"adam": {"optax.adamw": row(1.0, 4.0)}, "muon": muon}
-    result = {"host": "h", "device": "cpu", "versions": {"jax": "1"}, "sections": {"attention": section}}
-    text = page(result)
-    assert "`ddc_muon`'s update, of `optax.contrib.muon`'s | 0.15 | 0.20 | **missed** |" in text
-    assert "`ddc_muon`'s peak, of `optax.adamw`'s | 1.25 | 1.10 |  |" in text
-    assert "**missed**" not in page(result | {"device": "h200"})
 
 
 def test_peers_are_left_out_where_they_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

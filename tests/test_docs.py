@@ -9,7 +9,6 @@ import sys
 import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import nbformat
 import pytest
@@ -29,13 +28,10 @@ RUN = [pytest.param(x, marks=WARNS if x.stem in NEEDED else (), id=x.stem) for x
 
 
 def test_every_public_symbol_has_a_page(tmp_path: Path) -> None:
+    """Which symbols these are is tested by `test_structure`."""
     symbols.write(tmp_path / "api")
     pages = {path.stem for path in (tmp_path / "api").glob("*.md")} - {"index"}
-    public = {"gauge_optax.testing.assert_invariant"}
-    public |= {f"gauge_optax.{name}" for name in go.__all__ if name not in go._MODULES}
-    for module in ("orbit", "norms", "links", "tools", "measure"):
-        public |= {f"gauge_optax.{module}.{name}" for name in getattr(go, module).__all__}
-    assert pages >= public
+    assert pages == {path for listed in symbols.paths().values() for path in listed}
     index = (tmp_path / "api" / "index.md").read_text()
     assert all(f"({page}.md)" in index for page in pages)
 
@@ -94,33 +90,10 @@ def test_the_times_in_the_guide_on_discover_are_measured() -> None:
     assert low - 1 < min(small) and max(small) < high + 1 and abs(cases["d256"]["seconds"] - large) < 5
 
 
-def test_search_shows_every_guide_before_the_changelog() -> None:
-    """The least that Sphinx counts for a hit in a guide, 2, beats the most that it counts in the changelog, 100."""
-    weights = re.search(r"WEIGHTS = (\{.*?\});", Path(conf.html_search_scorer).read_text())
-    assert weights is not None
-    by_place = json.loads(weights[1])
-    assert 2 * by_place["guides/"] > max(2, 100 * by_place["changelog"]) and by_place["results/"] < 1
-
-
-def cells(notebook: Path) -> Any:
-    return nbformat.read(notebook, as_version=4).cells
-
-
-def test_titles_fit_the_menu_of_a_phone(tmp_path: Path) -> None:
-    """The heading of every page, and the labels of symbols."""
-    symbols.write(tmp_path / "api")
-    listed = re.findall(r"^(\S+) <.*>$", (tmp_path / "api" / "index.md").read_text(), re.M)
-    results = [ROOT / source for source in conf.COPIED if source != "README.md"]
-    first = [page.read_text().splitlines()[0] for page in (*GUIDES, *BACKGROUND, *results)]
-    first += [cells(path)[0].source.splitlines()[0] for path in NOTEBOOKS]
-    listed += [line.removeprefix("# ") for line in first]
-    assert len(listed) > 150 and [title for title in listed if len(title) > 31] == []
-
-
 def code(page: Path) -> Iterator[str]:
     """Lines that a page shows as code or as printed output."""
     if page.suffix == ".ipynb":
-        for cell in (x for x in cells(page) if x.cell_type == "code"):
+        for cell in (x for x in nbformat.read(page, as_version=4).cells if x.cell_type == "code"):
             yield from cell.source.splitlines()
             yield from "".join(output.get("text", "") for output in cell.outputs).splitlines()
     else:

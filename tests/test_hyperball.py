@@ -31,7 +31,9 @@ def _norms(x: np.ndarray, along: Any = None) -> np.ndarray:
     return np.sqrt(np.sum(x**2, along, keepdims=True))
 
 
-def _retracted(weights: np.ndarray, update: np.ndarray, radius: Any, rate: Any, along: Any = None) -> np.ndarray:
+def _retracted(
+    weights: np.ndarray, update: np.ndarray, along: Any = None, radius: Any = None, rate: Any = None
+) -> np.ndarray:
     """The post's formulas for spheres along these axes, radius None for the weights' own."""
     radius = _norms(weights, along) if radius is None else radius
     flat = update - np.sum(update * weights, along, keepdims=True) / _norms(weights, along) ** 2 * weights
@@ -68,27 +70,25 @@ def test_every_sphere_has_the_formulas_of_the_post(axes: str, radius: Any, rate:
     for n in range(3):
         length, along = rate(n) if callable(rate) else rate, tuple({0, 1, 2, 3} - set(SPHERES[axes]))
         kept = radius if radius != "initial" else _norms(weights, along)
-        _close(points["w"][n + 1], _retracted(np.asarray(points["w"][n]), updates[n], kept, length, along))
+        _close(points["w"][n + 1], _retracted(np.asarray(points["w"][n]), updates[n], along, kept, length))
     shape = tuple(SHAPE[k] for k in SPHERES[axes])
     assert state.radius == () if radius != "initial" else state.radius["w"][axes].shape == shape
     assert state.count == (3 if callable(rate) else ())
 
 
-def test_selected_entries_alone_are_on_spheres(x64: None) -> None:
+def test_selected_entries_alone_are_on_spheres_and_values_stored_less_one(x64: None) -> None:
     """Heads of queries and keys, fused with values that are free."""
-    tx = go.norms.hyperball({"qkv": ("(qkv=0 head _) _", "(qkv=1 head _) _")}, sizes={"head": 2, "qkv": 3})
+    axes = {"qkv": ("(qkv=0 head _) _", "(qkv=1 head _) _"), "less_one": "1+ _"}
+    tx = go.norms.hyperball(axes, sizes={"head": 2, "qkv": 3})
     weights, update = _noise(0, 3, 2, 4, 5), 0.1 * _noise(1, 3, 2, 4, 5)
-    found, state = _step(tx, {"qkv": weights.reshape(24, 5)}, {"qkv": update.reshape(24, 5)})
+    stored, other = 0.1 * _noise(2, 6), 0.1 * _noise(3, 6)
+    params, updates = ({"qkv": x.reshape(24, 5), "less_one": y} for x, y in ((weights, stored), (update, other)))
+    found, state = _step(tx, params, updates)
+    _close(found["less_one"] + 1, _retracted(stored + 1, other))
     moved = found["qkv"].reshape(weights.shape)
-    _close(moved[:2], _retracted(weights[:2], update[:2], None, None, (2, 3)))
+    _close(moved[:2], _retracted(weights[:2], update[:2], (2, 3)))
     np.testing.assert_array_equal(moved[2], weights[2] + update[2])
     assert [r.shape for r in state.radius["qkv"].values()] == [(2,), (2,)]
-
-
-def test_a_value_stored_less_one_is_on_the_sphere(x64: None) -> None:
-    stored, update = 0.1 * _noise(0, 6), 0.1 * _noise(1, 6)
-    found, _ = _step(go.norms.hyperball({"scale": "1+ _"}), {"scale": stored}, {"scale": update})
-    _close(found["scale"] + 1, _retracted(stored + 1, update, None, None))
 
 
 # Decay --------------------------------------------------------------------------------------------
@@ -142,16 +142,14 @@ def test_zeros_that_init_cannot_see_are_free(x64: None) -> None:
     moves, _ = jit(tx.update)({"b": update}, state, {"b": weights})
     assert state.radius["b"]["_ c"][0] == 0
     np.testing.assert_array_equal(moves["b"][:, 0], update[:, 0])
-    _close(weights[:, 1] + moves["b"][:, 1], _retracted(weights[:, 1], update[:, 1], None, None))
+    _close(weights[:, 1] + moves["b"][:, 1], _retracted(weights[:, 1], update[:, 1]))
 
 
-@pytest.mark.parametrize(("weights", "axes", "radius"), [
-    pytest.param(np.zeros((4, 3)), "_ _", {"w": 0.5}, id="zero"), pytest.param(3.0 * np.eye(4), "c _", 1.0, id="large"),
-])
-def test_a_number_that_moves_weights_at_once_is_told(weights: Any, axes: str, radius: Any) -> None:
+@pytest.mark.parametrize(("size", "axes", "radius"), [(0.0, "_ _", {"w": 0.5}), (3.0, "c _", 1.0)])
+def test_a_number_that_moves_weights_at_once_is_told(size: float, axes: str, radius: Any) -> None:
     """The first step goes to the sphere at any rate; weights that are on it already, and "initial", are silent."""
     with pytest.warns(UserWarning, match="the first step moves weights onto their spheres") as told:
-        go.norms.hyperball({"w": axes}, radius, learning_rate=1e-8).init({"w": weights})
+        go.norms.hyperball({"w": axes}, radius, learning_rate=1e-8).init({"w": size * np.eye(4)})
     for part in ("hyperball", "found:    norms of 'w'", "expected:", "remedy:", "radius='initial'"):
         assert part in str(told[0].message)
     with warnings.catch_warnings():

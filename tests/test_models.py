@@ -12,9 +12,7 @@ from flax import nnx
 
 import gauge_optax as go
 from examples.studies import twins_benchmark
-from gauge_optax.binding import leaves_by_path
 from models import gpt2, grokking, linen_mha, lm, modular, multipliers
-from models.lm import ACTIVATIONS, rotary
 from models.weight_standardization import WeightStandardized
 from tests.cases import lm_parts
 from tests.quick import jit
@@ -93,37 +91,6 @@ def test_every_gauge_keeps_what_is_read(name: str, x64: None) -> None:
             go.testing.assert_invariant(read, params, whole, jax.random.key(2))
 
 
-def _plainly(c: grokking.GrokConfig, p: Any, tokens: jax.Array) -> jax.Array:
-    """The same network with every projection made for every pair and position."""
-
-    def norm(q: Any, x: jax.Array) -> jax.Array:
-        x = x - jnp.mean(x, -1, keepdims=True)
-        return x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5) * q["scale"] + q["bias"]
-
-    x = p["embed"]["embedding"][tokens]
-    x = x if c.rope else x + p["pos"]["embedding"]
-    for block in p["blocks"].values():
-        y, attn, mlp = norm(block["norm1"], x), block["attn"], block["mlp"]
-        q, k, v = (jnp.einsum("btd,dhe->bthe", y, attn[name]["kernel"]) for name in ("query", "key", "value"))
-        q, k = (rotary(q), rotary(k)) if c.rope else (q, k)
-        scores = jnp.einsum("bqhe,bkhe->bhqk", q, k) / jnp.sqrt(q.shape[-1])
-        weights = jax.nn.softmax(jnp.where(jnp.tri(2, dtype=bool), scores, -jnp.inf))
-        x = x + jnp.einsum("bhqk,bkhe,hed->bqd", weights, v, attn["out"]["kernel"])
-        hidden = ACTIVATIONS[c.mlp](norm(block["norm2"], x) @ mlp["up"]["kernel"] + mlp["up"]["bias"])
-        x = x + hidden @ mlp["down"]["kernel"] + mlp["down"]["bias"]
-    return x[:, -1] @ p["lm_head"]["kernel"]
-
-
-@pytest.mark.slow_rows("one block")
-@pytest.mark.parametrize("name", GROKKING)
-def test_each_number_is_projected_once_and_the_logits_are_the_plain_ones(name: str, x64: None) -> None:
-    c, params = GROKKING[name], case(name)[0]
-    (tokens, _), _ = grokking.data(c, 0)
-    expected = _plainly(c, params, tokens)
-    np.testing.assert_allclose(grokking.logits(c, params, tokens), expected, rtol=1e-11, atol=1e-12)
-    assert float(jnp.std(expected)) > 0.1
-
-
 def test_switches_decide_the_gauges() -> None:
     def kinds(**switches: Any) -> list[str]:
         return [gauge.name for gauge in lm.gauges(lm.LMConfig(**TINY, **switches))]
@@ -131,22 +98,6 @@ def test_switches_decide_the_gauges() -> None:
     assert len(kinds()) == 7 and kinds(rope=True) != kinds()
     assert len(kinds(mlp="gelu")) == len(kinds(tied=True)) == 6  # With tied tables the bias alone still shifts.
     assert len(kinds(tied=True, bias=False)) == 5 and len(kinds(qk_norm=True)) == 9
-
-
-@pytest.mark.parametrize("name", LM_CONFIGS)
-def test_switches_decide_the_leaves(name: str) -> None:
-    config = LM_CONFIGS[name]
-    params, loss = lm.params_and_loss(config, jax.random.key(0))
-    shapes = {path.removeprefix("blocks/0/"): x.shape for path, x in leaves_by_path(params).items()}
-    d, h, k, e = config.d_model, config.heads, config.kv_heads, config.d_head
-    assert (shapes["attn/query/kernel"], shapes["attn/key/kernel"]) == ((d, h, e), (d, k, e))
-    switches = {
-        "mlp/gate/kernel": config.mlp == "swiglu", "attn/query/bias": config.bias, "mlp/up/bias": config.bias,
-        "lm_head/kernel": not config.tied, "pos/embedding": not config.rope, "attn/q_norm/scale": config.qk_norm,
-    }
-    assert {path: path in shapes for path in switches} == switches
-    value = jax.eval_shape(loss, params, jnp.zeros((2, 6), jnp.int32))
-    assert value.shape == () and {x.dtype for x in [value, *jax.tree.leaves(params)]} == {jnp.dtype("float32")}
 
 
 def test_kernels_start_as_the_switches_say() -> None:

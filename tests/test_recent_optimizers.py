@@ -71,9 +71,9 @@ def test_aurora_has_rows_of_one_length() -> None:
 
 def test_lookahead_and_tail_average() -> None:
     """Neither changes a run before it begins; the last step blends the average of the end, and leaves out tables."""
-    inner = lambda: links.adamw(lambda n: rate(n)[0], NO_DECAY)  # noqa: E731
-    way = trained(inner(), 40)
-    tail = trained(recent.tail_average(inner(), rate), 40)
+    inner = links.adamw(lambda n: rate(n)[0], NO_DECAY)
+    both = recent.tail_average(inner, rate), recent.ema_nesterov(inner, rate)
+    way, tail, ahead = (trained(tx, 40) for tx in (inner, *both))
     jax.tree.map(np.testing.assert_array_equal, way[39], tail[39])
     # The rate is below 0.06 of its peak at steps 38 to 40; a sixteenth of 38 steps is the average's pace.
     average = leaf(way[38], OUT)
@@ -81,9 +81,7 @@ def test_lookahead_and_tail_average() -> None:
         average = average + 16 / 38 * (leaf(x, OUT) - average)
     np.testing.assert_allclose(leaf(tail[40], OUT), 0.4 * leaf(way[40], OUT) + 0.6 * average, rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(tail[40]["embed"]["embedding"], way[40]["embed"]["embedding"])
-
-    ahead = trained(recent.ema_nesterov(inner(), rate), 40)
     jax.tree.map(np.testing.assert_array_equal, way[1], ahead[1])
     assert not np.array_equal(leaf(way[10], OUT), leaf(ahead[10], OUT))
-    still = trained(recent.ema_nesterov(inner(), rate, reach=0.0), 40)[-1]
+    still = trained(recent.ema_nesterov(inner, rate, reach=0.0), 40)[-1]
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7), way[40], still)

@@ -82,17 +82,6 @@ def test_smollm2_answers_and_keeps_its_loss_folded_and_rotated(smollm2: tuple[An
         np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
-def test_a_tied_table_cannot_be_rotated(smollm2: tuple[Any, Any]) -> None:
-    """Its logits would be other ones: `rotate` says so, given the function."""
-    params, _ = smollm2
-    specs = jobs.STREAM[0].specs  # type: ignore[attr-defined]
-    read, write = ({x.pattern: x.axes for x in specs if x.argument == role} for role in ("read", "write"))
-    del read["lm_head/kernel"]
-    wrong = go.residual_rotation(read=read, write=write, norms=jobs.NORMS)
-    with pytest.raises(ValueError, match="untie"):
-        go.orbit.rotate(params, wrong, fn=weights.llama_logits, batch=jnp.asarray(jobs.text(True)[:1, :8]))
-
-
 def test_minilm_keeps_its_embeddings_under_a_random_twin(smollm2: tuple[Any, Any]) -> None:
     """To 1e-5, where a leaf of weights moves by more than a tenth."""
     require("all_minilm_l6_v2")

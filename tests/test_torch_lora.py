@@ -57,11 +57,9 @@ def adapters_loss(p: Any, library: Any) -> Any:
 def product_loss(p: Any, library: Any) -> Any:
     """Experts as PEFT multiplies them: A is experts first, B experts last; or a convolution."""
     a, b = p.values()
-    made = (
-        library.einsum("or,rik->oik", b.reshape(5, 2), a) if a.ndim == 3
-        else library.einsum("ore,eri->eoi", b.reshape(5, 2, 3), a.reshape(3, 2, 8))
-    )
-    return ((made - 1.0) ** 2).sum()
+    experts = a.ndim == 2
+    equation, b_shape, a_shape = ("ore,eri->eoi", (5, 2, 3), (3, 2, 8)) if experts else ("or,rik->oik", (5, 2), a.shape)
+    return ((library.einsum(equation, b.reshape(b_shape), a.reshape(a_shape)) - 1.0) ** 2).sum()
 
 
 TARGETS = drawn({"layers.0.q": (5, 7), "layers.1.q": (5, 7), "head": (6, 4)}, seed=1)
@@ -117,10 +115,8 @@ def test_experts_in_two_matrices_need_their_number() -> None:
 
 @pytest.mark.parametrize("size", [1e-12, 1e-30])
 def test_a_step_of_muon_does_not_depend_on_the_size_of_gradients(size: float) -> None:
-    step, other = (
-        in_torch(torch_lora.QuotientMuon, START, lambda p, _, c=c: c * sum((x**3).sum() for x in p.values()), 1)
-        for c in (1.0, size)
-    )
+    losses = (lambda p, _, c=c: c * sum((x**3).sum() for x in p.values()) for c in (1.0, size))
+    step, other = (in_torch(torch_lora.QuotientMuon, START, loss, 1) for loss in losses)
     for path in SHAPES:
         one, two = step[path] - START[path], other[path] - START[path]
         np.testing.assert_allclose(two, one, atol=1e-5 * np.abs(one).max())
@@ -152,22 +148,20 @@ BETWEEN = {
 
 
 @pytest.mark.parametrize("name", BETWEEN)
-def test_a_tensor_between_the_factors_is_refused_by_name(name: str) -> None:
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_a_tensor_between_the_factors_is_refused_by_name(name: str, is_trained: bool) -> None:
     params = parameters(drawn(PLAIN | {name: BETWEEN[name]}))
-    for is_trained in (True, False):
-        params[name].requires_grad_(is_trained)
-        with refused("stands between", name):
-            torch_lora.QuotientAdamW(params.items())
+    params[name].requires_grad_(is_trained)
+    with refused("stands between", name):
+        torch_lora.QuotientAdamW(params.items())
 
 
 @pytest.mark.parametrize("out", [6, 3])
 def test_magnitudes_of_dora_and_biases_of_b_pass(out: int) -> None:
-    shapes = {
-        f"q.{A}": (3, 8), f"q.{B}": (out, 3), "q.lora_B.default.bias": (out,), "q.lora_alpha": (),
-        "q.lora_magnitude_vector.default.weight": (out,), "q.base_layer.weight": (3, 3),
-        "e.lora_embedding_A.default": (3, 20), "e.lora_embedding_B.default": (8, 3),
-        f"c.{A}": (2, 8, 3), f"c.{B}": (8, 2, 1),
-    }
+    shapes = {f"q.{A}": (3, 8), f"q.{B}": (out, 3), "q.lora_B.default.bias": (out,), "q.lora_alpha": (),
+              "q.lora_magnitude_vector.default.weight": (out,), "q.base_layer.weight": (3, 3)}
+    shapes |= {"e.lora_embedding_A.default": (3, 20), "e.lora_embedding_B.default": (8, 3)}
+    shapes |= {f"c.{A}": (2, 8, 3), f"c.{B}": (8, 2, 1)}
     expected = [f"q.{A}", "e.lora_embedding_A.default", f"c.{A}"]
     assert [pair.a for pair in torch_lora.QuotientAdamW(parameters(drawn(shapes)).items()).pairs] == expected
     assert [pair.a for pair in torch_lora.pairs_of(list(shapes))] == expected
@@ -182,9 +176,7 @@ class Model(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.q, self.k = (
-            torch_lora.Adapter(torch.randn(2, 4), torch.randn(3, 2), torch.randn(3, 4)).double() for _ in "qk"
-        )
+        self.q, self.k = (torch_lora.Adapter(*map(torch.randn, (2, 3, 3), (4, 2, 4))).double() for _ in "qk")
         self.bias = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
 
     def loss(self) -> Any:
@@ -202,8 +194,10 @@ def groups_of(model: Model, part: str, *options: dict[str, float]) -> list[dict[
     return [{"params": [x for name, x in named if (part in name) == own], **options[own]} for own in (False, True)]
 
 
-def trainer_groups(model: Model, decay: float) -> list[dict[str, Any]]:
-    return groups_of(model, "bias", {"weight_decay": decay}, {"weight_decay": 0.0})
+def with_groups(make: Any, model: Model, decay: float = 0.0, **options: float) -> Any:
+    """As the Trainer makes it: biases do not decay."""
+    groups = groups_of(model, "bias", {"weight_decay": decay}, {"weight_decay": 0.0})
+    return make(groups, model=model, **{"lr": 1e-2, **options})
 
 
 OPTIONS = {"lr": 1e-2, "weight_decay": 0.0}
@@ -212,7 +206,7 @@ WAYS = {
     "model": lambda make, model: make(model, **OPTIONS),
     "tensors and model": lambda make, model: make(model.parameters(), model=model, **OPTIONS),
     "tensors and names": lambda make, model: make(model.parameters(), names=dict(model.named_parameters()), **OPTIONS),
-    "groups": lambda make, model: make(trainer_groups(model, 0.0), lr=1e-2, model=model),
+    "groups": with_groups,
     "groups with names": lambda make, model: make([{"params": list(model.named_parameters()), **OPTIONS}], lr=5.0),
     "a pair in two groups": lambda make, model: make(groups_of(model, "lora_B", {}, {}), model=model, **OPTIONS),
 }
@@ -228,7 +222,7 @@ def test_all_ways_to_pass_parameters_are_one_run(make: Any, way: str) -> None:
 @by_maker
 def test_tensors_without_names_say_what_to_pass(make: Any) -> None:
     model, unknown = Model(), {"params": [torch.nn.Parameter(torch.ones(2))]}
-    for params in (model.parameters(), trainer_groups(model, 0.0), [{"params": model.bias}], [unknown]):
+    for params in (model.parameters(), groups_of(model, "q.", {}, {}), [{"params": model.bias}], [unknown]):
         with refused("a parameter whose name is unknown", f"{make.__name__}(groups, model=model)"):
             make(params, **({"model": model} if params == [unknown] else {}))
 
@@ -236,12 +230,11 @@ def test_tensors_without_names_say_what_to_pass(make: Any) -> None:
 @by_maker
 def test_options_of_groups_are_used(make: Any) -> None:
     """Decay of a group shrinks its products; a rate of zero holds its group."""
-    sizes = []
-    for decay in (0.0, 0.5):
-        model = Model()
-        end = run(model, make(trainer_groups(model, decay), lr=1e-2, model=model))
-        sizes.append([np.linalg.norm(end[f"{part}.{B}"] @ end[f"{part}.{A}"]) for part in "qk"])
-    assert np.all(np.array(sizes[1]) < 0.99 * np.array(sizes[0]))
+    models = Model(), Model()
+    ends = [run(model, with_groups(make, model, decay)) for model, decay in zip(models, (0.0, 0.5), strict=True)]
+    for part in "qk":
+        free, decayed = (np.linalg.norm(end[f"{part}.{B}"] @ end[f"{part}.{A}"]) for end in ends)
+        assert decayed < 0.99 * free
     model = Model()
     start = arrays(model.named_parameters())
     for path, value in run(model, make(groups_of(model, "q.", {"lr": 1e-2}, {"lr": 0.0}), model=model)).items():
@@ -263,8 +256,8 @@ def test_a_pair_in_two_groups_needs_the_same_options(make: Any) -> None:
 @by_maker
 def test_the_state_of_groups_is_saved_and_loaded(make: Any, tmp_path: Path) -> None:
     whole, model = Model(), Model()
-    expected = run(whole, make(trainer_groups(whole, 0.1), lr=1e-2, model=whole), 6)
-    first, second = (make(trainer_groups(model, 0.1), lr=rate, model=model) for rate in (1e-2, 3.0))
+    expected = run(whole, with_groups(make, whole, 0.1), 6)
+    first, second = with_groups(make, model, 0.1), with_groups(make, model, 0.1, lr=3.0)
     run(model, first, 3)
     torch.save(first.state_dict(), tmp_path / "state.pt")
     second.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))

@@ -1,24 +1,20 @@
 """The queue of tuned optimizers: its search, and the sentences of the pages, computed from the stored runs."""
 
-import json
 import math
 import re
-from pathlib import Path
 
 import pytest
 
 import gauge_optax as go
 from benchmarks import rates, tuned
 from examples.studies.starts import STARTS
+from tests.test_readme import result, text
 
-ROOT = Path(__file__).parent.parent
 OURS, MUON = "max_norm_muon", "Muon"
-TRAINING = " ".join((ROOT / "benchmarks" / "results" / "training.md").read_text().split())
-CHOOSE = " ".join((ROOT / "docs" / "guides" / "choose.md").read_text().split())
-README = " ".join((ROOT / "README.md").read_text().split())
+TRAINING, CHOOSE, README = map(text, ("benchmarks/results/training.md", "docs/guides/choose.md", "README.md"))
 DOCSTRING = " ".join((go.max_norm_muon.__doc__ or "").split())
 EVERYWHERE = (TRAINING, CHOOSE, README, DOCSTRING)
-RUNS = json.loads((ROOT / "benchmarks" / "results" / "tuned.json").read_text())
+RUNS = result("benchmarks/results/tuned.json")
 
 
 def ends(problem: str, start: str, arm: str, budget: int = tuned.BUDGET) -> list[float]:
@@ -57,13 +53,11 @@ def test_pages_say_what_the_finished_stages_show() -> None:
         assert gap < -3 * error, "by three standard errors"
         shares.append(f"{100 * (1.0 - sum(final[OURS]) / sum(final[MUON])):.1f} %")
         errors.append(-gap / error)
-        assert (
-            f"`max_norm_muon` ends at {words(final[OURS])} nats per byte, `optax.contrib.muon` at {words(final[MUON])} "
-            f"and AdamW at {words(final['AdamW'])}" in TRAINING
-        ), start
+        shown = "`max_norm_muon` ends at {} nats per byte, `optax.contrib.muon` at {} and AdamW at {}"
+        assert shown.format(*map(words, final.values())) in TRAINING, start
     first, second, third, last = shares
-    for text in EVERYWHERE:
-        assert f"{first}, {second} and {third} below Muon" in text and f"{last} below Muon" in text
+    for page in EVERYWHERE:
+        assert f"{first}, {second} and {third} below Muon" in page and f"{last} below Muon" in page
     assert f"by at least {math.floor(min(errors))} standard errors" in TRAINING
 
 
@@ -77,10 +71,10 @@ def test_pages_say_what_longer_wider_and_deeper_runs_show(problem: str) -> None:
     if problem == "depth 8":
         share = f"with 8 layers it is {100 * (1.0 - sum(ours) / sum(theirs)):.1f} % below"
         assert mean < -2 * error and f"W{share[1:]}, by {-mean / error:.1f} standard errors" in TRAINING
-        assert all(f"{level}, and {share}" in text for text in (CHOOSE, README, DOCSTRING))
+        assert all(f"{level}, and {share}" in page for page in (CHOOSE, README, DOCSTRING))
     else:
         assert abs(mean) < 2 * error, "there is a difference after all: the pages should say so"
-        assert all(level in text for text in (CHOOSE, README, DOCSTRING))
+        assert all(level in page for page in (CHOOSE, README, DOCSTRING))
     shown = f"ends at {words(ours)} nats per byte and `optax.contrib.muon` at {words(theirs)}, a difference of"
     assert shown in TRAINING and f"a difference of {words(gaps, '+')}" in TRAINING
     if problem == "4,000 steps":
@@ -117,11 +111,11 @@ def test_pages_say_what_newer_optimizers_show() -> None:
 
 def test_pages_say_what_the_rule_of_rates_costs() -> None:
     """The most that the advised rate adds to the best of a sweep."""
-    table = list(rates.rows(json.loads((ROOT / "benchmarks" / "results" / "rates.json").read_text())))
+    table = list(rates.rows(result("benchmarks/results/rates.json")))
     assert len(table) == len(rates.PROBLEMS), "a sweep is not finished"
     cost = max((row[-1] for row in table), key=lambda text: float(text.split()[0]))
-    assert all(f"costs at most {cost}" in text for text in (TRAINING, CHOOSE, DOCSTRING))
-    assert all("0.02·√(1,000/steps)" in text for text in EVERYWHERE)
+    assert all(f"costs at most {cost}" in page for page in (TRAINING, CHOOSE, DOCSTRING))
+    assert all("0.02·√(1,000/steps)" in page for page in EVERYWHERE)
     assert [rates.rule(tuned.task_of(tuned.llama(), steps)) for steps in (250, 1000, 4000)] == [0.04, 0.02, 0.01]
 
 

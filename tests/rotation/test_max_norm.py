@@ -1,7 +1,8 @@
 """Steps of a set length inside a max-norm ball, and `max_norm_muon`: beside the same by hand, and as twins."""
 
 import warnings
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -245,14 +246,7 @@ def test_mappings_that_describe_nothing_are_refused(mappings: Any, says: str, wo
 
 # Ranges of a fused kernel ------------------------------------------------------------------------------
 
-PARTS: dict[str, tuple[int, int]] = {"q": (0, 32), "k": (32, 40), "v": (40, 48)}
-
-
-def _joined(tree: dict[str, jax.Array], axis: int) -> dict[str, jax.Array]:
-    """The parts side by side in one kernel."""
-    return {"fused": jnp.concatenate([tree[name] for name in PARTS], axis), "shift": tree["shift"]}
-
-
+LENGTHS = {"q": 32, "k": 8, "v": 8}
 RANGES = ("0:32", "32:40", "40:48")
 # Name → the fused kernel's axes, the parts' axes, the shape of a part of some length, and the axis that is fused.
 FUSED: dict[str, tuple[Any, str, Any, int]] = {
@@ -270,23 +264,25 @@ FUSED: dict[str, tuple[Any, str, Any, int]] = {
 def test_ranges_step_as_kernels_of_their_own(name: str, nesterov: bool, x64: None) -> None:
     """Three steps, with momentum, from norms below and above the bound; one whole matrix takes other steps."""
     axes, part_axes, shape, axis = FUSED[name]
-    draw = lambda seed: {part: _noise(seed + n, *shape(b - a))  # noqa: E731
-                         for n, (part, (a, b)) in enumerate(PARTS.items())}
-    start = {part: x / (8 if part == "q" else 2) for part, x in draw(0).items()} | SHIFT
     sizes = {"head": 2} if "(head" in str(axes) else {"kv": 2} if name == "index" else {}
-    grads = [draw(10 * n + 10) | SHIFT for n in range(3)]
+    trees = [{part: _noise(10 * seed + n, *shape(length)) for n, (part, length) in enumerate(LENGTHS.items())} | SHIFT
+             for seed in range(4)]
+    trees[0] |= {part: trees[0][part] / (8 if part == "q" else 2) for part in LENGTHS}
 
-    def end(neurons: Any, fused: bool, **options: Any) -> jax.Array:
-        """The fused kernel after three steps."""
-        params, *gradients = [_joined(tree, axis) if fused else tree for tree in (start, *grads)]
-        last, _ = driven(go.max_norm_muon(0.02, NO_GAUGE, neurons, nesterov=nesterov, **options), params, gradients)
-        return (last if fused else _joined(last, axis))["fused"]
+    def joined(tree: Any) -> Any:
+        return SHIFT | {"fused": jnp.concatenate([tree[part] for part in LENGTHS], axis)}
 
-    one, whole = end({"fused": tuple(axes)}, True, sizes=sizes), end({"fused": part_axes}, True)
-    moved = float(jnp.linalg.norm(one - _joined(start, axis)["fused"]))
+    def end(neurons: Any, params: Any, *gradients: Any, **options: Any) -> Any:
+        tx = go.max_norm_muon(0.02, NO_GAUGE, neurons, nesterov=nesterov, **options)
+        return driven(tx, params, gradients)[0]
+
+    start, *gradients = map(joined, trees)
+    one = end({"fused": tuple(axes)}, start, *gradients, sizes=sizes)["fused"]
+    whole, apart = end({"fused": part_axes}, start, *gradients), end(dict.fromkeys(LENGTHS, part_axes), *trees)
+    moved = float(jnp.linalg.norm(one - start["fused"]))
     assert moved > 0.1
-    assert float(jnp.linalg.norm(one - end(dict.fromkeys(PARTS, part_axes), False))) <= 1e-10 * moved
-    assert float(jnp.linalg.norm(one - whole)) > 0.05 * moved
+    assert float(jnp.linalg.norm(one - joined(apart)["fused"])) <= 1e-10 * moved
+    assert float(jnp.linalg.norm(one - whole["fused"])) > 0.05 * moved
 
 
 # What init tells, and what a state is for ----------------------------------------------------------------
@@ -312,15 +308,9 @@ def test_matrices_that_no_mapping_lists_are_named(gauge: go.Gauge) -> None:
 
 def test_of_a_report_only_undecided_leaves_are_named() -> None:
     """The report knows that a leaf that is in none of its mappings is no kernel."""
-
-    class Said(NamedTuple):
-        turning: Any
-        neurons: Any
-        embeddings: Any
-        undecided: Any
-
+    said = namedtuple("said", "turning neurons embeddings undecided")
     params = {"w": jnp.ones((4, 4)), "biases": jnp.ones((2, 4)), "free": jnp.ones((3, 4)), **SHIFT}
-    report = Said([NO_GAUGE], {"w": "_ neuron"}, {}, {"free": "no kernel is applied to it"})
+    report = said([NO_GAUGE], {"w": "_ neuron"}, {}, {"free": "no kernel is applied to it"})
     with pytest.warns(UserWarning, match="no mapping lists 1 matrix\n.*'free'"):
         go.max_norm_muon(0.1, report).init(params)
     with pytest.warns(UserWarning, match="no mapping lists 2 matrices"):

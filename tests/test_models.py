@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +14,7 @@ from flax import nnx
 import gauge_optax as go
 from examples.studies import twins_benchmark
 from models import gpt2, grokking, linen_mha, lm, modular, multipliers
+from models.linen_multipliers import Multiplied, fold, multiply
 from models.weight_standardization import WeightStandardized
 from tests.cases import lm_parts
 from tests.quick import jit
@@ -134,3 +136,35 @@ def test_no_prediction_sees_the_future(name: str) -> None:
     before, after = model(tokens), model(changed)
     np.testing.assert_allclose(before[:, :3], after[:, :3], rtol=1e-6)
     assert jnp.abs(before[:, 3:] - after[:, 3:]).min(axis=1).max() > 1e-6
+
+
+# Multipliers in Linen --------------------------------------------------------------------------------
+
+
+class Heads(nn.Module):
+    """Two layers with an axis of heads between them, as they are or behind multipliers."""
+
+    multiplied: bool
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> Any:
+        def layer(name: str, inputs: int, outputs: Any) -> nn.Module:
+            dense = functools.partial(nn.DenseGeneral, outputs, axis=tuple(range(-inputs, 0)), param_dtype=x.dtype)
+            return Multiplied(dense(), inputs, name=name) if self.multiplied else dense(name=name)
+
+        return layer("out", 2, 5)(jnp.tanh(layer("value", 1, (2, 3))(x)) + layer("key", 1, (2, 3))(x))
+
+
+def test_wrapped_layers_and_multiplied_parameters_are_one_function_with_these_gauges(x64: None) -> None:
+    rng = np.random.default_rng(1)
+    x, wrapped, plain = jnp.asarray(rng.normal(size=(2, 4, 5))), Heads(True), Heads(False)
+    alone, params = (model.init(jax.random.key(0), x)["params"] for model in (plain, wrapped))
+    multiplied = multiply(alone, {"value": 1, "key": 1, "out": 2})
+    assert jax.tree.map(jnp.shape, multiplied) == jax.tree.map(jnp.shape, params)
+    params = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), params)
+    found, expected = wrapped.apply({"params": params}, x), plain.apply({"params": fold(params)}, x)
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    gauges = [go.rescale({"value/rows": "head channel"}, {"value/layer/kernel": "_ head channel"}),
+              go.rescale({"out/columns": "head channel"}, {"out/layer/kernel": "head channel _"})]
+    loss = lambda p: jnp.sum(jnp.sin(wrapped.apply({"params": p}, x)))  # noqa: E731
+    go.testing.assert_invariant(loss, params, gauges, jax.random.key(0))

@@ -1,7 +1,12 @@
-"""Studies run, baselines do what they say, and the committed table says what the committed runs found."""
+"""Studies run, baselines do what they say, and the committed page says what the committed runs found.
+
+Each verdict of the page names the coordinate or statistic it was read from, and turns with the numbers.
+"""
 
 import functools
 import json
+import math
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -13,13 +18,21 @@ import optax
 import pytest
 
 from examples import merge
-from examples.studies import baselines, gaugefix_lrm, harness, kronecker, minimum, rotational_networks, self_tests
+from examples.studies import (
+    baselines,
+    gaugefix_lrm,
+    harness,
+    kronecker,
+    minimum,
+    report,
+    rotational_networks,
+    self_tests,
+    tables,
+)
 from examples.studies import grokking as grokking_study
 from examples.studies import twins_benchmark as example
 from models import grokking
-from tests.twins import trained
 
-RESULTS = Path(__file__).parent.parent / "examples" / "results"
 SHORT = "--steps 3 --seeds 42"
 TINY: dict[str, tuple[str, str]] = {  # what the section says, and options
     "row_shift": ("", f"{SHORT} --modulus 5 --width 8 --hidden 8 --heads 2"),
@@ -35,7 +48,7 @@ TINY: dict[str, tuple[str, str]] = {  # what the section says, and options
 
 
 def _committed(name: str) -> dict[str, Any]:
-    return json.loads((RESULTS / f"{name}.json").read_text())
+    return json.loads((tables.RESULTS / f"{name}.json").read_text())
 
 
 def _cells(name: str) -> Any:
@@ -135,15 +148,6 @@ def test_grokking_is_sustained_and_falls_after_it_are_collapses() -> None:
     assert grokking_study.summary([0.96] * 5, 100)["grokked"] == float("inf")
 
 
-def test_the_best_cell_of_a_grid_is_known_when_the_grid_is_done() -> None:
-    first, *others = grokking_study.grid_cells("AdamW")
-    assert len({first, *others}) == 6
-    means = {cell.name: {"final": {"mean": 0.5 - 0.1 * abs(number - 2)}} for number, cell in enumerate(others)}
-    assert grokking_study.best({"grid": {"AdamW": means}}, "AdamW") is None
-    means[first.name] = {"final": {"mean": 0.1}}
-    assert grokking_study.best({"grid": {"AdamW": means}}, "AdamW") == others[2]
-
-
 # Baselines --------------------------------------------------------------------------------------------
 
 
@@ -160,28 +164,12 @@ def test_shampoo_and_soap_do_what_their_papers_say() -> None:
     np.testing.assert_allclose(np.linalg.norm(of_soap["w"]), 4.0, rtol=1e-5)
 
 
-def test_one_plus_adamw_is_adamw_on_the_scale_less_one() -> None:
-    scale = jnp.array([0.5, 1.5])
-    ours, _ = trained(baselines.one_plus_adamw(1e-2, lambda path: path == "scale", 0.5),
-                      lambda p: jnp.sum((p["scale"] - 2.0) ** 2), {"scale": scale}, 20)
-    theirs, _ = trained(optax.adamw(1e-2, weight_decay=0.5), lambda p: jnp.sum((p["scale"] - 1.0) ** 2),
-                        {"scale": scale - 1.0}, 20)
-    np.testing.assert_allclose(ours["scale"], 1.0 + theirs["scale"], rtol=1e-5)
-
-
 def test_orthogonal_gradient_turns_and_keeps_its_length() -> None:
     weights, gradients = jax.random.normal(jax.random.key(0), (2, 5, 3))
     out, _ = baselines.orthogonal_gradient().update({"w": gradients}, optax.EmptyState(), {"w": weights})
     assert abs(float(jnp.vdot(out["w"], weights))) < 1e-5
     np.testing.assert_allclose(jnp.linalg.norm(out["w"]), jnp.linalg.norm(gradients), rtol=1e-6)
     assert float(jnp.vdot(out["w"], gradients)) > 0
-
-
-def test_one_scalar_for_all_is_adam_on_one_number() -> None:
-    """With a single entry, the shared second moment is that entry's."""
-    both = baselines.shared_scalar_adam(0.1), optax.adam(0.1)
-    ends = [trained(tx, lambda x: jnp.cos(x) + 0.1 * x**2, jnp.float32(3.0), 3)[0] for tx in both]
-    np.testing.assert_allclose(*ends, rtol=1e-5)
 
 
 # The twins benchmark ----------------------------------------------------------------------------------
@@ -213,3 +201,98 @@ def test_twins_part_plain_and_stay_inside_quotient(name: str) -> None:
     assert plain["every symmetry"]["logits"][-1] > 1e-3
     assert (plain["rotated"]["logits"][-1] > 1e-4) == (name == "Adam")  # whole-matrix Muon commutes with rotations
     assert 1e-9 < plain["noise"]["logits"][0] < 1e-5
+
+
+# The page ---------------------------------------------------------------------------------------------
+
+SECTIONS = tables.SECTIONS
+VERDICT = re.compile(r"\b(shows?|does not show)\b", re.I)
+SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z*\"(])|\n+")
+
+
+def verdicts(markdown: str) -> list[str]:
+    """Sentences that say that something shows or does not."""
+    return [sentence for sentence in SENTENCE.split(markdown) if VERDICT.search(sentence)]
+
+
+def parts() -> dict[str, str]:
+    """Heading → text of the committed page."""
+    found = re.split(r"^## (.*)$", (tables.RESULTS / "README.md").read_text(), flags=re.M)
+    return dict(zip(found[1::2], found[2::2], strict=True))
+
+
+def test_every_verdict_names_its_coordinate_or_statistic() -> None:
+    page = parts()
+    assert set(page) == {section.heading for section in SECTIONS}
+    for section in SECTIONS:
+        said = verdicts(page[section.heading])
+        assert all(any(word in x for word in section.by) for x in said), section.heading
+        assert all(any(word in x for x in said) for word in section.by), "it declares what no verdict of it names"
+    assert sum(len(verdicts(text)) for text in page.values()) > 50
+
+
+DRIFTS = r" drifts \S+ to \S+ times less than AdamW \(1,000 times or more on all 3 seeds\)"
+
+
+@pytest.mark.parametrize(("name", "words"), [
+    ("row_shift", "In the mean column of the unembedding, DDC" + DRIFTS),
+    ("relu_rescale", "In log‖W1‖ per unit, DDC channel" + DRIFTS),
+    ("kronecker", r"Inside `quotient` twins agree to 1e-10 on all 3 seeds; plain ones .* 1e-3 apart .* on all 3 seeds"),
+    ("minimum", r"AdamW leaks .* share along the orbit \(above 1e-3\), this shows here on all 3 seeds"),
+    ("minimum", r"by the order k, this shows here in all 36 reads \(within 1 %\)"),
+    ("sparse_parity", r"linear scale keeps the block at full accuracy; by .*?, this shows here on all 3 seeds"),
+    ("sparse_parity", r"units dead the log arm ends at accuracy 0\.\d+ to 0\.8\d+ and gain \S+e-05 to 0\.00\d+;"),
+    ("packed", r"by at most the standard deviation over seeds \(of both runs together\): \*packed\*,"),
+    ("probe", r"Twins: after alignment the probe is at most 0\.\d points from one that was trained there"),
+    ("rotational_variants", r"LM, AdamW -[\d.]+% zero-shot"),
+    ("gaugefix_networks", r"a fix at every step leaves 3.5e-7; .* shows here on all \d+ runs, half of them with stale"),
+    ("gaugefix_networks", r"holds log‖Q side‖ − log‖K side‖ to \S+e-07\."),
+])
+def test_what_is_found_stays_found(name: str, words: str) -> None:
+    """A run that is made again may change numbers, not these sentences, all of which are computed."""
+    (heading,) = (section.heading for section in SECTIONS if section.name == name)
+    assert re.search(words, parts()[heading])
+
+
+def test_table_4_repeats_what_its_studies_say() -> None:
+    """Its text stands as it was; each of its verdicts is a sentence of another section."""
+    page = parts()
+    said, others = page.pop("DDC's Table 4, finding by finding"), " ".join(page.values())
+    assert len(verdicts(said)) >= 6
+    for sentence in verdicts(said):
+        assert re.sub(r".*(The paper: .*?)\.?$", r"\1", sentence.strip()) in others, sentence
+
+
+# Verdicts turn with the numbers ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "claim", "arm", "key", "yes", "no"), [
+    ("sparse_parity", "the linear scale keeps the block at full", "DDC, linear", "accuracy", 1.0, 0.0),
+    ("sparse_parity", "the log scale collapses the block", "DDC, log", "loss", math.log(2.0), 0.0),
+    ("sparse_parity", "there accuracy drops to chance", "DDC, log", "accuracy", 0.5, 1.0),
+    ("sparse_parity", "four orders of magnitude", "AdamW, 1 + γ", "live_drift", 1e9, 0.0),
+    ("row_shift", "grows the mode more than no remedy", "AdamW, PaLM Z-loss", "mode", 1e9, 0.0),
+    ("diagonal_network", "SGD moves scale less", "SGD", "ratio", 0.0, 1e9),
+    ("minimum", "AdamW leaks the readout", "isolation: AdamW", "share", 1.0, 0.0),
+    ("minimum", "the orbit is held on both bases", "one step: DDC", "turned", 0.0, 1.0),
+    ("minimum", "the Adam base composes with rescales", "one step: DDC", "rescale", 0.0, 1.0),
+])
+def test_a_verdict_turns_with_the_numbers(name: str, claim: str, arm: str, key: str, yes: float, no: float) -> None:
+    for value, verdict in ((yes, "shows here on all"), (no, "does NOT show")):
+        result = _committed(name)
+        for run in result["cells"][arm].values():
+            places = [place for place in (run, run.get("final", {}), run.get("curves", {})) if key in place]
+            assert places
+            for place in places:
+                place[key] = [value] * len(place[key]) if isinstance(place[key], list) else value
+        (sentence,) = (x for x in verdicts(harness.find(name).section(result)) if claim in x)
+        assert verdict in sentence
+
+
+def test_few_are_called_few_and_a_drift_that_is_not_contained_is_called_so() -> None:
+    assert report.paper("x", [True, False, True], "y") == "The paper: x; by y, this shows here on 2 of 3 seeds."
+    assert report.paper("x", [True, False, False], "y").endswith("this shows here only on 1 of 3 seeds.")
+    assert report.paper("x", [False], "y") == "The paper: x; by y, this does NOT show here, on none of 1 seeds."
+    assert report.paper("x", [True], "y", "tasks").endswith("on the one task.")
+    swapped = report.containment(_committed("layernorm_scale"), "DDC", "AdamW", "drift", "log γ")
+    assert "1,000 times or more on NONE of 3 seeds" in swapped and "matched on NONE of 3 seeds" in swapped

@@ -96,10 +96,12 @@ def test_a_run_that_is_killed_half_way_ends_with_the_same_file(tmp_path: Path, m
         return (folder / "diagonal_network.json").read_text()
 
     def killed_at_the_fourth(*args: Any) -> Any:
+        go_on = advance(*args)
+
         def step(params: Any, state: Any, data: Any, first: int, last: int) -> Any:
             if first == 3:
                 raise KeyboardInterrupt
-            return advance(*args)(params, state, data, first, last)
+            return go_on(params, state, data, first, last)
 
         return step
 

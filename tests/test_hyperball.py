@@ -168,6 +168,14 @@ def test_updates_of_another_precision_keep_it() -> None:
     np.testing.assert_allclose(np.linalg.norm(exact), state.radius["w"]["_ _"], rtol=4e-7)
 
 
+def test_injected_numbers_compute_the_same(x64: None) -> None:
+    options: dict[str, Any] = {"axes": {"w": "_ c"}, "radius": 2.0, "learning_rate": 0.1}
+    params, updates = {"w": _noise(0, 6, 4)}, {"w": _noise(1, 6, 4)}
+    found, state = _step(optax.inject_hyperparams(go.norms.hyperball)(**options), params, updates, 2)
+    _close(found["w"], np.asarray(_step(go.norms.hyperball(**options), params, updates, 2)[0]["w"]))
+    assert {"radius", "learning_rate"} <= set(state.hyperparams)
+
+
 def test_a_hidden_subtree_that_may_be_another_does_not_count_beside_a_match() -> None:
     tx = go.norms.hyperball({"{name}/up": "_ _"})
     assert set(tx.init({"a": {"up": ONES}, "free": optax.MaskedNode()}).radius) == {"a/up"}

@@ -25,16 +25,16 @@ def programs(devices: int) -> dict[str, Callable[[Any], Any]]:
     import gauge_optax as go
     from gauge_optax import linalg
 
-    layer = {name: jnp.ones((WIDTH, HEADS, BASIS)) for name in ("query", "key", "value", "gate")}
-    layer |= {name: jnp.ones((HEADS, BASIS, WIDTH)) for name in ("out", "down")}
-    params = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape), layer)
-    params = {"blocks": {str(k): params for k in range(LAYERS)}}
-    if devices > 1:
-        mesh = jax.make_mesh((devices,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
-        heads = {3: PartitionSpec(None, "model"), 2: PartitionSpec("model")}
-        params = jax.tree.map(
-            lambda x: jax.device_put(x, NamedSharding(mesh, heads[3] if x.shape[1] == HEADS else heads[2])), params
-        )
+    mesh = jax.make_mesh((devices,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def kernel(*shape: int) -> Any:
+        """Its heads are dealt out."""
+        spec = PartitionSpec(*("model" if size == HEADS else None for size in shape))
+        return jax.device_put(1.0 + 0.1 * jax.random.normal(jax.random.key(0), shape), NamedSharding(mesh, spec))
+
+    layer = {name: kernel(WIDTH, HEADS, BASIS) for name in ("query", "key", "value", "gate")}
+    layer |= {name: kernel(HEADS, BASIS, WIDTH) for name in ("out", "down")}
+    params = {"blocks": {str(k): layer for k in range(LAYERS)}}
     gauges = go.product([
         go.head_rotation({f"blocks/{{i}}/{name}": "_ head basis" for name in ("query", "key")}),
         go.head_rotation({"blocks/{i}/value": "_ head basis", "blocks/{i}/out": "head basis _"}),
@@ -65,9 +65,8 @@ def programs(devices: int) -> dict[str, Callable[[Any], Any]]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs every program so many times."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=2, help="of XLA")
-    parser.add_argument("--devices", type=int, default=1, help="virtual devices")
-    parser.add_argument("--times", type=int, default=50)
+    for option, default in (("--threads", 2), ("--devices", 1), ("--times", 50)):
+        parser.add_argument(option, type=int, default=default)
     args = parser.parse_args(arguments)
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ.pop("PJRT_NPROC", None)

@@ -14,24 +14,22 @@ from models import gauged_transformer, lm
 from tests.twins import stepper, train
 
 SIZES: dict[str, Any] = dict(vocab=9, d_model=6, layers=2, heads=2, kv_heads=2, d_head=4, d_ff=7, max_len=5)
-CONFIGS = {"gpt": lm.LMConfig(**SIZES), "llama": lm.llama_config(**SIZES)}
-rows = pytest.mark.parametrize("name", CONFIGS)
+LLAMA, GPT = lm.llama_config(**SIZES), lm.LMConfig(**SIZES)
 
 
-def _model(name: str) -> tuple[lm.LMConfig, Any, Any, jax.Array]:
-    """Configuration, graph, parameters away from every special point, and tokens."""
-    config = CONFIGS[name]
+def _model(config: lm.LMConfig) -> tuple[Any, Any, jax.Array]:
+    """Graph, parameters away from every special point, and tokens."""
     graph, state = nnx.split(gauged_transformer.GaugedLM(config, nnx.Rngs(0)))
     rng = np.random.default_rng(0)
     start = jax.tree.map(lambda x: jnp.asarray(x, float), nnx.to_pure_dict(state))
     params = start | {"lm": jax.tree.map(lambda x: x + 0.2 * rng.standard_normal(x.shape), start["lm"])}
-    return config, graph, params, jnp.asarray(rng.integers(config.vocab, size=(3, config.max_len)))
+    return graph, params, jnp.asarray(rng.integers(config.vocab, size=(3, config.max_len)))
 
 
 @pytest.mark.slow_rows("gpt")
-@rows
-def test_every_basis_turns_by_itself(name: str, x64: None) -> None:
-    config, graph, params, tokens = _model(name)
+@pytest.mark.parametrize("config", [LLAMA, GPT], ids=["llama", "gpt"])
+def test_every_basis_turns_by_itself(config: lm.LMConfig, x64: None) -> None:
+    graph, params, tokens = _model(config)
     turns = gauged_transformer.gauges(config)[: 2 * config.layers + 1]
     before = nnx.merge(graph, params)(tokens)
     moved = params
@@ -48,10 +46,9 @@ def test_every_basis_turns_by_itself(name: str, x64: None) -> None:
 
 
 @pytest.mark.slow
-@rows
-def test_twins_train_alike_and_rotations_stay_orthogonal(name: str, x64: None) -> None:
-    config, graph, params, tokens = _model(name)
-    gauges = gauged_transformer.gauges(config)
+def test_twins_train_alike_and_rotations_stay_orthogonal(x64: None) -> None:
+    graph, params, tokens = _model(GPT)
+    gauges = gauged_transformer.gauges(GPT)
     group = go.product(gauges)
     twin = group.act(group.sample(jax.random.key(1), params, 0.5), params)
 
@@ -63,8 +60,7 @@ def test_twins_train_alike_and_rotations_stay_orthogonal(name: str, x64: None) -
         tx = gauged_transformer.orthogonal_skips(inner)
         return train(tx.init, stepper(tx, loss), params, 10)
 
-    end, ours = trained(go.quotient(optax.adam(1e-2), gauges), params)
-    _, theirs = trained(go.quotient(optax.adam(1e-2), gauges), twin)
+    (end, ours), (_, theirs) = (trained(go.quotient(optax.adam(1e-2), gauges), p) for p in (params, twin))
     np.testing.assert_allclose(theirs, ours, rtol=1e-10)
     assert ours[-1] < ours[0]
     for skip in jax.tree.leaves(end["skips"]):

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -37,12 +36,10 @@ class MadeUp:
     """A study of two arms and two seeds in a folder, which notes what it makes."""
 
     def __init__(self, folder: Path, partial: bool = False) -> None:
-        self.out = folder
-        self.made: list[str] = []
+        self.out, self.made = folder, list[str]()
         self.study = harness.Study(
             "help", "tiny", harness.by_seed(["a", "b"], self.cell), lambda result: "a section",
-            lambda result, path: path.write_bytes(b"png"), config=Config(), seeds=(1, 2), digits=3, partial=partial,
-        )
+            lambda result, path: path.write_bytes(b"png"), config=Config(), seeds=(1, 2), digits=3, partial=partial)
 
     def cell(self, c: Config, arm: str, seed: int) -> Any:
         self.made.append(f"{arm}{seed}")
@@ -90,12 +87,13 @@ def test_a_cell_that_another_process_makes_is_left_to_it(tmp_path: Path) -> None
     assert tiny.made == ["a1", "b1", "b2", "a2"]
 
 
-def test_a_training_run_that_is_killed_half_way_ends_with_the_same_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_is_killed_half_way_ends_with_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, broken, advance = tmp_path / "whole", tmp_path / "broken", harness.advance
-    options = ["--samples", "16", "--modes", "8", "--nonzero", "2", "--seeds", "42", "--steps", "6"]
-    options += ["--only", "AdamW | *", "--out"]
+
+    def train(folder: Path) -> str:
+        sizes = ["--samples", "16", "--modes", "8", "--nonzero", "2", "--seeds", "42", "--steps", "6"]
+        harness.main(diagonal_network.STUDY, [*sizes, "--only", "AdamW | *", "--out", str(folder)])
+        return (folder / "diagonal_network.json").read_text()
 
     def killed_at_the_fourth(*args: Any) -> Any:
         go_on = advance(*args)
@@ -107,16 +105,14 @@ def test_a_training_run_that_is_killed_half_way_ends_with_the_same_file(
 
         return step
 
-    harness.main(diagonal_network.STUDY, [*options, str(whole)])
+    expected = train(whole)
     monkeypatch.setattr(harness, "SAVE_EVERY", 0.0)
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(harness, "advance", killed_at_the_fourth)
-        harness.main(diagonal_network.STUDY, [*options, str(broken)])
+        train(broken)
     (saved,) = broken.glob("*.npz")
-    assert len(harness.restore(saved, (jnp.zeros(()),) * 0)[1]) == 4
-    harness.main(diagonal_network.STUDY, [*options, str(broken)])
-    one, two = ((folder / "diagonal_network.json").read_text() for folder in (whole, broken))
-    assert one == two and not list(broken.glob("*.npz"))
+    assert len(harness.restore(saved, ())[1]) == 4
+    assert train(broken) == expected and not list(broken.glob("*.npz"))
 
 
 def test_a_sweep_ends_where_the_best_has_a_worse_neighbour_on_both_sides(tmp_path: Path) -> None:
@@ -126,8 +122,8 @@ def test_a_sweep_ends_where_the_best_has_a_worse_neighbour_on_both_sides(tmp_pat
         made.append(cell)
         return {"validation": abs(np.log(cell[2] / 0.04)), "finite": True}
 
-    study = harness.Study(None, "x", lambda c, args: harness.swept([one], train), lambda result: "", seeds=(1, 2),
-                          partial=True)
+    cells = lambda config, args: harness.swept([one], train)  # noqa: E731
+    study = harness.Study(None, "x", cells, lambda result: "", seeds=(1, 2), partial=True)
     result = harness.main(study, ["--out", str(tmp_path)])
     assert harness.best(one.losses(result)) == 0.039 and max(one.losses(result)) == 0.098
     assert len(made) == len(set(made)) == 2 * 6 and not one.missing(result)
@@ -135,18 +131,15 @@ def test_a_sweep_ends_where_the_best_has_a_worse_neighbour_on_both_sides(tmp_pat
 
 # Stored results -----------------------------------------------------------------------------------------
 
-NO_STUDY = {"demo", "grokking_59", "grokking_59_128"}
-NO_STUDY |= {section.name for section in tables.SECTIONS if section.settled}
-STUDIES = {section.name: harness.find(section.name) for section in tables.SECTIONS if section.name not in NO_STUDY}
+STUDIES = {
+    section.name: harness.find(section.name) for section in tables.SECTIONS
+    if not section.settled and section.name not in ("demo", "grokking_59", "grokking_59_128")
+}
 UNFINISHED = {"rates", "starts", "tuned"}
 """Results that lack cells which their studies name."""
 SIZES = {"grokking_59": ["--p", "59"], "grokking_59_128": ["--p", "59", "--hidden", "128"]}
 SIZES = {name: [*sizes, "--steps", "8000", "--grid-steps", "2500"] for name, sizes in SIZES.items()}
-STORED = {
-    **{name: (tables.RESULTS, study) for name, study in STUDIES.items()},
-    **dict.fromkeys(SIZES, (tables.RESULTS, STUDIES["grokking"])),
-    **{study.name: (BENCHMARKS, study) for study in (tuned.STUDY, rates.STUDY)},
-}
+STORED = STUDIES | dict.fromkeys(SIZES, STUDIES["grokking"]) | {"tuned": tuned.STUDY, "rates": rates.STUDY}
 
 
 def test_the_command_line_lists_all_studies_and_reads_their_arguments() -> None:
@@ -161,18 +154,15 @@ def test_the_command_line_lists_all_studies_and_reads_their_arguments() -> None:
 @pytest.mark.parametrize("name", STORED)
 def test_cells_and_settings_that_are_stored_are_those_of_the_study(name: str) -> None:
     """Nothing but versions and machine differs, no cell is stored that the study does not name, and none is missing."""
-    folder, study = STORED[name]
+    study, folder = STORED[name], BENCHMARKS if name in ("tuned", "rates") else tables.RESULTS
     result = json.loads((folder / f"{name}.json").read_text())
     config, args = harness.parse(study, SIZES.get(name, []))
     assert study.named(config) == name
     cells = study.cells(config, args)
     head = harness.header(study, config, args, {} if callable(cells) else cells)
     assert all(head[key] == result[key] for key in ("settings", "arms", "seeds") if key in head and key in result)
-    nested = "arms" in result or "grid" in result
-    stored = {
-        ("cells", name, *seed) for name, cell in result["cells"].items()
-        for seed in ([(x,) for x in cell] if nested else [()])
-    }
+    by_seed = "arms" in result or "grid" in result
+    stored = {("cells", arm, *x) for arm, cell in result["cells"].items() for x in (zip(cell) if by_seed else [()])}
     wanted = set(cells(result)) if callable(cells) else set(cells)
     if "grid" in result:  # only some of the arms are run there
         wanted = {x for x in wanted if x[0] == "cells" and x[1] in result["cells"]}

@@ -13,10 +13,9 @@ import gauge_optax as go
 from tests.quick import jit
 from tests.refusals import refused
 from tests.tolerances import tolerance
-from tests.twins import walk
+from tests.twins import driven, walk
 
 Tree = Any
-RATE = 0.01
 
 
 def _noise(seed: int, *shape: int) -> np.ndarray:
@@ -25,17 +24,18 @@ def _noise(seed: int, *shape: int) -> np.ndarray:
 
 def _step(tx: optax.GradientTransformation, params: Tree, updates: Tree, steps: int = 1) -> tuple[Tree, Tree]:
     """The parameters after these updates, given again at every step, and the last state."""
-    points, state = walk(tx, params, jax.tree.map(lambda x: jnp.stack([jnp.asarray(x)] * steps), updates))
-    return jax.tree.map(lambda x: x[-1], points), state
+    return driven(tx, params, [updates] * steps)
 
 
 def _norms(x: np.ndarray, along: Any = None) -> np.ndarray:
     return np.sqrt(np.sum(x**2, along, keepdims=True))
 
 
-def _retracted(weights: np.ndarray, update: np.ndarray, radius: Any, rate: Any, along: Any = None) -> np.ndarray:
-    """The post's formulas for spheres along these axes, radius "initial" for the weights' own."""
-    radius = _norms(weights, along) if radius == "initial" else radius
+def _retracted(
+    weights: np.ndarray, update: np.ndarray, along: Any = None, radius: Any = None, rate: Any = None
+) -> np.ndarray:
+    """The post's formulas for spheres along these axes, radius None for the weights' own."""
+    radius = _norms(weights, along) if radius is None else radius
     flat = update - np.sum(update * weights, along, keepdims=True) / _norms(weights, along) ** 2 * weights
     if along == ():  # on a sphere of one entry nothing is tangent
         flat, rate = 0.0 * flat, None
@@ -56,50 +56,55 @@ SPHERES = {"_ _ _ _": (), "_ _ head _": (2,), "layer _ head _": (0, 2), "_ _ _ c
 """Which axes are named."""
 
 
+def _falling(count: Any) -> Any:
+    return 0.5 / (1.0 + count)
+
+
 @pytest.mark.parametrize("axes", SPHERES)
-@pytest.mark.parametrize(("radius", "rate"), [("initial", None), ("initial", 0.1), (2.5, None), (2.5, 0.1)])
-def test_every_sphere_has_the_formulas_of_the_post(axes: str, radius: Any, rate: float | None, x64: None) -> None:
-    weights, update = _noise(0, *SHAPE), 0.1 * _noise(1, *SHAPE)
-    found, state = _step(go.norms.hyperball({"w": axes}, radius, learning_rate=rate), {"w": weights}, {"w": update})
-    _close(found["w"], _retracted(weights, update, radius, rate, tuple({0, 1, 2, 3} - set(SPHERES[axes]))))
+@pytest.mark.parametrize(("radius", "rate"), [("initial", None), ("initial", _falling), (2.5, None), (2.5, 0.1)])
+def test_every_sphere_has_the_formulas_of_the_post(axes: str, radius: Any, rate: Any, x64: None) -> None:
+    """Three steps with updates of other sizes; a length along the tangent is the rate's, whatever comes in."""
+    weights, updates = _noise(0, *SHAPE), np.stack([0.1 * 10.0**n * _noise(n + 1, *SHAPE) for n in range(3)])
+    tx = go.norms.hyperball({"w": axes}, radius, learning_rate=rate)
+    points, state = walk(tx, {"w": weights}, {"w": updates})
+    for n in range(3):
+        length, along = rate(n) if callable(rate) else rate, tuple({0, 1, 2, 3} - set(SPHERES[axes]))
+        kept = radius if radius != "initial" else _norms(weights, along)
+        _close(points["w"][n + 1], _retracted(np.asarray(points["w"][n]), updates[n], along, kept, length))
     shape = tuple(SHAPE[k] for k in SPHERES[axes])
     assert state.radius == () if radius != "initial" else state.radius["w"][axes].shape == shape
-    assert state.count == ()
+    assert state.count == (3 if callable(rate) else ())
 
 
-def test_selected_entries_alone_are_on_spheres(x64: None) -> None:
+def test_selected_entries_alone_are_on_spheres_and_values_stored_less_one(x64: None) -> None:
     """Heads of queries and keys, fused with values that are free."""
-    tx = go.norms.hyperball({"qkv": ("(qkv=0 head _) _", "(qkv=1 head _) _")}, sizes={"head": 2, "qkv": 3})
+    axes = {"qkv": ("(qkv=0 head _) _", "(qkv=1 head _) _"), "less_one": "1+ _"}
+    tx = go.norms.hyperball(axes, sizes={"head": 2, "qkv": 3})
     weights, update = _noise(0, 3, 2, 4, 5), 0.1 * _noise(1, 3, 2, 4, 5)
-    found, state = _step(tx, {"qkv": weights.reshape(24, 5)}, {"qkv": update.reshape(24, 5)})
+    stored, other = 0.1 * _noise(2, 6), 0.1 * _noise(3, 6)
+    params, updates = ({"qkv": x.reshape(24, 5), "less_one": y} for x, y in ((weights, stored), (update, other)))
+    found, state = _step(tx, params, updates)
+    _close(found["less_one"] + 1, _retracted(stored + 1, other))
     moved = found["qkv"].reshape(weights.shape)
-    _close(moved[:2], _retracted(weights[:2], update[:2], "initial", None, (2, 3)))
+    _close(moved[:2], _retracted(weights[:2], update[:2], (2, 3)))
     np.testing.assert_array_equal(moved[2], weights[2] + update[2])
     assert [r.shape for r in state.radius["qkv"].values()] == [(2,), (2,)]
-
-
-def test_a_value_stored_less_one_is_on_the_sphere(x64: None) -> None:
-    stored, update = 0.1 * _noise(0, 6), 0.1 * _noise(1, 6)
-    found, _ = _step(go.norms.hyperball({"scale": "1+ _"}), {"scale": stored}, {"scale": update})
-    _close(found["scale"] + 1, _retracted(stored + 1, update, "initial", None))
 
 
 # Decay --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rate", [None, RATE, lambda count: RATE / (1.0 + count)])
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("rate", [None, _falling])
 def test_decay_vanishes(dtype: str, rate: Any) -> None:
     """With it or without it, one trajectory; and of decay alone nothing is left, which a length would blow up."""
-    with jax.enable_x64(dtype == "float64"):
-        params = {"w": _noise(0, 8, 5).astype(dtype), "still": _noise(1, 8, 5).astype(dtype)}
-        grads = {"w": _noise(2, 8, 5).astype(dtype), "still": np.zeros((8, 5), dtype)}
-        last = optax.scale(-RATE), go.norms.hyperball({"w": "_ _", "still": "_ channel"}, learning_rate=rate)
-        plain, _ = _step(optax.chain(*last), params, grads, 3)
-        decayed, _ = _step(optax.chain(optax.add_decayed_weights(0.5), *last), params, grads, 3)
-        assert np.linalg.norm(plain["w"] - params["w"]) > 1e-3
-        for name, still in (("w", plain["w"]), ("still", params["still"])):
-            _close(decayed[name], np.asarray(still, float))
+    params = {"w": _noise(0, 8, 5).astype(dtype), "still": _noise(1, 8, 5).astype(dtype)}
+    grads = {"w": _noise(2, 8, 5).astype(dtype), "still": np.zeros((8, 5), dtype)}
+    last = optax.scale(-0.01), go.norms.hyperball({"w": "_ _", "still": "_ channel"}, learning_rate=rate)
+    plain, _ = _step(optax.chain(*last), params, grads, 3)
+    decayed, _ = _step(optax.chain(optax.add_decayed_weights(0.5), *last), params, grads, 3)
+    assert np.linalg.norm(plain["w"] - params["w"]) > 1e-3
+    for name, still in (("w", plain["w"]), ("still", params["still"])):
+        _close(decayed[name], np.asarray(still, float))
 
 
 # Radii --------------------------------------------------------------------------------------------
@@ -108,35 +113,26 @@ def test_decay_vanishes(dtype: str, rate: Any) -> None:
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_radii_are_kept_over_fifty_steps(dtype: Any) -> None:
     """To the rounding of the weights, which does not add up: the last steps are no further off than the first."""
-    spheres = {"matrix": ("_ _", (6, 5), (-2, -1)), "heads": ("_ head _", (6, 2, 4), (-3, -1)),
-               "columns": ("_ c", (6, 5), (-2,))}
-    tx = optax.chain(optax.scale(-0.1), go.norms.hyperball({name: axes for name, (axes, *_) in spheres.items()}))
-    params = {name: jnp.asarray(_noise(k, *shape), dtype) for k, (name, (_, shape, _)) in enumerate(spheres.items())}
-    grads = {name: jnp.asarray(_noise(k + 5, 50, *x.shape), dtype) for k, (name, x) in enumerate(params.items())}
-    points, _ = walk(tx, params, grads)
-    for name, (_, _, along) in spheres.items():
-        norms = np.sqrt(np.sum(np.asarray(points[name], float) ** 2, along))
-        error = np.abs(norms / norms[:1] - 1)
-        assert np.max(error) <= {jnp.float32: 4e-7, jnp.bfloat16: 4e-3}[dtype], f"{name} {np.max(error):.1e}"
-        assert points[name].dtype == dtype
-    turned = np.linalg.norm(np.asarray(points["matrix"][-1] - params["matrix"], float))
-    assert turned > 0.5 * np.linalg.norm(params["matrix"].astype(float)), "nothing moved, nothing is checked"
-
-
-def test_every_pattern_may_have_a_number(x64: None) -> None:
-    params = {"a": _noise(0, 3, 4), "b": _noise(1, 4, 3)}
-    tx = go.norms.hyperball({"a": "_ _", "b": "_ c"}, {"a": 2.0, "b": jnp.asarray(0.5)})
-    found, state = _step(tx, params, jax.tree.map(np.zeros_like, params))
-    _close(found["a"], 2.0 * params["a"] / np.linalg.norm(params["a"]))
-    _close(found["b"], 0.5 * params["b"] / np.linalg.norm(params["b"], axis=0))
-    assert jax.tree.leaves(state) == []
+    spheres = {"_ _": (-2, -1), "_ head _": (-3, -1), "_ c": (-2,)}
+    shapes = {"_ _": (6, 5), "_ head _": (6, 2, 4), "_ c": (6, 5)}
+    tx = optax.chain(optax.scale(-0.1), go.norms.hyperball({f"w {axes}": axes for axes in spheres}))
+    params = {f"w {axes}": jnp.asarray(_noise(0, *shape), dtype) for axes, shape in shapes.items()}
+    points, _ = walk(tx, params, jax.tree.map(lambda x: jnp.asarray(_noise(5, 50, *x.shape), dtype), params))
+    for axes, along in spheres.items():
+        way = np.asarray(points[f"w {axes}"], float)
+        norms = _norms(way, along)
+        assert np.max(np.abs(norms / norms[:1] - 1)) <= {jnp.float32: 4e-7, jnp.bfloat16: 4e-3}[dtype], axes
+        assert np.linalg.norm(way[-1] - way[0]) > 0.5 * np.linalg.norm(way[0]), "nothing moved, nothing is checked"
 
 
 @pytest.mark.parametrize("rate", [None, 0.1])
-def test_a_zero_takes_the_direction_of_its_first_update(rate: float | None, x64: None) -> None:
-    update = np.stack([_noise(0, 5), np.zeros(5)], 1)
-    found, _ = _step(go.norms.hyperball({"b": "_ c"}, 2.0, learning_rate=rate), {"b": np.zeros((5, 2))}, {"b": update})
+def test_patterns_have_numbers_and_a_zero_takes_the_direction_of_its_update(rate: float | None, x64: None) -> None:
+    params, update = {"a": _noise(1, 3, 4), "b": np.zeros((5, 2))}, np.stack([_noise(0, 5), np.zeros(5)], 1)
+    tx = go.norms.hyperball({"a": "_ _", "b": "_ c"}, {"a": 0.5, "b": jnp.asarray(2.0)}, learning_rate=rate)
+    found, state = _step(tx, params, {"a": np.zeros((3, 4)), "b": update})
+    _close(found["a"], 0.5 * params["a"] / np.linalg.norm(params["a"]))
     _close(found["b"], 2.0 * update / np.linalg.norm(update[:, 0]))  # the second has none, and stays
+    assert jax.tree.leaves(state) == []
 
 
 def test_zeros_that_init_cannot_see_are_free(x64: None) -> None:
@@ -146,38 +142,20 @@ def test_zeros_that_init_cannot_see_are_free(x64: None) -> None:
     moves, _ = jit(tx.update)({"b": update}, state, {"b": weights})
     assert state.radius["b"]["_ c"][0] == 0
     np.testing.assert_array_equal(moves["b"][:, 0], update[:, 0])
-    _close(weights[:, 1] + moves["b"][:, 1], _retracted(weights[:, 1], update[:, 1], "initial", None))
+    _close(weights[:, 1] + moves["b"][:, 1], _retracted(weights[:, 1], update[:, 1]))
 
 
-@pytest.mark.parametrize(
-    ("weights", "axes", "radius"),
-    [(_noise(0, 8, 3), "_ c", 1.0), (np.zeros((4, 3)), "_ _", {"w": 0.5}), (3.0 * np.eye(4), "c _", 1.0)],
-    ids=["normal", "zero", "too large"],
-)
-def test_a_number_that_moves_weights_at_once_is_told(weights: Any, axes: str, radius: Any) -> None:
+@pytest.mark.parametrize(("size", "axes", "radius"), [(0.0, "_ _", {"w": 0.5}), (3.0, "c _", 1.0)])
+def test_a_number_that_moves_weights_at_once_is_told(size: float, axes: str, radius: Any) -> None:
     """The first step goes to the sphere at any rate; weights that are on it already, and "initial", are silent."""
-    tx = go.norms.hyperball({"w": axes}, radius, learning_rate=1e-8)
     with pytest.warns(UserWarning, match="the first step moves weights onto their spheres") as told:
-        tx.init({"w": weights})
+        go.norms.hyperball({"w": axes}, radius, learning_rate=1e-8).init({"w": size * np.eye(4)})
     for part in ("hyperball", "found:    norms of 'w'", "expected:", "remedy:", "radius='initial'"):
         assert part in str(told[0].message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         go.norms.hyperball({"w": "_ c"}, 2.0).init({"w": jnp.asarray(2.0 * np.eye(4), jnp.bfloat16)})
         go.norms.hyperball({"w": "_ c"}).init({"w": _noise(0, 8, 3)})
-
-
-# Lengths and trees --------------------------------------------------------------------------------
-
-
-def test_a_schedule_is_read_at_every_step(x64: None) -> None:
-    """Each step's length along the tangent is the schedule's, whatever comes in."""
-    tx = go.norms.hyperball({"w": "_ _"}, learning_rate=lambda count: 0.5 / (1.0 + count))
-    updates = np.stack([10.0**n * _noise(n + 1, 6, 4) for n in range(3)])
-    points, state = walk(tx, {"w": _noise(0, 6, 4)}, {"w": updates})
-    for n in range(3):
-        _close(points["w"][n + 1], _retracted(np.asarray(points["w"][n]), updates[n], "initial", 0.5 / (1.0 + n)))
-    assert state.count.dtype == jnp.int32 and state.count == 3
 
 
 def test_updates_of_another_precision_keep_it() -> None:
@@ -210,12 +188,11 @@ def test_a_tree_without_leaves() -> None:
         assert len(jax.tree.leaves(go.norms.hyperball({"w": "_ _"}, radius).init({}))) == leaves
 
 
-ONES = np.ones((4, 3), np.float32)
+ONES, NO_GAUGE = np.ones((4, 3), np.float32), go.logit_shift({"shift": "vocab"})
 # What is given besides {"w": "_ _"}, the parameters, and what the error says.
 COMPLAINTS: dict[str, tuple[dict[str, Any], Tree, str]] = {
     "no axes": ({"axes": {}}, {}, "no blocks in 'axes'"),
     "another word": ({"radius": "unit"}, {}, "bad radius"),
-    "zero radius": ({"radius": 0.0}, {}, "bad radius of 'w'"),
     "negative radius": ({"radius": {"w": -1.0}}, {}, "bad radius of 'w'"),
     "array of radii": ({"radius": np.ones(2)}, {}, "bad radius"),
     "truth": ({"radius": True}, {}, "bad radius"),
@@ -238,19 +215,19 @@ def test_complaints_say_what_to_do(complaint: str) -> None:
         tx.update({"w": optax.MaskedNode()}, tx.init(params), params)
 
 
-NO_GAUGE = go.logit_shift({"shift": "vocab"})
+ON_VECTORS: dict[str, Any] = {
+    "hyperball": go.norms.hyperball,
+    "rotational_adamw": lambda axes: go.norms.rotational_adamw(0.01, axes, weight_decay=0.1),
+    "max_norm": lambda axes: go.norms.max_norm(optax.sgd(0.1), axes, learning_rate=0.1),
+    "max_norm_muon": lambda axes: go.max_norm_muon(0.1, NO_GAUGE, axes),
+    "scale_by_vector_norm": go.links.scale_by_vector_norm,
+}
 
 
-@pytest.mark.parametrize("make", [
-    go.norms.hyperball,
-    lambda axes: go.norms.rotational_adamw(0.01, axes, weight_decay=0.1),
-    lambda axes: go.norms.max_norm(optax.sgd(0.1), axes, learning_rate=0.1),
-    lambda axes: go.max_norm_muon(0.1, NO_GAUGE, axes),
-    go.links.scale_by_vector_norm,
-], ids=["hyperball", "rotational_adamw", "max_norm", "max_norm_muon", "scale_by_vector_norm"])
-def test_a_state_of_other_vectors_is_refused(make: Any) -> None:
+@pytest.mark.parametrize("name", ON_VECTORS)
+def test_a_state_of_other_vectors_is_refused(name: str) -> None:
     """Whatever their number: rows and columns of a square kernel have states of one shape."""
-    params = {"w": jnp.ones((4, 4)), "v": jnp.ones((4, 4)), "shift": jnp.zeros(3)}
+    params, make = {"w": jnp.ones((4, 4)), "v": jnp.ones((4, 4)), "shift": jnp.zeros(3)}, ON_VECTORS[name]
     tx = make({"w": "_ c", "v": "_ c"})
     for other in ({"w": "c _", "v": "_ c"}, {"w": "_ c"}, {"w": ("_ c=0:2", "_ c=2:4"), "v": "_ c"}):
         with refused("a state (that was made for other vectors, at '|of another optimizer)", "tx.init(params)"):

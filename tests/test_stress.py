@@ -10,13 +10,10 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LIMIT = 600.0  # seconds; a tenth of it on cores that do nothing else
-CASES = [pytest.param(2, 1, 3, id="2 threads")] + [
-    pytest.param(threads, devices, 50, id=f"{threads} threads, {devices} devices, 50 times", marks=pytest.mark.slow)
-    for threads in (1, 2, 8)
-    for devices in (1, 8)
-]
+CASES = [(2, 1, 3), *((threads, devices, 50) for threads in (1, 2, 8) for devices in (1, 8))]
 
 
+@pytest.mark.slow_rows("*-50")
 @pytest.mark.parametrize(("threads", "devices", "times"), CASES)
 def test_many_calls_at_once_end(threads: int, devices: int, times: int) -> None:
     options = [f"--threads={threads}", f"--devices={devices}", f"--times={times}"]

@@ -1,5 +1,7 @@
-"""Steps of a set length inside a max-norm ball, beside the same in plain NumPy."""
+"""Steps of a set length inside a max-norm ball, and `max_norm_muon`: beside the same by hand, and as twins."""
 
+import warnings
+from collections import namedtuple
 from typing import Any
 
 import jax
@@ -9,12 +11,17 @@ import optax
 import pytest
 
 import gauge_optax as go
+from benchmarks.training.links import EMBEDDINGS, NEURONS, TOKENS
+from models import lm
+from tests.quick import jit
 from tests.refusals import refused
 from tests.tolerances import tolerance
-from tests.twins import walk
+from tests.twins import driven, stepper, train, walk
 
 RATE = 0.05
 NO_GAUGE = go.logit_shift({"shift": "vocab"})
+"""On a leaf that no kernel is: a list of gauges may not be empty."""
+SHIFT = {"shift": jnp.zeros(3)}
 
 
 def _noise(seed: int, *shape: int) -> np.ndarray:
@@ -49,13 +56,14 @@ def _by_hand(weights: np.ndarray, gradients: np.ndarray, rates: np.ndarray, boun
 @pytest.mark.parametrize("beta", [0.0, 0.9])
 @pytest.mark.parametrize("bound", [1.0, 2.5])
 def test_every_vector_steps_by_the_formula(bound: float, beta: float, x64: None) -> None:
-    """From norms below, at and above the bound, one of them zero and one without gradient, with a rate of zero once."""
-    steps, inputs = 12, 5
-    weights = _noise(0, inputs, 5) * np.array([0.0, 0.1, 0.5, 3.0, 0.3])
-    gradients = _noise(1, steps, inputs, 5) * np.array([1e-6, 1.0, 1e6, 1.0, 0.0])
+    """From norms below and above the bound, one zero, one far outside that is driven outwards, two without gradient."""
+    steps, inputs, vectors = 12, 5, 7
+    weights = _noise(0, inputs, vectors) * np.array([0.0, 0.1, 0.5, 3.0, 0.3, 9.0, 9.0])
+    gradients = _noise(1, steps, inputs, vectors) * np.array([1e-6, 1.0, 1e6, 1.0, 0.0, 0.0, 0.0])
+    gradients[:, :, 5] = -weights[:, 5]
     rates = np.where(np.arange(steps) == 3, 0.0, RATE * (1.0 + np.arange(steps)))
     found = _run(_max_norm(lambda n: jnp.asarray(rates)[n], bound=bound, beta=beta), weights, gradients)
-    for n in range(5):
+    for n in range(vectors):
         expected = _by_hand(weights[:, n], gradients[:, :, n], rates, bound, beta)
         np.testing.assert_allclose(found[:, :, n], expected, rtol=1e-12, atol=1e-14)
     norms = np.linalg.norm(found, axis=1)
@@ -64,27 +72,14 @@ def test_every_vector_steps_by_the_formula(bound: float, beta: float, x64: None)
     assert norms[:, ~above].max() <= bound * (1.0 + 1e-14)
     assert (norms[1:, above] <= np.maximum(bound, norms[:-1, above]) + 1e-14).all()
     np.testing.assert_allclose(norms[1, 0], RATE * bound, rtol=1e-12)  # from zero, by the rate
+    np.testing.assert_allclose(norms[0, 5] - norms[1, 5], RATE * bound, rtol=1e-12)  # and back at its pace
+    np.testing.assert_array_equal(found[:, :, 6], weights[None, :, 6].repeat(steps + 1, 0))
 
 
-@pytest.mark.parametrize("bound", [0.0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("bound", [0.0, float("nan"), float("inf")])
 def test_a_bound_is_positive(bound: float) -> None:
     with refused("bad bound", "max_norm", "write bound=1.0"):
         _max_norm(bound=bound)
-
-
-@pytest.mark.parametrize("rate", [0.01, 0.1])
-def test_weights_above_the_bound_come_back_to_it_at_the_pace_of_the_rate(rate: float, x64: None) -> None:
-    """None grows on the way, even outwards; each is within after (norm − 1)/rate steps. Without gradient none moves."""
-    steps = int(np.ceil(2.0 / rate)) + 1
-    directions = _noise(0, 16, 6)
-    weights = 3.0 * directions / np.linalg.norm(directions, axis=0)
-    outwards = np.broadcast_to(-weights * np.array([1.0, 1.0, 1.0, 0.0, 0.0, 0.0]), (steps + 5, 16, 6))
-    norms = np.linalg.norm(_run(_max_norm(rate), weights, outwards), axis=1)
-    assert (np.diff(norms, axis=0) <= 1e-12).all()
-    np.testing.assert_allclose(norms[1, :3], 3.0 - rate, rtol=1e-12)
-    np.testing.assert_allclose(norms[-5:, :3], 1.0, rtol=1e-12)
-    np.testing.assert_allclose(norms[steps // 2, :3], 2.0, rtol=0.06)
-    np.testing.assert_array_equal(norms[:, 3:], norms[:1, 3:].repeat(len(norms), 0))
 
 
 BOUNDED: dict[str, Any] = {
@@ -111,22 +106,20 @@ def test_check_names_vectors_above_their_bound_and_the_bound_that_they_need(name
 
 # Link by link ------------------------------------------------------------------------------------------------
 
-NEURONS = {"up": "_ neuron", "down": "_ neuron"}
+UP_AND_DOWN = {"up": "_ neuron", "down": "_ neuron"}
 
 
 @pytest.mark.parametrize("bound", [1.0, 0.3])
 def test_two_links_around_a_rate_are_max_norm(bound: float, x64: None) -> None:
-    def rate(count: Any) -> Any:  # in float64, which schedules of Optax are not
-        return 0.01 * (2.0 + count)
-
+    rate = lambda count: 0.01 * (2.0 + count)  # noqa: E731  # in float64, which schedules of Optax are not
     params = {"up": jnp.asarray(_noise(0, 4, 6)), "down": jnp.asarray(_noise(1, 6, 3)), "bias": jnp.zeros(3)}
-    gradients = {path: jnp.asarray(_noise(number, 10, *x.shape)) for number, (path, x) in enumerate(params.items())}
+    gradients = jax.tree.map(lambda x: jnp.asarray(_noise(x.size, 10, *x.shape)), params)
     momentum, by_rate = optax.trace(0.9, nesterov=True), optax.scale_by_learning_rate(rate)
-    whole = go.norms.max_norm(optax.chain(momentum, by_rate), NEURONS, learning_rate=rate, bound=bound)
+    whole = go.norms.max_norm(optax.chain(momentum, by_rate), UP_AND_DOWN, learning_rate=rate, bound=bound)
     links = optax.chain(
-        momentum, go.links.scale_by_vector_norm(NEURONS),
+        momentum, go.links.scale_by_vector_norm(UP_AND_DOWN),
         optax.masked(optax.scale(bound), {"up": True, "down": True, "bias": False}), by_rate,
-        go.links.keep_norms_below(NEURONS, bound),
+        go.links.keep_norms_below(UP_AND_DOWN, bound),
     )
     a, b = (walk(tx, params, gradients)[0] for tx in (whole, links))
     for path in params:
@@ -138,7 +131,6 @@ LAYOUTS: dict[str, tuple[Any, tuple[int, ...], Any]] = {
     "inputs first": ("_ neuron", (4, 6), lambda x: x),
     "inputs last": ("neuron _", (6, 4), lambda x: x.T),
     "stacked layers": ("layer _ neuron", (3, 4, 6), lambda x: x),
-    "experts": ("expert _ neuron", (2, 4, 6), lambda x: x),
     "heads": ("_ head neuron", (4, 2, 3), lambda x: x.reshape(4, 6)),
     "fused": (("_ qkv=0 neuron", "_ qkv=1 neuron", "_ qkv=2 neuron"), (4, 3, 6), lambda x: x.swapaxes(0, 1)),
 }
@@ -173,3 +165,161 @@ def test_the_size_of_gradients_does_not_matter(size: float, dtype: str) -> None:
         moved = np.linalg.norm(one - one[0])
         close = {"bfloat16": 2e-2, "float32": tolerance("twins", "float32"), "float64": 1e-12}[dtype]
         assert moved > 0.05 and np.linalg.norm(one - other) <= close * moved
+
+
+# max_norm_muon ------------------------------------------------------------------------------------------
+
+CONFIG = lm.llama_config(vocab=7, d_model=8, layers=2, heads=2, kv_heads=2, d_head=4, d_ff=12, max_len=5)
+
+
+def test_twins_train_as_one(x64: None) -> None:
+    """Weights of one function, far apart by all gauges at once; AdamW and the link without `quotient` differ."""
+    params, loss = lm.params_and_loss(CONFIG, jax.random.key(0))
+    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), params)
+    tokens = jax.random.randint(jax.random.key(1), (4, 6), 0, CONFIG.vocab)
+    group = go.product(lm.gauges(CONFIG))
+    twin = group.act(group.sample(jax.random.key(2), params, 1.0), params)
+
+    def apart(tx: optax.GradientTransformation) -> float:
+        step = stepper(tx, lambda p: loss(p, tokens))
+        one, other = (train(jit(tx.init), step, start, 10)[1] for start in (params, twin))
+        return float(np.abs(one - other).max())
+
+    assert apart(optax.adamw(0.04)) > 1e-3
+    assert apart(go.norms.max_norm(optax.adam(0.04), NEURONS, learning_rate=0.04)) > 1e-3
+    muon = go.max_norm_muon(0.04, group, {**NEURONS, **TOKENS}, EMBEDDINGS, weight_decay=0.1)
+    assert apart(muon) <= tolerance("twins", "float64")
+
+
+def test_tokens_step_in_their_own_units_and_come_to_rest(x64: None) -> None:
+    """By hand: a table and an unembedding whose tokens have gradients of 1e-4, 1, 1 for one step, and 0."""
+    steps, tokens, d, rate = 40, 4, 9, 0.1
+    gradients = np.random.default_rng(0).normal(size=(steps, tokens, d)) * np.array([1e-4, 1.0, 1.0, 0.0])[:, None]
+    gradients[1:, 2] = 0.0
+    params = {"table": jnp.zeros((tokens, d)), "head": jnp.zeros((d, tokens)), "w": jnp.ones((2, 2))} | SHIFT
+    tx = go.max_norm_muon(rate, NO_GAUGE, {"w": "_ neuron", "head": "_ token"}, {"table": "token _"}, nesterov=False)
+    grads = {"table": jnp.asarray(gradients), "head": jnp.asarray(gradients.swapaxes(1, 2)),
+             "w": jnp.ones((steps, 2, 2)), "shift": jnp.zeros((steps, 3))}
+    moves = {name: np.diff(x, axis=0) for name, x in walk(tx, params, grads)[0].items()}
+    for name, unit, ours in (("table", d**0.5, moves["table"]), ("head", 1.0, moves["head"].swapaxes(1, 2))):
+        momentum, square, weights = np.zeros((tokens, d)), np.zeros((tokens, 1)), np.zeros((tokens, d))
+        for n in range(steps):
+            momentum = 0.95 * momentum + gradients[n]
+            square = 0.95 * square + 0.05 * np.sum(momentum**2, 1, keepdims=True)
+            size = np.sqrt(square / (1.0 - 0.95 ** (n + 1)))
+            wanted = weights - rate * unit * np.divide(momentum, size, out=np.zeros((tokens, d)), where=size > 0)
+            if name == "table":
+                wanted *= np.minimum(1.0, unit / np.maximum(np.linalg.norm(wanted, axis=1, keepdims=True), 1e-300))
+            np.testing.assert_allclose(ours[n], wanted - weights, rtol=1e-6, atol=1e-12)
+            weights = wanted
+        lengths, largest = np.linalg.norm(ours, axis=2) / unit, np.linalg.norm(weights, axis=1).max()
+        np.testing.assert_allclose(lengths[0, :3], rate, rtol=1e-6)
+        assert not lengths[:, 3].any() and lengths[30, 2] < 0.6 * lengths[5, 2], "absent since the first step"
+        assert largest > 1.2 if name == "head" else largest <= unit * (1.0 + 1e-12), "an unembedding has no bound"
+
+
+UNITS = ("_ unit=0:32", "_ unit=32:40")
+# What is given besides the rate and the gauge, and what the error says.
+MISTAKES: list[tuple[Any, str, str]] = [
+    (({"w": "_ _"},), "max_norm_muon", "'w'"),
+    (({"w": ("_ neuron=0", "neuron=1 _")},), "max_norm_muon", "'w'"),
+    (({"w": "_ token"}, {"w": "token _"}), "'w' in two mappings", ""),
+    (({"w": "a token"},), "the tokens of 'w' have no vectors", 'write "_ token"'),
+    (({"v": "_ neuron"}, {"w": "a token"}), "the tokens of 'w' have no vectors", 'write "_ token"'),
+    (({"v": "_ neuron"}, {"w": "_ _"}), "the tokens of 'w' have no vectors", 'write "_ token"'),
+    ((["w"],), "max_norm_muon: no blocks in 'neurons'", "write neurons="),
+    (({"w": "_ neuron"}, ["v"]), "max_norm_muon: no blocks in 'embeddings'", "write embeddings="),
+    # Nothing says what the rest is; nor can a part of a kernel be a table of tokens.
+    (({"fused": UNITS},), "'fused' is listed in part", "max_norm_muon"),
+    (({"fused": ("_ (head unit)=0:32",)},), "'fused' is listed in part", "max_norm_muon"),
+    (({"fused": ("_ unit=0:32", "_ token=32:48")},), "tokens and neurons in one leaf 'fused'", "max_norm_muon"),
+]
+
+
+@pytest.mark.parametrize(("mappings", "says", "word"), MISTAKES, ids=str)
+def test_mappings_that_describe_nothing_are_refused(mappings: Any, says: str, word: str) -> None:
+    params = {"w": jnp.ones((4, 4)), "v": jnp.ones((2, 2)), "fused": jnp.ones((16, 48))} | SHIFT
+    sizes = {"head": 2} if "head" in str(mappings) else None
+    with refused(says, word):
+        go.max_norm_muon(0.1, NO_GAUGE, *mappings, sizes=sizes).init(params)
+
+
+# Ranges of a fused kernel ------------------------------------------------------------------------------
+
+LENGTHS = {"q": 32, "k": 8, "v": 8}
+RANGES = ("0:32", "32:40", "40:48")
+# Name → the fused kernel's axes, the parts' axes, the shape of a part of some length, and the axis that is fused.
+FUSED: dict[str, tuple[Any, str, Any, int]] = {
+    "lone ranges": ([f"_ unit={x}" for x in RANGES], "_ unit", lambda n: (16, n), 1),
+    "first axis": ([f"(head unit)={x} _" for x in RANGES], "unit _", lambda n: (n, 16), 0),
+    "scanned": ([f"layer _ (head unit)={x}" for x in RANGES], "layer _ unit", lambda n: (3, 16, n), 2),
+    "inputs in two axes": ([f"_ _ unit={x}" for x in RANGES], "_ _ unit", lambda n: (4, 4, n), 2),
+    "index": (["_ unit=0:32", "_ (kv=0 unit)=32:48", "_ (kv=1 unit)=32:48"], "_ unit", lambda n: (16, n), 1),
+}
+
+
+@pytest.mark.slow_rows("[!f]*-False", "inputs in two axes-True")
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("name", FUSED)
+def test_ranges_step_as_kernels_of_their_own(name: str, nesterov: bool, x64: None) -> None:
+    """Three steps, with momentum, from norms below and above the bound; one whole matrix takes other steps."""
+    axes, part_axes, shape, axis = FUSED[name]
+    sizes = {"head": 2} if "(head" in str(axes) else {"kv": 2} if name == "index" else {}
+    trees = [{part: _noise(10 * seed + n, *shape(length)) for n, (part, length) in enumerate(LENGTHS.items())} | SHIFT
+             for seed in range(4)]
+    trees[0] |= {part: trees[0][part] / (8 if part == "q" else 2) for part in LENGTHS}
+
+    def joined(tree: Any) -> Any:
+        return SHIFT | {"fused": jnp.concatenate([tree[part] for part in LENGTHS], axis)}
+
+    def end(neurons: Any, params: Any, *gradients: Any, **options: Any) -> Any:
+        tx = go.max_norm_muon(0.02, NO_GAUGE, neurons, nesterov=nesterov, **options)
+        return driven(tx, params, gradients)[0]
+
+    start, *gradients = map(joined, trees)
+    one = end({"fused": tuple(axes)}, start, *gradients, sizes=sizes)["fused"]
+    whole, apart = end({"fused": part_axes}, start, *gradients), end(dict.fromkeys(LENGTHS, part_axes), *trees)
+    moved = float(jnp.linalg.norm(one - start["fused"]))
+    assert moved > 0.1
+    assert float(jnp.linalg.norm(one - joined(apart)["fused"])) <= 1e-10 * moved
+    assert float(jnp.linalg.norm(one - whole["fused"])) > 0.05 * moved
+
+
+# What init tells, and what a state is for ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gauge", [NO_GAUGE, go.rescale({"w": "_ channel"}, {"other": "channel _"})], ids=repr)
+def test_matrices_that_no_mapping_lists_are_named(gauge: go.Gauge) -> None:
+    """Whether a gauge binds them or not; vectors, single rows and scanned biases of a gauge are none."""
+    params = {"w": jnp.ones((4, 4)), "other": jnp.ones((4, 2)), "row": jnp.ones((1, 4)), "bias": jnp.ones(4), **SHIFT}
+    tx = go.max_norm_muon(0.1, gauge, {"w": "_ neuron"})
+    with pytest.warns(UserWarning, match="no mapping lists 1 matrix") as told:
+        state = tx.init(params)
+    assert len(told) == 1
+    for part in ("max_norm_muon", "found:    'other' (4, 2)", "expected:", "remedy:", "half of the learning rate"):
+        assert part in str(told[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        go.max_norm_muon(0.1, gauge, {"w": "_ neuron", "other": "_ neuron"}).init(params)
+        go.max_norm_muon(0.1, gauge, {"w": "_ neuron"}, {"other": "token _"}).init(params)
+        tx.update(params, state, params)
+        tx.init({})
+
+
+def test_of_a_report_only_undecided_leaves_are_named() -> None:
+    """The report knows that a leaf that is in none of its mappings is no kernel."""
+    said = namedtuple("said", "turning neurons embeddings undecided")
+    params = {"w": jnp.ones((4, 4)), "biases": jnp.ones((2, 4)), "free": jnp.ones((3, 4)), **SHIFT}
+    report = said([NO_GAUGE], {"w": "_ neuron"}, {}, {"free": "no kernel is applied to it"})
+    with pytest.warns(UserWarning, match="no mapping lists 1 matrix\n.*'free'"):
+        go.max_norm_muon(0.1, report).init(params)
+    with pytest.warns(UserWarning, match="no mapping lists 2 matrices"):
+        go.max_norm_muon(0.1, report, report.neurons).init(params)
+
+
+def test_scanned_biases_are_no_matrices() -> None:
+    up = jnp.ones((2, 4, 4))
+    params = {"up": up, "bias": up[:, 0], "down": up, "free": up[:, 0]}
+    gauge = go.rescale({"up": "layer _ channel", "bias": "layer channel"}, {"down": "layer channel _"})
+    with pytest.warns(UserWarning, match=r"no mapping lists 1 matrix\n.*'free'"):
+        go.max_norm_muon(0.1, gauge, {"up": "layer _ n", "down": "layer _ n"}).init(params)

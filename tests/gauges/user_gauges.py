@@ -38,7 +38,7 @@ class Translation(go.Gauge):
 
     def act(self, element: Tree, params: Tree) -> Tree:
         tokens, positions = self._tables(params)
-        moved = {self.tokens: tokens + element[""], self.positions: positions - element[""]}
+        moved = {self.tokens: tokens + element[""][None], self.positions: positions - element[""][None]}
         return with_leaves(params, {path: x.astype(leaves_by_path(params)[path].dtype) for path, x in moved.items()})
 
     def read(self, params: Tree) -> Tree:

@@ -72,8 +72,10 @@ READINGS: dict[str, Reading] = {
     "partial rotary": Reading(  # the whole head: what is not rotated is in the same matrix
         [go.rope_torus(dict.fromkeys(HEADS, "_ head basis=0:4"))], dict.fromkeys(HEADS, (6, 2, 6)),
         dict.fromkeys(HEADS, QUERIES)),
-    "stacked units": Reading(
-        [go.rescale({"up": "layer _ channel"}, {"down": "layer channel _"})], {"up": (3, 6, 5), "down": (3, 5, 6)},
+    "experts behind a norm": Reading(  # the norm names no axis of experts, and reads one matrix
+        [go.norm_scale({"norm": "channel"}, {"up": "_ channel _"}),
+         go.rescale({"up": "expert _ channel"}, {"down": "expert channel _"})],
+        {"norm": (6,), "up": (3, 6, 5), "down": (3, 5, 6)},
         {"up": Numbers((1,), (2,)), "down": Numbers((1,), (2,))}),
     "gates": Reading(
         [go.rescale({"gate": "gate=1 _ channel"}, {"down": "channel _"})],
@@ -174,7 +176,7 @@ def test_a_gauge_names_its_own_leaves() -> None:
     assert norm.muon_dimension_numbers(params)["out"] is None
 
 
-@pytest.mark.parametrize("name", ["grouped queries", "stacked units", "convolutions"])
+@pytest.mark.parametrize("name", ["grouped queries", "experts behind a norm", "convolutions"])
 def test_muon_of_optax_takes_them(name: str) -> None:
     row = READINGS[name]
     params, grads, numbers = _params(row.shapes), _params(row.shapes, 1), go.product(row.gauges).muon_dimension_numbers

@@ -15,16 +15,19 @@ import gauge_optax as go
 from models import lm
 from tests.cases import TRANSFORM_CASES, VARIANTS, _lm_params
 from tests.test_conformance import ON_VECTORS
-from tests.twins import driven
+from tests.twins import driven, normal
 
 LLAMA = lm.llama_config(vocab=8, d_model=8, layers=1, heads=2, kv_heads=1, d_head=4, d_ff=12)
 GAUGES = lm.gauges(LLAMA)
 # Vectors are bound without `sizes`, which heads in groups need.
 UNGROUPED = [gauge for gauge in GAUGES if not any("(" in spec.axes for spec in gauge.specs)]
-KINDS = {
-    case.name.split("/")[0]: case
-    for case in reversed(TRANSFORM_CASES) if case.name not in VARIANTS and not case.linear
-}
+ALL = [case for case in TRANSFORM_CASES if case.name not in VARIANTS and not case.linear]
+KINDS = {case.name.split("/")[0]: case for case in reversed(ALL)}
+
+
+def _same(found: Any, expected: Any) -> None:
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.slow_rows("[!rhgst]*", "gauge_[!f]*", "track", "scale_by_[!o]*", "rotational", "rotational_[!a]*", "hold*")
@@ -39,8 +42,7 @@ def test_explicit_axes_change_nothing(name: str) -> None:
     last = jax.tree.map(lambda x: NamedSharding(mesh, PartitionSpec(*[None] * (x.ndim - 1), "tp")), params)
     with jax.set_mesh(mesh):
         found = driven(tx, jax.device_put(params, last), 2 * [jax.device_put(gradient, last)])
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6)
+    _same(found, expected)
     for x, sharding in zip(jax.tree.leaves(found[0]), jax.tree.leaves(last), strict=True):
         assert x.sharding.spec == sharding.spec
 
@@ -49,13 +51,10 @@ def test_explicit_axes_change_nothing(name: str) -> None:
 def test_tools_too(tool: Any) -> None:
     """What they do on eight devices is a part of `tests.sharded`."""
     gauge = go.head_linear({"v": "_ head basis"}, {"o": "head basis _"})
-    shapes = {"v": (5, 2, 3), "o": (2, 3, 5)}
-    params = {path: jax.random.normal(jax.random.key(0), shape) for path, shape in shapes.items()}
-    mesh = jax.make_mesh((1,), ("tp",), axis_types=(AxisType.Explicit,))
+    params = normal(0, {"v": (5, 2, 3), "o": (2, 3, 5)}, jnp.float32)
+    mesh, times = jax.make_mesh((1,), ("tp",), axis_types=(AxisType.Explicit,)), 2 if tool is go.measure.drift else 1
     with jax.set_mesh(mesh):
         specs = {"v": PartitionSpec(None, "tp"), "o": PartitionSpec("tp")}
         dealt = {path: jax.device_put(x, NamedSharding(mesh, specs[path])) for path, x in params.items()}
-        found = tool(dealt, *[dealt] * (tool is go.measure.drift), gauge)
-    expected = tool(params, *[params] * (tool is go.measure.drift), gauge)
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6)
+        found = tool(*[dealt] * times, gauge)
+    _same(found, tool(*[params] * times, gauge))

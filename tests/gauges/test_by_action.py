@@ -13,7 +13,7 @@ import gauge_optax as go
 from tests.gauges.user_gauges import Trade, Translation
 from tests.refusals import each_refused, refused
 from tests.tolerances import tolerance
-from tests.twins import apart, normal, stepper, train, trained
+from tests.twins import furthest, normal, stepper, train, trained
 
 Tree = Any
 # Integers of 32 bits in both precisions: JAX keeps indices of 64 bits from a trace in float64 for the next in float32.
@@ -37,9 +37,9 @@ def _trained(tx: optax.GradientTransformation, params: Tree) -> Tree:
     return train(jax.jit(tx.init), stepper(tx, _loss), params)[0]
 
 
-def _moved(group: Any, element: Any, tx: optax.GradientTransformation, params: Tree) -> dict[str, float]:
+def _moved(group: Any, element: Any, tx: optax.GradientTransformation, params: Tree) -> float:
     """How far apart a run and the run of its twin end."""
-    return apart(group.act(element, _trained(tx, params)), _trained(tx, group.act(element, params)))
+    return furthest(group.act(element, _trained(tx, params)), _trained(tx, group.act(element, params)))
 
 
 WRAPPED = {
@@ -50,28 +50,24 @@ WRAPPED = {
     "ddc_adamw": lambda g: go.ddc_adamw(0.02, g, weight_decay=0.1),
     "ddc_muon": lambda g: go.ddc_muon(0.02, g),
     "chain": lambda g: optax.chain(
-        go.gauge_project(g), go.scale_by_ddc(g), optax.scale_by_learning_rate(0.02), go.gauge_retract(g)
-    ),
+        go.gauge_project(g), go.scale_by_ddc(g), optax.scale_by_learning_rate(0.02), go.gauge_retract(g)),
 }
 
 
-@pytest.mark.slow_rows("*-float32", "[!a]*", "adamw_free-*")
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.slow_rows("float32-*", "*-[!a]*", "*-adamw_free")
 @pytest.mark.parametrize("name", WRAPPED)
 def test_twins_under_a_list_with_a_users_gauge(name: str, dtype: str) -> None:
-    with jax.enable_x64(dtype == "float64"):
-        group, params = go.product([*OURS, USERS]), _params(dtype)
-        element = group.sample(jax.random.key(1), params)
-        assert max(_moved(group, element, optax.adamw(0.02), params).values()) > 1e-2
-        found = _moved(group, element, WRAPPED[name](group), params)
-        assert max(found.values()) <= tolerance("quotient_twins", dtype), found
+    group, params = go.product([*OURS, USERS]), _params(dtype)
+    element = group.sample(jax.random.key(1), params)
+    assert _moved(group, element, optax.adamw(0.02), params) > 1e-2
+    assert _moved(group, element, WRAPPED[name](group), params) <= tolerance("quotient_twins", dtype)
 
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("inner", [optax.adamw(0.02, weight_decay=0.1), optax.lion(0.01), optax.contrib.muon(0.02)])
 def test_a_gauge_by_its_action_trains_as_the_same_one_of_ours(inner: optax.GradientTransformation) -> None:
     mine, ours = (_trained(go.quotient(inner, gauge), _params()) for gauge in (Trade("up", "down"), OURS[0]))
-    assert max(apart(mine, ours).values()) <= tolerance("quotient_twins")
+    assert furthest(mine, ours) <= tolerance("quotient_twins")
 
 
 @pytest.mark.usefixtures("x64")
@@ -83,7 +79,7 @@ def test_state_moves_with_the_weights() -> None:
     there, moved = group.act(element, here), go.orbit.transport(state, here, gauges, element)
     for _ in range(3):
         (here, state, _), (there, moved, _) = step(here, state), step(there, moved)
-    assert max(apart(group.act(element, here), there).values()) <= tolerance("quotient_twins")
+    assert furthest(group.act(element, here), there) <= tolerance("quotient_twins")
     bare, plain = stepper(optax.adam(0.02), _loss), optax.adam(0.02).init(params)  # a shift moves no moment
     _, plain, _ = bare(params, plain)
     same = go.orbit.transport(plain, params, gauges[2], element[2])
@@ -129,57 +125,26 @@ def test_two_methods_open_every_door() -> None:
 
     ours_found = found(ours)
     for door, here in found(mine).items():
-        assert max(apart(here, ours_found[door]).values()) <= 1e-6, door
+        assert furthest(here, ours_found[door]) <= 1e-6, door
     assert mine.dim(params) == ours.dim(params) == 3
     assert jax.tree.map(jnp.shape, mine.sample(jax.random.key(0), params)) == {"": (3,)}
     assert go.tools.from_json(go.tools.to_json([mine, ours]), classes=[Trade]) == [mine, ours]
-    tx = go.quotient(optax.adamw(0.01), [mine, go.logit_shift({"down": "_ vocab"})])
-    assert tx.init(params).frame.elements
 
 
 @dataclasses.dataclass(frozen=True)
-class Product(Trade):
-    """The same with factors in place of their logarithms, and with an inverse that was forgotten."""
-
-    def act(self, element: Any, params: Any) -> Any:
-        return super().act(jax.tree.map(jnp.log, element), params)
-
-    def read(self, params: Any) -> Any:
-        return jax.tree.map(jnp.exp, super().read(params))
-
-    def identity(self, params: Any) -> Any:
-        return jax.tree.map(jnp.ones_like, super().identity(params))
-
-    def compose(self, a: Any, b: Any) -> Any:
-        return jax.tree.map(jnp.multiply, a, b)
-
-    def sample(self, key: jax.Array, params: Any, scale: float = 1.0) -> Any:
-        return {"": jax.random.uniform(key, (6,), minval=0.5, maxval=2.0)}
-
-    def dim(self, params: Any) -> int:
-        return 6
-
-
-@dataclasses.dataclass(frozen=True)
-class Whole(Product):
-    """With its inverse."""
+class Forgotten(Translation):
+    """A group whose inverse was forgotten."""
 
     def inverse(self, element: Any) -> Any:
-        return jax.tree.map(jnp.reciprocal, element)
+        return element
 
 
 @pytest.mark.usefixtures("x64")
-def test_a_group_that_is_no_addition_says_what_it_lacks() -> None:
-    params = {path: _params()[path] for path in ("up", "down")}
-
-    def checked(gauge: go.Gauge) -> Any:
-        tx = go.quotient_adamw(1e-2, gauge)
-        grads = jax.grad(lambda p: jnp.sum(jnp.sin(p["up"] @ p["down"])))(params)
-        state = jax.eval_shape(tx.init, params) if type(gauge) is Product else tx.init(params)
-        return go.check(tx, state, params, grads)
-
+def test_a_law_that_a_gauge_breaks_is_named() -> None:
+    params, sound, broken = _params(), USERS, Forgotten("token", "position")
+    grads = jax.grad(_loss)(params)
+    tx = go.quotient_adamw(1e-2, sound)
+    assert len(go.check(tx, tx.init(params), params, grads).asymmetries) == 1
+    tx = go.quotient_adamw(1e-2, broken)
     with refused(r"break a law .*\n.*act\(inverse\(g\), act\(g, θ\)\) = θ"):
-        checked(Product("up", "down"))
-    assert len(checked(Whole("up", "down")).asymmetries) == 1
-    with refused("no method algebra"):
-        go.orbit.choose(lambda p: jnp.sum(p["up"] ** 4), params, Whole("up", "down"), optax.adam(0.1), progress=False)
+        go.check(tx, jax.eval_shape(tx.init, params), params, grads)

@@ -5,7 +5,6 @@ is read. What takes their place is checked here. Products with permutations have
 """
 
 import functools
-import itertools
 from typing import Any
 
 import jax
@@ -38,29 +37,21 @@ def _equal(a: Tree, b: Tree) -> bool:
 @everywhere
 def test_half_a_move_is_no_symmetry(case: GaugeCase, x64: None) -> None:
     """Any leaf that is left where it was changes the loss, so that every leaf listed is needed."""
-    params = case.params(jax.random.key(1))
-    loss = jit(case.loss)  # type: ignore[arg-type]
+    params, loss = case.params(jax.random.key(1)), jit(case.loss)  # type: ignore[arg-type]
     before = float(loss(params))
     gauge = next(gauge for gauge in case.gauges() if gauge.name == "permutation")
-    (key, n), *_ = [(k, e.shape) for k, e in gauge.identity(params).items()]
-    cycle = gauge.identity(params) | {key: jnp.broadcast_to(jnp.roll(jnp.arange(n[-1]), 1), n)}
-    moved, stored = leaves_by_path(gauge.act(cycle, params)), leaves_by_path(params)
-    changed = [path for path, x in moved.items() if not np.array_equal(x, stored[path])]
-    for path in (path for path in changed if not path.endswith("key/bias")):  # which softmax does not see at all
-        half = with_leaves(params, moved | {path: stored[path]})
-        assert abs(float(loss(half)) - before) > 1e-6 * abs(before), path
+    key, order = next(iter(gauge.identity(params).items()))
+    moved = leaves_by_path(gauge.act(gauge.identity(params) | {key: jnp.roll(order, 1, -1)}, params))
+    for path, x in leaves_by_path(params).items():
+        if not np.array_equal(x, moved[path]) and not path.endswith("key/bias"):  # which softmax does not see at all
+            assert abs(float(loss(with_leaves(params, moved | {path: x}))) - before) > 1e-6 * abs(before), path
 
 
-def test_an_element_is_an_order_per_copy() -> None:
+def test_samples_are_uniform_orders_per_copy() -> None:
     for case, shape in zip(DISCRETE_CASES[:3], ((5,), (2, 5), (3,)), strict=True):
-        (gauge,), params = case.gauges(), _params(case)
-        (order,) = gauge.sample(jax.random.key(0), params).values()
+        (order,) = case.gauges()[0].sample(jax.random.key(0), _params(case)).values()
         assert order.shape == shape and order.dtype == jnp.int32
-
-
-def test_samples_are_uniform() -> None:
-    gauge = go.permutation({"up": "_ channel"})
-    params = {"up": jnp.ones((2, 3))}
+    gauge, params = go.permutation({"up": "_ channel"}), {"up": jnp.ones((2, 3))}
     drawn = jax.vmap(lambda key: gauge.sample(key, params, 0.1)[""])(jax.random.split(jax.random.key(0), 6000))
     _, counts = np.unique(drawn, axis=0, return_counts=True)
     assert len(counts) == 6 and np.all(np.abs(counts - 1000) < 150)
@@ -69,8 +60,8 @@ def test_samples_are_uniform() -> None:
 @everywhere
 def test_nothing_is_vertical_and_nothing_is_read(case: GaugeCase) -> None:
     params = _params(case)
+    tangent = jax.tree.map(np.cos, params)
     for gauge in (gauge for gauge in case.gauges() if gauge.name == "permutation"):
-        tangent = jax.tree.map(np.cos, params)
         assert _equal(gauge.horizontal(params, tangent), tangent)
         assert not any(np.any(x) for x in jax.tree.leaves(gauge.vertical(params, tangent)))
         assert _equal(gauge.read(params), gauge.identity(params)) and gauge.coordinates(params) == {}
@@ -105,7 +96,8 @@ def test_adam_does_not_notice_and_its_state_moves_along() -> None:
 
 
 UP, DOWN = {"up": "_ channel"}, {"down": "channel _"}
-BOTH, SQUARE = go.product([go.permutation(UP | DOWN), go.rescale(UP, DOWN)]), {"up": np.eye(3), "down": np.eye(3)}
+SCALE, ORDER = go.rescale(UP, DOWN), go.permutation(UP | DOWN)
+BOTH, SQUARE = go.product([ORDER, SCALE]), {"up": np.eye(3), "down": np.eye(3)}
 test_malformed_permutations_are_refused = each_refused({
     "two names": (lambda: go.permutation({"query": "layer _ head _"}), r"no axis to permute(.|\n)*write axis='head'"),
     "another name": (lambda: go.permutation(UP, axis="unit"), "no axis 'unit'"),
@@ -115,8 +107,7 @@ test_malformed_permutations_are_refused = each_refused({
                         {"value": jnp.ones((4, 2, 3))}),
         r"permutes the axis of 'value' that head_rotation acts on"),
     "an inverse": (lambda: BOTH.inverse(BOTH.identity(SQUARE)), "no inverse of elements of a product"),
-    "a composition": (
-        lambda: BOTH.compose(BOTH.identity(SQUARE), BOTH.identity(SQUARE)), "no compose of elements of a product"),
+    "a composition": (lambda: BOTH.compose(BOTH.identity(SQUARE), None), "no compose of elements of a product"),
 })
 
 
@@ -125,9 +116,8 @@ def test_second_moments_move_under_a_scale_and_an_order() -> None:
     params = {"up": jnp.arange(1.0, 7.0).reshape(2, 3), "down": jnp.arange(1.0, 7.0).reshape(3, 2)}
     tx = optax.adam(1e-2)
     _, state = tx.update(params, tx.init(params), params)
-    scale, order = go.rescale(UP, DOWN), go.permutation(UP | DOWN)
-    moves = {scale: {"": jnp.array([1.0, 0.0, -1.0])}, order: {"": jnp.array([2, 0, 1])}}
-    for gauges in itertools.permutations((scale, order)):
+    moves = {SCALE: {"": jnp.array([1.0, 0.0, -1.0])}, ORDER: {"": jnp.array([2, 0, 1])}}
+    for gauges in ((SCALE, ORDER), (ORDER, SCALE)):
         moved = go.orbit.transport(state, params, gauges, tuple(moves[gauge] for gauge in gauges))[0]
         for path in params:
             np.testing.assert_allclose(moved.nu[path], 0.1 * jnp.square(moved.mu[path]), rtol=1e-5)

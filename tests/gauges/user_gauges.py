@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 import gauge_optax as go
-from gauge_optax.binding import Matched, bind, block_specs, leaves_by_path, with_leaves
+from gauge_optax.binding import bind, block_specs, leaves_by_path, with_leaves
 
 Tree = Any
 _REAL = float
@@ -29,35 +29,30 @@ class Translation(go.Gauge):
     effect: ClassVar[Any] = "shift"
     balancing: ClassVar[Any] = "shift"
 
-    def _found(self, params: Tree) -> Matched:
-        axes = "_ channel"
+    def _tables(self, params: Tree) -> tuple[jax.Array, jax.Array]:
+        axes, leaves = "_ channel", leaves_by_path(params)
         specs = block_specs(self.name, "tokens", {self.tokens: axes})
         specs += block_specs(self.name, "positions", {self.positions: axes})
-        return bind(self.name, specs, (), params)[0]
+        tokens, positions = bind(self.name, specs, (), params)[0].blocks
+        return leaves[tokens.path], leaves[positions.path]
 
     def act(self, element: Tree, params: Tree) -> Tree:
-        leaves = leaves_by_path(params)
-        moved = {}
-        for block in self._found(params).blocks:
-            sign = 1.0 if block.argument == "tokens" else -1.0
-            leaf = leaves[block.path]
-            moved[block.path] = block.write(leaf, (block.view(leaf) + sign * element[""][None]).astype(leaf.dtype))
-        return with_leaves(params, moved)
+        tokens, positions = self._tables(params)
+        moved = {self.tokens: tokens + element[""][None], self.positions: positions - element[""][None]}
+        return with_leaves(params, {path: x.astype(leaves_by_path(params)[path].dtype) for path, x in moved.items()})
 
     def read(self, params: Tree) -> Tree:
-        block = self._found(params).blocks[1]
-        return {"": -jnp.mean(jnp.asarray(block.view(leaves_by_path(params)[block.path]), _REAL), 0)}
+        return {"": -jnp.mean(jnp.asarray(self._tables(params)[1], _REAL), 0)}
 
     def logarithm(self, element: Tree) -> Tree:
         return element
 
     def balance(self, params: Tree) -> Tree:  # the sum over rows of |t + u|² and |p − u|² is least
-        leaves = leaves_by_path(params)
-        tokens, positions = (jnp.asarray(b.view(leaves[b.path]), _REAL) for b in self._found(params).blocks)
+        tokens, positions = (jnp.asarray(x, _REAL) for x in self._tables(params))
         return {"": (jnp.sum(positions, 0) - jnp.sum(tokens, 0)) / (len(tokens) + len(positions))}
 
     def _shape(self, params: Tree) -> tuple[int, ...]:
-        return (dict(self._found(params).sizes)["channel"],)
+        return self._tables(params)[0].shape[1:]
 
     def sample(self, key: jax.Array, params: Tree, scale: float = 1.0) -> Tree:
         return {"": jax.random.uniform(key, self._shape(params), _REAL, -scale, scale)}

@@ -13,7 +13,7 @@ import pytest
 
 import gauge_optax as go
 from gauge_optax.binding import leaves_by_path, with_leaves
-from gauge_optax.parts.part import Part
+from gauge_optax.parts.part import Constant, Part, Size, Turn
 from gauge_optax.parts.stream import Stream
 from models import lm
 from tests.cases import FLAT_CASES, GAUGE_CASES, GaugeCase, _lm_params
@@ -74,6 +74,17 @@ def test_a_norms_own_gradient_beside_a_rotation_of_the_stream(x64: None) -> None
 
 
 # The interface ------------------------------------------------------------------------------------------------
+
+
+def _own_members(cls: type) -> set[str]:
+    return {name for name in (*vars(cls), *vars(cls).get("__annotations__", ())) if not name.startswith("_")}
+
+
+def test_the_center_is_small() -> None:
+    """A feature registers its rule in its own file, and adds no member here: there were 77 once."""
+    members = _own_members(Part)
+    assert len(members) <= 17
+    assert all(len(_own_members(role) - members - {"last"}) <= 4 for role in (Constant, Size, Turn))
 
 
 KIND = re.compile(

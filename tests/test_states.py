@@ -58,6 +58,8 @@ OTHERS: dict[str, tuple[list[Gauge], dict[str, Any], str]] = {  # gauges, shapes
     "fewer": (GAUGES[:1], {}, "a state of other gauges"),
     "none": ([], {}, OTHER_GAUGES),
     "others": ([RESCALE, TURN, go.scale_invariant({"gate": "_ channel"})], {}, OTHER_GAUGES),
+    "swapped": ([TURN, go.rescale({"up": "_ channel"}, {"under": "channel _"}),
+                 go.rescale({"gate": "_ channel"}, {"down": "channel _"})], {}, "a state of other gauges"),
     "resized": (GAUGES, {"up": (3, 5), "down": (5, 2)}, "a state of other gauges"),
     "reshaped": (GAUGES, {"heads": (3, 8)}, "head_rotation: wrong rank at 'heads'"),
 }
@@ -65,7 +67,8 @@ OTHERS: dict[str, tuple[list[Gauge], dict[str, Any], str]] = {  # gauges, shapes
 
 @pytest.mark.filterwarnings("ignore:an empty list of gauges")
 @pytest.mark.parametrize(("name", "other"), [
-    *((name, other) for name in FRAMED for other in OTHERS), ("scale_by_opposite_gram", "fewer")
+    *((name, other) for name in FRAMED for other in OTHERS),
+    *(("scale_by_opposite_gram", other) for other in ("fewer", "swapped")),
 ])
 def test_a_state_of_other_gauges_or_shapes_is_refused(name: str, other: str) -> None:
     gauges, shapes, said = OTHERS[other]

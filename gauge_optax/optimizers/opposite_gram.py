@@ -46,14 +46,15 @@ class OppositeInverses(NamedTuple):
     """What the increments of each side are multiplied by: inverses of the opposite side's Gram matrices.
 
     Attributes:
-      scales: per scale with two sides, a pair of arrays: what multiplies increments of `up`, and what multiplies those
-        of `down`, a number per channel.
-      linear: per linear gauge, a pair of arrays: what multiplies increments of `left`, and what multiplies those of
-        `right`, a matrix per head (*shape, d, d); with `diagonal`, the diagonals of these matrices, (*shape, d).
+      scales: label of a scale with two sides → a pair of arrays: what multiplies increments of `up`, and what
+        multiplies those of `down`, a number per channel.
+      linear: label of a linear gauge's part → a pair of arrays: what multiplies increments of `left`, and what
+        multiplies those of `right`, a matrix per head (*shape, d, d); with `diagonal`, the diagonals of these matrices,
+        (*shape, d).
     """
 
-    scales: tuple[Pair, ...]
-    linear: tuple[Pair, ...]
+    scales: dict[str, Pair]
+    linear: dict[str, Pair]
 
 
 class ScaleByOppositeGramState(NamedTuple):
@@ -222,11 +223,11 @@ def _inverses(
         return damping * (trace / size if relative else jnp.ones_like(trace))
 
     scales, linear = two_sides(s)
-    channels = []
+    channels: dict[str, Pair] = {}
     for part in scales:
         up, down = _squares(part, point)
         p = float(part.degree)
-        channels.append((_power(down + added(down, 1), -1.0 / p), _power(up + added(up, 1), -p)))
+        channels[part.label] = _power(down + added(down, 1), -1.0 / p), _power(up + added(up, 1), -p)
     sides = [side for part in linear for side in _sides(part)[::-1]]
     inverses: dict[int, jax.Array] = {}
     if diagonal:
@@ -242,7 +243,7 @@ def _inverses(
             rows = jnp.stack([factors[k] for k in numbers])
             batch = inverse_gram(rows, added(jnp.sum(jnp.square(rows), (-2, -1)), shape[-1]))
             inverses |= zip(numbers, batch, strict=True)
-    return OppositeInverses(tuple(channels), tuple((inverses[k], inverses[k + 1]) for k in range(0, len(sides), 2)))
+    return OppositeInverses(channels, {x.label: (inverses[2 * k], inverses[2 * k + 1]) for k, x in enumerate(linear)})
 
 
 def _sides(part: Any) -> tuple[Any, Any]:
@@ -268,12 +269,12 @@ def _corrected(s: Slice, inverses: OppositeInverses, vectors: Arrays) -> Arrays:
     """Returns path → corrected increments, for the leaves that parts with two sides move."""
     scales, linear = two_sides(s)
     out = dict(vectors)
-    for part, channels in zip(scales, inverses.scales, strict=True):
-        for blocks, numbers in zip(_sides(part), channels, strict=True):
+    for part in scales:
+        for blocks, numbers in zip(_sides(part), inverses.scales[part.label], strict=True):
             for block in blocks:
                 out[block.path] = out[block.path] * block.spread(part.named, numbers, elsewhere=1.0)
-    for part, matrices in zip(linear, inverses.linear, strict=True):
-        for side, matrix in zip(_sides(part), matrices, strict=True):
+    for part in linear:
+        for side, matrix in zip(_sides(part), inverses.linear[part.label], strict=True):
             if matrix.ndim == len(side.shape) + 2:
                 out |= side.turned(out, matrix)
                 continue

@@ -486,6 +486,23 @@ def require_every(transformation: str, every: Any) -> None:
             "write every=1 for every step")
 
 
+def require_gauges_of_state(transformation: str, stored: Any, expected: Any) -> None:
+    """Raises ValueError unless what a state stores by gauge has the keys and the shapes of the optimizer's gauges.
+
+    Args:
+      transformation: its name, for the message.
+      stored: arrays of the state, a tree with a dict from keys that tell gauges of other leaves apart.
+      expected: a tree of arrays, or of their shapes, as `init` would store it.
+    """
+    found, wanted = (jax.tree.map(jnp.shape, tree) for tree in (stored, expected))
+    if found != wanted:
+        raise binding_error(
+            transformation, "a state of other gauges", f"{found}", f"{wanted}",
+            "give it the list that its state was made with, in that order, on leaves of those shapes; "
+            "or start anew: tx.init(params)",
+        )
+
+
 def _not_a_state(transformation: str, state: Any, kind: type, conversion: str) -> ValueError:
     """The error for a state without the fields of the class that `init` returns."""
     if not isinstance(state, Mapping | list):

@@ -40,6 +40,10 @@ ALL = FRAMED | {
     "scale_by_opposite_gram": lambda g: go.links.scale_by_opposite_gram(g, every=2),
     "add_gauge_decay": lambda g: go.add_gauge_decay(0.1, g),
 }
+TAKERS = ALL | {
+    "track": lambda g: go.measure.track(optax.sgd(0.1), g),
+    "hold_products": lambda g: go.orbit.hold_products(optax.sgd(0.1), [x for x in g if x is not TURN], "init"),
+}
 
 
 def _params(**other: Any) -> Tree:
@@ -68,13 +72,20 @@ OTHERS: dict[str, tuple[list[Gauge], dict[str, Any], str]] = {  # gauges, shapes
 @pytest.mark.filterwarnings("ignore:an empty list of gauges")
 @pytest.mark.parametrize(("name", "other"), [
     *((name, other) for name in FRAMED for other in OTHERS),
-    *(("scale_by_opposite_gram", other) for other in ("fewer", "swapped")),
+    *((name, other) for name in ("scale_by_opposite_gram", "track", "hold_products") for other in ("fewer", "swapped")),
 ])
 def test_a_state_of_other_gauges_or_shapes_is_refused(name: str, other: str) -> None:
     gauges, shapes, said = OTHERS[other]
     params = _params(**shapes)
     with refused(said):
-        ALL[name](gauges).update(params, _state(name), params)
+        TAKERS[name](gauges).update(params, TAKERS[name](GAUGES).init(_params()), params)
+
+
+def test_a_record_of_the_same_list_in_another_order_is_refused() -> None:
+    """It would give the figures of one `rescale` under the name of another."""
+    track, params = TAKERS["track"], _params()
+    with refused("track: a state of other gauges", "in that order"):
+        track([GAUGES[1], RESCALE]).update(params, track([RESCALE, GAUGES[1]]).init(params), params)
 
 
 @pytest.mark.parametrize("name", FRAMED)
@@ -140,7 +151,6 @@ def test_updates_of_other_shapes_are_refused(name: str) -> None:
 
 
 PARAMS = {"up": jnp.ones((2, 3)), "down": jnp.ones((3, 4))}
-TAKERS = ALL | {"track": lambda g: go.measure.track(optax.sgd(0.1), g)}
 
 
 @pytest.mark.parametrize("name", ["quotient", "ddc_adamw", "quotient_muon", "track"])

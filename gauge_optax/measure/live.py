@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import optax
 
 from gauge_optax.binding import leaves_by_path
+from gauge_optax.gauges.bound import Bound
 from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.linalg import real_dtype
 from gauge_optax.measure._recording import recorded
@@ -30,6 +31,7 @@ from gauge_optax.transformation import (
     layout,
     placeholder,
     require_every,
+    require_gauges_of_state,
     require_numbers,
     transformation,
     with_gauges_of,
@@ -147,13 +149,14 @@ class TrackState(NamedTuple):
     Attributes:
       inner_state: the optimizer's state.
       taken: number of steps so far.
-      start: the log-scales and shifts that were read from the anchors at `init`. Drift is the difference from them.
+      start: gauge → the log-scales and shifts that were read from the anchors at `init`. Drift is the difference from
+        them. The key of a gauge is its place in the list and the label of its first part, which depends on its leaves.
       metrics: the last record.
     """
 
     inner_state: optax.OptState
     taken: jax.Array
-    start: Any
+    start: dict[str, Any]
     metrics: Metrics
 
 
@@ -206,7 +209,7 @@ def track(
 
     def init(params: optax.Params) -> TrackState:
         sharding = layout(params)
-        start = sharding.run(group.coordinates, params)
+        start = sharding.run(lambda p: _by_gauge(group._bound(p), group.coordinates(p)), params)
         shapes = jax.eval_shape(lambda p, s: sharding.run(_metrics, group, layers, p, s, p, p, 0), params, start)
         return TrackState(inner.init(params), jnp.zeros((), jnp.int32), start, zeros_of(shapes))
 
@@ -291,15 +294,16 @@ def _slice_norms(
 
 
 def _metrics(
-    group: Product, layers: Collection[str], params: Any, start: Any, gradient: Any, update: Any, step: Any
+    group: Product, layers: Collection[str], params: Any, start: dict[str, Any], gradient: Any, update: Any, step: Any
 ) -> Metrics:
     b = group._bound(params)
     norms, elements, point, slice_update = _slice_norms(b.slice, layers, params, gradient, update)
     drift, turns = Arrays(), Arrays()
-    coordinates, angles = b.coordinates(elements), turning(b, point, slice_update)
-    for label, copies, now, at_init, angle in zip(labels(group), b.copies, coordinates, start, angles, strict=True):
+    coordinates, angles = _by_gauge(b, b.coordinates(elements)), turning(b, point, slice_update)
+    require_gauges_of_state("track", start, coordinates)
+    for label, copies, (at, now), angle in zip(labels(group), b.copies, coordinates.items(), angles, strict=True):
         named = {copy.key: copy.named for copy in copies}
-        for key, x in jax.tree.map(jnp.subtract, now, at_init).items():
+        for key, x in jax.tree.map(jnp.subtract, now, start[at]).items():
             if isinstance(x, Mapping):  # a shift has an array per leaf
                 for path, shift in leaves_by_path(x).items():
                     drift[labelled(label, f"{key}/{path}" if key else path)] = _extreme(shift, None)
@@ -312,6 +316,12 @@ def _metrics(
     return Metrics(
         jnp.asarray(step, jnp.int32), Figures.of(drift), Figures.of(turns), *norms, asymmetry=Figures.of(asymmetry)
     )
+
+
+def _by_gauge(b: Bound, coordinates: Any) -> dict[str, Any]:
+    """The coordinates by gauge, as in `TrackState.start`: records name a gauge by its place among those of its kind."""
+    keys = (f"{place}: {copies[0].parts[0].label}" for place, copies in enumerate(b.copies))
+    return dict(zip(keys, coordinates, strict=True))
 
 
 def labels(group: Product) -> list[str]:

@@ -32,6 +32,7 @@ from gauge_optax.transformation import (
     placeholder,
     require_choice,
     require_every,
+    require_gauges_of_state,
     transformation,
 )
 from gauge_optax.xla import cond, zeros_of
@@ -172,13 +173,7 @@ def scale_by_opposite_gram(
         if always:
             inverses = inverses_at(s, params)
         else:
-            expected = jax.tree.map(jnp.shape, jax.eval_shape(lambda: inverses_at(s, params)))
-            if (stored := jax.tree.map(jnp.shape, state.gauges)) != expected:
-                raise binding_error(
-                    _NAME, "a state of other gauges", f"{stored}", f"{expected}",
-                    "give it the list that its state was made with, on leaves of those shapes; or start anew: "
-                    "tx.init(params)",
-                )
+            require_gauges_of_state(_NAME, state.gauges, jax.eval_shape(lambda: inverses_at(s, params)))
             inverses = cond(state.age == 0, lambda: inverses_at(s, params), lambda: state.gauges)
             state = ScaleByOppositeGramState(inverses, jnp.where(state.age + 1 < every, state.age + 1, 0))
         return in_dtype_of(updates, _corrected(s, inverses, s.vectors(updates))), state

@@ -32,6 +32,7 @@ from gauge_optax.transformation import (
     in_dtype_of,
     placeholder,
     require_choice,
+    require_gauges_of_state,
     stepped,
     transformation,
     with_gauges_of,
@@ -224,12 +225,15 @@ def hold_products(
                 gauge_of[path] = part.name
         if squared is not None:
             _require_channels(group.gauges[0], squared, params)
-        logs = {_label(part, params): log_products(part, params) for part in group.gauges}
+        logs = _logs(group.gauges, params)
         frozen = dict.fromkeys(sorted(frozen_beside_others(_NAME, inner, params)), ())
         return HoldProductsState(inner.init(params), HeldProducts(logs) if kind == "init" else (), frozen)
 
     def update(updates: Any, state: HoldProductsState, params: Any, **extra: Any) -> tuple[Any, HoldProductsState]:
         max_logits: Sequence[Any] = [None] * len(group.gauges)
+        if kind == "init":
+            stored = state.sizes.logs if isinstance(state.sizes, HeldProducts) else {}  # of another `kind`
+            require_gauges_of_state(_NAME, stored, jax.eval_shape(lambda: _logs(group.gauges, params)))
         if capped is not None and extra.get("max_logits") is not None:
             max_logits, further = capped.split(extra.pop("max_logits"), inner, params)
             extra |= {"max_logits": further} if further else {}
@@ -292,6 +296,11 @@ def _with_leaf_of(frozen: Collection[str], gauges: Sequence[Gauge], params: Any)
     """The keys of copies that move a leaf of `frozen`."""
     copies = (copy for gauge in gauges if frozen for of_gauge in gauge._bound(params).copies for copy in of_gauge)
     return {copy.key for copy in copies if any(b.path in frozen for b in copy.blocks)}
+
+
+def _logs(gauges: Sequence[Gauge], params: Any) -> dict[str, Element]:
+    """What `HeldProducts` keeps."""
+    return {_label(gauge, params): log_products(gauge, params) for gauge in gauges}
 
 
 def _label(gauge: Gauge, params: Any) -> str:

@@ -248,7 +248,7 @@ def _from_slice(s: Slice, a: Any, b: Any, known: Mapping[Any, Any]) -> _Path:
         path.move(part, e)
     free = [part for part in _order(s) if part not in known]
     undetermined = [part for part in free if is_compact(part)]
-    _move_each(path, undetermined, "all")
+    _move_each(path, undetermined, before_others=True)
     _take_turns(path, undetermined)
     for part, e, _, _ in reversed(there.parts):
         path.move(part, e)
@@ -258,36 +258,28 @@ def _from_slice(s: Slice, a: Any, b: Any, known: Mapping[Any, Any]) -> _Path:
 
 
 def _take_turns(path: _Path, parts: Sequence[Any]) -> None:
-    """Repeats rounds of `_move_each` until the distance no longer falls.
-
-    A round compares each pair of heads after the rotation that brings the two nearest. If such a round does not lower
-    the distance, it is undone, and a round that compares heads in their current basis is tried.
-    """
+    """Repeats rounds of `_move_each` until the distance no longer falls."""
     for _ in range(_MOST_ROUNDS):
         before, kept = path.distance, path.kept()
         if before <= _roundoff(path.target):
             return
-        for unknown in ("renumbered", "none"):
-            _move_each(path, parts, unknown)
-            if path.distance < (1.0 - _LEAST_FALL) * before:
-                break
+        _move_each(path, parts)
+        if not path.distance < (1.0 - _LEAST_FALL) * before:
             path.back_to(kept)
-        else:
             return
 
 
-def _move_each(path: _Path, parts: Sequence[Any], unknown: str) -> None:
+def _move_each(path: _Path, parts: Sequence[Any], before_others: bool = False) -> None:
     """Moves the point by the nearest element of each of these parts in turn.
 
     Args:
       path: the path, which becomes longer.
       parts: the parts, in the order in which they take turns.
-      unknown: which later rotations and permutations are passed to `nearest` as `others`, so that a part's element does
-        not depend on theirs: "all", "renumbered" (those whose elements this part renumbers) or "none".
+      before_others: whether an element is sought that does not depend on those of later rotations and permutations.
+        This may lead away from the target, until they have followed.
     """
     for at, part in enumerate(parts):
-        later = [other for other in parts[at + 1 :] if is_compact(other)]
-        others = [other for other in later if unknown == "all" or (unknown == "renumbered" and renumbers(part, other))]
+        others = [other for other in parts[at + 1 :] if before_others and is_compact(other)]
         kept, before = path.kept(), _distance_on(path, changed(part))
         path.move(part, nearest(part, path.target, path.point, others))
         if not others and not _distance_on(path, changed(part)) <= before:  # a NaN is no improvement either

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 Tree = TypeVar("Tree")
 
@@ -73,6 +74,28 @@ def computed_twice(numbers: jax.Array) -> jax.Array:
     peak from 1.37 to 1.27.
     """
     return jax.lax.select(jnp.abs(numbers) > 0, numbers, -numbers)
+
+
+def unseen(tree: Tree) -> Tree:
+    """Returns a tree in which NumPy arrays of 64-bit numbers are copies, which no program knows.
+
+    While JAX keeps a program without 64-bit numbers that closes over such an array, as a user's compiled step over a
+    batch, it reads that very array in 32 bits under `jax.enable_x64(True)` too. Programs then refuse it, with an error
+    of the runtime or of the lowering (JAX 0.10.2). Leaves that are one array share one copy.
+
+    Args:
+      tree: a pytree.
+    """
+    copies: dict[int, np.ndarray] = {}
+
+    def copied(x: Any) -> Any:
+        if isinstance(x, np.ndarray) and x.dtype.itemsize >= 8:
+            if id(x) not in copies:
+                copies[id(x)] = x.copy()
+            return copies[id(x)]
+        return x
+
+    return jax.tree.map(copied, tree)
 
 
 # Inside `jax.shard_map` an array's type says over which axes of the mesh it varies, that is, along which axes devices

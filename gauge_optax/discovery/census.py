@@ -27,6 +27,7 @@ from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauge, Gauges, product
 from gauge_optax.linalg import singular_vectors
 from gauge_optax.transformation import require_no_tracers
+from gauge_optax.xla import unseen
 
 _CHUNK = 128  # rows of the Jacobian that are computed at once
 _MOST = 12_000  # models of at most so many parameters are counted at once, larger ones in blocks
@@ -230,11 +231,12 @@ def census(
         raise binding_error(
             "census", "too few probes", f"probes={probes}", "0, or at least 2, for a standard error", "pass probes=2"
         )
+    params, batches = unseen((params, batches))
+    dtypes = {path: jnp.result_type(x) for path, x in leaves_by_path(params).items()}
     with jax.enable_x64(True):
         arrays = {p: x for p, x in real_leaves("census", params).items() if checks.is_float(x)}
         stored = {p: np.asarray(x, np.float64) for p, x in arrays.items()}
         total, parts = sum(x.size for x in stored.values()), product(gauges).gauges if gauges else ()
-        dtypes = {path: x.dtype for path, x in arrays.items()}
         plain = in_double(lambda x, batch: fn(with_leaves(params, x), batch), stored, dtypes, batches[0])
         if outputs is None and any(part.name == "logit_shift" for part in parts):
             outputs = "logits"

@@ -38,8 +38,8 @@ def in_double(fn: Function, leaves: Leaves, dtypes: Mapping[str, Any], batch: An
 
     Returns:
       A function of float64 leaves and a batch. If `fn` computes everything that depends on the leaves in float64 when
-      its inputs are float64, it is `fn` on such inputs. Otherwise it evaluates the jaxpr of `fn` for the user's dtypes,
-      with every float as a float64.
+      its inputs are float64, and compiles, it is `fn` on such inputs. Otherwise it evaluates the jaxpr of `fn` for the
+      user's dtypes, with every float as a float64.
 
     Raises:
       ValueError: random numbers from a key that fn captures; a captured variable that fn changes; integer products of
@@ -82,12 +82,14 @@ def in_double(fn: Function, leaves: Leaves, dtypes: Mapping[str, Any], batch: An
         return eqn.primitive.name == "reduce_precision" or any(_wide(x) != x for x in _float_dtypes(eqn))
 
     try:
-        if not any(low(eqn) for eqn, _ in _checked(plain, leaves, batch)):
+        checked, constants = _checked(plain, leaves, batch)
+        doubtful = any(isinstance(x, np.ndarray) and x.dtype.itemsize == 4 for x in constants)
+        if not any(low(eqn) for eqn, _ in checked) and not (doubtful and not _lowers(plain, leaves, batch)):
             return plain
     except (TypeError, ValueError):
         pass  # float64 does not fit a dtype that fn fixes, such as that of a loop's carry
     with jax.enable_x64(wide):
-        checked = _checked(given, *as_given(leaves, batch))
+        checked, _ = _checked(given, *as_given(leaves, batch))
     for eqn, where in checked:
         if eqn.primitive.name in _FIXED:
             raise _fixed_precision(eqn, where)
@@ -97,6 +99,15 @@ def in_double(fn: Function, leaves: Leaves, dtypes: Mapping[str, Any], batch: An
                 "a loop with a fixed number of steps, because derivatives that fn defines itself are in its precision",
                 "write jax.lax.scan or a fori_loop with constant bounds")
     return lifted
+
+
+def _lowers(fn: Function, leaves: Leaves, batch: Any) -> bool:
+    """Whether XLA takes fn. It does not if JAX reads an array that fn captures in too few bits: see `xla.unseen`."""
+    try:
+        jax.jit(fn).lower(leaves, batch)
+    except ValueError:
+        return False
+    return True
 
 
 def _narrow(x: Any) -> Any:
@@ -112,8 +123,8 @@ def _of_kind(x: Any, dtype: Any) -> Any:
     return jnp.asarray(x, dtype) if isinstance(dtype, np.dtype) and dtype.kind in "iu" else x
 
 
-def _checked(fn: Function, leaves: Any, batch: Any) -> list[tuple[Any, str]]:
-    """The equations whose inputs depend on the leaves, with their source lines.
+def _checked(fn: Function, leaves: Any, batch: Any) -> tuple[list[tuple[Any, str]], Sequence[Any]]:
+    """The equations whose inputs depend on the leaves, with their source lines; and the arrays that fn captures.
 
     Raises:
       ValueError: fn changes a captured variable, uses random numbers from a captured key, or multiplies integers of
@@ -145,7 +156,7 @@ def _checked(fn: Function, leaves: Any, batch: Any) -> list[tuple[Any, str]]:
                     "a quantized product inside fn", f"{dtype} into `{eqn.primitive.name}`{where}",
                     "products of floating-point numbers: rounding to integers breaks every continuous symmetry",
                     "pass the model before quantization")
-    return [(eqn, where) for eqn, mark, where in marked if mark & _LEAVES]
+    return [(eqn, where) for eqn, mark, where in marked if mark & _LEAVES], closed.consts
 
 
 def _mark(jaxpr: core.Jaxpr, marks: Sequence[int], marked: list[tuple[Any, int, str]], within: str = "") -> list[int]:

@@ -40,6 +40,7 @@ from gauge_optax.discovery.write import Unwritable, shift_call, write_shift_call
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauge
 from gauge_optax.transformation import require_no_tracers
+from gauge_optax.xla import unseen
 
 _POINTS = 5  # points with gradients: at one alone, units may be dead, and their moves only seem to be symmetries
 _CLOSE = 12  # by their gradients many symmetries nearly hold; at most so many are tried by a finite move
@@ -243,7 +244,8 @@ def discover(
     Reference: ours; docs/design.md, "Gauges found".
     """
     require_no_tracers("discover", params, batches)
-    batches = checks.checked_batches(batches, outputs, near, seed)
+    batches = unseen(checks.checked_batches(batches, outputs, near, seed))
+    params = jax.tree.map(_as_read, params)
     checks.check_function(fn, params, batches)
     tree = leaves_by_path(params)
     shallow = shallower(fn, params, batches[0]) if sum(map(np.size, tree.values())) > LARGE else None
@@ -253,6 +255,11 @@ def discover(
                 return _discovered(fn, params, shallow, batches, outputs, near, seed, bar)
             bar.reset(total=8)
         return _discovered(fn, params, None, batches, outputs, near, seed, bar)
+
+
+def _as_read(leaf: Any) -> Any:
+    """A NumPy array in the dtype in which a program reads it, without 64 bits unless they are enabled; or the leaf."""
+    return leaf.astype(jax.dtypes.canonicalize_dtype(leaf.dtype), copy=False) if isinstance(leaf, np.ndarray) else leaf
 
 
 def _discovered(

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import optax
 
 from gauge_optax.binding import leaves_by_path
-from gauge_optax.gauges.bound import Bound
 from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.linalg import real_dtype
 from gauge_optax.measure._recording import recorded
@@ -149,15 +148,16 @@ class TrackState(NamedTuple):
     Attributes:
       inner_state: the optimizer's state.
       taken: number of steps so far.
-      start: gauge → the log-scales and shifts that were read from the anchors at `init`. Drift is the difference from
-        them. The key of a gauge is its place in the list and the label of its first part, which depends on its leaves.
+      start: the log-scales and shifts that were read from the anchors at `init`. Drift is the difference from them.
       metrics: the last record.
+      gauges: place in the list and label of a gauge → (), for every gauge: their names as a pytree without arrays.
     """
 
     inner_state: optax.OptState
     taken: jax.Array
-    start: dict[str, Any]
+    start: Any
     metrics: Metrics
+    gauges: dict[str, tuple[()]]
 
 
 def track(
@@ -209,11 +209,13 @@ def track(
 
     def init(params: optax.Params) -> TrackState:
         sharding = layout(params)
-        start = sharding.run(lambda p: _by_gauge(group._bound(p), group.coordinates(p)), params)
+        start = sharding.run(group.coordinates, params)
         shapes = jax.eval_shape(lambda p, s: sharding.run(_metrics, group, layers, p, s, p, p, 0), params, start)
-        return TrackState(inner.init(params), jnp.zeros((), jnp.int32), start, zeros_of(shapes))
+        return TrackState(inner.init(params), jnp.zeros((), jnp.int32), start, zeros_of(shapes), _known(group, params))
 
     def update(updates: Any, state: TrackState, params: Any, **extra: Any) -> tuple[Any, TrackState]:
+        require_gauges_of_state("track", state.gauges, _known(group, params))
+
         def step(gradient: optax.Updates) -> tuple[optax.Updates, optax.OptState]:
             return inner.update(gradient, state.inner_state, params, **extra)
 
@@ -221,10 +223,11 @@ def track(
             return _metrics(group, layers, params, state.start, updates, steps, state.taken)
 
         steps, inner_state, metrics = recorded(step, record, state.metrics, updates, state.taken, every)
-        return steps, TrackState(inner_state, optax.safe_increment(state.taken), state.start, metrics)
+        taken = optax.safe_increment(state.taken)
+        return steps, state._replace(inner_state=inner_state, taken=taken, metrics=metrics)
 
     def empty(params: Any) -> TrackState:
-        return TrackState(inner.init(params), *(placeholder(),) * 3)  # type: ignore[arg-type]
+        return TrackState(inner.init(params), *(placeholder(),) * 4)  # type: ignore[arg-type]
 
     return transformation("track", init, update, TrackState, empty, gauges=with_gauges_of(inner, group.gauges))
 
@@ -294,16 +297,15 @@ def _slice_norms(
 
 
 def _metrics(
-    group: Product, layers: Collection[str], params: Any, start: dict[str, Any], gradient: Any, update: Any, step: Any
+    group: Product, layers: Collection[str], params: Any, start: Any, gradient: Any, update: Any, step: Any
 ) -> Metrics:
     b = group._bound(params)
     norms, elements, point, slice_update = _slice_norms(b.slice, layers, params, gradient, update)
     drift, turns = Arrays(), Arrays()
-    coordinates, angles = _by_gauge(b, b.coordinates(elements)), turning(b, point, slice_update)
-    require_gauges_of_state("track", start, coordinates)
-    for label, copies, (at, now), angle in zip(labels(group), b.copies, coordinates.items(), angles, strict=True):
+    coordinates, angles = b.coordinates(elements), turning(b, point, slice_update)
+    for label, copies, now, at_init, angle in zip(labels(group), b.copies, coordinates, start, angles, strict=True):
         named = {copy.key: copy.named for copy in copies}
-        for key, x in jax.tree.map(jnp.subtract, now, start[at]).items():
+        for key, x in jax.tree.map(jnp.subtract, now, at_init).items():
             if isinstance(x, Mapping):  # a shift has an array per leaf
                 for path, shift in leaves_by_path(x).items():
                     drift[labelled(label, f"{key}/{path}" if key else path)] = _extreme(shift, None)
@@ -318,10 +320,9 @@ def _metrics(
     )
 
 
-def _by_gauge(b: Bound, coordinates: Any) -> dict[str, Any]:
-    """The coordinates by gauge, as in `TrackState.start`: records name a gauge by its place among those of its kind."""
-    keys = (f"{place}: {copies[0].parts[0].label}" for place, copies in enumerate(b.copies))
-    return dict(zip(keys, coordinates, strict=True))
+def _known(group: Product, params: Any) -> dict[str, tuple[()]]:
+    """`TrackState.gauges`. Records name a gauge by its place among those of its kind; a label depends on the leaves."""
+    return {f"{at}: {copies[0].parts[0].label}": () for at, copies in enumerate(group._bound(params).copies)}
 
 
 def labels(group: Product) -> list[str]:

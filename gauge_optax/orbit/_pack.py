@@ -32,6 +32,7 @@ from gauge_optax.linalg import rank_cutoff
 from gauge_optax.orbit.packing import choose_rows, constant_rows, packable, to_constant
 from gauge_optax.parts.part import Arrays, changed
 from gauge_optax.transformation import on_any_mesh
+from gauge_optax.xla import unseen
 
 Rows = Mapping[str, Mapping[str, Mapping[str, Any]]]
 """Leaf path → axes of the block → {"size": the number on the diagonal, "rows": one list of row numbers per head, or
@@ -322,6 +323,7 @@ def pack(
     Reference: van Nierop, Transformer models are gauge invariant, §3 and §6. Deviations: rows are chosen for a good
     condition number, the size is free, and rotary heads are packed too, one row per plane.
     """
+    params = unseen(params)
     on_tree = bind(gauges, params)
     every = list(itertools.chain(*on_tree.copies))
     copies = [copy for copy in every if packable(copy)]

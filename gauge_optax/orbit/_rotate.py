@@ -29,6 +29,7 @@ from gauge_optax.orbit.rotations import misfit, on_leaf, random_rotation, with_b
 from gauge_optax.parts.part import changed
 from gauge_optax.slice import Elements
 from gauge_optax.transformation import on_any_mesh, require_key, require_no_tracers
+from gauge_optax.xla import unseen
 
 Params = TypeVar("Params")
 
@@ -93,6 +94,7 @@ def rotate(
     if key is not None:
         require_key(_NAME, key)
     before = None if fn is None else jax.tree.map(np.asarray, fn(params, batch))
+    params, by = unseen((params, by))
     with jax.enable_x64(True):
         on_tree, leaves = group._bound(params), leaves_by_path(params)
         added = on_tree.whole.added

@@ -37,7 +37,7 @@ from gauge_optax.transformation import (
     require_values,
 )
 from gauge_optax.wrapped import transformations_of
-from gauge_optax.xla import quick_options
+from gauge_optax.xla import quick_options, unseen
 
 # Bits of the mantissas of a gradient → the largest asymmetry that roundoff explains. tests/tolerances.py has measured
 # asymmetries of right and of wrong gauges.
@@ -337,6 +337,7 @@ def _in_double(
         p = with_leaves(params, leaves)
         return [loss_fn(p) if batch is None else loss_fn(p, batch)]
 
+    params, batch = unseen((params, batch))
     dtypes = {path: jnp.result_type(leaf) for path, leaf in leaves_by_path(params).items()}
     with jax.enable_x64(True):
         doubled = {

@@ -25,7 +25,7 @@ from gauge_optax.gauges.gauge import Gauge, product
 from gauge_optax.parts.matrices import matrices_of
 from gauge_optax.transformation import GaugeTransformation, LeafRule
 from gauge_optax.wrapped import walk
-from gauge_optax.xla import quick_options
+from gauge_optax.xla import quick_options, unseen
 
 _ROUNDOFF = 1e-12  # a step below this share of a leaf's norm is roundoff, in float64
 _DECAY = (
@@ -369,7 +369,7 @@ def _without_gradient(tx: Any, params: Any, compiler: Executor) -> Callable[[], 
         return np.asarray(leaf, np.float64) if jnp.issubdtype(jnp.result_type(leaf), jnp.floating) else leaf
 
     first = lambda p: tx.update(jax.tree.map(jnp.zeros_like, p), tx.init(p), p)[0]  # noqa: E731
-    doubles = jax.tree.map(double, params)
+    doubles = unseen(jax.tree.map(double, params))
     with jax.enable_x64(True):  # float32 cannot tell a decay of 1e-6 per step from roundoff
         traced = jax.jit(first).lower(doubles)
     program = compiler.submit(traced.compile, compiler_options=quick_options())

@@ -1,0 +1,61 @@
+"""What computes in 64 bits works beside a user's compiled program that closes over the same NumPy arrays.
+
+In every later call JAX reads such an array in the 32 bits of that program, and the caller gets an error of the runtime.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gauge_optax as go
+
+Tree = Any
+HEADS = go.head_rotation({"value": "_ head basis", "out": "head basis _"})
+FACTORS = go.head_linear({"value": "_ head basis"}, {"out": "head basis _"})
+
+
+def _net() -> tuple[Tree, list[np.ndarray], Callable[[Tree, Any], jax.Array]]:
+    """Weights in float64, batches of tokens in int64, and a function that closes over a mask in float64."""
+    draw = np.random.default_rng(0)
+    shapes = {"embed": (5, 6), "up": (6, 6), "value": (6, 2, 3), "out": (2, 3, 4)}
+    params, mask = {path: draw.normal(size=shape) for path, shape in shapes.items()}, draw.normal(size=6)
+
+    def fn(p: Tree, tokens: Any) -> jax.Array:
+        x = jax.nn.relu(jnp.asarray(p["embed"])[tokens] @ p["up"]) * mask
+        return jnp.einsum("bti,ihd,hdo->bto", x, p["value"], p["out"])
+
+    return params, list(draw.integers(0, 5, (2, 12, 8))), fn
+
+
+TX = go.quotient(optax.adamw(0.1), HEADS)
+
+
+def _check(p: Tree, x: Any, fn: Any, loss: Any, **given: Any) -> Any:
+    return go.check(TX, TX.init(p), p, jax.grad(lambda q: jnp.sum(fn(q, x)))(p), loss_fn=loss, **given)
+
+
+CALLS: dict[str, Callable[[Tree, list[np.ndarray], Any], Any]] = {
+    "discover": lambda p, x, fn: go.discover(fn, p, x, "predictions", progress=False),
+    "census": lambda p, x, fn: go.measure.census(fn, p, x, HEADS, outputs="predictions", progress=False),
+    "check": lambda p, x, fn: _check(p, x[0], fn, lambda q, b: jnp.sum(fn(q, b)), batch=x[0]),
+    "check of a loss with its batch": lambda p, x, fn: _check(p, x[0], fn, lambda q: jnp.sum(fn(q, x[0]))),
+    "plan": lambda p, x, fn: go.plan(TX, p),
+    "rotate": lambda p, x, fn: go.orbit.rotate(p, HEADS, "random"),
+    "pack": lambda p, x, fn: go.orbit.pack(p, FACTORS),
+    "canonicalize": lambda p, x, fn: go.orbit.canonicalize(p, HEADS),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("width", [np.float64, np.float32])
+def test_arrays_that_a_kept_program_closes_over(name: str, width: Any) -> None:
+    params, batches, fn = _net()
+    params = jax.tree.map(width, params)
+    kept = jax.jit(lambda: [fn(params, x) for x in batches])
+    kept()
+    CALLS[name](params, batches, fn)

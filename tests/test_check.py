@@ -283,6 +283,7 @@ def _on(*decaying: str) -> Callable[[Any], Any]:
     return lambda p: {path: path in decaying for path in p}
 
 
+@pytest.mark.slow_rows("*-False[12]")
 @pytest.mark.parametrize(("mask", "grows"), [
     (_on("scale", "up"), True), (_on("up", "down"), False), (_on("scale", "shift", "up"), False), (_on(), False),
 ])

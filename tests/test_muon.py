@@ -223,7 +223,7 @@ BOUND = {
 }
 
 
-@pytest.mark.slow_rows("*-float64-*", "*-bfloat16-rescale", "[!q]*-bfloat16-heads", "*, *-heads", "[hms]*-heads", "ddc_muon, *")
+@pytest.mark.slow_rows("ddc_muon, *", "*-float64-*", "*-bfloat16-rescale", "[!q]*-bfloat16-heads", "[hms]*-heads")
 @pytest.mark.parametrize("gauge", BOUND)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 @pytest.mark.parametrize("name", TINY)

@@ -232,7 +232,7 @@ def census(
             "census", "too few probes", f"probes={probes}", "0, or at least 2, for a standard error", "pass probes=2"
         )
     params, batches = unseen((params, batches))
-    dtypes = {path: jnp.result_type(x) for path, x in leaves_by_path(params).items()}
+    dtypes = {p: jnp.result_type(x) for p, x in real_leaves("census", params).items() if checks.is_float(x)}
     with jax.enable_x64(True):
         arrays = {p: x for p, x in real_leaves("census", params).items() if checks.is_float(x)}
         stored = {p: np.asarray(x, np.float64) for p, x in arrays.items()}

@@ -37,19 +37,19 @@ def _opposite_gram(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Out
         return state, after
     b = move.group._bound(move.params)
     elements, (scales, matrices) = b.elements(move.element), two_sides(b.slice)
-    if matrices and inverses.linear[0][0].ndim == len(matrices[0].shape) + 1:
+    if matrices and inverses.linear[matrices[0].label][0].ndim == len(matrices[0].shape) + 1:
         # The state has diagonals only, which a change of basis mixes. Age 0 makes the next update compute them again.
         return state._replace(age=jnp.zeros_like(state.age)), after
-    channels = []
-    for part, (up, down) in zip(scales, inverses.scales, strict=True):
-        alpha = elements[part.label]
-        channels.append((up * jnp.square(alpha), down * jnp.square(part.down_factor(alpha))))
-    linear = []
-    for part, (left, right) in zip(matrices, inverses.linear, strict=True):
+    channels, linear = {}, {}
+    for part in scales:
+        alpha, (up, down) = elements[part.label], inverses.scales[part.label]
+        channels[part.label] = up * jnp.square(alpha), down * jnp.square(part.down_factor(alpha))
+    for part in matrices:
         matrix, inverse = jnp.unstack(elements[part.label], axis=-3)
+        left, right = inverses.linear[part.label]
         moved_left = matmul(matmul(transpose(matrix), left), matrix)
-        linear.append((moved_left, matmul(matmul(inverse, right), transpose(inverse))))
-    return state._replace(gauges=type(inverses)(tuple(channels), tuple(linear))), after
+        linear[part.label] = moved_left, matmul(matmul(inverse, right), transpose(inverse))
+    return state._replace(gauges=type(inverses)(channels, linear)), after
 
 
 def _framed(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing]:

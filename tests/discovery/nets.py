@@ -92,6 +92,8 @@ def _stacked(gauge: Any) -> Gauge:
     options = {name: value for name, value in gauge.options if name in gauge._parameters and name != "norms"}
     if norms := dict(gauge.options).get("norms"):
         options["norms"] = [_stacked(norm) for norm in norms]
+    if tied := roles.pop("tied", None):  # of `norm_write_shift`, which may have no `write`
+        options["tied"] = tied
     return getattr(go, gauge.name)(*roles.values(), **options, sizes=dict(gauge.sizes) or None)
 
 

@@ -83,8 +83,9 @@ def in_double(fn: Function, leaves: Leaves, dtypes: Mapping[str, Any], batch: An
 
     try:
         checked, constants = _checked(plain, leaves, batch)
-        doubtful = any(isinstance(x, np.ndarray) and x.dtype.itemsize == 4 for x in constants)
-        if not any(low(eqn) for eqn, _ in checked) and not (doubtful and not _lowers(plain, leaves, batch)):
+        # Only a captured array in 32 bits can keep XLA from taking fn, and to try it takes as long as a trace.
+        certain = not any(isinstance(x, np.ndarray) and x.dtype.itemsize == 4 for x in constants)
+        if not any(low(eqn) for eqn, _ in checked) and (certain or _lowers(plain, leaves, batch)):
             return plain
     except (TypeError, ValueError):
         pass  # float64 does not fit a dtype that fn fixes, such as that of a loop's carry

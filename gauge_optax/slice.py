@@ -292,8 +292,7 @@ class Slice:
             found = f"states of version {', '.join(sorted(versions))}"
             problem, remedy = "a state of another version of this library", "start anew by tx.init(params)"
             raise binding_error("gauges", problem, found, f"version {VERSION}", remedy)
-        leaves = {p.label: {b.path: b.shape for b in p.blocks} for p in self.parts}
-        shapes = {label: ", ".join(f"{path} {n}" for path, n in of_part.items()) for label, of_part in leaves.items()}
+        shapes = self.leaves_by_label()
         raise binding_error(
             "gauges",
             "a state of other gauges",
@@ -302,6 +301,11 @@ class Slice:
             "give the optimizer the gauges that its state was made with, on leaves of those shapes; "
             "or start anew by tx.init(params)",
         )
+
+    def leaves_by_label(self) -> dict[str, str]:
+        """Part label → its leaves and their shapes, as messages show them: "up (3, 4), down (4, 3)"."""
+        leaves = {p.label: {b.path: b.shape for b in p.blocks} for p in self.parts}
+        return {label: ", ".join(f"{path} {n}" for path, n in of_part.items()) for label, of_part in leaves.items()}
 
     def check_norms(self) -> None:
         """Raises ValueError if a turn passes a norm's scale that no size makes 1, as the turn's `push` assumes."""

@@ -486,18 +486,20 @@ def require_every(transformation: str, every: Any) -> None:
             "write every=1 for every step")
 
 
-def require_gauges_of_state(transformation: str, stored: Any, expected: Any) -> None:
+def require_gauges_of_state(transformation: str, stored: Any, expected: Any, leaves: Mapping[str, str] = {}) -> None:
     """Raises ValueError unless what a state stores by gauge has the keys and the shapes of the optimizer's gauges.
 
     Args:
       transformation: its name, for the message.
       stored: arrays of the state, a tree with a dict from keys that tell gauges of other leaves apart.
       expected: a tree of arrays, or of their shapes, as `init` would store it.
+      leaves: label → the leaves that it stands for, for the message.
     """
     found, wanted = (jax.tree.map(jnp.shape, tree) for tree in (stored, expected))
     if found != wanted:
+        on = "".join(f"; {label} is on {text}" for label, text in leaves.items())
         raise binding_error(
-            transformation, "a state of other gauges", f"{found}", f"{wanted}",
+            transformation, "a state of other gauges", f"{found}", f"{wanted}{on}",
             "give it the list that its state was made with, in that order, on leaves of those shapes; "
             "or start anew: tx.init(params)",
         )

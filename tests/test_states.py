@@ -84,7 +84,7 @@ def test_a_state_of_other_gauges_or_shapes_is_refused(name: str, other: str) -> 
 def test_a_record_of_the_same_list_in_another_order_is_refused() -> None:
     """It would give the figures of one `rescale` under the name of another."""
     track, params = TAKERS["track"], _params()
-    with refused("track: a state of other gauges", "in that order"):
+    with refused("track: a state of other gauges", "is on up (3, 4)", "in that order"):
         track([GAUGES[1], RESCALE]).update(params, track([RESCALE, GAUGES[1]]).init(params), params)
 
 

@@ -177,7 +177,7 @@ class Bound:
         """
         leaves, added = leaves_by_path(params), self.whole.added
         values = {p: y - added[p] if np.any(added[p]) else y for p, y in x.items()}
-        return with_leaves(params, {p: y.astype(leaves[p].dtype) for p, y in values.items()})
+        return with_leaves(params, {p: y.astype(jnp.result_type(leaves[p])) for p, y in values.items()})
 
 
 def _of_copy(copy: Copy, elements: Mapping[str, Any]) -> list[Any]:

@@ -252,7 +252,7 @@ class Gauge(abc.ABC):
         s = self._bound(params).whole
         require_nonzero_norms("horizontal", s, leaves_by_path(params))
         leaves, parts = leaves_by_path(tangent), s.horizontal_at(params, tangent)
-        return with_leaves(tangent, {p: x.astype(leaves[p].dtype) for p, x in parts.items()})
+        return with_leaves(tangent, {p: x.astype(jnp.result_type(leaves[p])) for p, x in parts.items()})
 
     def coordinates(self, params: Any) -> Element:
         """The position of a point on its orbit: the logarithm of the element that it reads as, for scales and shifts.

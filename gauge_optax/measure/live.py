@@ -214,7 +214,8 @@ def track(
         return TrackState(inner.init(params), jnp.zeros((), jnp.int32), start, zeros_of(shapes), _known(group, params))
 
     def update(updates: Any, state: TrackState, params: Any, **extra: Any) -> tuple[Any, TrackState]:
-        require_gauges_of_state("track", state.gauges, _known(group, params))
+        known, leaves = _known(group, params), group._bound(params).slice.leaves_by_label()
+        require_gauges_of_state("track", state.gauges, known, leaves)
 
         def step(gradient: optax.Updates) -> tuple[optax.Updates, optax.OptState]:
             return inner.update(gradient, state.inner_state, params, **extra)

@@ -173,7 +173,8 @@ def scale_by_opposite_gram(
         if always:
             inverses = inverses_at(s, params)
         else:
-            require_gauges_of_state(_NAME, state.gauges, jax.eval_shape(lambda: inverses_at(s, params)))
+            expected = jax.eval_shape(lambda: inverses_at(s, params))
+            require_gauges_of_state(_NAME, state.gauges, expected, s.leaves_by_label())
             inverses = cond(state.age == 0, lambda: inverses_at(s, params), lambda: state.gauges)
             state = ScaleByOppositeGramState(inverses, jnp.where(state.age + 1 < every, state.age + 1, 0))
         return in_dtype_of(updates, _corrected(s, inverses, s.vectors(updates))), state

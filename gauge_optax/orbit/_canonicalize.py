@@ -151,7 +151,7 @@ def _enter(s: Slice, elements: Elements, leaves: dict[str, jax.Array]) -> dict[s
     weights = weights_without_order(s.free, point)
     for part in s.free:
         point = part.undo(sorting(part, point, weights), point)
-    return {path: (x - s.added[path]).astype(leaves[path].dtype) for path, x in point.items()}
+    return {path: (x - s.added[path]).astype(jnp.result_type(leaves[path])) for path, x in point.items()}
 
 
 _entered = jax.jit(_enter, static_argnums=0)

@@ -111,7 +111,8 @@ def rotate(
             if donate and path not in kept and moved[path] is not leaf and isinstance(leaves[path], jax.Array):
                 # The check of `fn` may refuse the result, and must not leave the caller without weights.
                 (leaves[path].delete if fn is None else functools.partial(spent.append, leaves[path]))()
-        rotated = with_leaves(params, moved)
+    # NumPy's float64 becomes float32 in a process without 64 bits, as everywhere in JAX.
+    rotated = with_leaves(params, {path: x.astype(jax.dtypes.canonicalize_dtype(x.dtype)) for path, x in moved.items()})
     if fn is not None:
         _require_same_function(before, jax.tree.map(np.asarray, fn(rotated, batch)), rotated)
     for leaf in spent:

@@ -209,4 +209,5 @@ def _moved(group: Product, element: Element, params: Any, tree: Tree, dual: bool
     for part in (*reversed(s.parts), *s.free):
         e = elements[part.label]
         vectors = part.pull(part.inverse(e), vectors, at) if dual else part.push(e, vectors, at)
-    return with_leaves(tree, {path: x.astype(jnp.result_type(leaves[path])) for path, x in vectors.items() if path in leaves})
+    own = {path: x for path, x in vectors.items() if path in leaves}
+    return with_leaves(tree, {path: x.astype(jnp.result_type(leaves[path])) for path, x in own.items()})

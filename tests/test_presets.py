@@ -198,7 +198,7 @@ def test_a_preset_is_what_discover_finds_beside_a_rotation_of_the_stream(name: s
     rng, tree = np.random.default_rng(0), TREES[name]
     params = {path: 0.4 * rng.standard_normal(s).astype(np.float32) for path, s in stacked_numbers(tree.shapes).items()}
     batches = list(rng.standard_normal((2, 2, T, 6)) if tree.images else rng.integers(0, V, (2, 2, T)))
-    report = check(tree.fn, params, batches, tree.gauges(True), lambda report: report.gauges, outputs="logits")
+    report = check(tree.fn, params, batches, tree.gauges(True), taken="gauges", outputs="logits")
     turned = [gauge for gauge in report.whole if gauge.name == "residual_rotation"]
     assert len(turned) == (name in ("vision_transformer", "maxtext_llama", "qwen3", "hf_llama")), report
     size = D - tree.images  # a LayerNorm keeps the vector of ones

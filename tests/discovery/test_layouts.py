@@ -51,12 +51,14 @@ def inputs(*shape: int) -> list[np.ndarray]:
     return list(np.random.default_rng(1).normal(size=shape))
 
 
-def check(fn: Any, params: Any, batches: Any, hand: Sequence[Gauge], clean: bool = False, **options: Any) -> Report:
-    """Whether the whole list of the report and one written by hand have the same orbits, and whether it is all."""
+def check(
+    fn: Any, params: Any, batches: Any, hand: Sequence[Gauge], clean: bool = False, taken: str = "whole", **options: Any
+) -> Report:
+    """Whether a list of the report and one written by hand have the same orbits, and whether it is all."""
     report = go.discover(fn, params, batches, progress=False, **options)
     with jax.enable_x64(True):
         point = near(params, 5)
-        mine, theirs = orbit(report.whole, point), orbit(hand, point)
+        mine, theirs = orbit(getattr(report, taken), point), orbit(hand, point)
         assert outside(theirs, mine) < 1e-6, report
         assert outside(mine, theirs) < 1e-6, report
     assert eval(report.code(), {"go": go}) == report.gauges

@@ -5,17 +5,19 @@ With too few inputs the Jacobian of the outputs would have too low a rank, and d
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.discovery.census import Census, census
-from gauge_optax.discovery.sketch import DRAWS, Function, Leaves, finite_points, generic_point
+from gauge_optax.discovery.sketch import DRAWS, Function, Leaves, finite_points, generic_point, positive_kernels
 from gauge_optax.gauges.gauge import Gauge
 from gauge_optax.xla import quick_options
 
@@ -27,6 +29,7 @@ _NEAR = 0.3  # vectors go this share of the way from their given values to a gen
 # The least number of random batches. At one place a norm hides some changes of a token's embedding, such as its length.
 # They would look dead if the token occurred once; at other places the norm hides others.
 _LEAST = 8
+_REDRAWS = 20  # batches that are drawn in place of one at which derivatives are not finite
 _MARGIN = 2  # output numbers per parameter: more than one, because those of one sequence depend on each other
 
 
@@ -59,12 +62,21 @@ def certified(
         count = max(_LEAST, -(-_MARGIN * sum(leaf.size for leaf in leaves.values()) // max(1, outputs)))
         inputs = [*batches, *(_redrawn(batches, rng) for _ in range(count))]
         call, started = jax.jit(fn, compiler_options=quick_options()), time.monotonic()
+        signed = positive_kernels(call, leaves, batches[0], rng)
+        slope = jax.jit(jax.grad(lambda p, x: sum(jnp.sum(y) for y in fn(p, x))), compiler_options=quick_options())
+
+        def smooth(point: Leaves, batch: Any) -> bool:
+            """Whether derivatives are finite: they are not where a norm reads units that are all dead for an input."""
+            return all(np.isfinite(x).all() for x in slope(point, batch).values())
 
         def counted() -> Census:
-            drawn = (_near_vectors(leaves, generic_point(leaves, rng)) for _ in range(DRAWS))
-            point = with_leaves(params, finite_points(call, batches, drawn, 1)[0])
+            drawn = (_near_vectors(leaves, generic_point(leaves, rng, signed)) for _ in range(DRAWS))
+            point = finite_points(call, batches, drawn, 1)[0]
+            tried = (itertools.chain([x], (_redrawn(batches, rng) for _ in range(_REDRAWS))) for x in inputs)
+            given = [x for again in tried if (x := next((x for x in again if smooth(point, x)), None)) is not None]
             return census(
-                by_tree, point, inputs, gauges, "loss", whole=_WHOLE, seed=seed, progress=progress, seconds=_SECONDS
+                by_tree, with_leaves(params, point), given or inputs, gauges, "loss", whole=_WHOLE, seed=seed,
+                progress=progress, seconds=_SECONDS,
             )
 
         best = counted()
@@ -95,6 +107,8 @@ def _redrawn(batches: Sequence[Any], rng: np.random.Generator) -> Any:
     """
 
     def of(*arrays: Any) -> Any:
+        if jnp.issubdtype(getattr(arrays[0], "dtype", float), jax.dtypes.extended):
+            return arrays[rng.integers(len(arrays))]  # a key of random numbers
         values_by_batch = [np.asarray(x) for x in arrays]
         same = [x for x in values_by_batch if x.shape == values_by_batch[0].shape]
         if all(np.array_equal(x, values_by_batch[0]) for x in same[1:]):

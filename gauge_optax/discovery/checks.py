@@ -5,9 +5,11 @@ For logits, log-probabilities are compared, because softmax ignores a number tha
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, get_args
 
@@ -56,6 +58,26 @@ def check_function(fn: Any, params: Any, batches: Sequence[Any]) -> None:
         remedy = "write go.discover(lambda params, batch: ..., params, batches), with the outputs in place of ..."
     takes = f"{kind}({', '.join(inspect.signature(fn).parameters)})" if callable(fn) else f"a {kind}, not a function"
     raise _refusal(problem, takes, "a pure function of (params, batch)", remedy)
+
+
+def check_modules(params: Any) -> None:
+    """Raises for an NNX module with one variable under two paths, because its leaves would count as independent.
+
+    >>> check_modules({"a": jnp.ones(2)})
+    """
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None or not isinstance(params, nnx.Module):
+        return
+    is_variable = functools.partial(lambda kind, x: isinstance(x, kind), nnx.Variable)
+    seen = dict[int, str]()
+    for keys, variable in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_variable):
+        path = jax.tree_util.keystr(keys, simple=True, separator="/")
+        if is_variable(variable) and seen.setdefault(id(variable), path) != path:
+            raise _refusal(
+                "one variable under two paths", f"'{seen[id(variable)]}' and '{path}'",
+                "parameters of which each stands once, as nnx.split and nnx.Optimizer see them",
+                "write graph, params, rest = nnx.split(model, nnx.Param, ...), and then "
+                "go.discover(lambda p, x: nnx.merge(graph, p, rest)(x), params, batches)")
 
 
 def checked_batches(batches: Any, outputs: str | None, near: float, seed: int) -> list[Any]:
@@ -134,8 +156,9 @@ def shown_outputs(fn: Callable[..., Any], leaves: Leaves, batch: Any) -> Outputs
     """Infers from a function which kind of outputs it returns; None if it cannot tell whether a softmax follows.
 
     A scalar is a loss, and a single column is a prediction. If the tokens of a batch look up rows in a table of V rows,
-    and every token has V outputs, these are the next token's logits. Outputs that sum to one come out of a softmax, and
-    outputs whose exponentials sum to one out of a log-softmax: both are "logprobs".
+    and every token has V outputs, these are the next token's logits; unless the rows are V long too, which an encoder
+    may return. Outputs that sum to one come out of a softmax, and outputs whose exponentials sum to one out of a
+    log-softmax: both are "logprobs".
 
     Args:
       fn: (leaves, batch) to a tree of outputs.
@@ -162,7 +185,9 @@ def _looked_up(jaxpr: Any) -> Iterator[tuple[int, ...]]:
     """For every table whose rows are taken by index: the shape of the indices, followed by the number of rows."""
     for eqn in equations(jaxpr):
         if eqn.primitive.name == "gather" and eqn.params["dimension_numbers"].collapsed_slice_dims == (0,):
-            yield (*eqn.invars[1].aval.shape[:-1], eqn.invars[0].aval.shape[0])
+            rows, *entries = eqn.invars[0].aval.shape
+            if rows not in entries:  # outputs of an encoder are as many as its table's entries in a row
+                yield (*eqn.invars[1].aval.shape[:-1], rows)
 
 
 def _output_arrays(out: Any) -> list[Any]:
@@ -201,7 +226,18 @@ def compared(out: Any, outputs: Outputs | None) -> list[jax.Array]:
             "outputs of which not all are logits", f"shapes {', '.join(map(str, shapes))}",
             f"more than one class along the last axis of each; {shorter} looks like one number per row",
             "leave it out of what fn returns, or return (jax.nn.log_softmax(logits), value) with outputs='logprobs'")
-    return [jax.nn.log_softmax(x, axis=-1) for x in leaves] if outputs == "logits" else leaves
+    return [_log_probabilities(x) for x in leaves] if outputs == "logits" else leaves
+
+
+def _log_probabilities(logits: jax.Array) -> jax.Array:
+    """The log-probabilities of logits; 0 for a class that a mask rules out, whose probability is 0 in every dtype.
+
+    A class is ruled out by a logit of -1e9, say, or by the least logit of all, which a mask repeats, from -4e3 on.
+    Its log-probability would show a shift of the others.
+    """
+    found = jax.nn.log_softmax(logits, axis=-1)
+    repeated = (logits == jnp.min(logits)) & (logits < -4e3)
+    return jnp.where((found < -1e8) | repeated, 0.0, found)
 
 
 def check_classes(shapes: Sequence[tuple[int, ...]], axes: Sequence[Any]) -> None:
@@ -255,6 +291,20 @@ def check_finite(out: Sequence[np.ndarray], fn: Callable[..., Any], *args: Any) 
                 f"{int((~np.isfinite(x)).sum())} of {x.size} elements of output {k}; {origin}",
                 "finite outputs at random points near params",
                 "mask with a large negative number instead of -inf where a whole row is masked; check the inputs")
+
+
+@contextlib.contextmanager
+def loops_named() -> Iterator[None]:
+    """Turns JAX's error about a `while_loop` without a known number of steps into one that says what to write."""
+    try:
+        yield
+    except ValueError as error:
+        if not str(error).startswith("Reverse-mode differentiation does not work"):
+            raise
+        raise _refusal(
+            "fn has no gradients", "a loop whose number of steps is not known: lax.while_loop, or lax.fori_loop with "
+            "limits that are computed", "a function that jax.grad differentiates",
+            "write the loop as jax.lax.fori_loop(0, 10, ...) with numbers of Python, or as jax.lax.scan") from error
 
 
 def check_gradients(count: int, needed: int) -> None:

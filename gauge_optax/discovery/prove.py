@@ -16,11 +16,17 @@ from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.binding.axes import parse_axes
 from gauge_optax.discovery import checks
 from gauge_optax.discovery.calls import Call, bound_copies
-from gauge_optax.discovery.sketch import Function, Leaves, finite_points
+from gauge_optax.discovery.sketch import Function, Gradients, Leaves, finite_points, masked, root_mean_square
 from gauge_optax.gauges.gauge import Gauge, product
 from gauge_optax.xla import quick_options
 
 _NOTICED = 1e-5  # a move proves something only if noise of its size changes the outputs by more than this, relatively
+_FAR = 64.0  # a gauge must hold where its leaves are so many times as large, too: there a clip, as in ReLU6, acts
+_CLIPPED = 1e-3  # a change that is no roundoff there
+_ROUNDED = 1e-13  # roundoff of large leaves, which must not change the outputs: a sine of large numbers is chaotic
+# Kinds whose elements do not depend on leaves that they leave alone: these are not made larger with the others.
+_ALONE = frozenset(("norm_scale", "scale_invariant", "head_rotation", "head_linear", "rope_torus", "rope_linear",
+                    "rescale", "logit_shift", "key_bias", "embedding_shift"))
 _SHORT = 1e-5  # `along_orbits` makes this fraction of a move, as a small step in its direction
 _MANY = 60  # the moves of more copies of gauges would compile for longer than they run
 _ALONG = 1e-3  # a step is along an orbit if it moves the slice point by less than this, relative to its own length
@@ -77,9 +83,11 @@ class Prover:
 
     def __init__(self, fn: Function, params: Any, batches: Sequence[Any], large: bool = False) -> None:
         self._large = large
+        self._own: Leaves | None = None
         self._fn, self._params, self._batches = fn, params, list(batches)[:2]
         self._call = jax.jit(fn, compiler_options=quick_options())
         self.points: list[Leaves] = []
+        self.clipped: list[Call] = []
         self._before: list[list[list[np.ndarray]]] = []
 
     def _outputs(self, leaves: Leaves, batch: Any) -> list[np.ndarray]:
@@ -100,7 +108,7 @@ class Prover:
         for call in (self._call, again):
             checks.check_repeatable(first, [np.asarray(x) for x in call(leaves, self._batches[0])])
 
-    def place_at(self, points: Iterable[Leaves], count: int = 2) -> None:
+    def place_at(self, points: Iterable[Leaves], count: int = 2, own: Leaves | None = None) -> None:
         """Sets the attribute `points`, where gauges are proved, to the first `count` points with finite outputs.
 
         Raises if there are fewer.
@@ -108,30 +116,57 @@ class Prover:
         Args:
           points: candidates, none of which is a point at which gradients are taken.
           count: how many points to keep.
+          own: the user's weights, the last point: what holds for the function holds there too.
         """
         self.points = []  # large ones are freed before others are drawn
         self.points = finite_points(self._call, self._batches, points, count)
+        self._own = own
+        self.points += [] if own is None else [own]
         self._before = [self._finite_outputs(point) for point in self.points]
 
     def change(self, moved: Sequence[Leaves]) -> float:
         """Largest relative change of an output array over points and batches, if `moved` replaces the points."""
         worst = 0.0
-        for point, before in zip(moved, self._before, strict=True):
+        for start, point, before in zip(self.points, moved, self._before, strict=True):
+            # At the user's weights a move may divide by a zero, such as a norm's scale.
+            if start is self._own and not all(np.isfinite(x).all() for p, x in point.items() if x is not start[p]):
+                continue
             for batch, outputs in zip(self._batches, before, strict=True):
-                for x, y in zip(self._outputs(point, batch), outputs, strict=True):
-                    size = float(np.linalg.norm(y))
-                    change = float(np.linalg.norm(x - y)) / (size if size > 0 else 1.0)
-                    worst = max(worst, change if np.isfinite(change) else np.inf)
+                pairs = zip(self._outputs(point, batch), outputs, strict=True)
+                worst = max([worst, *(_relative_change(x, y) for x, y in pairs)])
         return worst
 
-    def change_of_entries(self, path: str, entries: np.ndarray, rng: np.random.Generator) -> float:
-        """The change of the outputs (`change`) that new values make where the mask `entries` of a leaf is true."""
-        moved = []
+    def change_of_entries(self, path: str, entries: np.ndarray, rng: np.random.Generator, turn: bool) -> float:
+        """The change of the outputs (`change`) that new values make where the mask `entries` of a leaf is true.
+
+        The new values are noise and, with `turn`, the old ones with another sign: of some leaves the sign alone counts.
+        """
+        shaken, turned = list[Leaves](), list[Leaves]()
         for point in self.points:
             leaf = point[path]
-            noise = float(np.sqrt(np.mean(np.square(leaf)))) * rng.standard_normal(leaf.shape)
-            moved.append({**point, path: np.where(entries, leaf + noise, leaf)})
-        return self.change(moved)
+            noise = root_mean_square(np.asarray(leaf)) * rng.standard_normal(leaf.shape)
+            shaken.append({**point, path: np.where(entries, leaf + noise, leaf)})
+            turned.append({**point, path: np.where(entries, -leaf, leaf)})
+        return max(self.change(shaken), self.change(turned) if turn else 0.0)
+
+    def untrue(self, gradients: Gradients, count: int, rng: np.random.Generator) -> list[str]:
+        """The leaves whose gradients are not derivatives at two of the points: `Gradients.untrue`."""
+        return gradients.untrue(self._call, self.points[:2], count, rng)
+
+    def _far_change(self, moved: Mapping[str, Any], rng: np.random.Generator) -> float:
+        """The change of the outputs if leaves that are `_FAR` times as large as at the first point become `moved`.
+
+        It is 0 where outputs are not finite, or depend on the last digits of these leaves.
+        """
+        large = {path: _FAR * self.points[0][path] for path in moved}
+        rounded = {path: x * (1.0 + _ROUNDED * rng.standard_normal(x.shape)) for path, x in large.items()}
+        worst = 0.0
+        for batch in self._batches:
+            ends = [self._outputs({**self.points[0], **some}, batch) for some in (large, rounded, moved)]
+            for y, *others in zip(*ends, strict=True):
+                noise, change = (_relative_change(x, y) for x in others)
+                worst = max(worst, change if noise < _CLIPPED * _CLIPPED and np.isfinite(change) else 0.0)
+        return worst
 
     def changes(self, calls: Sequence[Call], rng: np.random.Generator) -> list[float]:
         """The change of the outputs that a random element of each gauge makes; infinite if the library refuses a gauge.
@@ -141,7 +176,8 @@ class Prover:
         """
         gauges = [self._bound(call) for call in calls]
         accepted = [gauge for gauge in gauges if gauge is not None]
-        unread = [call.kind == "key_bias" for call, gauge in zip(calls, gauges, strict=True) if gauge is not None]
+        bound = [call for call, gauge in zip(calls, gauges, strict=True) if gauge is not None]
+        unread = [call.kind == "key_bias" for call in bound]
 
         def act(key: jax.Array, leaves: Mapping[str, Any]) -> list[Mapping[str, Any]]:
             tree, out = with_leaves(self._params, leaves), list[Mapping[str, Any]]()
@@ -157,14 +193,22 @@ class Prover:
         def proofs() -> Iterator[float]:
             seeds = rng.integers(2**31, size=len(self.points))
             runs = [act(jax.random.key(int(s)), point) for s, point in zip(seeds, self.points, strict=True)]
-            for free, results in zip(unread, zip(*runs, strict=True), strict=True):
+            large = {path: _FAR * x for path, x in self.points[0].items()}
+            far = [dict[str, Any]() for _ in accepted] if self._large else act(jax.random.key(int(seeds[0])), large)
+            for free, call, moved_far, results in zip(unread, bound, far, zip(*runs, strict=True), strict=True):
                 moved, shaken = [dict(point) for point in self.points], [dict(point) for point in self.points]
                 for k, (point, result) in enumerate(zip(self.points, results, strict=True)):
                     moved[k] |= result
                     for path, x in result.items():
                         size = np.sqrt(np.mean(np.square(np.asarray(x) - point[path])))
                         shaken[k][path] = jax.device_put(point[path] + size * rng.standard_normal(point[path].shape))
-                yield self.change(moved) if free or self.change(shaken) > _NOTICED else np.inf
+                change = self.change(moved) if free or self.change(shaken) > _NOTICED else np.inf
+                if change <= _CLIPPED and call.kind in _ALONE and not self._large:
+                    clipped = self._far_change(moved_far, rng)
+                    if clipped > _CLIPPED:
+                        self.clipped.append(call)
+                        change = clipped
+                yield change
 
         results = proofs()
         return [np.inf if gauge is None else next(results) for gauge in gauges]
@@ -272,6 +316,16 @@ class Prover:
         except ValueError as error:
             return str(error).splitlines()[0]
         return None
+
+
+def _relative_change(x: np.ndarray, y: np.ndarray) -> float:
+    """The norm of x − y over that of y, the larger of two such numbers if y has entries of a mask (`masked`)."""
+    apart = masked(y)
+    changes = []
+    for part in (apart, ~apart):
+        size = float(np.linalg.norm(y[part]))
+        changes.append(float(np.linalg.norm(x[part] - y[part])) / (size if size > 0 else 1.0))
+    return max(change if np.isfinite(change) else np.inf for change in changes)
 
 
 def _is_one_matrix(call: Call) -> bool:

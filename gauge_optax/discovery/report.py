@@ -33,7 +33,15 @@ from gauge_optax.discovery.layers import Shallow, shallower
 from gauge_optax.discovery.lift import in_double
 from gauge_optax.discovery.prove import Held, Prover
 from gauge_optax.discovery.shrink import LARGE, smaller
-from gauge_optax.discovery.sketch import DRAWS, Function, Gradients, Leaves, generic_point, squared_gradients
+from gauge_optax.discovery.sketch import (
+    DRAWS,
+    Function,
+    Gradients,
+    Leaves,
+    generic_point,
+    positive_kernels,
+    squared_gradients,
+)
 from gauge_optax.discovery.stream import passed, rotation_call, stream_rotations
 from gauge_optax.discovery.trace import Trace, traced_once, walked
 from gauge_optax.discovery.write import Unwritable, shift_call, write_shift_calls, written
@@ -211,9 +219,10 @@ def discover(
       outputs: what `fn` returns. With "logits", outputs count as unchanged if one number is added to all entries along
         the last axis, because a softmax follows; with "predictions" (of a regression, or of a sigmoid's logit),
         "logprobs" or "loss", every change counts. By default `discover` looks at the function. If each token looks up
-        one of V rows of a table and has V outputs, these are logits. If the outputs come from a softmax or are single
-        numbers, every change counts. Other arrays, such as `model(x)` of images, may be logits or predictions. Then
-        every change counts, so that no gauge is false, and the report asks you to pass `outputs`.
+        one of V rows of a table and has V outputs, these are logits, unless the rows are V long too. If the outputs
+        come from a softmax or are single numbers, every change counts. Other arrays, such as `model(x)` of images, may
+        be logits or predictions. Then every change counts, so that no gauge is false, and the report asks you to pass
+        `outputs`.
       near: a move is tested as nearly a symmetry if, by the gradients, it changes the outputs by less than this,
         relative to the change if its leaves moved each on its own.
       seed: seed of the random points, projections of outputs, and moves.
@@ -224,9 +233,9 @@ def discover(
       gauge.
 
     Raises:
-      ValueError: no floating-point leaves; complex leaves or outputs; outputs that are not finite or differ between two
-        calls; an operation that has no float64 version, named with its line; fewer than two batches; an unknown kind of
-        outputs; "logits" for one number per example.
+      ValueError: an NNX module that holds one variable under two paths; no floating-point leaves; complex leaves or
+        outputs; outputs that are not finite or differ between two calls; an operation that has no float64 version,
+        named with its line; fewer than two batches; an unknown kind of outputs; "logits" for one number per example.
 
     >>> def fn(p, x):
     ...     return jax.nn.relu(x @ p["up"]) @ p["down"]
@@ -245,6 +254,7 @@ def discover(
     """
     require_no_tracers("discover", params, batches)
     batches = unseen(checks.checked_batches(batches, outputs, near, seed))
+    checks.check_modules(params)
     params = jax.tree.map(_as_read, params)
     checks.check_function(fn, params, batches)
     tree = leaves_by_path(params)
@@ -296,7 +306,8 @@ def _discovered(
     if small is not None:
         tree, leaves, given, on_few = with_leaves(tree, small.leaves), small.leaves, small.batches, small.fn
         trace = walked(on_few, leaves, given[0])
-    report = _searched(on_few, tree, leaves, given, trace, near, seed, bar)
+    with checks.loops_named():
+        report = _searched(on_few, tree, leaves, given, trace, near, seed, bar)
     census = functools.partial(certified, on_few, tree, leaves, given, report.whole, seed, not bar.disable)
     report = dataclasses.replace(report, census=census, axes=axes, outputs=outputs)
     if small is None and shallow is None:
@@ -372,7 +383,8 @@ def _searched(
 
     prover = Prover(fn, params, batches)
     prover.check_outputs(leaves)
-    prover.place_at(generic_point(leaves, rng(1, k)) for k in range(100, 100 + DRAWS))
+    signed = positive_kernels(fn, leaves, batches[0], rng(21))
+    prover.place_at((generic_point(leaves, rng(1, k), signed) for k in range(100, 100 + DRAWS)), own=leaves)
 
     bar.set_postfix_str("gradients")
     tried = search.candidates(trace, leaves)
@@ -388,17 +400,29 @@ def _searched(
     def point_at(number: int) -> Leaves:
         bar.set_postfix_str(f"gradients at point {number + 1} of {count}, for {len(tried)} groups of motions")
         bar.update(number < count)
-        return generic_point(leaves, rng(1, number))
+        return generic_point(leaves, rng(1, number), signed)
 
-    for k, point, gradient in search.sketched(tried, gradients, at_once, rows, point_at, squares, rng, (2, 3)):
-        shifts.observe(gradient)
-        for n, flow in enumerate(flows):
-            flow.observe(point, gradient, rng(9, k, n))
+    def observe(points: Callable[[int], Leaves], first: int, purposes: tuple[int, int]) -> None:
+        for k, point, gradient in search.sketched(tried, gradients, at_once, rows, points, squares, rng, purposes):
+            shifts.observe(gradient)
+            for n, flow in enumerate(flows):
+                flow.observe(point, gradient, rng(9, first + k, n))
+
+    observe(point_at, 0, (2, 3))
+    # Units that are dead at every point would look free to move; with other signs of their kernels they live.
+    masks = {path: mask for path, mask in _without_gradient(squares).items() if mask.any() and leaves[path].ndim > 1}
+    if hidden := {path for path, mask in masks.items()
+                  if prover.change_of_entries(path, mask, rng(22), turn=True) > STILL}:
+        observe(lambda number: generic_point(leaves, rng(23, number), signed | hidden), 1000, (24, 25))
 
     bar.set_postfix_str("null spaces")
     masks, dead, uncovered, rejected = _unreached(prover, squares, rng(4))
+    if untrue := [path for path in prover.untrue(gradients, at_once, rng(26)) if not masks[path].all()]:
+        rejected.append(
+            f"{', '.join(untrue)}: gradients that are not the derivatives of the outputs (a straight-through "
+            "estimator, stop_gradient?), so that symmetries that move these leaves may be missing")
     symmetries = [symmetry for one in tried for symmetry in one.solve(squares, masks, near)]
-    point = generic_point(leaves, rng(1, 0))
+    point = generic_point(leaves, rng(1, 0), signed)
     exact = independent([s for s in symmetries if s.residual < ZERO], point, rng(7), dead=masks)
     close = [s for s in symmetries if s.residual >= ZERO]
     limit = sorted([*(s.residual for s in close), *[np.inf] * _CLOSE])[_CLOSE - 1]
@@ -419,7 +443,7 @@ def _searched(
     # The gradients show these gauges as exact, but a finite move changes the outputs. If it changes them a little, the
     # gauges are tried again as near symmetries.
     almost = [claim for claim in claims if any(claim.call is call and change <= 10 * near for call, change in failed)]
-    rejected += [_refuted(call, change) for call, change in failed if change > 10 * near]
+    rejected += [_refuted(call, change, prover) for call, change in failed if change > 10 * near]
     nearly, _ = _proved(prover, [*almost, *_claims(close, trace, positive)[0]], 10 * near, rng(6))
     matrices = [set(symmetry.paths) for symmetry in exact if symmetry.family == "linear"]
     additions = _additions(trace, masks, flows, shifts, prover.points[0], matrices)
@@ -428,7 +452,7 @@ def _searched(
     calls = offsets.merged_reads([addition.call for addition in additions if addition.call is not None])
     flat = [_Claim(call, dict.fromkeys(call.paths, 1.0), 0.0) for call in calls]
     more, failed = _proved(prover, [*turns, *flat], STILL, rng(17))
-    rejected += [_refuted(call, change) for call, change in failed if np.isfinite(change)]
+    rejected += [_refuted(call, change, prover) for call, change in failed if np.isfinite(change)]
     proved += more
     additions = [one for one in additions if one.call is None or any(one.call.within(call) for call, _ in failed)]
     held, refused = prover.together(_sorted(proved))
@@ -588,7 +612,7 @@ def _carried(
             if change <= limit:
                 kept.append(one._replace(gauge=call.gauge(), call=call, change=change, parts=()))
             elif limit == _STILL_AT_SIZE:
-                failed.append(_refuted(call, change))
+                failed.append(_refuted(call, change, prover))
     held, refused = prover.together(_sorted(proved))
     rejected = [*report.rejected, *failed, *refused]
     return dataclasses.replace(
@@ -615,7 +639,7 @@ def _unreached(
     for path, mask in masks.items():
         if not mask.any():
             continue
-        change = prover.change_of_entries(path, mask, noise)
+        change = prover.change_of_entries(path, mask, noise, turn=bool(mask.all()))
         if change > STILL:  # for example, stop_gradient hides a value from gradients and not from the outputs
             moves = f"its values move the outputs by {change:.1e}"
             rejected.append(f"{path}: no gradient (stop_gradient?), but {moves}")
@@ -634,8 +658,9 @@ def _without_gradient(squares: Leaves) -> dict[str, np.ndarray]:
     return {path: np.sqrt(x) <= _DEAD * typical for path, x in squares.items()}
 
 
-def _refuted(call: Call, change: float) -> str:
-    return f"{call.kind} of {', '.join(call.paths)}: moves the outputs by {change:.1e}"
+def _refuted(call: Call, change: float, prover: Prover) -> str:
+    where = " where these leaves are 64 times as large: a clip ends it" if call in prover.clipped else ""
+    return f"{call.kind} of {', '.join(call.paths)}: moves the outputs by {change:.1e}{where}"
 
 
 def _claims(

@@ -6,7 +6,7 @@ points are generic because zeros, ones and equal leaves of an initialization mak
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,14 +19,42 @@ Function = Callable[[Mapping[str, Any], Any], Any]
 DRAWS = 5  # where outputs or gradients are not finite, up to so many times as many points are drawn as are needed
 _SPREAD = 0.5  # noise around the given point, relative to a leaf's RMS
 _CHUNK = 2**29  # bytes of gradients that are held at a time
+_STEP = 1e-5  # a finite difference, relative to a leaf's RMS
+_UNTRUE = 0.1  # two slopes differ if they do so by this share of their sum: a step crosses some kinks of ReLUs
+_ROUNDED = 1e-12  # what roundoff adds to a finite difference, relative to the outputs
+_MASK = 5e3  # numbers from this size on may be those of a mask, such as -1e9 and -65504 before a softmax
+_GAP = 100.0  # they are, if they are so many times as large as all smaller numbers
 
 
-def generic_point(leaves: Mapping[str, np.ndarray], rng: np.random.Generator) -> Leaves:
+def masked(x: np.ndarray) -> np.ndarray:
+    """The entries that are a mask's, which stand apart from all others by their size.
+
+    They hide the size of the others in a norm over all entries.
+
+    >>> masked(np.array([0.5, -1e9, 2.0])).tolist(), masked(np.array([1e6, 2e6])).tolist()
+    ([False, True, False], [False, False])
+    """
+    sizes = np.abs(x)
+    large = sizes >= _MASK
+    apart = large.any() and not large.all() and sizes[large].min() >= _GAP * sizes[~large].max()
+    return large if apart else np.zeros(x.shape, bool)
+
+
+def root_mean_square(leaf: np.ndarray) -> float:
+    """The root mean square of the entries that are no mask's; 0 for no entries."""
+    own = leaf[~masked(leaf)]
+    return float(np.sqrt(np.mean(np.square(own)))) if own.size else 0.0
+
+
+def generic_point(
+    leaves: Mapping[str, np.ndarray], rng: np.random.Generator, signed: Collection[str] = ()
+) -> Leaves:
     """A point near the given one without zeros, ones or repeats.
 
     Args:
       leaves: float64 arrays by path.
       rng: source of the noise.
+      signed: leaves that get both signs although all their entries are positive.
 
     Returns:
       Leaves plus normal noise of half their RMS. The noise of a small leaf is so large that a kernel's outputs are as
@@ -38,15 +66,38 @@ def generic_point(leaves: Mapping[str, np.ndarray], rng: np.random.Generator) ->
     (True, True)
     """
 
-    def moved(leaf: np.ndarray) -> np.ndarray:
+    def moved(path: str, leaf: np.ndarray) -> np.ndarray:
         noise = _SPREAD * rng.standard_normal(leaf.shape)
-        if not leaf.size or (leaf > 0).all():
+        if path in signed:
+            leaf = leaf * rng.choice((-1.0, 1.0), leaf.shape)
+        elif not leaf.size or (leaf > 0).all():
             return leaf * np.exp(noise)
-        rms = float(np.sqrt(np.mean(np.square(leaf))))
+        rms = root_mean_square(leaf)
         width = leaf.size ** (1 / leaf.ndim) if leaf.ndim > 1 else 4.0
         return leaf + max(rms, 2.0 * width**-0.5) * noise
 
-    return {path: moved(leaf) for path, leaf in leaves.items()}
+    return {path: moved(path, leaf) for path, leaf in leaves.items()}
+
+
+def positive_kernels(fn: Function, leaves: Leaves, batch: Any, rng: np.random.Generator) -> frozenset[str]:
+    """The leaves of two axes or more with only positive entries that may have both signs: the outputs stay finite.
+
+    Kernels may begin as ones. On data that are positive too no ReLU would ever switch, and the function would look
+    linear. Stacked variances, which stand below a root, stay positive.
+
+    >>> leaves = {"kernel": np.ones((2, 2)), "variance": np.ones((2, 2)), "scale": np.ones(2)}
+    >>> fn = lambda p, x: [x @ p["kernel"] * p["scale"] / jnp.sqrt(p["variance"])]
+    >>> sorted(positive_kernels(fn, leaves, np.ones(2), np.random.default_rng(0)))
+    ['kernel']
+    """
+
+    def finite(signed: Collection[str]) -> bool:
+        return all(np.isfinite(x).all() for x in jax.tree.leaves(fn(generic_point(leaves, rng, signed), batch)))
+
+    tried = frozenset(path for path, x in leaves.items() if x.ndim > 1 and x.size and (x > 0).all())
+    if not tried or finite(tried):
+        return tried
+    return frozenset(path for path in sorted(tried) if finite({path}))
 
 
 def finite_points(
@@ -142,6 +193,46 @@ class Gradients:
         """Number of output entries of a batch, and so of the gradients per batch that can be independent at a point."""
         return sum(x.size for x in jax.tree.leaves(jax.eval_shape(self._fn, leaves, self._batches[0])))
 
+    def untrue(self, call: Function, points: Sequence[Leaves], count: int, rng: np.random.Generator) -> list[str]:
+        """The leaves whose gradients are not derivatives of the first batch's outputs, by finite differences.
+
+        Such are gradients behind a `stop_gradient`, and those of a straight-through estimator.
+
+        Args:
+          call: the function, compiled.
+          points: where both are compared. A leaf is returned if they differ at all of them.
+          count: as in `at`: the program that it has compiled is used again.
+          rng: source of projections and steps.
+
+        >>> fn = lambda p, x: [x * p["a"] + jax.lax.stop_gradient(x * p["b"] - x * p["a"])]
+        >>> points, rng = [{"a": np.ones(2), "b": np.ones(2)}] * 2, np.random.default_rng(0)
+        >>> with jax.enable_x64(True):
+        ...     Gradients(fn, [np.ones(2)]).untrue(fn, points, 2, rng)
+        ['a', 'b']
+        """
+        batch, found = self._batches[0], set(points[0])
+        for point in points:
+            outputs = [np.asarray(y) for y in jax.tree.leaves(call(point, batch))]
+            weights = [np.where(masked(y), 0.0, rng.standard_normal(y.shape)).astype(y.dtype) for y in outputs]
+            scale = sum(float(np.abs(c * y).sum()) for c, y in zip(weights, outputs, strict=True))
+            rows = min(self._most(point), -(-count // len(self._batches)))
+            given = jax.tree.unflatten(
+                jax.tree.structure(jax.eval_shape(self._fn, point, batch)),
+                [np.broadcast_to(c, (rows, *c.shape)) for c in weights])
+            gradient = self._pull(point, batch, given)
+
+            def along(path: str, step: np.ndarray, point: Leaves = point, weights: Any = weights) -> float:
+                after = jax.tree.leaves(call({**point, path: point[path] + step}, batch))
+                return sum(float(np.vdot(c, y)) for c, y in zip(weights, after, strict=True))
+
+            for path in sorted(found):
+                step = _STEP * root_mean_square(point[path]) * rng.standard_normal(point[path].shape)
+                measured, told = along(path, step) - along(path, -step), 2.0 * float(np.vdot(gradient[path][0], step))
+                # If a number is not finite, the comparison is false, and nothing is said of the leaf.
+                if not abs(measured - told) > _UNTRUE * (abs(measured) + abs(told)) + _ROUNDED * scale:
+                    found.discard(path)
+        return sorted(found)
+
     def at(self, leaves: Leaves, count: int, rng: np.random.Generator) -> Iterator[Leaves]:
         """Takes at least `count` gradients at a point, equally many per batch, in chunks that fit in memory.
 
@@ -155,7 +246,7 @@ class Gradients:
         Yields:
           Arrays (rows, *shape) by path.
         """
-        most = max(1, _CHUNK // (8 * max(1, sum(leaf.size for leaf in leaves.values()))))
+        most = self._most(leaves)
         each = -(-count // len(self._batches))
         if each * len(self._batches) <= most:  # one chunk, because each chunk costs the caller time
             chunks = [chunk for batch in self._batches for chunk in self._chunks(leaves, [batch], each, most, rng)]
@@ -163,6 +254,10 @@ class Gradients:
                 yield {path: np.concatenate([chunk[path] for chunk in chunks]) for path in leaves}
         else:
             yield from self._chunks(leaves, self._batches, each, most, rng)
+
+    def _most(self, leaves: Leaves) -> int:
+        """How many gradients fit in a chunk."""
+        return max(1, _CHUNK // (8 * max(1, sum(leaf.size for leaf in leaves.values()))))
 
     def _chunks(
         self, leaves: Leaves, batches: Sequence[Any], each: int, most: int, rng: np.random.Generator

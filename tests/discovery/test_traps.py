@@ -35,6 +35,106 @@ def found(fn: Any, params: Any, batches: Any = BATCHES, outputs: Any = "loss", *
     return go.discover(fn, params, batches, outputs, progress=False, **options)
 
 
+# The user's own weights, and far from them -----------------------------------------------------------
+
+
+X6 = list(RNG.normal(size=(2, 12, 6)))
+PAIR = {"up": normal(6, 5), "down": normal(5, 4)}
+PAIR_RELU = go.rescale({"up": "_ channel"}, {"down": "channel _"})
+
+
+def pair(p: Any, x: Any, act: Any = jax.nn.relu) -> jax.Array:
+    return act(x @ p["up"]) @ p["down"]
+
+
+@pytest.mark.slow_rows("1")
+@pytest.mark.parametrize("seed", range(2))
+def test_a_mask_among_the_parameters(seed: int) -> None:
+    """Noise in proportion to its size would switch all classes off, and everything in front of it."""
+    params = {**PAIR, "mask": np.array([0, -1e9, 0, 0, 0], np.float32)}
+    report = found(lambda p, x: jnp.sin(jax.nn.softmax(x @ p["up"] + p["mask"]) @ p["down"]), params, X6, seed=seed)
+    assert not report.gauges and not report.dead and {u.path for u in report.uncovered} == {"up", "down", "mask"}
+
+
+@pytest.mark.parametrize(("name", "fn"), {
+    "rescale": lambda p, x: jnp.minimum(pair(p, x), 20.0) + pair(p, x, lambda y: jnp.clip(y, 0.0, 20.0)),
+    "logit_shift": lambda p, x: jnp.clip(pair(p, x, jnp.tanh), -50.0, 50.0),
+    "head_linear": lambda p, x: jnp.sin(jnp.clip(x @ p["up"], -30.0, 30.0) @ p["down"]),
+}.items())
+def test_what_a_clip_ends_is_no_gauge(name: str, fn: Any) -> None:
+    report = found(fn, PAIR, X6, "logits" if name == "logit_shift" else "loss")
+    assert not report.gauges and any(x.startswith(name) and "a clip ends it" in x for x in report.rejected), report
+
+
+@pytest.mark.slow_rows("-1000000000.0", "-3.4*")
+@pytest.mark.parametrize("mask", [-1e4, -1e9, float(np.finfo(np.float32).min), -np.inf])
+def test_classes_that_a_mask_rules_out(mask: float) -> None:
+    report = found(lambda p, x: jnp.where(jnp.arange(4) < 3, pair(p, x), mask), PAIR, X6, "logits")
+    assert report.gauges == [PAIR_RELU, go.logit_shift({"down": "_ vocab"})] and not report.rejected, report
+
+
+@pytest.mark.slow_rows("<lambda>")
+@pytest.mark.parametrize("start", [jnp.ones, lambda shape: jax.random.uniform(jax.random.key(0), shape)])
+def test_positive_kernels_on_positive_inputs(start: Any) -> None:
+    """No ReLU would ever be off, and matrices would do."""
+    params = {"up": start((6, 5)), "down": start((5, 4)), "bias": jnp.full(5, 0.1)}
+    report = found(lambda p, x: jnp.sin(jax.nn.relu(x @ p["up"] + p["bias"]) @ p["down"]), params, list(np.abs(X6)))
+    assert report.gauges == [go.rescale({"up": "_ channel", "bias": "channel"}, {"down": "channel _"})], report
+
+
+def test_units_that_are_dead_at_every_point_live_with_other_signs() -> None:
+    """Inputs are positive, and a unit's weights negative: half of their size as noise does not switch it on."""
+    params = {**PAIR, "up": np.concatenate([np.full((6, 1), -1.0, np.float32), PAIR["up"][:, 1:]], 1)}
+    report = found(lambda p, x: jnp.sin(pair(p, x)), params, list(np.abs(X6)))
+    assert report.gauges == [PAIR_RELU] and not report.rejected and not report.uncovered, report
+
+
+def test_a_leaf_of_which_the_sign_alone_counts_is_not_dead() -> None:
+    def fn(p: Any, x: Any) -> jax.Array:
+        y = p["size"] * (x @ p["up"])
+        return jnp.sin(y / jnp.sqrt(jnp.mean(y**2, -1, keepdims=True)) @ p["down"])
+
+    assert not found(fn, {**PAIR, "size": jnp.ones(())}, X6).dead
+
+
+def test_gradients_that_are_no_derivatives_are_named() -> None:
+    def fn(p: Any, x: Any) -> jax.Array:
+        rounded = jnp.round(7 * p["up"] / (size := jnp.abs(p["up"]).max(0))) * size / 7
+        return jnp.sin(pair({**p, "up": p["up"] + jax.lax.stop_gradient(rounded - p["up"])}, x))
+
+    (said,) = found(fn, PAIR, X6).rejected
+    assert said.startswith("up: gradients that are not the derivatives"), said
+
+
+def test_a_loop_without_a_known_end_is_named() -> None:
+    def fn(p: Any, x: Any) -> jax.Array:
+        return jax.lax.while_loop(lambda s: s[1] < 3, lambda s: (jnp.tanh(s[0] @ p["up"].T @ p["up"]), s[1] + 1),
+                                  (x @ p["up"], 0))[0]
+
+    with refusals.refused("fn has no gradients", "fori_loop"):
+        found(fn, PAIR, X6)
+
+
+def test_a_certificate_draws_inputs_with_derivatives() -> None:
+    """A norm of units that are all dead has none; and keys of random numbers are no arrays to draw from."""
+
+    def fn(p: Any, b: Any) -> jax.Array:
+        y = pair(p, b["x"] * jax.random.bernoulli(b["key"], 0.7, (12, 6)))
+        return jnp.sin(y / jnp.maximum(jnp.linalg.norm(y, axis=-1, keepdims=True), 1e-6))
+
+    params = {"up": normal(6, 3), "down": normal(3, 4)}
+    batches = [{"x": x, "key": jax.random.key(k)} for k, x in enumerate(X6)]
+    assert found(fn, params, batches).certificate.dead >= 3
+
+
+def test_an_encoder_as_wide_as_its_table_is_long_says_nothing_of_logits() -> None:
+    def fn(p: Any, tokens: Any) -> jax.Array:
+        return p["table"][tokens] + pair(p, p["table"][tokens])
+
+    params = {"table": normal(8, 8), "up": normal(8, 5), "down": normal(5, 8)}
+    assert found(fn, params, list(RNG.integers(8, size=(2, 4, 6))), None).outputs is None
+
+
 # Points -------------------------------------------------------------------------------------------
 
 
@@ -42,7 +142,7 @@ def found(fn: Any, params: Any, batches: Any = BATCHES, outputs: Any = "loss", *
 def test_a_start_of_zeros_or_ones_makes_no_symmetry(start: float, monkeypatch: pytest.MonkeyPatch) -> None:
     params = {"up": {"kernel": normal(D, 5), "bias": np.zeros(5)}, "down": {"kernel": np.full((5, 3), start)}}
     check(mlp, params, BATCHES, [RELU], outputs="loss")
-    monkeypatch.setattr(report, "generic_point", lambda leaves, rng: dict(leaves))
+    monkeypatch.setattr(report, "generic_point", lambda leaves, rng, signed=(): dict(leaves))
     blind = found(mlp, params)
     assert blind.dead or blind.rejected or blind.ungauged or blind.gauges != [RELU]
 
@@ -87,7 +187,7 @@ def test_what_stands_behind_stop_gradient_is_not_dead(monkeypatch: pytest.Monkey
     got = found(fn, {**MLP, "gain": normal(3)})
     assert not got.dead and any("gain: no gradient" in text for text in got.rejected)
     assert all("gain" not in own.exponents for own in got.held)
-    monkeypatch.setattr(prove.Prover, "change_of_entries", lambda *_: 0.0)
+    monkeypatch.setattr(prove.Prover, "change_of_entries", lambda *args, **turn: 0.0)
     assert found(fn, {**MLP, "gain": normal(3)}).dead == ("gain",)
 
 

@@ -191,11 +191,11 @@ def _moved_leaf(
     on_tree: Bound, elements: Elements, path: str, leaf: jax.Array, leaves: dict[str, jax.Array]
 ) -> jax.Array:
     """Returns one leaf, moved by all parts that bind it and have an element."""
-    parts, of_leaf, added = [], [], on_tree.whole.added
+    parts, of_leaf, added = list[Any](), [], on_tree.whole.added
     context: dict[str, jax.Array] = {}
     for part in on_tree.whole.acting:
         if part.label in elements and path in changed(part):
-            alone, read = on_leaf(part, path)
+            alone, read = on_leaf(part, path, len(parts))
             parts.append(alone)
             of_leaf.append(elements[part.label])
             context |= {name: jnp.asarray(leaves[p]).astype(float) + added[p] for name, p in read.items()}

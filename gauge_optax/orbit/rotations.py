@@ -106,8 +106,13 @@ def _stream_with_blocks(part: Stream, change: Callable[[Anchor], Anchor]) -> Any
 
 
 @functools.singledispatch
-def on_leaf(part: Part[Any], path: str) -> tuple[Any, dict[str, str]]:
+def on_leaf(part: Part[Any], path: str, number: int) -> tuple[Any, dict[str, str]]:
     """Restricts a part to one leaf, whose path becomes "".
+
+    Args:
+      part: the part.
+      path: the path of a leaf that it moves.
+      number: the part's number among those that move this leaf. Names contain it, so that no two parts share a name.
 
     Returns:
       The restricted part, and name → path for the other leaves that its action reads. The part does not contain the
@@ -121,11 +126,11 @@ def on_leaf(part: Part[Any], path: str) -> tuple[Any, dict[str, str]]:
 
 
 @on_leaf.register
-def _stream_on_leaf(part: Stream, path: str) -> tuple[Any, dict[str, str]]:
+def _stream_on_leaf(part: Stream, path: str, number: int) -> tuple[Any, dict[str, str]]:
     """The action of the stream's rotation on a leaf also reads the scales of the norms in front of the leaf."""
-    alone, _ = on_leaf.dispatch(Part)(part, path)
+    alone, _ = on_leaf.dispatch(Part)(part, path, number)
     passed = [(scale, behind) for scale, behind in alone.scales if behind]
-    read = {f"norm{number}": scale.path for number, (scale, _) in enumerate(passed)}
+    read = {f"norm{number}.{k}": scale.path for k, (scale, _) in enumerate(passed)}
     scales = tuple(
         (dataclasses.replace(scale, path=name), behind) for name, (scale, behind) in zip(read, passed, strict=True)
     )

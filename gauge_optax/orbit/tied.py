@@ -38,7 +38,7 @@ def untie(
       Parameters with one more leaf, in the table's dtype. Products are computed in float64 and rounded once.
 
     Raises:
-      ValueError: no such leaf, shapes that do not fit, a `head` that exists already, parameters that are no
+      ValueError: no such leaf, shapes that do not fit, a `head` that exists already or has leaves below it, parameters that are no
         dictionaries, or a bias together with a scale of zero in some channel.
 
     >>> embed = jnp.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
@@ -70,9 +70,9 @@ def untie(
             raise binding_error(
                 _NAME, f"'{path}' does not fit the table '{table}'", f"shape {np.shape(leaves[path])}",
                 f"{rows[1:]}, one number per channel of the stream", "give the final norm's, not a layer's stack")
-    if head in leaves:
-        raise binding_error(_NAME, f"a leaf at head='{head}'", f"shape {np.shape(leaves[head])}", "a new path",
-                            "write head='lm_head/kernel'; a model that has a head is untied")
+    if taken := [path for path in leaves if f"{path}/".startswith(f"{head}/")]:
+        raise binding_error(_NAME, f"a leaf at head='{head}'", f"'{taken[0]}' of shape {np.shape(leaves[taken[0]])}",
+                            "a new path", "write head='lm_head/kernel'; a model that has a head is untied")
     if bias is not None and scale is None:
         raise binding_error(_NAME, "a bias without a scale", f"bias='{bias}'", "scale='…', which divides it",
                             "leave bias out: it stays what it is")

@@ -24,8 +24,7 @@ from gauge_optax.errors import binding_error
 from gauge_optax.gauges.bound import Bound, require_nonzero_norms
 from gauge_optax.gauges.copies import Copy
 from gauge_optax.gauges.gauge import Element, Gauges, product
-from gauge_optax.linalg import direction_tolerance
-from gauge_optax.orbit.rotations import misfit, on_leaf, random_rotation, with_blocks
+from gauge_optax.orbit.rotations import checked_element, on_leaf, random_rotation, with_blocks
 from gauge_optax.parts.part import changed
 from gauge_optax.slice import Elements
 from gauge_optax.transformation import on_any_mesh, require_key, require_no_tracers
@@ -165,24 +164,10 @@ def _given(on_tree: Bound, expected: Any, element: Element) -> Elements:
     for copy in itertools.chain(*on_tree.copies):
         for turn in _turns(on_tree, copy):  # raises for a part that is no rotation; the element is not needed
             jax.eval_shape(functools.partial(random_rotation, turn, by="random"), jax.random.key(0))
-    if len(on_tree.gauges) == 1 and isinstance(element, dict):
-        element = (element,)
-    if jax.tree.map(np.shape, element) != jax.tree.map(np.shape, expected):
-        raise binding_error(
-            _NAME, "an element of other gauges", f"{jax.tree.map(np.shape, element)}",
-            f"{jax.tree.map(np.shape, expected)}", "pass an element of the gauges that are passed, in their order",
-        )
     elements: Elements = {}
-    for gauge, copies, value in zip(on_tree.gauges, on_tree.copies, element, strict=True):
+    given = checked_element(_NAME, on_tree, expected, element)
+    for gauge, copies, value in zip(on_tree.gauges, on_tree.copies, given, strict=True):
         for copy, own in zip(copies, gauge._split(copies, value), strict=True):
-            own = jnp.asarray(own, float)
-            worst = np.max([float(misfit(part, e)) for part, e in zip(copy.parts, copy.split(own), strict=True)])
-            if not worst <= direction_tolerance(jnp.dtype(jnp.float32)):
-                raise binding_error(
-                    copy.gauge, f"an element that is no rotation, at '{copy.key}'",
-                    f"RᵀR is {worst:.1e} from the identity", "orthogonal matrices",
-                    "pass the orthogonal factor of a QR decomposition, or what go.orbit.choose returned",
-                )
             elements |= zip([part.label for part in copy.parts], copy.split(copy.normalized(own)), strict=True)
     return elements
 

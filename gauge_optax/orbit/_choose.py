@@ -100,9 +100,10 @@ def choose(
       `gauges` is one gauge, write `gauge.act(element, params)`. With `return_state`, the pair (element, state).
 
     Raises:
-      ValueError: a `start` that is no element of these gauges; an objective that does not take these arguments, or returns no scalar or no finite number; a step
-        without a batch; gauges that do not fit `params`, or have no `algebra`; a zero in a norm's scale that a gauge
-        divides by; running statistics of BatchNorm in `params` that would not fit the moved weights.
+      ValueError: a `start` that is no element of these gauges; an objective that does not take these arguments, or
+        returns no scalar or no finite number; a step without a batch; gauges that do not fit `params`, or have no
+        `algebra`; a zero in a norm's scale that a gauge divides by; running statistics of BatchNorm in `params` that
+        would not fit the moved weights.
 
     >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
     >>> params = {"up": jnp.full((1, 2), 4.0), "down": jnp.ones((2, 1))}

@@ -38,8 +38,8 @@ def untie(
       Parameters with one more leaf, in the table's dtype. Products are computed in float64 and rounded once.
 
     Raises:
-      ValueError: no such leaf, shapes that do not fit, a `head` that exists already or has leaves below it, parameters that are no
-        dictionaries, or a bias together with a scale of zero in some channel.
+      ValueError: no such leaf, shapes that do not fit, a `head` that exists already or has leaves below it, parameters
+        that are no dictionaries, or a bias together with a scale of zero in some channel.
 
     >>> embed = jnp.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
     >>> params = {"embed": embed, "norm": jnp.array([2.0, 10.0])}

@@ -120,16 +120,22 @@ def rotate(
 
 
 def _require_same_function(before: Any, after: Any, params: Any) -> None:
-    """Raises ValueError if outputs differ by more than √ε of the largest one; ε is the eps of the coarsest dtype."""
+    """Raises ValueError if outputs differ by more than √ε of the largest one; ε is the eps of the coarsest dtype.
+
+    An infinity, such as the −inf of a padded vocabulary, has to stay the same infinity.
+    """
     pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
     numbers = [(a.astype(complex), b.astype(complex)) for a, b in pairs if jnp.issubdtype(a.dtype, jnp.inexact)]
     if not numbers:
         raise binding_error(
             _NAME, "fn returns nothing to compare", ", ".join(str(x.dtype) for x in jax.tree.leaves(before)) or "()",
             "floating-point outputs", "return logits from fn, and not tokens")
+    alike = [np.isinf(a) & (a == b) for a, b in numbers]  # their difference would be NaN
+    numbers = [(np.where(k, 0.0, a), np.where(k, 0.0, b)) for k, (a, b) in zip(alike, numbers, strict=True)]
     # NumPy's maximum of NaN and a number is NaN, Python's may be the number.
-    change = np.max([
-        np.max(np.abs(b - a), initial=0.0) / max(np.max(np.abs(a), initial=0.0), 1e-30) for a, b in numbers])
+    with np.errstate(invalid="ignore"):  # another infinity makes the change NaN, which is refused
+        change = np.max([
+            np.max(np.abs(b - a), initial=0.0) / max(np.max(np.abs(a), initial=0.0), 1e-30) for a, b in numbers])
     dtypes = [jnp.result_type(x) for x in (*jax.tree.leaves(params), *jax.tree.leaves(after))]
     limit = max(float(jnp.finfo(x).eps) for x in dtypes if jnp.issubdtype(x, jnp.floating)) ** 0.5
     if not change <= limit:

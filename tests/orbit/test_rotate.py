@@ -1,5 +1,6 @@
 """`rotate`: the function stays, QuaRot's fusing is reproduced, and outliers spread."""
 
+import contextlib
 import functools
 from typing import Any
 
@@ -134,6 +135,20 @@ def test_norms_that_are_more_precise_than_kernels_are_passed() -> None:
     element = stream.sample(jax.random.key(4), kernels)
     acted, exact = (embedding(stream.act(element, p)) for p in (kernels, params))
     assert apart(acted, exact) < 1e-2 < 0.5 < apart(acted, embedding(params))
+
+
+@pytest.mark.parametrize("after", [-jnp.inf, jnp.inf, jnp.nan, 0.0])
+def test_infinities_of_the_outputs_have_to_stay(after: float) -> None:
+    """A padded vocabulary has logits of −inf."""
+    outputs = iter([-jnp.inf, after])
+
+    def fn(p: Tree, _: Any) -> jax.Array:
+        product = jnp.einsum("dhe,hef->df", p["value"], p["out"])
+        return jnp.append(product, next(outputs))
+
+    params = normal(0, {"value": (5, 2, 4), "out": (2, 4, 5)})
+    with refused("another function") if after != -jnp.inf else contextlib.nullcontext():
+        go.orbit.rotate(params, HEADS, fn=fn)
 
 
 def test_what_is_donated_is_not_needed_any_more() -> None:

@@ -27,7 +27,7 @@ from gauge_optax.parts.permutation import Permutation
 from gauge_optax.parts.sizes import Factor, Stretch
 from gauge_optax.slice import Elements, Slice
 from gauge_optax.states.statistics import require_no_statistics_behind
-from gauge_optax.transformation import on_any_mesh
+from gauge_optax.transformation import on_any_mesh, overflow_check
 
 Params = TypeVar("Params")
 Basis = Literal["eigenbasis", "anchor", "stored"]
@@ -87,11 +87,12 @@ def canonicalize(
     Returns:
       Parameters like `params`, every leaf in its dtype. If both factors of a head in `head_linear` have less than full
       rank, as in padded heads, that head is only rotated, and a warning names it. Computation is in float32, and in
-      float64 under x64.
+      float64 under x64. In a leaf of float16, numbers below 3e-8 become zero.
 
     Raises:
       ValueError: gauges that do not fit `params`; an unknown basis; a zero in a norm's scale that a gauge divides by;
-        running statistics of BatchNorm in `params` that would not fit the moved weights.
+        running statistics of BatchNorm in `params` that would not fit the moved weights; outside `jit`, a leaf of
+        float16 that overflows.
 
     >>> gauge = go.norm_scale({"scale": "channel"}, {"kernel": "channel _"})
     >>> params = {"scale": jnp.array([2.0, -3.0]), "kernel": jnp.ones((2, 3))}
@@ -120,7 +121,10 @@ def canonicalize(
         count = without_frame.get(part.label, 0)
         if not isinstance(count, jax.core.Tracer) and count:
             warn(no_frame(_NAME, part, int(count), _BUT))
-    return with_leaves(params, (_entered_donated if donate else _entered)(s, elements, bound))
+    check = overflow_check(_NAME, bound)
+    moved = (_entered_donated if donate else _entered)(s, elements, bound)
+    check(moved)
+    return with_leaves(params, moved)
 
 
 # Two programs, so that the copies that the first one needs are freed before the second one starts.

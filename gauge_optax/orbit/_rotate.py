@@ -27,7 +27,7 @@ from gauge_optax.gauges.gauge import Element, Gauges, product
 from gauge_optax.orbit.rotations import checked_element, on_leaf, random_rotation, with_blocks
 from gauge_optax.parts.part import changed
 from gauge_optax.slice import Elements
-from gauge_optax.transformation import on_any_mesh, require_key, require_no_tracers
+from gauge_optax.transformation import on_any_mesh, overflow_check, require_key, require_no_tracers
 from gauge_optax.xla import unseen
 
 Params = TypeVar("Params")
@@ -77,7 +77,7 @@ def rotate(
     Raises:
       ValueError: a gauge that is no rotation, or for whose size there is no Hadamard matrix; an element of other
         gauges, or matrices that are not orthogonal; a norm with a zero in its scale; gauges that do not fit `params`;
-        outputs of `fn` that the rotation changes.
+        a leaf of float16 that overflows; outputs of `fn` that the rotation changes.
 
     >>> gauge = go.head_rotation({"value": "_ head basis", "out": "head basis _"})
     >>> value = jnp.zeros((4, 1, 4)).at[:, 0, 0].set(1.0)  # one channel has everything
@@ -106,7 +106,9 @@ def rotate(
         moved, spent = {}, list[jax.Array]()
         for path in added:
             leaf = jnp.asarray(leaves[path])
+            check = overflow_check(_NAME, {path: leaf})
             moved[path] = _moved_leaf(on_tree, elements, path, leaf, leaves)
+            check(moved)
             if donate and path not in kept and moved[path] is not leaf and isinstance(leaves[path], jax.Array):
                 # The check of `fn` may refuse the result, and must not leave the caller without weights.
                 (leaves[path].delete if fn is None else functools.partial(spent.append, leaves[path]))()

@@ -20,7 +20,7 @@ from gauge_optax.errors import binding_error, warn
 from gauge_optax.gauges.bound import require_nonzero_norms
 from gauge_optax.gauges.gauge import Gauges, bind
 from gauge_optax.gauges.unread import no_frame, unread
-from gauge_optax.linalg import matmul, roundoff
+from gauge_optax.linalg import matmul, roundoff, unit_and_size
 from gauge_optax.orbit.eigenbases import Weights, eigenbases, weights_without_order
 from gauge_optax.parts.part import Arrays, Part
 from gauge_optax.parts.permutation import Permutation
@@ -206,7 +206,8 @@ def _exact_columns(part: Stretch, point: Arrays) -> Arrays:
     would count as full rank, and the head would get another canonical point.
     """
     for side in (part.left, part.right):
-        squares = jnp.diagonal(side.gram(point, point), axis1=-2, axis2=-1)
+        rows, _ = unit_and_size(side.stacked(point), (-2, -1))  # squares of a tiny head's entries would underflow
+        squares = jnp.sum(jnp.square(rows), -2)
         kept = squares > roundoff(squares.dtype) ** 2 * jnp.max(squares, -1, keepdims=True)
         for block in side.blocks:
             rows = block.rows(point[block.path])

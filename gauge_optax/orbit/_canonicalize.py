@@ -32,7 +32,7 @@ from gauge_optax.transformation import on_any_mesh, overflow_check
 Params = TypeVar("Params")
 Basis = Literal["eigenbasis", "anchor", "stored"]
 
-_NAME, _BUT = "canonicalize", "these heads are only rotated, so that twins stay different"
+_NAME, _BUT = "canonicalize", "these heads stay as they are, so that twins stay different"
 
 
 @on_any_mesh
@@ -86,7 +86,7 @@ def canonicalize(
 
     Returns:
       Parameters like `params`, every leaf in its dtype. If both factors of a head in `head_linear` have less than full
-      rank, as in padded heads, that head is only rotated, and a warning names it. Computation is in float32, and in
+      rank, as in padded heads, that head stays as it is, and a warning names it. Computation is in float32, and in
       float64 under x64. In a leaf of float16, numbers below 3e-8 become zero.
 
     Raises:

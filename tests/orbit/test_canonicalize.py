@@ -184,6 +184,12 @@ def test_a_tiny_head_keeps_its_product() -> None:
     np.testing.assert_allclose(product[1], product[0], atol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:canonicalize. no frame for heads")
+def test_heads_without_a_frame_stay_as_they_are() -> None:
+    params = normal(0, {"a": (2, 1, 3), "b": (1, 3, 2)}, "float32")
+    assert apart(go.orbit.canonicalize(params, LINEAR), params) == 0.0
+
+
 def test_heads_without_a_frame_are_named() -> None:
     """Both factors are padded. A head of zeros has nothing to move, and rotations turn padded heads like others."""
     turning = go.head_rotation({"a": "_ head basis", "b": "head basis _"})

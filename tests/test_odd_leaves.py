@@ -317,6 +317,9 @@ test_odd_arguments_are_refused = each_refused({
     "GGN rows": (lambda: m.GGN(fn, NET, [X, EMPTY]), "no outputs for batch 1"),
     "Fisher rows": (lambda: m.Fisher(fn, NET, [EMPTY], KEY), "no outputs for batch 0"),
     "EmpiricalFisher rows": (lambda: m.EmpiricalFisher(fn, NET, [EMPTY], [jnp.zeros(0, int)]), "for batch 0"),
+    **{f"EmpiricalFisher {kind}": (
+        lambda kind=kind: m.EmpiricalFisher(fn, NET, [X], [jnp.full(20, 0.5, kind)]), f"(?s)no class.*{kind}.*integers")
+       for kind in ("float32", "bool")},
     "Fisher NaN": (lambda: m.Fisher(fn, NET, [X * jnp.nan], KEY), "not finite"),
     "GGN NaN": (lambda: m.GGN(fn, NET, [X * jnp.nan]).eigenvalues(), "not finite"),
     "census NaN": (lambda: m.census(fn, NET, [X * jnp.nan], G, "logits", progress=False), "not finite"),

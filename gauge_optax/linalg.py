@@ -378,7 +378,7 @@ def eigenbasis(gram: jax.Array, mixed: jax.Array) -> jax.Array:
       They are chosen by K = (CᵀW)ᵀ, which turns with W. Column j of V has a positive product with column j of K. If
       several columns of V have equal eigenvalues, the same columns of K are projected onto the eigenspace, and the
       orthonormal basis that is nearest to the projections is taken. Eigenvalues count as equal if they differ by at
-      most `equal_eigenvalues` of the largest.
+      most `equal_eigenvalues` of the largest. A matrix of zeros has the identity.
 
     >>> w = jnp.array([[3.0, 0.0], [0.0, 5.0]])
     >>> jnp.abs(eigenbasis(w.T @ w, w)).round(4).tolist()
@@ -393,7 +393,9 @@ def eigenbasis(gram: jax.Array, mixed: jax.Array) -> jax.Array:
     # norms, so that the roundoff of large ones does not disturb small ones.
     squares = jnp.sum(jnp.square(inside), -1, keepdims=True)
     u, _, vt = svd(safe_divide(inside, jnp.sqrt(matmul(same.astype(squares.dtype), squares))))
-    return nearly_orthogonal(matmul(vectors, matmul(u, vt)))  # removes the roundoff of the three factors
+    basis = nearly_orthogonal(matmul(vectors, matmul(u, vt)))  # removes the roundoff of the three factors
+    # Eigenvectors of zeros may be the identity with its columns reversed: two calls would undo each other.
+    return jnp.where(jnp.any(gram != 0, (-2, -1), keepdims=True), basis, jnp.eye(gram.shape[-1], dtype=basis.dtype))
 
 
 def rotation_2x2(angle: jax.Array) -> jax.Array:

@@ -468,6 +468,35 @@ def require_no_tracers(function: str, *trees: Any) -> None:
             f"call {function} outside jit, with arrays")
 
 
+def overflow_check(function: str, leaves: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], None]:
+    """Returns a check of moved leaves: it raises ValueError if a finite leaf of float16 is not finite any more.
+
+    It does not look at other dtypes, whose range is that of float32 or more, nor at tracers, which have no values.
+
+    Args:
+      function: the name of the public function.
+      leaves: path → leaf, before the move. They may be donated before the check is called.
+    """
+
+    def infinite(leaf: Any) -> bool:
+        return not isinstance(leaf, jax.core.Tracer) and not bool(jnp.all(jnp.isfinite(leaf)))
+
+    finite = {
+        path for path, leaf in leaves.items()
+        if jnp.result_type(leaf) == jnp.float16 and not isinstance(leaf, jax.core.Tracer) and not infinite(leaf)
+    }
+
+    def check(moved: Mapping[str, Any]) -> None:
+        for path in moved:
+            if path in finite and infinite(moved[path]):
+                raise binding_error(
+                    function, f"'{path}' overflows float16", "infinities in a leaf that had none",
+                    f"numbers up to {float(jnp.finfo(jnp.float16).max):.0f}",
+                    "convert the weights first: optax.tree.cast(params, jnp.float32)")
+
+    return check
+
+
 def require_choice(transformation: str, argument: str, value: object, choices: Sequence[str]) -> None:
     """Raises ValueError if a string argument is not one of its choices."""
     if value not in choices:

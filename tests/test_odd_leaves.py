@@ -294,6 +294,21 @@ def _llc(batches: Any = (X,), **counts: Any) -> Any:
     return m.llc(loss, NET, batches, KEY, n_beta=1.0, lr=1e-4, **counts)
 
 
+def half(**leaves: Any) -> Tree:
+    """Constant leaves of float16: name → (the constant, *shape)."""
+    return {name: jnp.full(shape, size, "float16") for name, (size, *shape) in leaves.items()}
+
+
+INTO, HEAD = go.norm_scale({"s": "channel"}, {"w": "channel _"}), go.head_rotation({"w": "_ basis", "v": "basis _"})
+SCALED, PAIR = dict(s=(60, 4), w=(2000, 4, 3)), go.head_linear({"w": "_ basis"}, {"v": "basis _"})
+test_an_overflow_of_float16_is_refused = each_refused({
+    "canonicalize": (lambda: orbit.canonicalize(half(**SCALED), INTO), "'w' overflows float16"),
+    "donated": (lambda: orbit.canonicalize(half(**SCALED), INTO, donate=True), "'w' overflows float16"),
+    "rotate": (lambda: orbit.rotate(half(w=(6e4, 2, 2), v=(1, 2, 2)), HEAD), "'w' overflows float16"),
+    "untie": (lambda: orbit.untie(half(w=(3e4, 3, 2), s=(4, 2)), "w", "new", "s"), "'new' overflows float16"),
+    "pack": (lambda: orbit.pack(half(w=(3e4, 2, 1), v=(3e4, 1, 2)), PAIR, size=1.0), "'v' overflows float16"),
+})
+
 Z, EMPTY = jnp.ones((2, 2)) + 1j, X[:0]
 test_odd_arguments_are_refused = each_refused({
     "llc burn-in": (lambda: _llc(num_burnin_steps=-1), "num_burnin_steps"),
@@ -302,6 +317,9 @@ test_odd_arguments_are_refused = each_refused({
     "GGN rows": (lambda: m.GGN(fn, NET, [X, EMPTY]), "no outputs for batch 1"),
     "Fisher rows": (lambda: m.Fisher(fn, NET, [EMPTY], KEY), "no outputs for batch 0"),
     "EmpiricalFisher rows": (lambda: m.EmpiricalFisher(fn, NET, [EMPTY], [jnp.zeros(0, int)]), "for batch 0"),
+    **{f"EmpiricalFisher {kind}": (
+        lambda kind=kind: m.EmpiricalFisher(fn, NET, [X], [jnp.full(20, 0.5, kind)]), f"(?s)no class.*{kind}.*integers")
+       for kind in ("float32", "bool")},
     "Fisher NaN": (lambda: m.Fisher(fn, NET, [X * jnp.nan], KEY), "not finite"),
     "GGN NaN": (lambda: m.GGN(fn, NET, [X * jnp.nan]).eigenvalues(), "not finite"),
     "census NaN": (lambda: m.census(fn, NET, [X * jnp.nan], G, "logits", progress=False), "not finite"),

@@ -12,7 +12,7 @@ from gauge_optax.gauges.gauge import Gauge
 from tests.cases import GAUGE_CASES, GaugeCase
 from tests.quick import jit
 from tests.tolerances import tolerance
-from tests.twins import normal_like
+from tests.twins import normal, normal_like
 
 CASES = {case.name: case for case in GAUGE_CASES}
 KEY = jax.random.key(3)
@@ -78,6 +78,19 @@ def test_only_the_culprit_is_blamed_and_no_number_is_not_invariant(x64: None) ->
         go.testing.assert_invariant(jit(case.loss), _params(case), gauges, KEY)
     with pytest.raises(AssertionError, match="nan"):
         go.testing.assert_invariant(lambda p: jnp.nan * p["down"][0, 0], _params(case), case.gauges(), KEY)
+
+
+def test_a_permutation_that_is_none_fails_under_every_key() -> None:
+    """Of two heads, half of all elements are the identity; of one head all are, which passes."""
+    params = normal(0, {"up": (3, 2), "down": (2, 3), "alone": (3, 1)})
+
+    def outputs(p: Any) -> jax.Array:
+        return jnp.tanh(p["up"]) @ p["down"] + p["alone"]
+
+    for seed in range(6):
+        with pytest.raises(AssertionError, match="is no symmetry"):
+            go.testing.assert_invariant(outputs, params, go.permutation({"up": "_ head"}), jax.random.key(seed))
+    go.testing.assert_invariant(outputs, params, go.permutation({"alone": "_ head"}), KEY)
 
 
 # assert_horizontal --------------------------------------------------------------------------------

@@ -540,7 +540,8 @@ class EmpiricalFisher(Operator):
       only: path pattern of the selected leaves, as for `Hessian`.
 
     Raises:
-      ValueError: no batch; labels that do not fit the batches; a path that no leaf has; another likelihood.
+      ValueError: no batch; labels that do not fit the batches, or are no integers for "softmax"; a path that no leaf
+        has; another likelihood.
 
     >>> fn = lambda p, x: x @ p["w"]
     >>> x, labels = jnp.ones((3, 1)), jnp.zeros(3, int)
@@ -577,6 +578,11 @@ class EmpiricalFisher(Operator):
                 raise binding_error(
                     "EmpiricalFisher", f"labels do not fit batch {number}", "none" if shape is None else f"{shape}",
                     f"an array of shape {expected}", "pass one array of labels per batch",
+                )
+            if likelihood == "softmax" and not jnp.issubdtype(kind := jnp.asarray(labels[number]).dtype, jnp.integer):
+                raise binding_error(
+                    "EmpiricalFisher", f"labels that are no classes in batch {number}", f"{kind}", "integers",
+                    "pass [jnp.asarray(x, int) for x in labels]",
                 )
             if likelihood == "softmax" and not isinstance(labels[number], jax.core.Tracer):
                 classes, values = outputs[-1], np.asarray(labels[number])

@@ -22,7 +22,6 @@ from gauge_optax.linalg import lyapunov, safe_divide, skew
 from gauge_optax.parts.heads import BASIS, PLANE, Planes, Rotation
 from gauge_optax.parts.part import Part
 from gauge_optax.parts.sizes import Factor
-from gauge_optax.parts.stream import Stream
 from gauge_optax.transformation import require_choice
 
 Arrays = Mapping[str, jax.Array]
@@ -33,7 +32,11 @@ RESCALE, ROTATION = "rescale_leakage", "rotation_leakage"
 
 @functools.singledispatch
 def lemma_of(part: Part[Any]) -> str | None:
-    """The name of the function that computes the lemma about leakage along this kind of part; None without a lemma."""
+    """The name of the function that computes the lemma about leakage along this kind of part; None without a lemma.
+
+    A rotation of the stream has none: it passes norms' scales, and under LayerNorm it keeps the vector of ones. Its
+    tangents are then no W·A for every skew A, which the lemma and `Orbit.rates` take for granted.
+    """
     return None
 
 
@@ -44,7 +47,6 @@ def _of_factors(part: Factor) -> str:
 
 @lemma_of.register(Rotation)
 @lemma_of.register(Planes)
-@lemma_of.register(Stream)
 def _of_turns(part: Part[Any]) -> str:
     return ROTATION
 
@@ -137,8 +139,8 @@ class Orbit:
             raise binding_error(
                 caller, "another kind of gauge", ", ".join(part.name for part in parts) or "no gauges",
                 "one gauge of the kind that this measure reads",
-                "pass one gauge at a time: scales have `rescale_leakage`, rotations `rotation_leakage`, both "
-                "`step_leakage`; other gauges have none",
+                "pass one gauge at a time: scales have `rescale_leakage`, head_rotation and rope_torus have "
+                "`rotation_leakage`, both `step_leakage`; other gauges have none",
             )
         (b,) = bounds
         (copies,) = b.copies
@@ -188,7 +190,7 @@ def step_leakage(gauge: Gauges, params: Any, step: Any) -> StepLeakage:
     """Measures the leakage of any optimizer's step: its motion along one gauge's orbits.
 
     Args:
-      gauge: one scale or rotation gauge.
+      gauge: one gauge of scales, `head_rotation` or `rope_torus`.
       params: the point.
       step: a tangent, the output of any `scale_by_…`; θ moves by −lr·step.
 

@@ -3,6 +3,11 @@
 Norms are taken in slice coordinates, where all weight sets of one function have the same norms. For a point θ, its
 gradient g and a step u these are θ̂ = F⁻¹·θ, ĝ = Fᵀ·g and û = F⁻¹·u. Here F is the frame of θ itself, and not the frame
 from `init`. docs/design.md §3.
+
+There is one exception. A `residual_rotation` turns a kernel behind a norm by a matrix that contains the norm's scale.
+A step of the scale therefore turns the kernel, too. Two weight sets that differ by such a rotation have the same norms
+of parameters, but three kinds of numbers may differ: the gradient's norm on the scale, the update's norms on the leaves
+behind the norm (its kernels and its bias), and `relevant_share`, which sums over these leaves.
 """
 
 import functools
@@ -101,6 +106,9 @@ def _places(layout: str) -> dict[str, tuple[slice, tuple[int, ...]]]:
 
 class SliceNorms(NamedTuple):
     """Norms in slice coordinates, leaf path → norm. A leaf with an axis of layers has one norm per layer.
+
+    All weight sets of one function have the same norms, except, if they differ by a `residual_rotation` past norms with
+    scales: `gradient_norm` of these scales, `update_norm` of the leaves behind them, and `relevant_share`.
 
     Attributes:
       parameter_norm: ‖θ̂‖.
@@ -246,7 +254,8 @@ def slice_norms(
       layers: names of axes that count scanned layers. Every index of such an axis has its own norm.
 
     Returns:
-      The norms. All weight sets of one function have the same norms, up to roundoff.
+      The norms. All weight sets of one function have the same norms, up to roundoff; `SliceNorms` has an exception for
+      `residual_rotation`.
 
     Raises:
       ValueError: bindings that do not fit the tree.

@@ -20,6 +20,7 @@ References: Lau et al. 2023, arXiv:2308.12108, Eq. (13) and Alg. 1; Watanabe 200
 of devinterp.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -98,11 +99,13 @@ def llc(
       num_steps_bw_draws: the number of steps per draw.
 
     Returns:
-      n_beta·(mean loss − loss at the minimum), per chain and as the mean over chains. If `at_minimum` is False, `mean`
-      is no learning coefficient.
+      n_beta·(mean loss − loss at the minimum), per chain and as the mean over chains. Both losses of a draw are those
+      of its batch, so that differences between batches cancel. If `at_minimum` is False, `mean` is no learning
+      coefficient.
 
     Raises:
-      ValueError: no batch, or batches that differ in shape; counts below 1; bindings that do not fit.
+      ValueError: no batch, or batches that differ in shape; counts below 1; an `n_beta` or `lr` that is not positive,
+        or a negative `localization`; bindings that do not fit.
 
     >>> quadratic = lambda p, x: 0.5 * jnp.mean(jnp.sum((x * p["w"]) ** 2, -1))
     >>> estimate = go.measure.llc(
@@ -134,13 +137,20 @@ def llc(
         if not isinstance(count, int | np.integer) or count < least:
             raise binding_error("llc", f"bad {name}", f"{name}={count!r}", f"an int, at least {least}",
                                 f"pass {name}={least}")
+    sizes: dict[str, tuple[Any, str]] = {
+        "n_beta": (n_beta, "n / math.log(n)"), "lr": (lr, "1e-6"), "localization": (localization, "1.0")}
+    for name, (size, usual) in sizes.items():
+        free = name == "localization"  # without a pull, a chain may leave the minimum, but it is a chain
+        if not isinstance(size, jax.core.Tracer) and not (0 < size < math.inf or (free and size == 0)):
+            raise binding_error("llc", f"bad {name}", f"{name}={size}", f"a number {'from' if free else 'above'} 0",
+                                f"pass {name}={usual}")
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *batches)
     keys = jax.random.split(key, num_chains)
-    losses, initial, found = _chains(
+    losses, excess, initial, found = _chains(
         loss, None if gauges is None else product(gauges), (num_draws, num_burnin_steps, num_steps_bw_draws),
         params, stacked, keys, (n_beta, lr, localization),
     )
-    per_chain = n_beta * (jnp.mean(losses, 1) - initial)
+    per_chain = n_beta * jnp.mean(excess, 1)
     mean, std = jnp.mean(per_chain), jnp.std(per_chain, ddof=int(num_chains > 1))
     falls = jnp.maximum(initial - found, 0.0)
     fall = jnp.maximum(jnp.max(falls[:2]), jnp.mean(falls[2:]))
@@ -192,13 +202,14 @@ def _chart(params: Any, group: Product | None) -> _Chart:
 def _chains(
     loss: Callable[[Any, Any], jax.Array], group: Product | None, counts: tuple[int, int, int], params: Any,
     stacked: Any, keys: jax.Array, sizes: tuple[float, float, float],
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Runs the chains and the searches for lower losses.
 
     Returns:
-      The losses at the draws, (chains, draws); the loss at the start; and the lowest losses of 2 + chains searches. The
-      first search is on a line from the start along the gradient, the second is a descent from the start, and the
-      others are descents from the ends of the chains.
+      The losses at the draws, (chains, draws); by how much each is above the loss of the same batch at the start; the
+      loss at the start; and the lowest losses of 2 + chains searches. The first search is on a line from the start
+      along the gradient, the second is a descent from the start, and the others are descents from the ends of the
+      chains.
     """
     num_draws, num_burnin_steps, num_steps_bw_draws = counts
     n_beta, lr, localization = sizes
@@ -208,9 +219,12 @@ def _chains(
     def at(point: Leaves, batch: Any) -> jax.Array:
         return loss(chart.tree(point), batch)
 
-    def step(point: Leaves, key: jax.Array) -> tuple[Leaves, jax.Array]:
+    at_start = jax.lax.map(lambda batch: at(chart.start, batch), stacked)
+
+    def step(point: Leaves, key: jax.Array) -> tuple[Leaves, tuple[jax.Array, jax.Array]]:
         which, noise = jax.random.split(key)
-        batch = jax.tree.map(lambda x: x[jax.random.randint(which, (), 0, number)], stacked)
+        drawn_batch = jax.random.randint(which, (), 0, number)
+        batch = jax.tree.map(lambda x: x[drawn_batch], stacked)
         value, gradient = jax.value_and_grad(at)(point, batch)
         drawn = zip(point, jax.random.split(noise, len(point)), strict=True)
         after = {
@@ -218,13 +232,13 @@ def _chains(
             + jnp.sqrt(lr) * jax.random.normal(noise_key, x.shape, x.dtype)
             for (path, noise_key), x in zip(drawn, point.values(), strict=True)
         }
-        return chart.back(point, after), value
+        return chart.back(point, after), (value, value - at_start[drawn_batch])
 
-    def draw(point: Leaves, key: jax.Array) -> tuple[Leaves, jax.Array]:
-        point, values = jax.lax.scan(step, point, jax.random.split(key, num_steps_bw_draws))
-        return point, values[-1]
+    def draw(point: Leaves, key: jax.Array) -> tuple[Leaves, tuple[jax.Array, jax.Array]]:
+        point, (values, above) = jax.lax.scan(step, point, jax.random.split(key, num_steps_bw_draws))
+        return point, (values[-1], above[-1])
 
-    def chain(key: jax.Array) -> tuple[Leaves, jax.Array]:
+    def chain(key: jax.Array) -> tuple[Leaves, tuple[jax.Array, jax.Array]]:
         burnin, rest = jax.random.split(key)
         point, _ = jax.lax.scan(step, chart.start, jax.random.split(burnin, num_burnin_steps))
         return jax.lax.scan(draw, point, jax.random.split(rest, num_draws))
@@ -267,7 +281,7 @@ def _chains(
 
     large = sum(x.size for x in chart.start.values()) > _LARGE
     each: Callable[..., Any] = jax.lax.map if large else lambda function, of: jax.vmap(function)(of)
-    ends, losses = each(chain, keys)
+    ends, (losses, excess) = each(chain, keys)
     starts = jax.tree.map(lambda x, end: jnp.concatenate([x[None], end]), chart.start, ends)
     found = each(lambda x: descend(*x), (starts, jax.random.split(jax.random.fold_in(keys[0], 0), len(keys) + 1)))
-    return losses, full(chart.start), jnp.concatenate([along_gradient()[None], found])
+    return losses, excess, jnp.mean(at_start), jnp.concatenate([along_gradient()[None], found])

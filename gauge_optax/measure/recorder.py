@@ -5,6 +5,7 @@ optimizer's update, see `live` (`go.measure.track`).
 """
 
 import json
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -90,8 +91,9 @@ class Recorder:
                 raise self._of_another_run(f"the line {line.strip()[:60]!r}")
             rows.append(row)
             whole += len(line)
-        due = [row["step"] for row in rows]
-        if due != list(self._due())[: len(due)]:
+        due, all_due = [row["step"] for row in rows], list(self._due())
+        begun = all_due.index(due[0]) if due and due[0] in all_due else 0  # a run that began at a checkpoint
+        if due != all_due[begun : begun + len(due)]:
             raise self._of_another_run(f"steps {due[:4]}")
         if whole < len(text):
             self.path.write_text(text[:whole])
@@ -125,16 +127,24 @@ class Recorder:
                 self._bar.update(step < self.steps)
         self._bar = None
 
-    def record(self, step: int, *args: Any) -> Row | None:
+    def record(self, step: int | np.integer[Any] | jax.Array, *args: Any) -> Row | None:
         """Takes the readings, if they are due at this step and not in the file yet.
 
         Args:
-          step: the number of updates so far.
+          step: the number of updates so far, an integer or an array of one.
           *args: the arguments of all readings, such as the parameters.
 
         Returns:
           The row, with arrays as lists; None if no record was due.
+
+        Raises:
+          ValueError: a step that is no integer; a reading that is no number.
         """
+        try:
+            step = operator.index(step)  # JSON has no integers of NumPy or JAX
+        except TypeError as error:
+            raise binding_error("Recorder", "a step that is no integer", repr(step), "the number of updates so far",
+                                "write recorder.record(int(step), params)") from error
         if step <= self.last or not (step % self.every == 0 or step == self.steps):
             return None
         row: Row = {"step": step} | {name: _plain(name, read(*args)) for name, read in self.readings.items()}

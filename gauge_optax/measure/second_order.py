@@ -52,7 +52,7 @@ def second_order_leakage(
       precondition: (params, gradient) → P(params) applied to the gradient; linear in the gradient. If P depends on the
         point, as by a second moment of the gradient, it has to compute this from params (`adam_precondition` does).
       params: the point, floating leaves only.
-      gauge: one scale or rotation gauge.
+      gauge: one gauge of scales, `head_rotation` or `rope_torus`.
 
     Returns:
       The leakage of first and second order, and the learning rate at which they are equal.

@@ -20,19 +20,19 @@ from gauge_optax.errors import binding_error, warn
 from gauge_optax.gauges.bound import require_nonzero_norms
 from gauge_optax.gauges.gauge import Gauges, bind
 from gauge_optax.gauges.unread import no_frame, unread
-from gauge_optax.linalg import matmul, roundoff
+from gauge_optax.linalg import matmul, roundoff, unit_and_size
 from gauge_optax.orbit.eigenbases import Weights, eigenbases, weights_without_order
 from gauge_optax.parts.part import Arrays, Part
 from gauge_optax.parts.permutation import Permutation
 from gauge_optax.parts.sizes import Factor, Stretch
 from gauge_optax.slice import Elements, Slice
 from gauge_optax.states.statistics import require_no_statistics_behind
-from gauge_optax.transformation import on_any_mesh
+from gauge_optax.transformation import on_any_mesh, overflow_check
 
 Params = TypeVar("Params")
 Basis = Literal["eigenbasis", "anchor", "stored"]
 
-_NAME, _BUT = "canonicalize", "these heads are only rotated, so that twins stay different"
+_NAME, _BUT = "canonicalize", "these heads stay as they are, so that twins stay different"
 
 
 @on_any_mesh
@@ -86,12 +86,13 @@ def canonicalize(
 
     Returns:
       Parameters like `params`, every leaf in its dtype. If both factors of a head in `head_linear` have less than full
-      rank, as in padded heads, that head is only rotated, and a warning names it. Computation is in float32, and in
-      float64 under x64.
+      rank, as in padded heads, that head stays as it is, and a warning names it. Computation is in float32, and in
+      float64 under x64. In a leaf of float16, numbers below 3e-8 become zero.
 
     Raises:
       ValueError: gauges that do not fit `params`; an unknown basis; a zero in a norm's scale that a gauge divides by;
-        running statistics of BatchNorm in `params` that would not fit the moved weights.
+        running statistics of BatchNorm in `params` that would not fit the moved weights; outside `jit`, a leaf of
+        float16 that overflows.
 
     >>> gauge = go.norm_scale({"scale": "channel"}, {"kernel": "channel _"})
     >>> params = {"scale": jnp.array([2.0, -3.0]), "kernel": jnp.ones((2, 3))}
@@ -120,7 +121,10 @@ def canonicalize(
         count = without_frame.get(part.label, 0)
         if not isinstance(count, jax.core.Tracer) and count:
             warn(no_frame(_NAME, part, int(count), _BUT))
-    return with_leaves(params, (_entered_donated if donate else _entered)(s, elements, bound))
+    check = overflow_check(_NAME, bound)
+    moved = (_entered_donated if donate else _entered)(s, elements, bound)
+    check(moved)
+    return with_leaves(params, moved)
 
 
 # Two programs, so that the copies that the first one needs are freed before the second one starts.
@@ -202,7 +206,8 @@ def _exact_columns(part: Stretch, point: Arrays) -> Arrays:
     would count as full rank, and the head would get another canonical point.
     """
     for side in (part.left, part.right):
-        squares = jnp.diagonal(side.gram(point, point), axis1=-2, axis2=-1)
+        rows, _ = unit_and_size(side.stacked(point), (-2, -1))  # squares of a tiny head's entries would underflow
+        squares = jnp.sum(jnp.square(rows), -2)
         kept = squares > roundoff(squares.dtype) ** 2 * jnp.max(squares, -1, keepdims=True)
         for block in side.blocks:
             rows = block.rows(point[block.path])

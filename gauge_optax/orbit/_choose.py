@@ -23,6 +23,7 @@ from gauge_optax.errors import binding_error
 from gauge_optax.gauges.bound import require_nonzero_norms
 from gauge_optax.gauges.gauge import Element, Gauge, Gauges, product
 from gauge_optax.linalg import real_dtype
+from gauge_optax.orbit.rotations import checked_element
 from gauge_optax.states.statistics import require_no_statistics_behind
 from gauge_optax.transformation import require_key, require_no_tracers
 
@@ -99,9 +100,10 @@ def choose(
       `gauges` is one gauge, write `gauge.act(element, params)`. With `return_state`, the pair (element, state).
 
     Raises:
-      ValueError: an objective that does not take these arguments, or returns no scalar or no finite number; a step
-        without a batch; gauges that do not fit `params`, or have no `algebra`; a zero in a norm's scale that a gauge
-        divides by; running statistics of BatchNorm in `params` that would not fit the moved weights.
+      ValueError: a `start` that is no element of these gauges; an objective that does not take these arguments, or
+        returns no scalar or no finite number; a step without a batch; gauges that do not fit `params`, or have no
+        `algebra`; a zero in a norm's scale that a gauge divides by; running statistics of BatchNorm in `params` that
+        would not fit the moved weights.
 
     >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
     >>> params = {"up": jnp.full((1, 2), 4.0), "down": jnp.ones((2, 1))}
@@ -126,7 +128,9 @@ def choose(
     _check_objective(objective, params, (batches is not None) + (key is not None))
     zeros = group.algebra(params)
     if state is None:
-        first = group.identity(params) if start is None else (start,) if _alone(gauges) else tuple(start)
+        first = group.identity(params)
+        if start is not None:
+            first = group.normalized(checked_element(_NAME, group._bound(params), first, start), params)
         inf, zero = jnp.asarray(math.inf, real_dtype()), jnp.int32(0)
         state = ChooseState(zero, first, zeros, tx.init(zeros), inf, inf, first, inf, zero)
     step = _step(objective, group, tx, tolerance, stochastic)

@@ -31,7 +31,7 @@ from gauge_optax.gauges.gauge import Gauges, bind
 from gauge_optax.linalg import rank_cutoff
 from gauge_optax.orbit.packing import choose_rows, constant_rows, packable, to_constant
 from gauge_optax.parts.part import Arrays, changed
-from gauge_optax.transformation import on_any_mesh
+from gauge_optax.transformation import on_any_mesh, overflow_check
 from gauge_optax.xla import unseen
 
 Rows = Mapping[str, Mapping[str, Mapping[str, Any]]]
@@ -308,7 +308,7 @@ def pack(
     Raises:
       ValueError: no gauge of the list can be packed; a head has less than full rank, or, with `shared`, no choice of
         rows has full rank in all heads; traced parameters without `rows`; `rows` of other gauges or leaves; a size that
-        is not positive; gauges that do not fit `params`.
+        is not positive; gauges that do not fit `params`; outside `jit`, a leaf of float16 that overflows.
 
     >>> keys = jax.random.split(jax.random.key(0))
     >>> params = {
@@ -357,6 +357,7 @@ def pack(
             values |= {path: jnp.where(constant, values[path], x) for path, x in moved.items()}
             packed.setdefault(b.block.path, []).append(b)
         stored = {path: (values[path] - s.added[path]).astype(dtypes[path]) for path in paths}
+    overflow_check(_NAME, {path: leaves[path] for path in paths})(stored)
     layouts = {path: Layout(tuple(blocks)) for path, blocks in packed.items()}
     nodes = {path: PackedLeaf(layout.arrays(stored[path]), layout) for path, layout in layouts.items()}
     return with_leaves(params, stored | nodes)

@@ -24,11 +24,10 @@ from gauge_optax.errors import binding_error
 from gauge_optax.gauges.bound import Bound, require_nonzero_norms
 from gauge_optax.gauges.copies import Copy
 from gauge_optax.gauges.gauge import Element, Gauges, product
-from gauge_optax.linalg import direction_tolerance
-from gauge_optax.orbit.rotations import misfit, on_leaf, random_rotation, with_blocks
+from gauge_optax.orbit.rotations import checked_element, on_leaf, random_rotation, with_blocks
 from gauge_optax.parts.part import changed
 from gauge_optax.slice import Elements
-from gauge_optax.transformation import on_any_mesh, require_key, require_no_tracers
+from gauge_optax.transformation import on_any_mesh, overflow_check, require_key, require_no_tracers
 from gauge_optax.xla import unseen
 
 Params = TypeVar("Params")
@@ -78,7 +77,7 @@ def rotate(
     Raises:
       ValueError: a gauge that is no rotation, or for whose size there is no Hadamard matrix; an element of other
         gauges, or matrices that are not orthogonal; a norm with a zero in its scale; gauges that do not fit `params`;
-        outputs of `fn` that the rotation changes.
+        a leaf of float16 that overflows; outputs of `fn` that the rotation changes.
 
     >>> gauge = go.head_rotation({"value": "_ head basis", "out": "head basis _"})
     >>> value = jnp.zeros((4, 1, 4)).at[:, 0, 0].set(1.0)  # one channel has everything
@@ -107,7 +106,9 @@ def rotate(
         moved, spent = {}, list[jax.Array]()
         for path in added:
             leaf = jnp.asarray(leaves[path])
+            check = overflow_check(_NAME, {path: leaf})
             moved[path] = _moved_leaf(on_tree, elements, path, leaf, leaves)
+            check(moved)
             if donate and path not in kept and moved[path] is not leaf and isinstance(leaves[path], jax.Array):
                 # The check of `fn` may refuse the result, and must not leave the caller without weights.
                 (leaves[path].delete if fn is None else functools.partial(spent.append, leaves[path]))()
@@ -121,16 +122,22 @@ def rotate(
 
 
 def _require_same_function(before: Any, after: Any, params: Any) -> None:
-    """Raises ValueError if outputs differ by more than √ε of the largest one; ε is the eps of the coarsest dtype."""
+    """Raises ValueError if outputs differ by more than √ε of the largest one; ε is the eps of the coarsest dtype.
+
+    An infinity, such as the −inf of a padded vocabulary, has to stay the same infinity.
+    """
     pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
     numbers = [(a.astype(complex), b.astype(complex)) for a, b in pairs if jnp.issubdtype(a.dtype, jnp.inexact)]
     if not numbers:
         raise binding_error(
             _NAME, "fn returns nothing to compare", ", ".join(str(x.dtype) for x in jax.tree.leaves(before)) or "()",
             "floating-point outputs", "return logits from fn, and not tokens")
+    alike = [np.isinf(a) & (a == b) for a, b in numbers]  # their difference would be NaN
+    numbers = [(np.where(k, 0.0, a), np.where(k, 0.0, b)) for k, (a, b) in zip(alike, numbers, strict=True)]
     # NumPy's maximum of NaN and a number is NaN, Python's may be the number.
-    change = np.max([
-        np.max(np.abs(b - a), initial=0.0) / max(np.max(np.abs(a), initial=0.0), 1e-30) for a, b in numbers])
+    with np.errstate(invalid="ignore"):  # another infinity makes the change NaN, which is refused
+        change = np.max([
+            np.max(np.abs(b - a), initial=0.0) / max(np.max(np.abs(a), initial=0.0), 1e-30) for a, b in numbers])
     dtypes = [jnp.result_type(x) for x in (*jax.tree.leaves(params), *jax.tree.leaves(after))]
     limit = max(float(jnp.finfo(x).eps) for x in dtypes if jnp.issubdtype(x, jnp.floating)) ** 0.5
     if not change <= limit:
@@ -165,24 +172,10 @@ def _given(on_tree: Bound, expected: Any, element: Element) -> Elements:
     for copy in itertools.chain(*on_tree.copies):
         for turn in _turns(on_tree, copy):  # raises for a part that is no rotation; the element is not needed
             jax.eval_shape(functools.partial(random_rotation, turn, by="random"), jax.random.key(0))
-    if len(on_tree.gauges) == 1 and isinstance(element, dict):
-        element = (element,)
-    if jax.tree.map(np.shape, element) != jax.tree.map(np.shape, expected):
-        raise binding_error(
-            _NAME, "an element of other gauges", f"{jax.tree.map(np.shape, element)}",
-            f"{jax.tree.map(np.shape, expected)}", "pass an element of the gauges that are passed, in their order",
-        )
     elements: Elements = {}
-    for gauge, copies, value in zip(on_tree.gauges, on_tree.copies, element, strict=True):
+    given = checked_element(_NAME, on_tree, expected, element)
+    for gauge, copies, value in zip(on_tree.gauges, on_tree.copies, given, strict=True):
         for copy, own in zip(copies, gauge._split(copies, value), strict=True):
-            own = jnp.asarray(own, float)
-            worst = np.max([float(misfit(part, e)) for part, e in zip(copy.parts, copy.split(own), strict=True)])
-            if not worst <= direction_tolerance(jnp.dtype(jnp.float32)):
-                raise binding_error(
-                    copy.gauge, f"an element that is no rotation, at '{copy.key}'",
-                    f"RᵀR is {worst:.1e} from the identity", "orthogonal matrices",
-                    "pass the orthogonal factor of a QR decomposition, or what go.orbit.choose returned",
-                )
             elements |= zip([part.label for part in copy.parts], copy.split(copy.normalized(own)), strict=True)
     return elements
 
@@ -191,11 +184,11 @@ def _moved_leaf(
     on_tree: Bound, elements: Elements, path: str, leaf: jax.Array, leaves: dict[str, jax.Array]
 ) -> jax.Array:
     """Returns one leaf, moved by all parts that bind it and have an element."""
-    parts, of_leaf, added = [], [], on_tree.whole.added
+    parts, of_leaf, added = list[Any](), [], on_tree.whole.added
     context: dict[str, jax.Array] = {}
     for part in on_tree.whole.acting:
         if part.label in elements and path in changed(part):
-            alone, read = on_leaf(part, path)
+            alone, read = on_leaf(part, path, len(parts))
             parts.append(alone)
             of_leaf.append(elements[part.label])
             context |= {name: jnp.asarray(leaves[p]).astype(float) + added[p] for name, p in read.items()}

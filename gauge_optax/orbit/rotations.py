@@ -14,10 +14,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gauge_optax.errors import binding_error
+from gauge_optax.gauges.bound import Bound
 from gauge_optax.gauges.torus import random_angles
-from gauge_optax.linalg import haar, matmul, transpose
+from gauge_optax.linalg import direction_tolerance, haar, matmul, transpose
 from gauge_optax.orbit.hadamard import hadamard_with_ones, randomized_hadamard, require_even
 from gauge_optax.parts.heads import Planes, Rotation
 from gauge_optax.parts.part import Anchor, Part, name_of
@@ -87,6 +89,40 @@ def _misfit_of_stream(part: Stream, e: jax.Array) -> jax.Array:
     return jnp.maximum(error, moved) if part.keeps_ones else error
 
 
+def checked_element(caller: str, on_tree: Bound, expected: Any, element: Any) -> tuple[Any, ...]:
+    """Checks an element that a user gives, and returns it as a tuple of one element per gauge.
+
+    Args:
+      caller: the name of the public function, for messages.
+      on_tree: the bound gauges.
+      expected: the identity of these gauges, or its shapes and dtypes.
+      element: a tuple or list of one element per gauge; for one gauge, also the gauge's own element.
+
+    Raises:
+      ValueError: an element of other gauges; matrices that are not orthogonal where the gauge rotates.
+    """
+    found, wanted = (jax.tree.map(jnp.shape, tree) for tree in (element, expected))
+    if len(wanted) == 1 and found == wanted[0]:
+        element, found = (element,), (found,)
+    if found not in (wanted, list(wanted)):
+        raise binding_error(
+            caller, "an element of other gauges", f"{found}", f"{wanted}",
+            "pass an element that go.orbit.choose, go.orbit.align or go.product(gauges).sample returned for this list",
+        )
+    element = tuple(jax.tree.map(lambda x, e: jnp.asarray(x, e.dtype), tuple(element), expected))
+    for gauge, copies, value in zip(on_tree.gauges, on_tree.copies, element, strict=True):
+        for copy, own in zip(copies, gauge._split(copies, value), strict=True):
+            misfits = [float(misfit(part, e)) for part, e in zip(copy.parts, copy.split(own), strict=True)]
+            worst = np.max(misfits)  # Python's maximum may lose a NaN
+            if not worst <= direction_tolerance(jnp.dtype(jnp.float32)):
+                raise binding_error(
+                    copy.gauge, f"an element that is no rotation, at '{copy.key}'",
+                    f"RᵀR is {worst:.1e} from the identity", "orthogonal matrices",
+                    "pass the orthogonal factor of a QR decomposition, or what go.orbit.choose returned",
+                )
+    return element
+
+
 @functools.singledispatch
 def with_blocks(part: Part[Any], change: Callable[[Anchor], Anchor]) -> Any:
     """The part with its blocks replaced by change(blocks)."""
@@ -106,8 +142,13 @@ def _stream_with_blocks(part: Stream, change: Callable[[Anchor], Anchor]) -> Any
 
 
 @functools.singledispatch
-def on_leaf(part: Part[Any], path: str) -> tuple[Any, dict[str, str]]:
+def on_leaf(part: Part[Any], path: str, number: int) -> tuple[Any, dict[str, str]]:
     """Restricts a part to one leaf, whose path becomes "".
+
+    Args:
+      part: the part.
+      path: the path of a leaf that it moves.
+      number: the part's number among those that move this leaf. Names contain it, so that no two parts share a name.
 
     Returns:
       The restricted part, and name → path for the other leaves that its action reads. The part does not contain the
@@ -121,11 +162,11 @@ def on_leaf(part: Part[Any], path: str) -> tuple[Any, dict[str, str]]:
 
 
 @on_leaf.register
-def _stream_on_leaf(part: Stream, path: str) -> tuple[Any, dict[str, str]]:
+def _stream_on_leaf(part: Stream, path: str, number: int) -> tuple[Any, dict[str, str]]:
     """The action of the stream's rotation on a leaf also reads the scales of the norms in front of the leaf."""
-    alone, _ = on_leaf.dispatch(Part)(part, path)
+    alone, _ = on_leaf.dispatch(Part)(part, path, number)
     passed = [(scale, behind) for scale, behind in alone.scales if behind]
-    read = {f"norm{number}": scale.path for number, (scale, _) in enumerate(passed)}
+    read = {f"norm{number}.{k}": scale.path for k, (scale, _) in enumerate(passed)}
     scales = tuple(
         (dataclasses.replace(scale, path=name), behind) for name, (scale, behind) in zip(read, passed, strict=True)
     )

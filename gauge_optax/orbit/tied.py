@@ -14,7 +14,7 @@ import numpy as np
 
 from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error
-from gauge_optax.transformation import require_no_tracers
+from gauge_optax.transformation import overflow_check, require_no_tracers
 
 _NAME = "untie"
 
@@ -38,8 +38,9 @@ def untie(
       Parameters with one more leaf, in the table's dtype. Products are computed in float64 and rounded once.
 
     Raises:
-      ValueError: no such leaf, shapes that do not fit, a `head` that exists already, parameters that are no
-        dictionaries, or a bias together with a scale of zero in some channel.
+      ValueError: no such leaf, shapes that do not fit, a `head` that exists already or has leaves below it, parameters
+        that are no dictionaries, a bias together with a scale of zero in some channel, or a leaf of float16 that
+        overflows.
 
     >>> embed = jnp.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
     >>> params = {"embed": embed, "norm": jnp.array([2.0, 10.0])}
@@ -70,9 +71,9 @@ def untie(
             raise binding_error(
                 _NAME, f"'{path}' does not fit the table '{table}'", f"shape {np.shape(leaves[path])}",
                 f"{rows[1:]}, one number per channel of the stream", "give the final norm's, not a layer's stack")
-    if head in leaves:
-        raise binding_error(_NAME, f"a leaf at head='{head}'", f"shape {np.shape(leaves[head])}", "a new path",
-                            "write head='lm_head/kernel'; a model that has a head is untied")
+    if taken := [path for path in leaves if f"{path}/".startswith(f"{head}/")]:
+        raise binding_error(_NAME, f"a leaf at head='{head}'", f"'{taken[0]}' of shape {np.shape(leaves[taken[0]])}",
+                            "a new path", "write head='lm_head/kernel'; a model that has a head is untied")
     if bias is not None and scale is None:
         raise binding_error(_NAME, "a bias without a scale", f"bias='{bias}'", "scale='…', which divides it",
                             "leave bias out: it stays what it is")
@@ -91,6 +92,7 @@ def untie(
         moved[bias] = wide(bias) / factor
     dtypes = {path: jnp.result_type(leaves[path if path in leaves else table]) for path in moved}
     placed = {path: jnp.asarray(x).astype(dtypes[path]) for path, x in moved.items()}
+    overflow_check(_NAME, {path: leaves.get(path, leaves[table]) for path in placed})(placed)
     return _with_leaf(with_leaves(params, {p: x for p, x in placed.items() if p != head}), head, placed[head])
 
 

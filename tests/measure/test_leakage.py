@@ -231,11 +231,15 @@ def test_an_entry_that_never_had_a_gradient_has_a_derivative(x64: None) -> None:
 
 PARAMS, TWO_ADAMS = dict.fromkeys("qk", jnp.ones((6, 4))), optax.chain(optax.adam(0.1), optax.adam(0.1))
 TURN, SCALE = go.head_rotation(dict.fromkeys("qk", "_ basis")), go.rescale({"q": "_ _"}, {"k": "_ _"})
+STREAM, SAME = go.residual_rotation({"k": "basis _"}, {"q": "basis _"}), lambda *given: given[-1]
 test_what_has_no_leakage_is_refused = each_refused({
     "a rotation for a scale": (lambda: go.measure.rescale_leakage(TURN, PARAMS, PARAMS, PARAMS), "head_rotation"),
     "a scale for a rotation": (lambda: go.measure.rotation_leakage(SCALE, PARAMS, PARAMS, PARAMS), "rescale"),
     "several gauges": (lambda: go.measure.step_leakage([SCALE, TURN], PARAMS, PARAMS), "rescale, head_rotation"),
     "a shift": (lambda: go.measure.step_leakage(go.logit_shift({"q": "_ vocab"}), PARAMS, PARAMS), "logit_shift"),
+    "a rotation of the stream": (lambda: go.measure.rotation_leakage(STREAM, PARAMS, PARAMS, PARAMS), "rope_torus"),
+    "its step": (lambda: go.measure.step_leakage(STREAM, PARAMS, PARAMS), "residual_rotation"),
+    "its second order": (lambda: go.measure.second_order_leakage(SAME, SAME, PARAMS, STREAM), "residual_rotation"),
     "other means": (lambda: go.measure.rescale_leakage(SCALE, PARAMS, PARAMS, PARAMS, means="rms"), "one of 'entries'"),
     "no points": (lambda: go.measure.leakage_along(lambda: None, []), "no points"),
     "no Adam": (lambda: go.measure.adam_factors(optax.sgd(0.1).init(PARAMS)), "0 Adam states"),

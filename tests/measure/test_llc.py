@@ -103,6 +103,15 @@ def test_batches_are_drawn_at_random(x64: None) -> None:
     assert bool(found.at_minimum) and float(jnp.min(found.losses)) < float(found.initial_loss)
 
 
+def test_differences_between_batches_cancel(x64: None) -> None:
+    """A number that a batch adds to the loss of all weights is no excess."""
+    batches = [jnp.array(10.0), jnp.array(-10.0), jnp.array(3.0)]
+    sampled = functools.partial(go.measure.llc, lambda p, x: jnp.sum(jnp.square(p["w"])) + x, {"w": jnp.zeros(2)})
+    one, several = (sampled(given, KEY, **QUICK) for given in ([jnp.array(1.0)], batches))
+    np.testing.assert_allclose(several.per_chain, one.per_chain, rtol=1e-8)
+    assert several.at_minimum and float(jnp.std(several.losses)) > 1.0
+
+
 ONES, GIVEN = jnp.ones(2), dict(key=KEY, n_beta=1.0, lr=1e-3)
 estimated = functools.partial(go.measure.llc, lambda p, x: jnp.sum(p["w"] * x), {"w": ONES}, **GIVEN)
 test_messages = each_refused([
@@ -110,6 +119,8 @@ test_messages = each_refused([
     (lambda: estimated([ONES, jnp.ones(3)]), "different shapes"),
     (lambda: estimated([ONES], num_draws=0), "num_draws=1"),
     (lambda: estimated([ONES], num_chains=0), "num_chains=1"),
+    *((functools.partial(estimated, [ONES], **{name: size}), f"{name}={size}")
+      for name, size in [("lr", -1e-3), ("lr", 0.0), ("n_beta", -1.0), ("n_beta", np.nan), ("localization", -1.0)]),
     (lambda: go.measure.llc(lambda p, x: 0.0, {"w": 1j * ONES}, [ONES], **GIVEN), "a complex leaf 'w'"),
 ])
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -36,6 +37,16 @@ def train(record: go.measure.Recorder, stop: int = 99) -> None:
         if number == stop:
             return
         params, state, _ = step(params, state)
+
+
+def test_a_run_from_a_checkpoint_goes_on_and_its_steps_may_be_arrays(tmp_path: Path) -> None:
+    steps = [np.int64(3), jnp.int32(6)], [jnp.asarray(9), 10]
+    for part in steps:  # the second recorder finds a file that begins at step 3
+        record = go.measure.Recorder(tmp_path / "run", {"a": float}, 3, 10, progress=False)
+        assert all(record.record(step, 1.0) for step in part)
+    assert [row["step"] for row in record.rows] == [3, 6, 9, 10]
+    with refused("a step that is no integer", "2.5"):
+        record.record(2.5, 1.0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("stop", [0, 4, 9])

@@ -15,6 +15,7 @@ from models import lm
 from tests.cases import DISCRETE_CASES, FLAT_CASES, GAUGE_CASES, GaugeCase, lm_parts
 from tests.quick import jit, rows
 from tests.refusals import refused
+from tests.twins import normal
 
 Tree = Any
 
@@ -172,6 +173,21 @@ def test_a_factor_of_less_than_full_rank_is_read_from_the_other(rank: int, x64: 
             assert apart(go.orbit.canonicalize(other, LINEAR), canonical) <= 1e-10
         product = [np.einsum("ihd,hdj->ihj", p["a"], p["b"]) for p in (params, canonical)]
         np.testing.assert_allclose(product[1], product[0], atol=1e-12)
+
+
+def test_a_tiny_head_keeps_its_product() -> None:
+    """Squares of its entries underflow in float32."""
+    params = normal(0, {"a": (6, 2, 3), "b": (2, 3, 6)}, "float32")
+    params["a"] *= 1e-20
+    canonical = go.orbit.canonicalize(params, LINEAR)
+    product = [1e20 * np.einsum("ihd,hdj->ihj", np.float64(p["a"]), p["b"]) for p in (params, canonical)]
+    np.testing.assert_allclose(product[1], product[0], atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:canonicalize. no frame for heads")
+def test_heads_without_a_frame_stay_as_they_are() -> None:
+    params = normal(0, {"a": (2, 1, 3), "b": (1, 3, 2)}, "float32")
+    assert apart(go.orbit.canonicalize(params, LINEAR), params) == 0.0
 
 
 def test_heads_without_a_frame_are_named() -> None:

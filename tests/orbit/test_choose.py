@@ -101,6 +101,15 @@ def test_a_start_and_an_early_stop(capsys: pytest.CaptureFixture[str]) -> None:
     assert apart(element, state.element[0]) == 0.0
 
 
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_start_for_one_gauge_may_stand_in_a_tuple(alone: bool) -> None:
+    """The list or the gauge alone decides the form of the result."""
+    balanced = UNIT.balance(PARAMS)
+    for start in (balanced, (balanced,), [jax.tree.map(np.asarray, balanced)]):
+        found = go.orbit.choose(squares, PARAMS, UNIT if alone else [UNIT], steps=0, start=start, progress=False)
+        assert apart(found, balanced if alone else (balanced,)) == 0.0
+
+
 def test_a_users_gauge_needs_coordinates() -> None:
     params = {"token": jnp.ones((5, 2)), "position": jnp.arange(6.0).reshape(3, 2)}
     with refused(r"(?s)no method algebra.*algebra\(params\)"):
@@ -119,12 +128,21 @@ def test_a_users_gauge_needs_coordinates() -> None:
     np.testing.assert_allclose(jnp.sum(moved["token"], 0), jnp.sum(moved["position"], 0), atol=1e-2)
 
 
-chosen = functools.partial(go.orbit.choose, params=PARAMS, gauges=UNIT, progress=False)
+HEAD = go.head_rotation({"q": "_ basis", "k": "_ basis"})
+
+
+def chosen(objective: Any, params: Tree = PARAMS, gauges: Any = UNIT, **options: Any) -> Any:
+    return go.orbit.choose(objective, params, gauges, progress=False, **options)
+
+
 test_bad_input_is_refused = each_refused([
     (lambda: chosen(lambda p, batch: squares(p)), "(?s)does not take these arguments.*pass batches="),
     *((functools.partial(chosen, lambda p, batch: squares(p) * batch, batches=batches), f"(?s)no batch for {said}")
       for batches, said in [([], "step 0"), (np.zeros((0, 3)), "step 0"), ({}.values(), "step 0"),
                             (iter([1.0, 2.0]), r"step 2.*batches=list\(batches\)")]),
+    (lambda: chosen(squares, start={"": jnp.ones(3)}), r"(?s)an element of other gauges.*\(2,\).*go.orbit.choose"),
+    (lambda: chosen(squares, start=()), "an element of other gauges"),
+    (lambda: chosen(squares, normal(0, {"q": (5, 3), "k": (5, 3)}), HEAD, start={"": jnp.ones((3, 3))}), "no rotation"),
     (lambda: chosen(squares, batches=[1.0]), "does not take these arguments"),
     (lambda: chosen(lambda p: p["up"]), r"(?s)no scalar.*shape \(1, 2\)"),
     (lambda: chosen(lambda p: squares(p) * jnp.nan), "(?s)not finite, at step 0.*lower the learning rate"),

@@ -1,5 +1,6 @@
 """`rotate`: the function stays, QuaRot's fusing is reproduced, and outliers spread."""
 
+import contextlib
 import functools
 from typing import Any
 
@@ -103,6 +104,21 @@ def test_the_function_of_a_decoder_stays(by: str, x64: None) -> None:
     assert apart(rotated, params) > 0.5 and keeps(lambda p: loss(p, np.arange(12).reshape(2, 6) % 11), params, rotated)
 
 
+@pytest.mark.parametrize("by", ["hadamard", "random"])
+def test_a_leaf_between_two_streams_reads_the_norm_of_each(by: str, x64: None) -> None:
+    params = normal(0, {"x": (7, 4), "y": (7, 4), "norm_x": (4,), "norm_y": (4,), "kernel": (4, 4)})
+    norms = [go.norm_scale({"norm_x": "channel"}, {"kernel": "channel _"}),
+             go.norm_scale({"norm_y": "channel"}, {"kernel": "_ channel"})]
+    streams = [go.residual_rotation({"kernel": "basis _"}, {"x": "_ basis"}, norms=norms[:1]),
+               go.residual_rotation({"kernel": "_ basis"}, {"y": "_ basis"}, norms=norms[1:])]
+
+    def products(p: Tree) -> jax.Array:
+        return (p["x"] * p["norm_x"]) @ p["kernel"] @ (p["y"] * p["norm_y"]).T
+
+    rotated = go.orbit.rotate(params, streams, by)
+    assert apart(rotated, params) > 0.1 and apart([products(rotated)], [products(params)]) <= 1e-12
+
+
 def test_norms_that_are_more_precise_than_kernels_are_passed() -> None:
     """Optimizers leave such a rotation out, because the norms' growth could not leave them; `rotate` does not."""
     kernels = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32 if x.ndim == 1 else jnp.bfloat16), numbers(LLAMA))
@@ -119,6 +135,20 @@ def test_norms_that_are_more_precise_than_kernels_are_passed() -> None:
     element = stream.sample(jax.random.key(4), kernels)
     acted, exact = (embedding(stream.act(element, p)) for p in (kernels, params))
     assert apart(acted, exact) < 1e-2 < 0.5 < apart(acted, embedding(params))
+
+
+@pytest.mark.parametrize("after", [-jnp.inf, jnp.inf, jnp.nan, 0.0])
+def test_infinities_of_the_outputs_have_to_stay(after: float) -> None:
+    """A padded vocabulary has logits of −inf."""
+    outputs = iter([-jnp.inf, after])
+
+    def fn(p: Tree, _: Any) -> jax.Array:
+        product = jnp.einsum("dhe,hef->df", p["value"], p["out"])
+        return jnp.append(product, next(outputs))
+
+    params = normal(0, {"value": (5, 2, 4), "out": (2, 4, 5)})
+    with refused("another function") if after != -jnp.inf else contextlib.nullcontext():
+        go.orbit.rotate(params, HEADS, fn=fn)
 
 
 def test_what_is_donated_is_not_needed_any_more() -> None:

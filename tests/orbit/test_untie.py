@@ -86,6 +86,8 @@ test_errors = each_refused([
     (lambda: untie(f"{MLP}/gate/kernel", "head", SCALE), f"'{SCALE}' does not fit the table '{MLP}/gate/kernel'"),
     (lambda: untie(SCALE, "head"), f"no table at '{SCALE}'"),
     (lambda: untie(TABLE, f"{MLP}/up/kernel", SCALE), f"a leaf at head='{MLP}/up/kernel'"),
+    (lambda: untie(TABLE, f"{MLP}/up", SCALE), f"(?s)a leaf at head='{MLP}/up'.*'{MLP}/up/kernel'"),  # and its leaves
+    (lambda: untie(TABLE, "embed", SCALE), f"(?s)a leaf at head='embed'.*'{TABLE}'"),
     (lambda: untie(TABLE, f"{SCALE}/kernel", SCALE), f"no place for a leaf at '{SCALE}/kernel'"),
     (lambda: _untied(NO_SCALE, "layer"), f"a scale of zero at '{SCALE}'"),  # by which a bias would be divided
 ])

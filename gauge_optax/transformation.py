@@ -22,6 +22,7 @@ from gauge_optax.linalg import real_dtype
 from gauge_optax.xla import quick_options
 
 Tree = TypeVar("Tree")
+Found = TypeVar("Found")
 Given = ParamSpec("Given")
 
 
@@ -215,6 +216,20 @@ def stepped(gauge: Any, params: Any, updates: Any) -> Any:
     """Returns the parameters with the updates added to the leaves that a gauge binds; other leaves do not change."""
     leaves, steps = leaves_by_path(params), gauge._bound(params).slice.vectors(updates)
     return in_dtype_of(params, {path: in_computing_dtype(leaves[path]) + step for path, step in steps.items()})
+
+
+def once_per_tree(find: Callable[[Any], Found]) -> Callable[..., Found]:
+    """Returns a function of a tree with a cache, keyed on paths, shapes and dtypes; with `anew=True` it looks again."""
+    known: dict[Any, Found] = {}  # here and not in an `lru_cache`: it may not outlive an optimizer that holds tracers
+
+    def found(tree: Any, anew: bool = False) -> Found:
+        leaves = leaves_by_path(tree).items()
+        key = tuple((path, jnp.shape(leaf), getattr(leaf, "dtype", type(leaf))) for path, leaf in leaves)
+        if anew or key not in known:
+            known[key] = find(tree)
+        return known[key]
+
+    return found
 
 
 def placeholder() -> jax.Array:

@@ -34,6 +34,7 @@ from gauge_optax.transformation import (
     cast_like,
     checked_inner,
     layout,
+    once_per_tree,
     placeholder,
     require_values,
     transformation,
@@ -103,7 +104,7 @@ def quotient(
     Raises:
       ValueError: bindings that do not fit the tree, gauges that do not commute; `frozen` that does not fit the tree;
         gauges of `inner` that move a leaf of this list, unless those here only add and those there only multiply or
-        rotate, or none here and all there rotate; `update` without params.
+        rotate, or none here and all there rotate; `update` without params, or with a state of other frozen leaves.
 
     >>> gauge = go.rescale(up={"up": "_ channel"}, down={"down": "channel _"})
     >>> params = {"up": jnp.ones((2, 3)), "down": jnp.full((3, 1), 0.5)}
@@ -144,16 +145,24 @@ def quotient_for(
     given, inner = inner, checked_inner(name, inner)
     group = product(gauges)
 
+    @once_per_tree
+    def never_changing(params: Any) -> frozenset[str]:
+        said = said_to_be_frozen(name, frozen, params)
+        return said | frozen_leaves(name, inner, params, said=frozen is not None)
+
     def update(updates: Any, state: QuotientState, params: Any, **extra: Any) -> tuple[Any, QuotientState]:
         s = bound(group.gauges, params, frozenset(state.frame.frozen)).slice
-        entered = s.enter(_frame_of(name, s, state, pin), s.values(params))  # θ̂ = F⁻¹·θ, and the way back
+        f = s.checked(state.frame)
+        if set(state.offset) != set({} if pin else no_offset(s)):
+            raise _another_offset(name, s, state, pin)
+        if extra or never_changing(params) != set(state.frame.frozen):
+            said, usual = said_to_be_frozen(name, frozen, params), never_changing(params)
+            require_still_frozen(name, inner, state.frame.frozen, said, usual, params, extra)
+        entered = s.enter(f, s.values(params))  # θ̂ = F⁻¹·θ, and the way back
         gradient = slice_gradient(s, entered, updates)  # ĝ = Fᵀ·g
         seen = s.enter(state.offset, entered.point)  # what `inner` sees: θ̃ = B⁻¹·θ̂; with pin=True B is empty, θ̃ = θ̂
         seen_gradient = with_leaves(gradient, seen.pull(s.vectors(gradient)))
-        if extra:
-            said = said_to_be_frozen(name, frozen, params)
-            require_still_frozen(name, inner, state.frame.frozen, said, params, extra)
-            extra = _extra_at(s, entered, seen, params, extra)
+        extra = _extra_at(s, entered, seen, params, extra) if extra else extra
         u, inner_state = inner.update(seen_gradient, state.inner_state, with_leaves(params, seen.point), **extra)
         u = zero_frozen(u, state.frame.frozen) if state.frame.frozen else u
         end = optax.tree.add(entered.point, seen.push(s.vectors(u)))
@@ -170,7 +179,7 @@ def quotient_for(
     def init(params: optax.Params) -> QuotientState:
         require_values(name, params)
         bound(group.gauges, params)  # a binding that does not fit raises here, before `inner` is run
-        unchanged = never_changing(params)
+        unchanged = never_changing(params, anew=True)  # a mask of the user's may look at values
         frame, point = frame_and_slice_point(name, group, params, unchanged)
         s = bound(group.gauges, params, unchanged).slice
         token = _OUTSIDE.set((*_OUTSIDE.get(), s))
@@ -184,10 +193,6 @@ def quotient_for(
 
     def empty(params: Any) -> QuotientState:
         return QuotientState(placeholder(), inner.init(params), {} if pin else placeholder())
-
-    def never_changing(params: Any) -> frozenset[str]:
-        said = said_to_be_frozen(name, frozen, params)
-        return said | frozen_leaves(name, inner, params, said=frozen is not None)
 
     def preflight(params: Any) -> Sequence[str | ValueError]:
         _, point = frame_and_slice_point(name, group, params, never_changing(params))
@@ -285,27 +290,25 @@ def _scales_on_a_held_stream(part: Stream) -> tuple[Block, ...]:
     return part.passes if part.held else ()
 
 
-def _frame_of(name: str, s: Slice, state: QuotientState, pin: bool) -> Elements:
-    """Returns the elements of F. Raises ValueError for a state made with other gauges, another `pin` or `hold`."""
-    f, wanted_offset = s.checked(state.frame), set({} if pin else no_offset(s))
-    if not pin and state.offset and set(state.offset) != wanted_offset:
-        raise binding_error(
+def _another_offset(name: str, s: Slice, state: QuotientState, pin: bool) -> ValueError:
+    """The error for a state made with another `pin`, or with another `hold` of a gauge."""
+    wanted = ", ".join(sorted({} if pin else no_offset(s))) or "nothing"
+    if not pin and state.offset:
+        return binding_error(
             name,
             "a state made with another `hold` of residual_rotation",
             f"an offset of {', '.join(sorted(state.offset))}",
-            f"an offset of {', '.join(sorted(wanted_offset)) or 'nothing'}",
+            f"an offset of {wanted}",
             "write hold=True or hold=False in residual_rotation as it was when the state was made",
         )
-    if set(state.offset) != wanted_offset:
-        made, wanted = ("False", "True") if pin else ("True", "False")
-        raise binding_error(
-            name,
-            f"a state made with pin={made}",
-            f"an offset of {', '.join(sorted(state.offset)) or 'nothing'}",
-            f"a state of pin={wanted}",
-            f"write {name}(..., pin={made}), or convert a plain state by go.orbit.from_state(..., pin={wanted})",
-        )
-    return f
+    made, wanted = ("False", "True") if pin else ("True", "False")
+    return binding_error(
+        name,
+        f"a state made with pin={made}",
+        f"an offset of {', '.join(sorted(state.offset)) or 'nothing'}",
+        f"a state of pin={wanted}",
+        f"write {name}(..., pin={made}), or convert a plain state by go.orbit.from_state(..., pin={wanted})",
+    )
 
 
 def _with_growth(

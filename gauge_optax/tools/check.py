@@ -18,7 +18,7 @@ from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.binding.paths import natural_key
 from gauge_optax.discovery.lift import in_double
 from gauge_optax.errors import binding_error
-from gauge_optax.frozen import frozen_leaves
+from gauge_optax.frozen import frozen_leaves, require_still_frozen
 from gauge_optax.gauges.bound import bound
 from gauge_optax.gauges.by_action import broken_law
 from gauge_optax.linalg import real_dtype
@@ -119,9 +119,9 @@ def check(
 
     Raises:
       ValueError: training would go wrong without an error: a gauge that is no symmetry of the loss; a state
-        that was made for other weights; weights above a bound on norms; a matrix that Adam steps at Muon's rate;
-        a leaf that is frozen in part, or by a mask outside the wrapper whose gauge moves it; an update that its leaf's
-        dtype rounds away; a gradient that is not finite; axes of a leaf that contradict the report.
+        that was made for other weights or other frozen leaves; weights above a bound on norms; a matrix that Adam steps
+        at Muon's rate; a leaf that is frozen in part, or by a mask outside the wrapper whose gauge moves it; an update
+        that its leaf's dtype rounds away; a gradient that is not finite; axes of a leaf that contradict the report.
 
     >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
     >>> params = {"up": jnp.array([[1.0, -2.0]]), "down": jnp.array([[0.5], [1.5]])}
@@ -149,6 +149,8 @@ def check(
     jax.block_until_ready((state, params, grads))
     _require_finite(grads)
     gauges, frozen = gauges_of(tx), _frozen_in(state)
+    # Before the gradient is looked at: with the state of another set, a right gauge would look wrong.
+    require_still_frozen("check", tx, frozen, (), _frozen_in(jax.eval_shape(tx.init, params)), params, {})
     for gauge in gauges:
         _require_laws(gauge, params)
     _require_no_mask_outside(tx, gauges, params, frozen)

@@ -201,15 +201,20 @@ def in_computing_dtype(leaf: Any) -> jax.Array:
     return jnp.asarray(leaf, None if jnp.iscomplexobj(leaf) else real_dtype())
 
 
-def cast_like(leaves: Mapping[str, jax.Array], tree: Any) -> dict[str, jax.Array]:
-    """Returns leaves by path, each cast to the dtype that it has in `tree`."""
-    targets = leaves_by_path(tree)
-    return {path: leaf.astype(jnp.result_type(targets[path])) for path, leaf in leaves.items()}
+def cast_like(leaves: Mapping[str, jax.Array], *trees: Any) -> dict[str, jax.Array]:
+    """Returns leaves by path, each cast to the dtype that it has in a tree; of several trees, to the widest.
+
+    An update that moves weights along an orbit is cast to the wider dtype of gradients and parameters: rounded to
+    bfloat16, as gradients of float32 parameters may be, the move would change the function.
+    """
+    targets = [leaves_by_path(tree) for tree in trees]
+    dtypes = {path: [jnp.result_type(x[path]) for x in targets] for path in leaves}
+    return {path: leaf.astype(max(dtypes[path], key=lambda dtype: dtype.itemsize)) for path, leaf in leaves.items()}
 
 
-def in_dtype_of(tree: Any, leaves: Mapping[str, jax.Array]) -> Any:
-    """Returns `tree` with these leaves, each cast to the dtype of the leaf that it replaces."""
-    return with_leaves(tree, cast_like(leaves, tree))
+def in_dtype_of(tree: Any, leaves: Mapping[str, jax.Array], *others: Any) -> Any:
+    """Returns `tree` with these leaves, each in the dtype of the leaf that it replaces, or a wider one in `others`."""
+    return with_leaves(tree, cast_like(leaves, tree, *others))
 
 
 def stepped(gauge: Any, params: Any, updates: Any) -> Any:

@@ -174,7 +174,7 @@ def ddc(group: Product, options: Options, polar: Polar | None = None) -> GaugeTr
             step |= {p: step[p] + x for p, x in along_orbit.items()}
         moments = GaugeMoments(radial_mu, radial_nu, past.least, heads, vertical)
         mu, nu = (with_leaves(tree, cast_like(new, tree)) for tree, new in ((state.mu, mu), (state.nu, nu)))
-        return with_leaves(updates, cast_like(step, updates)), ScaleByDDCState(adam.count, mu, nu, moments)
+        return with_leaves(updates, cast_like(step, updates, params)), ScaleByDDCState(adam.count, mu, nu, moments)
 
     def empty(params: Any) -> ScaleByDDCState:
         return ScaleByDDCState(jnp.int32(0), zeros_like(params, options.mu_dtype), zeros_like(params), placeholder())

@@ -160,7 +160,8 @@ def moved(
       kept: numbers per vector in a state, as `by_axes` returns them; one argument of `rule` each.
 
     Returns:
-      The updates with the vectors' entries replaced, every leaf in its dtype; then the new numbers per vector.
+      The updates with the vectors' entries replaced, in the wider dtype of updates and parameters; then the new numbers
+      per vector.
     """
     leaves, tangents = leaves_by_path(params), updates_by_path(name, selections, updates)
     changed = dict[str, jax.Array]()
@@ -170,7 +171,7 @@ def moved(
         leaf = changed.get(x.block.path, jnp.asarray(tangents[x.block.path], real_dtype()))
         changed[x.block.path] = x.block.write(leaf, step)
         after.append(numbers)
-    return in_dtype_of(updates, changed), *(by_axes(selections, column) for column in zip(*after, strict=True))
+    return in_dtype_of(updates, changed, params), *(by_axes(selections, column) for column in zip(*after, strict=True))
 
 
 def by_axes(selections: Sequence[Selection], arrays: Sequence[Any]) -> dict[str, dict[str, Any]]:

@@ -172,7 +172,7 @@ def quotient_for(
         step = optax.tree.sub(after, entered.point)
         step, backs = s.hold(entered.point, step) if hold else (step, {})  # removes the part that only rotates heads
         step, frame, offset = _with_growth(s, state, growth, backs, entered.point, step)
-        out = with_leaves(u, cast_like(entered.push(step), updates))  # F·(θ̂′ − θ̂)
+        out = with_leaves(u, cast_like(entered.push(step), updates, params))  # F·(θ̂′ − θ̂)
         out = zero_frozen(out, state.frame.frozen) if state.frame.frozen else out
         return out, QuotientState(frame, inner_state, offset)
 

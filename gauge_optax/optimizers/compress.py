@@ -23,8 +23,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from gauge_optax.binding import leaves_by_path
 from gauge_optax.errors import binding_error
-from gauge_optax.transformation import GaugeTransformation, checked_inner, require_choice, transformation
+from gauge_optax.transformation import (
+    GaugeTransformation,
+    checked_inner,
+    in_dtype_of,
+    require_choice,
+    transformation,
+)
 from gauge_optax.xla import hashed_positions
 
 _NAME = "compress_second_moments"
@@ -65,7 +72,7 @@ def compress_second_moments(
         infinite or NaN entry makes its whole leaf NaN.
 
     Returns:
-      The optimizer. Its updates have the dtypes of the gradients.
+      The optimizer. Its updates have the dtypes of the gradients, or those of the parameters where they are wider.
 
     Raises:
       ValueError: an `inner` that is no transformation; an unknown `dtype`; at `init`, a state without a field `nu` that
@@ -108,7 +115,7 @@ def compress_second_moments(
     def update(updates: Any, state: CompressedState, params: Any, **extra: Any) -> tuple[Any, CompressedState]:
         before = decompressed(state)
         steps, after = inner.update(updates, before, params, **extra)
-        steps = jax.tree.map(lambda step, given: jnp.asarray(step, jnp.result_type(given)), steps, updates)
+        steps = in_dtype_of(updates, leaves_by_path(steps), params)
         # For bfloat16 parameters `before` has second moments in float32, and `inner` may return other dtypes: the
         # state's dtypes must not change.
         inner_state = jax.tree.map(_in_dtype_of, before, after)

@@ -156,7 +156,7 @@ def decay(
             p: in_computing_dtype(vectors[p]) + rate * factor * in_computing_dtype(values[p])
             for p, factor in factors_of(s, params).items()
         }
-        return in_dtype_of(updates, decayed), AddGaugeDecayState(optax.safe_increment(state.count))
+        return in_dtype_of(updates, decayed, params), AddGaugeDecayState(optax.safe_increment(state.count))
 
     def empty(params: Any) -> AddGaugeDecayState:
         return AddGaugeDecayState(jnp.zeros((), jnp.int32))

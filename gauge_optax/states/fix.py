@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from gauge_optax.binding import leaves_by_path
 from gauge_optax.errors import binding_error
 from gauge_optax.frozen import beside_others, frozen_leaves, require_still_frozen
 from gauge_optax.gauges.balance import balance_beside
@@ -138,7 +139,9 @@ def gauge_fix(
         keeping = "; tx.init(params)._replace(inner_state=state.inner_state) keeps the moments"
         require_still_frozen(_NAME, within, state.frozen, (), never_changing(params), params, extra, keeping)
         updates, inner_state = within.update(updates, state.inner_state, params, **extra)
-        count = optax.safe_increment(state.count)
+        count, steps = optax.safe_increment(state.count), leaves_by_path(updates)
+        kept = {path: x for path, x in steps.items() if path in moving._bound(params).slice.added.keys() - state.frozen}
+        updates = in_dtype_of(updates, kept, params)  # at every step, moved or not
         move = functools.partial(balanced, frozenset(state.frozen))
         if isinstance(every, int) and every == 1:
             updates, inner_state = move(params, updates, inner_state)

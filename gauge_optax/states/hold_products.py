@@ -272,7 +272,8 @@ def hold_products(
                 moves.append((squared, jax.tree.map(lambda x: 2.0 * x, factors)))
             moving, element = product([gauge for gauge, _ in moves]), tuple(x for _, x in moves)
             moved = chords(moving, element, params, stepped(moving, params, updates))
-            updates = in_dtype_of(updates, {path: u for path, u in moved.items() if path not in state.frozen})
+            kept = {path: u for path, u in moved.items() if path not in state.frozen}
+            updates = in_dtype_of(updates, kept, params)
             if transport:
                 elements = [factors if gauge is part else gauge.identity(params) for gauge in group.gauges]
                 # The effect is "diagonal", because all gauges that are admitted here are scales.

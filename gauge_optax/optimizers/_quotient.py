@@ -97,9 +97,9 @@ def quotient(
         change of one leaf to another.
 
     Returns:
-      The transformation. Its `update` needs `params`. Line searches take the extra arguments `grad` and `value_fn`:
-      pass the gradient at the weights θ and a function of θ, and `inner` gets the gradient at the point that it sees
-      and a function of that point. All other extra arguments reach `inner` unchanged.
+      The transformation. Its `update` needs `params`. Line searches take the extra arguments `grad` and `value_fn`, and
+      Sophia `obj_fn`: pass the gradient at the weights θ and a function of θ, and `inner` gets the gradient at the
+      point that it sees and a function of that point. All other extra arguments reach `inner` unchanged.
 
     Raises:
       ValueError: bindings that do not fit the tree, gauges that do not commute; `frozen` that does not fit the tree;
@@ -467,17 +467,18 @@ def _read_and_entered(s: Slice, leaves: Any) -> tuple[Frame, Arrays]:
 
 
 def _extra_at(s: Slice, entered: Undone, seen: Undone, params: Any, extra: dict[str, Any]) -> dict[str, Any]:
-    """The extra arguments, with `grad` and `value_fn` of the weights θ replaced by those of the point `inner` sees."""
+    """The extra arguments, with those that belong to the weights θ replaced by those of the point that `inner` sees.
+
+    They are `grad` and `value_fn` of line searches, and `obj_fn` of Sophia.
+    """
     if extra.get("grad") is not None:
         gradient = slice_gradient(s, entered, extra["grad"])
         extra = extra | {"grad": with_leaves(gradient, seen.pull(s.vectors(gradient)))}
-    if "value_fn" in extra:
-        value_fn = extra["value_fn"]
 
-        def of_seen_point(point: Any, *args: Any, **kwargs: Any) -> Any:
-            values = entered.leave(seen.leave(s.vectors(point)))
-            stored = {path: x - s.added[path] for path, x in values.items()}
-            return value_fn(with_leaves(point, cast_like(stored, params)), *args, **kwargs)
+    def of_seen_point(function: Any, point: Any, /, *args: Any, **kwargs: Any) -> Any:
+        values = entered.leave(seen.leave(s.vectors(point)))
+        stored = {path: x - s.added[path] for path, x in values.items()}
+        return function(with_leaves(point, cast_like(stored, params)), *args, **kwargs)
 
-        extra = extra | {"value_fn": of_seen_point}
-    return extra
+    functions = {key: extra[key] for key in ("value_fn", "obj_fn") if extra.get(key) is not None}
+    return extra | {key: functools.partial(of_seen_point, function) for key, function in functions.items()}

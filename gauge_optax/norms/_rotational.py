@@ -21,6 +21,7 @@ from gauge_optax.errors import binding_error
 from gauge_optax.linalg import safe_divide
 from gauge_optax.norms import vectors
 from gauge_optax.norms.equilibrium import predict_equilibrium
+from gauge_optax.norms.links import require_beta
 from gauge_optax.norms.vectors import Clock, Selection, at
 from gauge_optax.transformation import checked_inner, placeholder, transformation
 from gauge_optax.wrapped import preflight_of
@@ -148,6 +149,7 @@ def named_rotational(
     """`rotational`, whose errors carry the name of the function that the user called."""
     specs = vectors.parse(name, "blocks", blocks, sizes)
     optimizer = checked_inner(name, inner)
+    require_beta(name, beta)
     # A schedule, or a number that `inject_hyperparams` holds, may have another value later.
     if eta_r is None and isinstance(weight_decay, int | float | np.number) and not weight_decay > 0:
         raise binding_error(

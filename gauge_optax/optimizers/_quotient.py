@@ -74,9 +74,11 @@ def quotient(
     """Runs any Optax transformation so that all weights that compute one function give the same training run.
 
     Args:
-      inner: a whole optimizer, with its learning rate, decay, clipping and masks, or a link of a chain. It sees bound
-        leaves in float32 (float64 with x64). If a gauge binds a leaf as `1+` (the network multiplies by 1 + the stored
-        number), `inner` sees this sum, so that its decay pulls the sum towards zero.
+      inner: a whole optimizer, with its learning rate, decay, clipping and masks. The learning rate belongs inside: the
+        way back to the slice is not linear in the step, so that a step of another size, multiplied by the rate behind
+        `quotient`, is another step. `inner` sees bound leaves in float32 (float64 with x64). If a gauge binds a leaf as
+        `1+` (the network multiplies by 1 + the stored number), `inner` sees this sum, so that its decay pulls the sum
+        towards zero.
       gauges: a gauge, or a sequence of gauges in any order. Steps of leaves that no gauge binds pass unchanged.
       hold: if True, every step loses the part that only rotates the basis of an attention head, and the part that
         only rotates the residual stream if the gauge of the stream has `hold=True`. If False, steps keep these parts.

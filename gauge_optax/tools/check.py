@@ -36,7 +36,7 @@ from gauge_optax.transformation import (
     require_params,
     require_values,
 )
-from gauge_optax.wrapped import transformations_of
+from gauge_optax.wrapped import transformations_of, wrapped_by
 from gauge_optax.xla import quick_options, unseen
 
 # Bits of the mantissas of a gradient → the largest asymmetry that roundoff explains. tests/tolerances.py has measured
@@ -484,6 +484,13 @@ def _require_none_frozen_unseen(
                         raise _frozen_unseen(p, f"in part, inside {gauge.name}", "step")
                     if not moves[p]:
                         notes[f"the first step of '{p}' is zero; if it stays so, {_say_frozen(p)}"] = None
+        size, weights = (
+            sum(float(np.sum(np.square(np.asarray(x, np.float64)))) for x in leaves.values() if _is_real(x))
+            for leaves in (u, at)
+        )
+        if wrapped_by(tx) and size > weights > 0:
+            notes["the first step inside quotient is longer than the weights: put the learning rate inside, "
+                  "go.quotient(optax.chain(link, optax.scale_by_learning_rate(rate)), gauges)"] = None
     return list(notes)
 
 

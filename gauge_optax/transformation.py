@@ -448,6 +448,21 @@ def require_gradients(transformation: str, updates: Any) -> None:
                 "differentiate floating-point leaves alone, or leave integers out by optax.masked")
 
 
+def updates_at(transformation: str, paths: Iterable[str], updates: Any, params: Any) -> dict[str, Any]:
+    """Returns path → update. Raises ValueError if one of these paths has no update, or one of another shape."""
+    leaves, shapes = leaves_by_path(updates), {path: jnp.shape(leaf) for path, leaf in leaves_by_path(params).items()}
+    for path in paths:
+        shape = jnp.shape(leaves[path]) if path in leaves else None
+        if shape != shapes[path]:
+            raise binding_error(
+                transformation, f"{'no update' if shape is None else 'an update of another shape'} for '{path}'",
+                f"a tree with {', '.join(list(leaves)[:3]) or 'no leaves'}" if shape is None else f"{shape}",
+                f"an update of shape {shapes[path]}, that of the leaf",
+                "pass the updates of the very parameters that are passed",
+            )
+    return leaves
+
+
 def require_numbers(function: str, params: Any) -> None:
     """Raises ValueError for a leaf that holds no numbers, such as a function, a string or a typed PRNG key."""
     for path, leaf in jax.tree.leaves_with_path(params):

@@ -51,6 +51,7 @@ from gauge_optax.transformation import (
     explain_state_mismatch,
     record_gradient,
     transformation,
+    updates_at,
 )
 from gauge_optax.xla import computed_twice, not_fused_with_spread
 
@@ -79,6 +80,7 @@ def fused_ddc(
         if not _applies(s):
             return plain.update(updates, state, params, **extra)
         record_gradient(updates)
+        updates_at(name, leaves_by_path(params), updates, params)  # raises where one is missing
         f = s.checked(state.frame)
         with explain_state_mismatch(name, plain, state, params):
             past: ScaleByDDCState = state.inner_state[0]

@@ -55,6 +55,7 @@ from gauge_optax.transformation import (
     placeholder,
     require_choice,
     transformation,
+    updates_at,
     zeros_like,
 )
 
@@ -148,7 +149,8 @@ def ddc(group: Product, options: Options, polar: Polar | None = None) -> GaugeTr
     def update(updates: Any, state: ScaleByDDCState, params: Any, **extra: Any) -> tuple[Any, ScaleByDDCState]:
         s, past = bound(group.gauges, params).slice, state.gauges
         adam = Adam.at(options, optax.safe_increment(state.count))
-        point, gradient = s.vectors(params), leaves_by_path(updates) | s.vectors(updates)
+        gradient = updates_at("scale_by_ddc", leaves_by_path(params), updates, params) | s.vectors(updates)
+        point = s.vectors(params)
 
         # B.4: the derivative by a length s is ⟨θ̂, ĝ⟩/s, summed over the entries whose norm s is.
         matrices = polar_matrices(s, polar, params)

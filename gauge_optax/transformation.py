@@ -127,7 +127,8 @@ def transformation(
         require_params(name, params)
         require_gradients(name, updates)
         updates = jax.tree.map(jnp.asarray, updates)  # Python numbers have no dtype
-        if not all(hasattr(state, field) for field in getattr(state_type, "_fields", ())):
+        # Not by `hasattr`: every tuple has a method `count`.
+        if not set(getattr(state_type, "_fields", ())) <= set(getattr(state, "_fields", ())):
             told = conversion(state, params) if conversion else ""
             raise _not_a_state(name, state, state_type, told)
 

@@ -196,6 +196,7 @@ def test_a_leaf_without_a_gauge_may_have_no_update() -> None:
     ("quotient", optax.adamw(0.1).init(PARAMS)), ("quotient", None),
     ("quotient", go.quotient(optax.sgd(0.1, momentum=0.9), RESCALE).init(PARAMS)),
     ("ddc_adamw", TAKERS["quotient"]([RESCALE]).init(PARAMS)), ("track", optax.adam(0.1).init(PARAMS)),
+    ("add_gauge_decay", ()),  # its one field is `count`, as a method of every tuple is called
 ])
 def test_a_state_of_another_optimizer(name: str, state: Any) -> None:
     text = complaint(lambda: TAKERS[name]([RESCALE]).update(PARAMS, state, PARAMS))

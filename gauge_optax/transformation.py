@@ -76,6 +76,12 @@ class GaugeTransformation(optax.GradientTransformationExtraArgs):
         self.preflight = preflight or _nothing_to_say
         return self
 
+    def _replace(self, /, **functions: Any) -> "GaugeTransformation":
+        """Returns a copy with another `init` or `update`, as of every NamedTuple, and with the attributes."""
+        made = super()._replace(**functions)
+        made.__dict__.update(self.__dict__)
+        return made
+
 
 Preflight = Callable[[Any], Sequence[str | ValueError]]
 

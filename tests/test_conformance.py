@@ -116,7 +116,7 @@ def test_a_transformation_says_which_gauges_it_holds(case: TransformCase) -> Non
         assert tx.gauges == tuple(case.of_its_kind(EVERY_KIND))
     else:  # these rows choose some of the gauges, or write others for the same leaves
         assert UNIT in tx.gauges
-    assert copy.copy(tx).gauges == tx.gauges
+    assert copy.copy(tx).gauges == tx._replace().gauges == tx.gauges and tx._replace().preflight is tx.preflight
     assert gauges_of(optax.chain(optax.clip(1.0), optax.masked(tx, True))) == list(tx.gauges)
 
 

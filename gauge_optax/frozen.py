@@ -79,13 +79,12 @@ def frozen_leaves(
         zeros = both
 
 
-def frozen_beside_others(name: str, inner: Any, params: Any) -> frozenset[str]:
-    """Returns `frozen_leaves`, but no leaf if `inner` never changes any, as with a learning rate of zero.
+def beside_others(found: frozenset[str], params: Any) -> frozenset[str]:
+    """Returns what `frozen_leaves` has found, but no leaf if the optimizer never changes any, as at a rate of zero.
 
-    It is for wrappers that move weights themselves and leave frozen leaves alone. Where `inner` never changes any leaf,
-    the user wants the wrapper's own moves.
+    It is for wrappers that move weights themselves and leave frozen leaves alone. Where the optimizer never changes any
+    leaf, the user wants the wrapper's own moves.
     """
-    found = frozen_leaves(name, inner, params)
     return frozenset() if found >= set(leaves_by_path(params)) else found
 
 
@@ -112,25 +111,39 @@ def said_to_be_frozen(name: str, frozen: Any, params: Any) -> frozenset[str]:
 
 
 def require_still_frozen(
-    name: str, inner: Any, frozen: Collection[str], said: Collection[str], params: Any, extra: Mapping[str, Any]
+    name: str, inner: Any, stored: Collection[str], said: Collection[str], usual: Collection[str], params: Any,
+    extra: Mapping[str, Any], keeping: str = "",
 ) -> None:
-    """Raises ValueError if a further argument of `update` trains a frozen leaf, or freezes one that trains without it.
+    """Raises ValueError for a step that trains a leaf which its state holds frozen, or the other way round.
 
     Args:
       name: name of the public function, for the message.
       inner: the transformation.
-      frozen: the leaves that `frozen_leaves` has found at `init`.
-      said: those among them that the user has called frozen. No argument trains them.
+      stored: the leaves that never change, as the state says.
+      said: the leaves that the user calls frozen. No argument trains them.
+      usual: the leaves that never change, as the optimizer says: `said`, and those that `frozen_leaves` finds.
       params: the parameters.
-      extra: the further arguments of this `update`. A step with none, or with those of line searches, needs no check.
+      extra: the further arguments of this `update`. Those of line searches change nothing.
+      keeping: what to write instead to keep the moments of the state; "" if nothing does.
     """
+    every = set(leaves_by_path(params))
+
+    def differences(now: Collection[str]) -> tuple[set[str], set[str]]:
+        # What freezes everything, such as a rate of zero, only makes a step of length zero.
+        return set(stored) - set(now), set() if every <= set(now) else set(now) - set(stored)
+
+    opened, closed = differences(usual)
+    if opened or closed:
+        path, was, does = (min(opened), "freezes", "trains") if opened else (min(closed), "trains", "freezes")
+        raise binding_error(
+            name, f"a state of other frozen leaves, at '{path}'", f"a state whose run {was} '{path}'",
+            f"a state of this optimizer, which {does} it", f"start anew, state = tx.init(params){keeping}; or write "
+            f"an optimizer that {was} '{path}'")
     if extra.keys() <= _SEARCHED:
         return
-    now, arguments = frozen_leaves(name, inner, params, extra), ", ".join(f"{argument}=" for argument in extra)
-    opened, every = set(frozen) - set(said) - now, set(leaves_by_path(params))
-    # An argument that freezes everything, such as a rate of zero, only makes a step of length zero.
-    closed = set() if now >= every else now - set(frozen)
-    for paths, does, other in ((opened, "trains", "frozen"), (closed, "freezes", "trained")):
+    arguments = ", ".join(f"{argument}=" for argument in extra)
+    both = differences({*said, *frozen_leaves(name, inner, params, extra)})
+    for paths, does, other in zip(both, ("trains", "freezes"), ("frozen", "trained"), strict=True):
         if paths:
             raise binding_error(
                 name,

@@ -22,6 +22,7 @@ from gauge_optax.linalg import real_dtype
 from gauge_optax.xla import quick_options
 
 Tree = TypeVar("Tree")
+Found = TypeVar("Found")
 Given = ParamSpec("Given")
 
 
@@ -75,6 +76,12 @@ class GaugeTransformation(optax.GradientTransformationExtraArgs):
         self.preflight = preflight or _nothing_to_say
         return self
 
+    def _replace(self, /, **functions: Any) -> "GaugeTransformation":
+        """Returns a copy with another `init` or `update`, as of every NamedTuple, and with the attributes."""
+        made = super()._replace(**functions)
+        made.__dict__.update(self.__dict__)
+        return made
+
 
 Preflight = Callable[[Any], Sequence[str | ValueError]]
 
@@ -126,7 +133,8 @@ def transformation(
         require_params(name, params)
         require_gradients(name, updates)
         updates = jax.tree.map(jnp.asarray, updates)  # Python numbers have no dtype
-        if not all(hasattr(state, field) for field in getattr(state_type, "_fields", ())):
+        # Not by `hasattr`: every tuple has a method `count`.
+        if not set(getattr(state_type, "_fields", ())) <= set(getattr(state, "_fields", ())):
             told = conversion(state, params) if conversion else ""
             raise _not_a_state(name, state, state_type, told)
 
@@ -200,21 +208,40 @@ def in_computing_dtype(leaf: Any) -> jax.Array:
     return jnp.asarray(leaf, None if jnp.iscomplexobj(leaf) else real_dtype())
 
 
-def cast_like(leaves: Mapping[str, jax.Array], tree: Any) -> dict[str, jax.Array]:
-    """Returns leaves by path, each cast to the dtype that it has in `tree`."""
-    targets = leaves_by_path(tree)
-    return {path: leaf.astype(jnp.result_type(targets[path])) for path, leaf in leaves.items()}
+def cast_like(leaves: Mapping[str, jax.Array], *trees: Any) -> dict[str, jax.Array]:
+    """Returns leaves by path, each cast to the dtype that it has in a tree; of several trees, to the widest.
+
+    An update that moves weights along an orbit is cast to the wider dtype of gradients and parameters: rounded to
+    bfloat16, as gradients of float32 parameters may be, the move would change the function.
+    """
+    targets = [leaves_by_path(tree) for tree in trees]
+    dtypes = {path: [jnp.result_type(x[path]) for x in targets] for path in leaves}
+    return {path: leaf.astype(max(dtypes[path], key=lambda dtype: dtype.itemsize)) for path, leaf in leaves.items()}
 
 
-def in_dtype_of(tree: Any, leaves: Mapping[str, jax.Array]) -> Any:
-    """Returns `tree` with these leaves, each cast to the dtype of the leaf that it replaces."""
-    return with_leaves(tree, cast_like(leaves, tree))
+def in_dtype_of(tree: Any, leaves: Mapping[str, jax.Array], *others: Any) -> Any:
+    """Returns `tree` with these leaves, each in the dtype of the leaf that it replaces, or a wider one in `others`."""
+    return with_leaves(tree, cast_like(leaves, tree, *others))
 
 
 def stepped(gauge: Any, params: Any, updates: Any) -> Any:
     """Returns the parameters with the updates added to the leaves that a gauge binds; other leaves do not change."""
     leaves, steps = leaves_by_path(params), gauge._bound(params).slice.vectors(updates)
     return in_dtype_of(params, {path: in_computing_dtype(leaves[path]) + step for path, step in steps.items()})
+
+
+def once_per_tree(find: Callable[[Any], Found]) -> Callable[..., Found]:
+    """Returns a function of a tree with a cache, keyed on paths, shapes and dtypes; with `anew=True` it looks again."""
+    known: dict[Any, Found] = {}  # here and not in an `lru_cache`: it may not outlive an optimizer that holds tracers
+
+    def found(tree: Any, anew: bool = False) -> Found:
+        leaves = leaves_by_path(tree).items()
+        key = tuple((path, jnp.shape(leaf), getattr(leaf, "dtype", type(leaf))) for path, leaf in leaves)
+        if anew or key not in known:
+            known[key] = find(tree)
+        return known[key]
+
+    return found
 
 
 def placeholder() -> jax.Array:
@@ -426,6 +453,21 @@ def require_gradients(transformation: str, updates: Any) -> None:
                 transformation, f"no gradient for '{jax.tree_util.keystr(path, simple=True, separator='/')}'",
                 "float0, what jax.grad(allow_int=True) gives for integers", "gradients of floating-point leaves",
                 "differentiate floating-point leaves alone, or leave integers out by optax.masked")
+
+
+def updates_at(transformation: str, paths: Iterable[str], updates: Any, params: Any) -> dict[str, Any]:
+    """Returns path → update. Raises ValueError if one of these paths has no update, or one of another shape."""
+    leaves, shapes = leaves_by_path(updates), {path: jnp.shape(leaf) for path, leaf in leaves_by_path(params).items()}
+    for path in paths:
+        shape = jnp.shape(leaves[path]) if path in leaves else None
+        if shape != shapes[path]:
+            raise binding_error(
+                transformation, f"{'no update' if shape is None else 'an update of another shape'} for '{path}'",
+                f"a tree with {', '.join(list(leaves)[:3]) or 'no leaves'}" if shape is None else f"{shape}",
+                f"an update of shape {shapes[path]}, that of the leaf",
+                "pass the updates of the very parameters that are passed",
+            )
+    return leaves
 
 
 def require_numbers(function: str, params: Any) -> None:

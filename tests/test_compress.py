@@ -172,6 +172,7 @@ test_mistakes_are_told = each_refused([
     (lambda: COMPRESS(optax.adam(0.1), "int4"), "compress_second_moments(.|\n)*write dtype='bfloat16'"),
     (lambda: COMPRESS(optax.lion(0.1)).init(WEIGHTS), BAD_FIELD),
     (lambda: COMPRESS(optax.rmsprop(0.1, centered=True)).init(WEIGHTS), BAD_FIELD),
+    (lambda: COMPRESS(optax.contrib.sophia(0.1)).init(WEIGHTS), BAD_FIELD),  # codes have no sign
     (lambda: COMPRESS(COMPRESS(optax.adam(0.1))).init(WEIGHTS),
      "compress_second_moments(.|\n)*around the whole optimizer"),
     (lambda: COMPRESS(optax.adam(0.1)).init(_Named(jnp.ones(2))), "compress_second_moments(.|\n)*rename it"),

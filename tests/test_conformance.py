@@ -116,7 +116,7 @@ def test_a_transformation_says_which_gauges_it_holds(case: TransformCase) -> Non
         assert tx.gauges == tuple(case.of_its_kind(EVERY_KIND))
     else:  # these rows choose some of the gauges, or write others for the same leaves
         assert UNIT in tx.gauges
-    assert copy.copy(tx).gauges == tx.gauges
+    assert copy.copy(tx).gauges == tx._replace().gauges == tx.gauges and tx._replace().preflight is tx.preflight
     assert gauges_of(optax.chain(optax.clip(1.0), optax.masked(tx, True))) == list(tx.gauges)
 
 
@@ -154,10 +154,21 @@ def test_three_donated_steps_in_bfloat16(case: TransformCase) -> None:
 
 
 @pytest.mark.slow_rows("[!dq]*-float64", "*-float32")  # float32 is the dtype of all other tests here
-@pytest.mark.parametrize("precision", ["mixed", "float64", "float32"])
+@pytest.mark.parametrize("precision", ["mixed", "coarse", "float64", "float32"])
 @rows
 def test_dtypes_are_kept(case: TransformCase, precision: str) -> None:
-    """Of trees of several precisions too; float32 is kept while float64 is possible."""
+    """Of trees of several precisions too; float32 is kept while float64 is possible.
+
+    Where gradients are coarser than parameters, a step that moves weights along an orbit is not rounded to them.
+    """
+    if precision == "coarse":
+        tx, params = case.make(EVERY_KIND), _abstract(jnp.float32)
+        state = jax.eval_shape(tx.init, params)
+        updates, after = jax.eval_shape(tx.update, _abstract(jnp.bfloat16), state, params)
+        assert _signature(after) == _signature(state)
+        bound = go.bind(EVERY_KIND, params).slice.added if "quotient" in case.name else {}
+        assert {leaf.dtype for path, leaf in leaves_by_path(updates).items() if path in bound} <= {jnp.dtype("float32")}
+        return
     if precision == "mixed":
         kernels = {m: {"kernel": x["kernel"].astype("bfloat16")} for m, x in _params().items() if "kernel" in x}
         _traced(case.make(EVERY_KIND), {m: x | kernels.get(m, {}) for m, x in _params().items()})

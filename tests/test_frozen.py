@@ -218,6 +218,30 @@ def test_an_argument_that_trains_a_frozen_leaf_is_refused(name: str, net: Any) -
     assert not np.any(said.update(jax.grad(net_loss)(net), said.init(net), net, open=1.0)[0]["up"])
 
 
+@pytest.mark.parametrize("name", [name for name in WRAPPERS if name not in ("rotational", "max_norm")])
+def test_a_state_of_other_frozen_leaves_is_refused(name: str, net: Any) -> None:
+    """The stored set held a leaf still that this optimizer trains, without a word. A rate of zero is no other set."""
+    wrap, grads = WRAPPERS[name], jax.grad(net_loss)(net)
+    freezing = lambda path: wrap(optax.chain(optax.adam(0.1), optax.freeze({p: p == path for p in net})))  # noqa: E731
+    all_trained, without_up = freezing(""), freezing("up")
+    with refused("frozen leaves, at 'up'", "run freezes 'up'", "this optimizer, which trains it", "tx.init(params)"):
+        jax.jit(all_trained.update)(grads, without_up.init(net), net)
+    with refused("frozen leaves, at 'up'", "run trains 'up'", "which freezes it"):
+        without_up.update(grads, all_trained.init(net), net)
+    with refused("check: a state of other frozen leaves, at 'up'"):
+        go.check(all_trained, without_up.init(net), net, grads)
+    still = wrap(optax.sgd(0.0)).update(grads, wrap(optax.sgd(0.1)).init(net), net)[0]
+    assert jax.tree.structure(still) == jax.tree.structure(net)
+
+
+def test_leaves_that_are_said_to_be_frozen_belong_to_the_state(net: Any) -> None:
+    plain, saying = (go.quotient(optax.sgd(0.1), RELU, frozen=mask) for mask in (None, {"up": True, "down": False}))
+    at_zero, grads = go.quotient(optax.sgd(0.0), RELU), jax.grad(net_loss)(net)
+    for tx, other in ((plain, saying), (saying, plain), (plain, at_zero)):
+        with refused("a state of other frozen leaves"):
+            tx.update(grads, other.init(net), net)
+
+
 def test_a_layer_may_be_frozen_on_one_side_and_another_not_at_all(net: Any) -> None:
     """Only the copy with the frozen leaf is left alone: the other layer's anchor keeps its size."""
     params = {f"l{i}": jax.tree.map(lambda x, i=i: x + 0.1 * i, net) for i in range(2)}

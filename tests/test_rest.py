@@ -140,6 +140,29 @@ def test_the_function_stays_and_the_imbalance_goes(name: str, dtype: str) -> Non
                 np.testing.assert_allclose(after, share * before, atol=close)
 
 
+SLOW = optax.sgd(1e-9)
+MOVERS: dict[str, Any] = {
+    "gauge_fix": lambda gauges: go.orbit.gauge_fix(SLOW, gauges),
+    "every third step": lambda gauges: go.orbit.gauge_fix(SLOW, gauges, every=3),
+    "around a quotient": lambda gauges: go.orbit.gauge_fix(go.quotient(SLOW, gauges), gauges),
+    "compressed": lambda gauges: go.links.compress_second_moments(go.quotient_adamw(1e-9, gauges)),
+    "balanced": lambda gauges: go.quotient(SLOW, gauges, rest="balanced"),
+    "ddc_adamw": lambda gauges: go.ddc_adamw(1e-9, gauges),
+    "hold_products": lambda gauges: go.orbit.hold_products(SLOW, gauges),
+}
+
+
+@pytest.mark.parametrize("name", MOVERS)
+def test_a_move_is_not_rounded_to_the_gradients_dtype(name: str) -> None:
+    """In bfloat16 it changed the function by 1e-2. At such a rate, a step is a move along the orbit, and roundoff."""
+    gauges, params = UNIT.gauges(), UNIT.params(jax.random.key(0))
+    tx, coarse = MOVERS[name](gauges), jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    updates, _ = tx.update(coarse, tx.init(params), params)
+    assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype(jnp.float32)}
+    moved = optax.apply_updates(params, updates)
+    np.testing.assert_allclose(UNIT.loss(moved), UNIT.loss(params), rtol=tolerance("invariant", "float32"))
+
+
 # What has no balance -------------------------------------------------------------------------------
 
 

@@ -166,6 +166,24 @@ def test_line_searches_see_slice_coordinates(x64: None) -> None:
     assert furthest(ends[1], group.act(g, ends[0])) <= tolerance("quotient_twins")
 
 
+def test_a_function_of_the_weights_gets_what_is_stored(x64: None) -> None:
+    """Sophia's `obj_fn` got the slice's sum for a scale that is stored less one, and a wrong Hessian."""
+    weights = {"scale": jnp.array([0.7, 1.6]), "kernel": jnp.array([[0.4, -1.3], [0.9, 0.2]])}
+    loss: Any = lambda p: jnp.sum(jnp.cos(p["scale"][:, None] * p["kernel"]) ** 2)  # noqa: E731
+    ends, inner = [], optax.contrib.sophia(0.1, update_interval=1, gamma=10.0)
+    for axes, less in (("channel", 0.0), ("1+ channel", 1.0)):
+        tx = go.quotient(inner, go.norm_scale({"scale": axes}, {"kernel": "channel _"}))
+        whole: Any = lambda p, less=less: p | {"scale": p["scale"] + less}  # noqa: E731
+        fn: Any = lambda p, whole=whole: loss(whole(p))  # noqa: E731
+        params = weights | {"scale": weights["scale"] - less}
+        state = tx.init(params)
+        for _ in range(2):  # the first step only averages the Hessian
+            updates, state = tx.update(jax.grad(fn)(params), state, params, obj_fn=fn)
+            params = optax.apply_updates(params, updates)
+        ends.append(whole(params))
+    assert furthest(*ends) <= 1e-12 and furthest(ends[0], weights) > 1e-2
+
+
 # Standing still -----------------------------------------------------------------------------------
 
 

@@ -161,10 +161,42 @@ def test_gradients_of_integers(name: str) -> None:
         tx.update(grads, tx.init(params), params)
 
 
+ON_UP: dict[str, Callable[[], Any]] = {
+    "hyperball": lambda: go.norms.hyperball({"up": "_ n"}),
+    "keep_norms_below": lambda: go.links.keep_norms_below({"up": "_ n"}),
+    "scale_by_polar": lambda: go.links.scale_by_polar({"up": "_ n"}),
+    "scale_by_vector_norm": lambda: go.links.scale_by_vector_norm({"up": "_ n"}),
+    "scale_by_relative_rms": lambda: go.links.scale_by_relative_rms(RESCALE),
+    "add_gauge_decay": lambda: go.add_gauge_decay(0.1, RESCALE),
+    "ddc_adamw": lambda: go.ddc_adamw(0.1, RESCALE),
+}
+
+
+@pytest.mark.parametrize("name", ON_UP)
+def test_an_update_that_is_absent_or_of_another_shape(name: str) -> None:
+    """They were a KeyError and a TypeError about a reshape, without the name of the leaf."""
+    tx = ON_UP[name]()
+    state = tx.init(PARAMS)
+    for update, said in ((None, "no update"), (jnp.ones((1, 3)), "an update of another shape")):
+        with refused(f"{name}: {said} for 'up'", "(2, 3)"):
+            tx.update(PARAMS | {"up": update}, state, PARAMS)
+
+
+def test_a_leaf_without_a_gauge_may_have_no_update() -> None:
+    """`optax.add_decayed_weights` takes None too, and Optax's Adam does not."""
+    params = PARAMS | {"free": jnp.ones(2)}
+    for name in ("add_gauge_decay", "scale_by_relative_rms", "hyperball", "scale_by_polar"):
+        tx = ON_UP[name]()
+        assert tx.update(params | {"free": None}, tx.init(params), params)[0]["free"] is None
+    with refused("ddc_adamw: no update for 'free'"):
+        ON_UP["ddc_adamw"]().update(params | {"free": None}, ON_UP["ddc_adamw"]().init(params), params)
+
+
 @pytest.mark.parametrize(("name", "state"), [
     ("quotient", optax.adamw(0.1).init(PARAMS)), ("quotient", None),
     ("quotient", go.quotient(optax.sgd(0.1, momentum=0.9), RESCALE).init(PARAMS)),
     ("ddc_adamw", TAKERS["quotient"]([RESCALE]).init(PARAMS)), ("track", optax.adam(0.1).init(PARAMS)),
+    ("add_gauge_decay", ()),  # its one field is `count`, as a method of every tuple is called
 ])
 def test_a_state_of_another_optimizer(name: str, state: Any) -> None:
     text = complaint(lambda: TAKERS[name]([RESCALE]).update(PARAMS, state, PARAMS))

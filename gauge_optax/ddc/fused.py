@@ -51,6 +51,7 @@ from gauge_optax.transformation import (
     explain_state_mismatch,
     record_gradient,
     transformation,
+    updates_at,
 )
 from gauge_optax.xla import computed_twice, not_fused_with_spread
 
@@ -79,6 +80,7 @@ def fused_ddc(
         if not _applies(s):
             return plain.update(updates, state, params, **extra)
         record_gradient(updates)
+        updates_at(name, leaves_by_path(params), updates, params)  # raises where one is missing
         f = s.checked(state.frame)
         with explain_state_mismatch(name, plain, state, params):
             past: ScaleByDDCState = state.inner_state[0]
@@ -120,11 +122,12 @@ def fused_ddc(
         ddc_state = ScaleByDDCState(adam.count, mu, nu, moments)
 
         # The decay, the learning rate and the way back from the slice are the same in any basis of heads.
-        u = with_leaves(slice_gradient, cast_like(step, slice_gradient))
+        u = with_leaves(slice_gradient, cast_like(step, slice_gradient, params))
         u, tail_state = tail.update(u, state.inner_state[1:], with_leaves(params, point), **extra)
         _, after = s.fix(optax.tree.add(point, s.vectors(u)), state.frame.live)
         step = entered.push(optax.tree.sub(after, point))
-        return with_leaves(u, cast_like(step, updates)), QuotientState(state.frame, (ddc_state, *tail_state), {})
+        u = with_leaves(u, cast_like(step, updates, params))
+        return u, QuotientState(state.frame, (ddc_state, *tail_state), {})
 
     said: dict[str, Any] = {"gauges": plain.gauges, "rules": plain.rules, "preflight": plain.preflight}
     return transformation(name, plain.init, update, QuotientState, plain.init, **said)

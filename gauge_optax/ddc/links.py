@@ -61,7 +61,7 @@ def link(
         gradient = slice_gradient(s, entered, updates, without_shifts)
         u, inner_state = inner.update(gradient, state.inner_state, with_leaves(params, entered.point), **extra)
         step = entered.push(s.vectors(u))
-        return with_leaves(u, cast_like(step, updates)), QuotientState(state.frame, inner_state, {})
+        return with_leaves(u, cast_like(step, updates, params)), QuotientState(state.frame, inner_state, {})
 
     def init(params: Any) -> QuotientState:
         frame, point = frame_and_slice_point(name, group, params)
@@ -340,7 +340,7 @@ def gauge_retract(gauges: Gauges) -> GaugeTransformation:
         left = [p.label for p in read_elsewhere if stays_where_inner_leads(p, s, pin=True)]
         _, after = s.fix(optax.tree.add(entered.point, tangent), state.frame.live, left)
         step = entered.push(optax.tree.sub(after, entered.point))
-        return in_dtype_of(updates, step), state
+        return in_dtype_of(updates, step, params), state
 
     def init(params: optax.Params) -> GaugeRetractState:
         return GaugeRetractState(frame_and_slice_point("gauge_retract", group, params)[0])

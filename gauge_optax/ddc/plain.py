@@ -55,6 +55,7 @@ from gauge_optax.transformation import (
     placeholder,
     require_choice,
     transformation,
+    updates_at,
     zeros_like,
 )
 
@@ -148,7 +149,8 @@ def ddc(group: Product, options: Options, polar: Polar | None = None) -> GaugeTr
     def update(updates: Any, state: ScaleByDDCState, params: Any, **extra: Any) -> tuple[Any, ScaleByDDCState]:
         s, past = bound(group.gauges, params).slice, state.gauges
         adam = Adam.at(options, optax.safe_increment(state.count))
-        point, gradient = s.vectors(params), leaves_by_path(updates) | s.vectors(updates)
+        gradient = updates_at("scale_by_ddc", leaves_by_path(params), updates, params) | s.vectors(updates)
+        point = s.vectors(params)
 
         # B.4: the derivative by a length s is ⟨θ̂, ĝ⟩/s, summed over the entries whose norm s is.
         matrices = polar_matrices(s, polar, params)
@@ -174,7 +176,7 @@ def ddc(group: Product, options: Options, polar: Polar | None = None) -> GaugeTr
             step |= {p: step[p] + x for p, x in along_orbit.items()}
         moments = GaugeMoments(radial_mu, radial_nu, past.least, heads, vertical)
         mu, nu = (with_leaves(tree, cast_like(new, tree)) for tree, new in ((state.mu, mu), (state.nu, nu)))
-        return with_leaves(updates, cast_like(step, updates)), ScaleByDDCState(adam.count, mu, nu, moments)
+        return with_leaves(updates, cast_like(step, updates, params)), ScaleByDDCState(adam.count, mu, nu, moments)
 
     def empty(params: Any) -> ScaleByDDCState:
         return ScaleByDDCState(jnp.int32(0), zeros_like(params, options.mu_dtype), zeros_like(params), placeholder())

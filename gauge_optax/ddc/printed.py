@@ -243,7 +243,7 @@ def paper_ddc(
         out |= {path: out[path] + x for path, x in radial.items()}
         moments = GaugeMoments(radial_mu, radial_nu, (), heads, past.vertical)
         mu, nu = (with_leaves(tree, cast_like(new, tree)) for tree, new in ((state.mu, mu), (state.nu, nu)))
-        return with_leaves(updates, cast_like(out, updates)), ScaleByDDCState(adam.count, mu, nu, moments)
+        return with_leaves(updates, cast_like(out, updates, params)), ScaleByDDCState(adam.count, mu, nu, moments)
 
     def init(params: optax.Params) -> ScaleByDDCState:
         s = bound(group.gauges, params).slice

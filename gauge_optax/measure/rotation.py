@@ -19,7 +19,7 @@ from gauge_optax.measure._recording import recorded
 from gauge_optax.measure.live import Figures
 from gauge_optax.norms import vectors
 from gauge_optax.norms.vectors import Leaves, Selection
-from gauge_optax.transformation import checked_inner, layout, placeholder, require_every, transformation
+from gauge_optax.transformation import checked_inner, layout, placeholder, require_every, transformation, updates_at
 from gauge_optax.xla import zeros_of
 
 # Two vectors count as parallel if the square of the sine of their angle is at most this many machine epsilons.
@@ -113,9 +113,9 @@ def track_rotation(
 
     def measured(params: Any, steps: Any, gradient: Any, momentum: Leaves, taken: jax.Array) -> Rotation:
         selections = vectors.resolve("track_rotation", specs, params)
-        leaves, gradients = leaves_by_path(params), leaves_by_path(gradient)
-        moves = vectors.updates_by_path("track_rotation", selections, steps)
         paths = [selection.block.path for selection in selections]
+        leaves, gradients = leaves_by_path(params), leaves_by_path(gradient)
+        moves = updates_at("track_rotation", paths, steps, params)
         # Several axes strings on one leaf have several records: path/0, path/1.
         keys = [path if paths.count(path) == 1 else f"{path}/{paths[:k].count(path)}" for k, path in enumerate(paths)]
         rows = [_figures(selection, leaves, moves, gradients, momentum) for selection in selections]

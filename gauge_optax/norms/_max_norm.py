@@ -17,7 +17,7 @@ import optax
 from gauge_optax.binding import Axes
 from gauge_optax.frozen import frozen_leaves
 from gauge_optax.norms import vectors
-from gauge_optax.norms.links import above, kept_below, no_lengths, of_length_one, require_bound
+from gauge_optax.norms.links import above, kept_below, no_lengths, of_length_one, require_beta, require_bound
 from gauge_optax.norms.vectors import Clock, Selection
 from gauge_optax.transformation import checked_inner, placeholder, transformation
 from gauge_optax.wrapped import preflight_of
@@ -81,9 +81,9 @@ def max_norm(
       A whole optimizer. Beside the state of `inner`, its state has one number per vector.
 
     Raises:
-      ValueError: when called, malformed axes or a bound that is not positive; at `init`, a pattern that matches no
-        leaf, entries in two vectors, or a leaf that `optax.MaskedNode` hides; `update` without params, or with a state
-        that was made for other `blocks`.
+      ValueError: when called, malformed axes, a bound that is not positive, or `beta` outside [0, 1); at `init`, a
+        pattern that matches no leaf, entries in two vectors, or a leaf that `optax.MaskedNode` hides; `update` without
+        params, or with a state that was made for other `blocks`.
 
     A step whose learning rate is zero moves nothing, not even a vector above the bound.
 
@@ -105,6 +105,7 @@ def max_norm(
     name = "max_norm"
     specs, optimizer = vectors.parse(name, "blocks", blocks, sizes), checked_inner(name, inner)
     require_bound(name, bound)
+    require_beta(name, beta)
 
     def empty(params: Any) -> MaxNormState:
         return MaxNormState(optimizer.init(params), jnp.int32(0), jnp.int32(0), placeholder())

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from gauge_optax.binding import Axes, leaves_by_path
@@ -20,6 +21,7 @@ from gauge_optax.errors import binding_error
 from gauge_optax.linalg import safe_divide
 from gauge_optax.norms import vectors
 from gauge_optax.norms.equilibrium import predict_equilibrium
+from gauge_optax.norms.links import require_beta
 from gauge_optax.norms.vectors import Clock, Selection, at
 from gauge_optax.transformation import checked_inner, placeholder, transformation
 from gauge_optax.wrapped import preflight_of
@@ -107,9 +109,9 @@ def rotational(
       the state of that optimizer.
 
     Raises:
-      ValueError: when called, malformed axes; at `init`, vectors too short to turn, a pattern that matches no leaf,
-        entries in two vectors, a leaf that `optax.MaskedNode` hides, or without `eta_r` an `inner` whose state is of no
-        class in Table 1; `update` without params.
+      ValueError: when called, malformed axes, or neither `eta_r` nor a positive `weight_decay`; at `init`, vectors too
+        short to turn, a pattern that matches no leaf, entries in two vectors, a leaf that `optax.MaskedNode` hides, or
+        without `eta_r` an `inner` whose state is of no class in Table 1; `update` without params.
 
     A vector that is zero at `init` has no norm to keep: it always gets the update of `inner`. A step whose learning
     rate is zero turns nothing.
@@ -147,6 +149,13 @@ def named_rotational(
     """`rotational`, whose errors carry the name of the function that the user called."""
     specs = vectors.parse(name, "blocks", blocks, sizes)
     optimizer = checked_inner(name, inner)
+    require_beta(name, beta)
+    # A schedule, or a number that `inject_hyperparams` holds, may have another value later.
+    if eta_r is None and isinstance(weight_decay, int | float | np.number) and not weight_decay > 0:
+        raise binding_error(
+            name, "no angle to turn by", f"weight_decay={weight_decay!r}, and no eta_r",
+            "a positive weight_decay, from which the angle follows, or an angle",
+            "write eta_r=0.03, in radians a step, or leave these vectors to the optimizer alone")
 
     def empty(params: Any) -> RotationalState:
         gains, gain_state = ((), ()) if gain is None else (placeholder(), gain.init(params))

@@ -56,8 +56,8 @@ def scale_by_vector_norm(
       A link; put it before the learning rate. Its `update` needs `params`, but uses only their shapes.
 
     Raises:
-      ValueError: malformed axes; a path that matches no leaf; entries in two vectors; a state that was made for other
-        vectors.
+      ValueError: malformed axes; `beta` outside [0, 1); a path that matches no leaf; entries in two vectors; a state
+        that was made for other vectors.
 
     >>> neurons = {"kernel": "_ neuron"}
     >>> tx = optax.chain(
@@ -75,6 +75,7 @@ def scale_by_vector_norm(
     Reference: Kosson et al. 2024, Algorithm 1, for steps of one length on average.
     """
     name = "scale_by_vector_norm"
+    require_beta(name, beta)
     return vector_norm(name, vectors.parse(name, "neurons", neurons, sizes), beta, lambda selection: 1.0)
 
 
@@ -201,6 +202,14 @@ def require_bound(name: str, bound: Scalar) -> None:
         raise binding_error(
             name, "bad bound", repr(bound), "a positive number", "write bound=1.0: the norm of a neuron at the start"
         )
+
+
+def require_beta(name: str, beta: Scalar) -> None:
+    """Raises ValueError for a decay of an average that is no number in [0, 1); a traced one passes."""
+    if not isinstance(beta, jax.core.Tracer) and (isinstance(beta, str | None) or jnp.ndim(beta) or not 0 <= beta < 1):
+        raise binding_error(
+            name, "bad beta", repr(beta), "a number in [0, 1), the share of an average that stays at each step",
+            "write beta=0.9; beta=0.0 averages over nothing but the last step")
 
 
 _ABOVE = 1.25  # norms in units of the bound from which on `check` raises: LeCun-normal vectors have 1, He-normal 1.41

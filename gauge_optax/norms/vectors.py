@@ -19,7 +19,7 @@ from gauge_optax.binding.axes import parse_axes
 from gauge_optax.binding.specs import check_specs
 from gauge_optax.errors import binding_error
 from gauge_optax.linalg import real_dtype
-from gauge_optax.transformation import in_dtype_of
+from gauge_optax.transformation import in_dtype_of, updates_at
 
 Leaves = Mapping[str, Any]
 """Leaves by path."""
@@ -125,23 +125,6 @@ def resolve(name: str, specs: Specs, tree: Any, kept: Any = None) -> list[Select
     return selections
 
 
-def updates_by_path(name: str, selections: Sequence[Selection], updates: Any) -> dict[str, Any]:
-    """Returns path → leaf of updates.
-
-    Raises:
-      ValueError: a selected leaf has no update.
-    """
-    leaves = leaves_by_path(updates)
-    for selection in selections:
-        if selection.block.path not in leaves:
-            raise binding_error(
-                name, f"no update for '{selection.block.path}'",
-                f"a tree with {', '.join(list(leaves)[:3]) or 'no leaves'}",
-                "updates of the same structure as params", "pass the updates of the very parameters that are passed",
-            )
-    return leaves
-
-
 def moved(
     name: str, selections: Sequence[Selection], rule: Callable[..., Sequence[Any]], updates: Any, params: Any,
     *kept: Any,
@@ -160,9 +143,10 @@ def moved(
       kept: numbers per vector in a state, as `by_axes` returns them; one argument of `rule` each.
 
     Returns:
-      The updates with the vectors' entries replaced, every leaf in its dtype; then the new numbers per vector.
+      The updates with the vectors' entries replaced, in the wider dtype of updates and parameters; then the new numbers
+      per vector.
     """
-    leaves, tangents = leaves_by_path(params), updates_by_path(name, selections, updates)
+    leaves, tangents = leaves_by_path(params), updates_at(name, (x.block.path for x in selections), updates, params)
     changed = dict[str, jax.Array]()
     after: list[Sequence[Any]] = []
     for x in selections:
@@ -170,7 +154,7 @@ def moved(
         leaf = changed.get(x.block.path, jnp.asarray(tangents[x.block.path], real_dtype()))
         changed[x.block.path] = x.block.write(leaf, step)
         after.append(numbers)
-    return in_dtype_of(updates, changed), *(by_axes(selections, column) for column in zip(*after, strict=True))
+    return in_dtype_of(updates, changed, params), *(by_axes(selections, column) for column in zip(*after, strict=True))
 
 
 def by_axes(selections: Sequence[Selection], arrays: Sequence[Any]) -> dict[str, dict[str, Any]]:

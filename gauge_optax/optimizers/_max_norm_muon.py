@@ -18,7 +18,7 @@ from gauge_optax.gauges.bound import bound as slice_of
 from gauge_optax.gauges.gauge import Gauge, Gauges, Product
 from gauge_optax.linalg import Coefficients
 from gauge_optax.norms import vectors
-from gauge_optax.norms.links import norms_below, require_bound, vector_norm
+from gauge_optax.norms.links import norms_below, require_beta, require_bound, vector_norm
 from gauge_optax.optimizers._quotient import group_of, quotient_for, require_rate_first
 from gauge_optax.optimizers.muon import muon, readings_of_neurons
 from gauge_optax.optimizers.polar import polar_of, rotated_or_scaled
@@ -161,6 +161,7 @@ def max_norm_muon(
             "write go.max_norm_muon(rate, go.discover(fn, params, batches)), or neurons={'up/kernel': '_ neuron', ...}")
     group = group_of(_NAME, learning_rate, gauges)
     require_bound(_NAME, bound)
+    require_beta(_NAME, beta)
     listed = Listed.parse(neurons or {}, embeddings or {}, sizes)
     polar = polar_of(_NAME, ns_coeffs, ns_steps, beta, eps, "width", None)
 

@@ -34,6 +34,7 @@ from gauge_optax.transformation import (
     cast_like,
     checked_inner,
     layout,
+    once_per_tree,
     placeholder,
     require_values,
     transformation,
@@ -73,9 +74,11 @@ def quotient(
     """Runs any Optax transformation so that all weights that compute one function give the same training run.
 
     Args:
-      inner: a whole optimizer, with its learning rate, decay, clipping and masks, or a link of a chain. It sees bound
-        leaves in float32 (float64 with x64). If a gauge binds a leaf as `1+` (the network multiplies by 1 + the stored
-        number), `inner` sees this sum, so that its decay pulls the sum towards zero.
+      inner: a whole optimizer, with its learning rate, decay, clipping and masks. The learning rate belongs inside: the
+        way back to the slice is not linear in the step, so that a step of another size, multiplied by the rate behind
+        `quotient`, is another step. `inner` sees bound leaves in float32 (float64 with x64). If a gauge binds a leaf as
+        `1+` (the network multiplies by 1 + the stored number), `inner` sees this sum, so that its decay pulls the sum
+        towards zero.
       gauges: a gauge, or a sequence of gauges in any order. Steps of leaves that no gauge binds pass unchanged.
       hold: if True, every step loses the part that only rotates the basis of an attention head, and the part that
         only rotates the residual stream if the gauge of the stream has `hold=True`. If False, steps keep these parts.
@@ -96,14 +99,14 @@ def quotient(
         change of one leaf to another.
 
     Returns:
-      The transformation. Its `update` needs `params`. Line searches take the extra arguments `grad` and `value_fn`:
-      pass the gradient at the weights θ and a function of θ, and `inner` gets the gradient at the point that it sees
-      and a function of that point. All other extra arguments reach `inner` unchanged.
+      The transformation. Its `update` needs `params`. Line searches take the extra arguments `grad` and `value_fn`, and
+      Sophia `obj_fn`: pass the gradient at the weights θ and a function of θ, and `inner` gets the gradient at the
+      point that it sees and a function of that point. All other extra arguments reach `inner` unchanged.
 
     Raises:
       ValueError: bindings that do not fit the tree, gauges that do not commute; `frozen` that does not fit the tree;
         gauges of `inner` that move a leaf of this list, unless those here only add and those there only multiply or
-        rotate, or none here and all there rotate; `update` without params.
+        rotate, or none here and all there rotate; `update` without params, or with a state of other frozen leaves.
 
     >>> gauge = go.rescale(up={"up": "_ channel"}, down={"down": "channel _"})
     >>> params = {"up": jnp.ones((2, 3)), "down": jnp.full((3, 1), 0.5)}
@@ -144,16 +147,24 @@ def quotient_for(
     given, inner = inner, checked_inner(name, inner)
     group = product(gauges)
 
+    @once_per_tree
+    def never_changing(params: Any) -> frozenset[str]:
+        said = said_to_be_frozen(name, frozen, params)
+        return said | frozen_leaves(name, inner, params, said=frozen is not None)
+
     def update(updates: Any, state: QuotientState, params: Any, **extra: Any) -> tuple[Any, QuotientState]:
         s = bound(group.gauges, params, frozenset(state.frame.frozen)).slice
-        entered = s.enter(_frame_of(name, s, state, pin), s.values(params))  # θ̂ = F⁻¹·θ, and the way back
+        f = s.checked(state.frame)
+        if set(state.offset) != set({} if pin else no_offset(s)):
+            raise _another_offset(name, s, state, pin)
+        if extra or never_changing(params) != set(state.frame.frozen):
+            said, usual = said_to_be_frozen(name, frozen, params), never_changing(params)
+            require_still_frozen(name, inner, state.frame.frozen, said, usual, params, extra)
+        entered = s.enter(f, s.values(params))  # θ̂ = F⁻¹·θ, and the way back
         gradient = slice_gradient(s, entered, updates)  # ĝ = Fᵀ·g
         seen = s.enter(state.offset, entered.point)  # what `inner` sees: θ̃ = B⁻¹·θ̂; with pin=True B is empty, θ̃ = θ̂
         seen_gradient = with_leaves(gradient, seen.pull(s.vectors(gradient)))
-        if extra:
-            said = said_to_be_frozen(name, frozen, params)
-            require_still_frozen(name, inner, state.frame.frozen, said, params, extra)
-            extra = _extra_at(s, entered, seen, params, extra)
+        extra = _extra_at(s, entered, seen, params, extra) if extra else extra
         u, inner_state = inner.update(seen_gradient, state.inner_state, with_leaves(params, seen.point), **extra)
         u = zero_frozen(u, state.frame.frozen) if state.frame.frozen else u
         end = optax.tree.add(entered.point, seen.push(s.vectors(u)))
@@ -163,14 +174,14 @@ def quotient_for(
         step = optax.tree.sub(after, entered.point)
         step, backs = s.hold(entered.point, step) if hold else (step, {})  # removes the part that only rotates heads
         step, frame, offset = _with_growth(s, state, growth, backs, entered.point, step)
-        out = with_leaves(u, cast_like(entered.push(step), updates))  # F·(θ̂′ − θ̂)
+        out = with_leaves(u, cast_like(entered.push(step), updates, params))  # F·(θ̂′ − θ̂)
         out = zero_frozen(out, state.frame.frozen) if state.frame.frozen else out
         return out, QuotientState(frame, inner_state, offset)
 
     def init(params: optax.Params) -> QuotientState:
         require_values(name, params)
         bound(group.gauges, params)  # a binding that does not fit raises here, before `inner` is run
-        unchanged = never_changing(params)
+        unchanged = never_changing(params, anew=True)  # a mask of the user's may look at values
         frame, point = frame_and_slice_point(name, group, params, unchanged)
         s = bound(group.gauges, params, unchanged).slice
         token = _OUTSIDE.set((*_OUTSIDE.get(), s))
@@ -184,10 +195,6 @@ def quotient_for(
 
     def empty(params: Any) -> QuotientState:
         return QuotientState(placeholder(), inner.init(params), {} if pin else placeholder())
-
-    def never_changing(params: Any) -> frozenset[str]:
-        said = said_to_be_frozen(name, frozen, params)
-        return said | frozen_leaves(name, inner, params, said=frozen is not None)
 
     def preflight(params: Any) -> Sequence[str | ValueError]:
         _, point = frame_and_slice_point(name, group, params, never_changing(params))
@@ -285,27 +292,25 @@ def _scales_on_a_held_stream(part: Stream) -> tuple[Block, ...]:
     return part.passes if part.held else ()
 
 
-def _frame_of(name: str, s: Slice, state: QuotientState, pin: bool) -> Elements:
-    """Returns the elements of F. Raises ValueError for a state made with other gauges, another `pin` or `hold`."""
-    f, wanted_offset = s.checked(state.frame), set({} if pin else no_offset(s))
-    if not pin and state.offset and set(state.offset) != wanted_offset:
-        raise binding_error(
+def _another_offset(name: str, s: Slice, state: QuotientState, pin: bool) -> ValueError:
+    """The error for a state made with another `pin`, or with another `hold` of a gauge."""
+    wanted = ", ".join(sorted({} if pin else no_offset(s))) or "nothing"
+    if not pin and state.offset:
+        return binding_error(
             name,
             "a state made with another `hold` of residual_rotation",
             f"an offset of {', '.join(sorted(state.offset))}",
-            f"an offset of {', '.join(sorted(wanted_offset)) or 'nothing'}",
+            f"an offset of {wanted}",
             "write hold=True or hold=False in residual_rotation as it was when the state was made",
         )
-    if set(state.offset) != wanted_offset:
-        made, wanted = ("False", "True") if pin else ("True", "False")
-        raise binding_error(
-            name,
-            f"a state made with pin={made}",
-            f"an offset of {', '.join(sorted(state.offset)) or 'nothing'}",
-            f"a state of pin={wanted}",
-            f"write {name}(..., pin={made}), or convert a plain state by go.orbit.from_state(..., pin={wanted})",
-        )
-    return f
+    made, wanted = ("False", "True") if pin else ("True", "False")
+    return binding_error(
+        name,
+        f"a state made with pin={made}",
+        f"an offset of {', '.join(sorted(state.offset)) or 'nothing'}",
+        f"a state of pin={wanted}",
+        f"write {name}(..., pin={made}), or convert a plain state by go.orbit.from_state(..., pin={wanted})",
+    )
 
 
 def _with_growth(
@@ -464,17 +469,18 @@ def _read_and_entered(s: Slice, leaves: Any) -> tuple[Frame, Arrays]:
 
 
 def _extra_at(s: Slice, entered: Undone, seen: Undone, params: Any, extra: dict[str, Any]) -> dict[str, Any]:
-    """The extra arguments, with `grad` and `value_fn` of the weights θ replaced by those of the point `inner` sees."""
+    """The extra arguments, with those that belong to the weights θ replaced by those of the point that `inner` sees.
+
+    They are `grad` and `value_fn` of line searches, and `obj_fn` of Sophia.
+    """
     if extra.get("grad") is not None:
         gradient = slice_gradient(s, entered, extra["grad"])
         extra = extra | {"grad": with_leaves(gradient, seen.pull(s.vectors(gradient)))}
-    if "value_fn" in extra:
-        value_fn = extra["value_fn"]
 
-        def of_seen_point(point: Any, *args: Any, **kwargs: Any) -> Any:
-            values = entered.leave(seen.leave(s.vectors(point)))
-            stored = {path: x - s.added[path] for path, x in values.items()}
-            return value_fn(with_leaves(point, cast_like(stored, params)), *args, **kwargs)
+    def of_seen_point(function: Any, point: Any, /, *args: Any, **kwargs: Any) -> Any:
+        values = entered.leave(seen.leave(s.vectors(point)))
+        stored = {path: x - s.added[path] for path, x in values.items()}
+        return function(with_leaves(point, cast_like(stored, params)), *args, **kwargs)
 
-        extra = extra | {"value_fn": of_seen_point}
-    return extra
+    functions = {key: extra[key] for key in ("value_fn", "obj_fn") if extra.get(key) is not None}
+    return extra | {key: functools.partial(of_seen_point, function) for key, function in functions.items()}

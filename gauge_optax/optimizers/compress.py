@@ -23,14 +23,22 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from gauge_optax.binding import leaves_by_path
 from gauge_optax.errors import binding_error
-from gauge_optax.transformation import GaugeTransformation, checked_inner, require_choice, transformation
+from gauge_optax.transformation import (
+    GaugeTransformation,
+    checked_inner,
+    in_dtype_of,
+    require_choice,
+    transformation,
+)
 from gauge_optax.xla import hashed_positions
 
 _NAME = "compress_second_moments"
 _PER_OCTAVE = 8  # code 255 stands for the power of two above the leaf's largest entry, 247 for half of it, and 0 for 0
 # Optimizers with these states divide by √(ν − μ²). Rounding ν could make the difference negative.
-_DIFFERENCES = ("ScaleByRStdDevState", "ScaleByRStdDevWithCountState")
+# Sophia's ν averages entries of the Hessian's diagonal, which may be negative.
+_NOT_ROUNDED = ("ScaleByRStdDevState", "ScaleByRStdDevWithCountState", "SophiaState")
 _STORED = ("bfloat16", "uint8")
 
 
@@ -57,15 +65,16 @@ def compress_second_moments(
     Args:
       inner: any Optax transformation, a whole optimizer or a link. Its second moments are the fields `nu` of its
         states. Optax's Adam, NAdam, RMSProp, AdaBelief and Muon and `ddc_adamw` have such fields, inside `quotient`
-        too. All other fields stay as they are. So do moments in float64, and those from which a squared mean is
-        subtracted (centered RMSProp). Put `optax.apply_if_finite` around the result, not inside.
+        too. All other fields stay as they are. So do moments in float64, those from which a squared mean is subtracted
+        (centered RMSProp), and Sophia's, which may be negative. Put `optax.apply_if_finite` around the result, not
+        inside.
       dtype: "bfloat16", or "uint8" for codes of 255 positive numbers and zero. The largest number is the power of two
         above the leaf's largest entry, and there are 8 per factor of two, so that they span a factor of 3.6e9. Smaller
         positive entries are stored as the smallest number and not as zero, which makes their steps shorter. One
         infinite or NaN entry makes its whole leaf NaN.
 
     Returns:
-      The optimizer. Its updates have the dtypes of the gradients.
+      The optimizer. Its updates have the dtypes of the gradients, or those of the parameters where they are wider.
 
     Raises:
       ValueError: an `inner` that is no transformation; an unknown `dtype`; at `init`, a state without a field `nu` that
@@ -108,7 +117,7 @@ def compress_second_moments(
     def update(updates: Any, state: CompressedState, params: Any, **extra: Any) -> tuple[Any, CompressedState]:
         before = decompressed(state)
         steps, after = inner.update(updates, before, params, **extra)
-        steps = jax.tree.map(lambda step, given: jnp.asarray(step, jnp.result_type(given)), steps, updates)
+        steps = in_dtype_of(updates, leaves_by_path(steps), params)
         # For bfloat16 parameters `before` has second moments in float32, and `inner` may return other dtypes: the
         # state's dtypes must not change.
         inner_state = jax.tree.map(_in_dtype_of, before, after)
@@ -179,7 +188,7 @@ def dtype_of(state: CompressedState) -> str:
 
 
 def _has_second_moments(node: Any) -> bool:
-    return "nu" in getattr(node, "_fields", ()) and type(node).__name__ not in _DIFFERENCES
+    return "nu" in getattr(node, "_fields", ()) and type(node).__name__ not in _NOT_ROUNDED
 
 
 def _is_compressed(node: Any) -> bool:

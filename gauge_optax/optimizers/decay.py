@@ -31,6 +31,7 @@ from gauge_optax.transformation import (
     in_dtype_of,
     require_choice,
     transformation,
+    updates_at,
 )
 
 Decay: TypeAlias = optax.ScalarOrSchedule | Mapping[str, float]
@@ -151,12 +152,13 @@ def decay(
         s = bound(group.gauges, params).slice
         # The mean along a shift changes no output, so that it does not decay.
         centred = s.centred(s.vectors(params) if on_slice else s.values(params))
-        values, vectors = leaves_by_path(params) | centred, leaves_by_path(updates)
+        factors, values = factors_of(s, params), leaves_by_path(params) | centred
+        vectors = updates_at(_NAME, [path for path in factors if path in s.added], updates, params)
         decayed = {
             p: in_computing_dtype(vectors[p]) + rate * factor * in_computing_dtype(values[p])
-            for p, factor in factors_of(s, params).items()
+            for p, factor in factors.items() if p in vectors  # an unbound leaf may have None, as in Optax
         }
-        return in_dtype_of(updates, decayed), AddGaugeDecayState(optax.safe_increment(state.count))
+        return in_dtype_of(updates, decayed, params), AddGaugeDecayState(optax.safe_increment(state.count))
 
     def empty(params: Any) -> AddGaugeDecayState:
         return AddGaugeDecayState(jnp.zeros((), jnp.int32))

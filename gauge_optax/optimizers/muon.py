@@ -18,7 +18,7 @@ from gauge_optax.linalg import Coefficients
 from gauge_optax.norms import vectors
 from gauge_optax.optimizers.polar import Polar, polar_of
 from gauge_optax.parts.matrices import Fused, Matrices, Reading, neuron_matrices
-from gauge_optax.transformation import GaugeTransformation, LeafRule, transformation
+from gauge_optax.transformation import GaugeTransformation, LeafRule, transformation, updates_at
 from gauge_optax.wrapped import preflight_of
 
 
@@ -182,8 +182,9 @@ def scale_by_polar(
 
     def update(updates: Any, state: optax.EmptyState, params: Any, **extra: Any) -> tuple[Any, optax.EmptyState]:
         selections = vectors.resolve(name, specs, params)
-        leaves = vectors.updates_by_path(name, selections, updates)
-        steps = polar.steps(read := readings_of_neurons(name, selections), {path: leaves[path] for path in read})
+        read = readings_of_neurons(name, selections)
+        leaves = updates_at(name, read, updates, params)
+        steps = polar.steps(read, {path: leaves[path] for path in read})
         return with_leaves(updates, {path: x.astype(leaves[path].dtype) for path, x in steps.items()}), state
 
     return transformation(name, init, update, optax.EmptyState, lambda params: optax.EmptyState())

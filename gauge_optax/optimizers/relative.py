@@ -18,7 +18,7 @@ from gauge_optax.binding import in_single_or_better, leaves_by_path, with_leaves
 from gauge_optax.gauges.bound import bound
 from gauge_optax.gauges.gauge import Gauges, product
 from gauge_optax.parts.matrices import matrices_of
-from gauge_optax.transformation import GaugeTransformation, transformation
+from gauge_optax.transformation import GaugeTransformation, transformation, updates_at
 
 
 def scale_by_relative_rms(gauges: Gauges, min_scale: float | jax.Array = 0.1) -> GaugeTransformation:
@@ -55,9 +55,9 @@ def scale_by_relative_rms(gauges: Gauges, min_scale: float | jax.Array = 0.1) ->
         return optax.EmptyState()
 
     def update(updates: Any, state: optax.EmptyState, params: Any, **extra: Any) -> tuple[Any, optax.EmptyState]:
-        leaves, steps = leaves_by_path(params), leaves_by_path(updates)
-        scaled: dict[str, jax.Array] = {}
         read = matrices_of(bound(group.gauges, params).slice.parts)
+        leaves, steps = leaves_by_path(params), updates_at("scale_by_relative_rms", read, updates, params)
+        scaled: dict[str, jax.Array] = {}
         for path, stack in ((path, piece) for path, reading in read.items() for piece in reading.pieces):
             kernel, inputs = stack.view(leaves[path]), stack.fan_in
             if stack.heads is not None and stack.heads[1] == stack.rows:

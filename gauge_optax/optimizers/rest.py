@@ -135,7 +135,7 @@ def resting(name: str, tx: GaugeTransformation, group: Product, rest: str) -> Ga
             # If a side of a channel was zero until this step, the channel now gets the ratio that it will keep.
             held[label] = jnp.where(jnp.isfinite(held[label]), held[label], after_step)
         moved = optax.tree.sub(s.act(f, x), before)
-        out = cast_like({path: u for path, u in moved.items() if path not in after.frame.frozen}, updates)
+        out = cast_like({path: u for path, u in moved.items() if path not in after.frame.frozen}, updates, params)
         frame = after.frame._replace(elements=f)
         return with_leaves(step, out), RestedState(after._replace(frame=frame), held)
 

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from gauge_optax.binding import leaves_by_path
 from gauge_optax.errors import binding_error
-from gauge_optax.frozen import frozen_beside_others, require_still_frozen
+from gauge_optax.frozen import beside_others, frozen_leaves, require_still_frozen
 from gauge_optax.gauges.balance import balance_beside
 from gauge_optax.gauges.bound import bound
 from gauge_optax.gauges.gauge import Gauge, Gauges, Product, product
@@ -27,6 +28,7 @@ from gauge_optax.states.transport import ON_UNKNOWN, transported_state
 from gauge_optax.transformation import (
     GaugeTransformation,
     in_dtype_of,
+    once_per_tree,
     require_choice,
     require_every,
     stepped,
@@ -121,17 +123,25 @@ def gauge_fix(
     moving = Product(tuple(part for part in group.gauges if part.balancing != "still"))
     within = optax.with_extra_args_support(optax.identity() if inner is None else inner)
 
+    @once_per_tree
+    def never_changing(params: Any) -> frozenset[str]:
+        return frozen_leaves(_NAME, within, params)
+
     def init(params: optax.Params) -> GaugeFixState:
         b = bound(group.gauges, params)  # raises where a binding does not fit
         require_no_statistics_behind(_NAME, b.slice, params)
         around = "put it around: go.orbit.gauge_fix(go.quotient(optimizer, gauges), gauges), with both lists in one"
         require_first_outside(_NAME, b.slice, again=False, remedy=around)
-        return empty(params)._replace(frozen=dict.fromkeys(sorted(frozen_beside_others(_NAME, within, params)), ()))
+        frozen = beside_others(never_changing(params, anew=True), params)
+        return empty(params)._replace(frozen=dict.fromkeys(sorted(frozen), ()))
 
     def update(updates: Any, state: GaugeFixState, params: Any, **extra: Any) -> tuple[Any, GaugeFixState]:
-        require_still_frozen(_NAME, within, state.frozen, (), params, extra)
+        keeping = "; tx.init(params)._replace(inner_state=state.inner_state) keeps the moments"
+        require_still_frozen(_NAME, within, state.frozen, (), never_changing(params), params, extra, keeping)
         updates, inner_state = within.update(updates, state.inner_state, params, **extra)
-        count = optax.safe_increment(state.count)
+        count, steps = optax.safe_increment(state.count), leaves_by_path(updates)
+        kept = {path: x for path, x in steps.items() if path in moving._bound(params).slice.added.keys() - state.frozen}
+        updates = in_dtype_of(updates, kept, params)  # at every step, moved or not
         move = functools.partial(balanced, frozenset(state.frozen))
         if isinstance(every, int) and every == 1:
             updates, inner_state = move(params, updates, inner_state)

@@ -19,7 +19,7 @@ import optax
 
 from gauge_optax.binding import Axes, overlap
 from gauge_optax.errors import binding_error
-from gauge_optax.frozen import frozen_beside_others, require_still_frozen
+from gauge_optax.frozen import beside_others, frozen_leaves, require_still_frozen
 from gauge_optax.gauges.balance import log_sizes
 from gauge_optax.gauges.gauge import BlockGauge, Element, Gauge, Gauges, product
 from gauge_optax.gauges.scale import keeps_product, scale_invariant
@@ -30,6 +30,7 @@ from gauge_optax.transformation import (
     GaugeTransformation,
     checked_inner,
     in_dtype_of,
+    once_per_tree,
     placeholder,
     require_choice,
     require_gauges_of_state,
@@ -212,6 +213,10 @@ def hold_products(
     squared = None if alone is None else _squared(kind, group.gauges, alone)
     capped = _Capped(group.gauges) if kind == "cap" else None
 
+    @once_per_tree
+    def never_changing(params: Any) -> frozenset[str]:
+        return frozen_leaves(_NAME, inner, params)
+
     def init(params: optax.Params) -> HoldProductsState:
         gauge_of: dict[str, str] = {}
         for part in group.gauges:
@@ -226,7 +231,7 @@ def hold_products(
         if squared is not None:
             _require_channels(group.gauges[0], squared, params)
         logs = _logs(group.gauges, params)
-        frozen = dict.fromkeys(sorted(frozen_beside_others(_NAME, inner, params)), ())
+        frozen = dict.fromkeys(sorted(beside_others(never_changing(params, anew=True), params)), ())
         return HoldProductsState(inner.init(params), HeldProducts(logs) if kind == "init" else (), frozen)
 
     def update(updates: Any, state: HoldProductsState, params: Any, **extra: Any) -> tuple[Any, HoldProductsState]:
@@ -243,7 +248,8 @@ def hold_products(
                 "write tx.update(grads, state, params, max_logits={'': largest}); with a cap around this one, "
                 "max_logits=(None, {'': largest})",
             )
-        require_still_frozen(_NAME, inner, state.frozen, (), params, extra)
+        keeping = "; tx.init(params)._replace(inner_state=state.inner_state) keeps the moments"
+        require_still_frozen(_NAME, inner, state.frozen, (), never_changing(params), params, extra, keeping)
         updates, inner_state = inner.update(updates, state.inner_state, params, **extra)
         for number, part in enumerate(group.gauges):
             after = stepped(part, params, updates)
@@ -266,7 +272,8 @@ def hold_products(
                 moves.append((squared, jax.tree.map(lambda x: 2.0 * x, factors)))
             moving, element = product([gauge for gauge, _ in moves]), tuple(x for _, x in moves)
             moved = chords(moving, element, params, stepped(moving, params, updates))
-            updates = in_dtype_of(updates, {path: u for path, u in moved.items() if path not in state.frozen})
+            kept = {path: u for path, u in moved.items() if path not in state.frozen}
+            updates = in_dtype_of(updates, kept, params)
             if transport:
                 elements = [factors if gauge is part else gauge.identity(params) for gauge in group.gauges]
                 # The effect is "diagonal", because all gauges that are admitted here are scales.

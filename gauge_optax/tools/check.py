@@ -18,7 +18,7 @@ from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.binding.paths import natural_key
 from gauge_optax.discovery.lift import in_double
 from gauge_optax.errors import binding_error
-from gauge_optax.frozen import frozen_leaves
+from gauge_optax.frozen import frozen_leaves, require_still_frozen
 from gauge_optax.gauges.bound import bound
 from gauge_optax.gauges.by_action import broken_law
 from gauge_optax.linalg import real_dtype
@@ -36,7 +36,7 @@ from gauge_optax.transformation import (
     require_params,
     require_values,
 )
-from gauge_optax.wrapped import transformations_of
+from gauge_optax.wrapped import transformations_of, wrapped_by
 from gauge_optax.xla import quick_options, unseen
 
 # Bits of the mantissas of a gradient → the largest asymmetry that roundoff explains. tests/tolerances.py has measured
@@ -119,9 +119,9 @@ def check(
 
     Raises:
       ValueError: training would go wrong without an error: a gauge that is no symmetry of the loss; a state
-        that was made for other weights; weights above a bound on norms; a matrix that Adam steps at Muon's rate;
-        a leaf that is frozen in part, or by a mask outside the wrapper whose gauge moves it; an update that its leaf's
-        dtype rounds away; a gradient that is not finite; axes of a leaf that contradict the report.
+        that was made for other weights or other frozen leaves; weights above a bound on norms; a matrix that Adam steps
+        at Muon's rate; a leaf that is frozen in part, or by a mask outside the wrapper whose gauge moves it; an update
+        that its leaf's dtype rounds away; a gradient that is not finite; axes of a leaf that contradict the report.
 
     >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
     >>> params = {"up": jnp.array([[1.0, -2.0]]), "down": jnp.array([[0.5], [1.5]])}
@@ -149,6 +149,8 @@ def check(
     jax.block_until_ready((state, params, grads))
     _require_finite(grads)
     gauges, frozen = gauges_of(tx), _frozen_in(state)
+    # Before the gradient is looked at: with the state of another set, a right gauge would look wrong.
+    require_still_frozen("check", tx, frozen, (), _frozen_in(jax.eval_shape(tx.init, params)), params, {})
     for gauge in gauges:
         _require_laws(gauge, params)
     _require_no_mask_outside(tx, gauges, params, frozen)
@@ -482,6 +484,13 @@ def _require_none_frozen_unseen(
                         raise _frozen_unseen(p, f"in part, inside {gauge.name}", "step")
                     if not moves[p]:
                         notes[f"the first step of '{p}' is zero; if it stays so, {_say_frozen(p)}"] = None
+        size, weights = (
+            sum(float(np.sum(np.square(np.asarray(x, np.float64)))) for x in leaves.values() if _is_real(x))
+            for leaves in (u, at)
+        )
+        if wrapped_by(tx) and size > weights > 0:
+            notes["the first step inside quotient is longer than the weights: put the learning rate inside, "
+                  "go.quotient(optax.chain(link, optax.scale_by_learning_rate(rate)), gauges)"] = None
     return list(notes)
 
 

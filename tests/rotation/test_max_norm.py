@@ -82,6 +82,24 @@ def test_a_bound_is_positive(bound: float) -> None:
         _max_norm(bound=bound)
 
 
+AVERAGING: dict[str, Any] = {
+    "max_norm": lambda beta: _max_norm(beta=beta),
+    "rotational_adamw": lambda beta: go.norms.rotational_adamw(RATE, {"w": "_ n"}, beta=beta),
+    "scale_by_vector_norm": lambda beta: go.links.scale_by_vector_norm({"w": "_ n"}, beta=beta),
+    "max_norm_muon": lambda beta: go.max_norm_muon(RATE, NO_GAUGE, {"w": "_ n"}, beta=beta),
+}
+
+
+@pytest.mark.parametrize("name", AVERAGING)
+def test_an_average_forgets(name: str) -> None:
+    """With beta = 1 its correction divided by zero."""
+    for beta in (1.0, 1.5, -0.1, float("nan"), None):
+        with refused(f"{name}: bad beta", "write beta=0.9"):
+            AVERAGING[name](beta)
+    AVERAGING[name](0.0)
+    jax.eval_shape(lambda beta: AVERAGING[name](beta).init(SHIFT | {"w": jnp.ones((3, 3))}), 1.0)
+
+
 BOUNDED: dict[str, Any] = {
     "max_norm": lambda bound: go.norms.max_norm(optax.sgd(RATE), {"w": "_ n"}, learning_rate=RATE, bound=bound),
     "keep_norms_below": lambda bound: optax.chain(optax.sgd(RATE), go.links.keep_norms_below({"w": "_ n"}, bound)),

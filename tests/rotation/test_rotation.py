@@ -210,6 +210,17 @@ def test_complaints_say_what_to_do(mistake: str) -> None:
         _rotational(axes, 0.1, inner).init({"w": jnp.ones((6, 2))})
 
 
+@pytest.mark.parametrize("name", ["rotational_adamw", "rotational_sgdm", "rotational_lion"])
+def test_without_decay_an_angle_has_to_be_given(name: str) -> None:
+    """Vectors stood still at a decay of zero, and were NaN below it."""
+    make = functools.partial(getattr(go.norms, name), RATE, {"w": "_ channel"})
+    for decay in (0.0, 0, -0.1):
+        with refused(f"{name}: no angle to turn by", "write eta_r="):
+            make(weight_decay=decay)
+        make(weight_decay=decay, eta_r=0.1)
+    make(weight_decay=optax.constant_schedule(0.0))
+
+
 # What is recorded ---------------------------------------------------------------------------------
 
 TRACKED = {"up": "_ channel", "out": "head _ _"}

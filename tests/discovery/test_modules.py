@@ -37,6 +37,14 @@ class Net(nnx.Module):
         return self.down(self.drop(y) if self.drop else y)
 
 
+def test_a_variable_under_two_paths_is_refused() -> None:
+    """A tree has it twice, and nnx.Optimizer once."""
+    net = Net()
+    net.again = net.down
+    refused("one variable under two paths", "'again/bias' and 'down/bias'", "nnx.split", fn=called, params=net,
+            batches=BATCHES)
+
+
 def called(model: Any, x: jax.Array) -> jax.Array:
     return model(x)
 

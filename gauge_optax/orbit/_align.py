@@ -61,12 +61,13 @@ def align(a: Any, b: Any, gauges: Gauges, batches: Sequence[Any] | None = None, 
 
     Without `batches`, the sum of squares falls in every round, and the result is a local minimum; for two sets of
     weights of one function it is zero, unless permutations are nested beside a `head_linear`, such as one of groups of
-    query heads and one of the heads inside a group: `align` may miss these. With `batches`, the order of units and
-    heads is found first and kept; the other gauges are then aligned by weights. For the order, 8 fixed random
-    combinations of fn's outputs are taken per batch. A unit is described by the derivatives of these combinations with
-    respect to the log of the unit's size, one for each of its blocks. Rotations and scales do not change them, and
-    therefore need not be known yet. The order is the assignment with the largest sum of correlations between matched
-    units.
+    query heads and one of the heads inside a group: `align` may miss these.
+
+    With `batches`, the order of units and heads is found first and kept; the other gauges are then aligned by weights.
+    For the order, 8 fixed random combinations of fn's outputs are taken per batch. A unit is described by the
+    derivatives of these combinations with respect to the log of the unit's size, one for each of its blocks. Rotations
+    and scales do not change them, and therefore need not be known yet. The order is the
+    assignment with the largest sum of correlations between matched units.
 
     >>> gauges = [
     ...     go.rescale({"up": "_ channel"}, {"down": "channel _"}),

@@ -253,6 +253,17 @@ def test_what_does_not_fit_its_leaves_is_refused(shapes: Any, blocks: Any, sizes
 # --- copies ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("leaf", "absent"), [
+    ("blocks/down/kernl", False), ("blocks/up/kernel", True), ("head/bias", True),
+])
+def test_a_leaf_that_is_absent_from_a_part_of_the_tree_is_not_replaced_by_another(leaf: str, absent: bool) -> None:
+    """As where `wrt=` of `nnx.Optimizer` leaves it out: the remedy was to write the path of an unrelated leaf."""
+    gauge = go.rescale({"blocks/up/kernel": "_ channel"}, {"blocks/down/kernel": "channel _"})
+    up = {} if leaf == "head/bias" else {"blocks/up/kernel": (2, 3)}
+    text = complaint(lambda: gauge.dim(nested(up | {leaf: (3, 2) if up else (5,)})))
+    assert ("remedy:   leave this rescale out if 'blocks/" in text) == absent == ("remedy:   write" not in text)
+
+
 def test_no_match_names_the_nearest_and_the_remedy() -> None:
     shapes: dict[str, Any] = {f"blocks/{i}/attn/{n}_proj/kernel": (768, 12, 64) for i in range(3) for n in "qkv"}
     shapes |= {f"blocks/{i}/mlp/up/kernel": (768, 3072) for i in range(3)}

@@ -158,7 +158,8 @@ def _bind(
         if not hits:
             rank = len(parse_axes(gauge, spec.pattern, spec.axes).groups)
             expected = f"one rank-{rank} leaf per block, axes \"{spec.axes}\""
-            raise no_match(gauge, spec.pattern, shapes, rank, expected, hidden)
+            taken = {other.pattern for other in specs} - {spec.pattern}
+            raise no_match(gauge, spec.pattern, shapes, rank, expected, hidden, taken)
 
     named, copies = group_axes(gauge, specs, reserved), []
     # Linen sorts `blocks_10` before `blocks_2`, so the order of the tree is not the order of the layers.

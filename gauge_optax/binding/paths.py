@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from gauge_optax.errors import binding_error
@@ -13,6 +13,7 @@ from gauge_optax.errors import binding_error
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 
 _CAPTURE = re.compile(r"\{([^{}]*)\}")
+_UNLIKE = 0.3  # a path that is less like a pattern is hardly what its author meant
 
 
 @functools.lru_cache(maxsize=4096)
@@ -162,7 +163,8 @@ def nearest(pattern: str, shapes: Shapes, rank: int) -> list[tuple[str, str]]:
 
 
 def no_match(
-    gauge: str, pattern: str, shapes: Shapes, rank: int, expected: str, hidden: Sequence[str] = ()
+    gauge: str, pattern: str, shapes: Shapes, rank: int, expected: str, hidden: Sequence[str] = (),
+    taken: Collection[str] = (),
 ) -> ValueError:
     """The error for a pattern that matches no leaf: it names the nearest leaves, and where `MaskedNode`s are.
 
@@ -173,6 +175,7 @@ def no_match(
       rank: the rank that the pattern's axes ask for.
       expected: what the pattern should match, in words.
       hidden: paths of `MaskedNode`s.
+      taken: the gauge's other patterns.
 
     Returns:
       The error, for the caller to raise.
@@ -187,6 +190,9 @@ def no_match(
     near = nearest(pattern, shapes, rank)
     found = "nearest " + ", ".join(f"{path} {shapes[path]}" for path, _ in near) if near else "no leaves"
     remedy = f"write '{near[0][1]}'" if near else "pass the parameters that the pattern was written for"
+    if near and (near[0][1] in taken or _likeness(pattern, near[0][1]) < _UNLIKE):
+        # No misspelling: the tree is a part of the one that the gauge was made for, as `wrt=` of `nnx.Optimizer` takes.
+        remedy = f"leave this {gauge} out if '{pattern}' is not trained here; if its name is wrong, {remedy}"
     if hidden:
         found += f", and MaskedNode at {', '.join(hidden[:3])}"
         remedy += ", or give each partition its own gauge list"

@@ -204,7 +204,7 @@ def require_bound(name: str, bound: Scalar) -> None:
         )
 
 
-def require_beta(name: str, beta: Scalar) -> None:
+def require_beta(name: str, beta: Any) -> None:
     """Raises ValueError for a decay of an average that is no number in [0, 1); a traced one passes."""
     if not isinstance(beta, jax.core.Tracer) and (isinstance(beta, str | None) or jnp.ndim(beta) or not 0 <= beta < 1):
         raise binding_error(

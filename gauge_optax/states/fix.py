@@ -75,6 +75,10 @@ def gauge_fix(
     one of its sides is zero (LoRA's B at the start) or has less than full rank. A copy of a gauge also stays if `inner`
     never changes one of its leaves (see the argument `frozen` of `quotient`).
 
+    Put nothing around it that mixes weights of different steps, such as `optax.lookahead` or an average of weights: the
+    weights move along the orbit between steps, and a mean of two points of one orbit computes another function. An
+    average inside a `quotient` does not see these moves (`go.orbit.evaluate`).
+
     Args:
       inner: a whole optimizer, with its learning rate. With None the result only moves parameters, as the last link of
         a chain. The states of the chain's other links then do not move along, so that they must hold no moments.

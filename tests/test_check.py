@@ -66,7 +66,7 @@ def penalized(p: Any, size: Any = 1e-4) -> jax.Array:
 QUICK = {
     "rescale/channel": ("float64", "float32", "bfloat16"), "logit_shift/kernel_bias": ("float32",),
     "norm_scale/one_plus": ("bfloat16",), "head_rotation/mha": ("float32",), "head_linear/lora": ("bfloat16",),
-    "product/llama": ("float32",), "rope_linear/half": ("float64",), "user_gauge/translation": ("float64",),
+    "product/llama": ("float32",), "user_gauge/translation": ("float64",),
 }
 ROWS = [
     pytest.param(case, dtype, marks=() if dtype in QUICK.get(name, ()) else pytest.mark.slow, id=f"{name}-{dtype}")
@@ -259,6 +259,7 @@ OPEN: dict[str, tuple[Any, Any, Any, str, str]] = {
 }
 
 
+@pytest.mark.slow_rows("adapters", "a small penalty")
 @pytest.mark.parametrize("name", OPEN)
 def test_what_one_gradient_leaves_open_is_said_and_the_loss_decides(name: str) -> None:
     tx, params, loss, said, refusal = OPEN[name]

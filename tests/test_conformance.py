@@ -132,7 +132,7 @@ compiled = [c for c in TRANSFORM_CASES if c.linear or c.name in FIRST_OF_ITS_KIN
 marked = [c if c in compiled else pytest.param(c, marks=pytest.mark.slow) for c in TRANSFORM_CASES]
 
 
-@pytest.mark.slow_rows("quotient_muon/linear", "[!qdg]*", "g*", "ddc_muon/number", "quotient_adamw/*")
+@pytest.mark.slow_rows("quotient_muon/linear", "[!qdg]*", "g*", "ddc_*", "quotient_adamw/*")
 @pytest.mark.parametrize("case", marked, ids=name)
 def test_three_donated_steps_in_bfloat16(case: TransformCase) -> None:
     """Traced once, state of one signature from `eval_shape` of `init` on, all finite, every buffer donated."""

@@ -47,6 +47,7 @@ def test_explicit_axes_change_nothing(name: str) -> None:
         assert x.sharding.spec == sharding.spec
 
 
+@pytest.mark.slow_rows("drift", "pack")
 @pytest.mark.parametrize("tool", [go.orbit.canonicalize, go.orbit.pack, go.measure.drift])
 def test_tools_too(tool: Any) -> None:
     """What they do on eight devices is a part of `tests.sharded`."""

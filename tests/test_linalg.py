@@ -207,6 +207,7 @@ def test_on_cpu_lapack_gets_one_matrix_at_a_time(door: str) -> None:
     assert batched == [False, True], "ours, and the plain one"
 
 
+@pytest.mark.slow_rows("matrix_exponential")
 @pytest.mark.parametrize("door", DOORS)
 def test_a_door_gives_maps_and_differentiates_what_one_batched_call_does(door: str) -> None:
     draw = np.random.default_rng(0).normal

@@ -158,6 +158,7 @@ def test_a_norm_may_change_sign_with_its_readers(name: str, inner: Any, x64: Non
     assert furthest(other, end) > 1e-3
 
 
+@pytest.mark.slow
 def test_a_dead_unit_behind_a_read_shift_has_no_size(x64: None) -> None:
     """The roundoff that a read shift leaves of a dead unit was read as a size of 1e14."""
     config = lm.LMConfig(**SIZES, mlp="relu2")

@@ -109,7 +109,7 @@ def test_equations_are_linear_in_unrolled_layers_and_flat_in_scanned_ones() -> N
     assert rotation(2, True) == rotation(8, True)
 
 
-@pytest.mark.slow_rows("*_muon-*")
+@pytest.mark.slow_rows("*_muon-*", "ddc_*")
 @pytest.mark.parametrize(("name", "width"), [  # widths of no other test: nothing is compiled yet
     ("quotient_adamw", 20), ("quotient_muon", 44), ("ddc_adamw", 28), ("ddc_muon", 36)
 ])

@@ -91,7 +91,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.slow_rows("False-*", "*-0.3-*")
+@pytest.mark.slow_rows("False-*", "*-0.3-*", "*-product/latent_fused")
 @pytest.mark.parametrize("case", [row for row in ROWS if row.values[0].loss is not None])
 @pytest.mark.parametrize("size", [0.3, 300.0])
 @pytest.mark.parametrize("pin", [True, False])

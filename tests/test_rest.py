@@ -205,6 +205,7 @@ def _walk(tx: optax.GradientTransformation, case: Any) -> tuple[list[float], lis
     return losses, raw, list(map(canonical, raw))
 
 
+@pytest.mark.slow_rows("product/*")
 @pytest.mark.parametrize("name", ["rescale/channel", "product/semidirect"])
 def test_ddc_does_not_notice_and_adam_does(name: str, x64: None) -> None:
     """With a fix every third step DDC is the same function at every step; frozen, its coordinate moves along."""

@@ -111,7 +111,7 @@ FRAMED = {
 }
 
 
-@pytest.mark.slow_rows("ddc_adamw/adam", "ddc_muon", "ddc*head*", "chain", "quotient*")
+@pytest.mark.slow_rows("balanced", "ddc_adamw/adam", "ddc_muon", "ddc*head*", "chain", "quotient*")
 @pytest.mark.parametrize("name", [*OURS, *FRAMED])
 def test_a_moved_state_goes_on_where_its_twin_does(name: str, x64: None) -> None:
     """Two more steps, from the twin's state after three and from the one moved there; of `OURS` both are the same."""

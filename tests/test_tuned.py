@@ -166,6 +166,7 @@ def trained(tx: optax.GradientTransformation, steps: int) -> list[Any]:
     return way
 
 
+@pytest.mark.slow_rows("Muon, floor and brake")
 @pytest.mark.parametrize("arm", [arm for arm in tuned.ARMS if arm not in (*tuned.BOTH, "AdamW")])
 def test_every_optimizer_lowers_a_quadratic(arm: str) -> None:
     """Its distance from the minimum falls by a tenth."""

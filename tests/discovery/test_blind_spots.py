@@ -236,7 +236,7 @@ HAND: dict[str, tuple[Any, dict[str, Any], Any, list[Gauge]]] = {
 }
 
 
-@pytest.mark.slow_rows("still planes", "multipliers")
+@pytest.mark.slow_rows("concatenated", "still planes", "multipliers")
 @pytest.mark.parametrize("name", HAND)
 def test_every_gauge_by_hand_is_found(name: str) -> None:
     fn, params, batches, hand = HAND[name]

@@ -181,6 +181,7 @@ ROWS: list[tuple[str, Function, Any, bool]] = [
 ]
 
 
+@pytest.mark.slow_rows("latent attention: planes")
 @pytest.mark.parametrize(("fn", "gauges", "holds"), [row[1:] for row in ROWS], ids=[row[0] for row in ROWS])
 def test_a_finite_move_keeps_the_function_where_the_symmetry_holds(
     fn: Function, gauges: Any, holds: bool, x64: None

@@ -46,7 +46,7 @@ def _rotations(skew: Any) -> np.ndarray:
     return np.stack([oracles.exponential(a) for a in matrices.reshape(-1, *skew.shape[-2:])]).reshape(skew.shape)
 
 
-@pytest.mark.slow_rows("*-float32")
+@pytest.mark.slow_rows("*-float32", "product/llama-*")
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("size", (1e-4, 0.03, 0.5))
 @everywhere

@@ -463,6 +463,7 @@ def lyapunov(m: jax.Array, k: jax.Array) -> jax.Array:
 _Solving = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def lyapunov_by_products(m: jax.Array, k: jax.Array, steps: int = 24) -> jax.Array:
     """Returns the skew solution A of M·A + A·M = K − Kᵀ, by conjugate gradients preconditioned by the diagonal.
 
@@ -503,8 +504,26 @@ def lyapunov_by_products(m: jax.Array, k: jax.Array, steps: int = 24) -> jax.Arr
     energy = inner(residual, scaled)
     done = energy * jnp.square(0.1 * jnp.finfo(m.dtype).eps)
     start = (jnp.zeros_like(k), residual, scaled, energy)
-    (solution, *_), _ = jax.lax.scan(step, start, length=min(steps, 2 + size * (size - 1) // 2))
-    return solution
+    return jax.lax.scan(step, start, length=min(steps, 2 + size * (size - 1) // 2))[0][0]
+
+
+@lyapunov_by_products.defjvp
+def _lyapunov_derivative(steps: int, at: tuple[Any, Any], along: tuple[Any, Any]) -> tuple[jax.Array, jax.Array]:
+    """The derivative dA solves M·dA + dA·M = dR − dRᵀ, where dR = dK − dM·A.
+
+    Derivatives of the iteration itself are NaN once it has converged.
+    """
+    (m, k), (dm, dk) = at, along
+    solution = lyapunov_by_products(m, k, steps)
+    above = jnp.triu((r := dk - matmul(dm, solution)) - transpose(r), 1)
+
+    def applied(x: jax.Array) -> jax.Array:
+        product = matmul(m, x)
+        return product - transpose(product)
+
+    derivative = jax.lax.custom_linear_solve(
+        applied, above - transpose(above), lambda _, x: lyapunov_by_products(m, 0.5 * x, steps), symmetric=True)
+    return solution, derivative
 
 
 def rotation_back(m: jax.Array, cross: jax.Array, steps: int = 12) -> jax.Array:

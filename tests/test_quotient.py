@@ -296,3 +296,23 @@ def test_twins_stay_twins_with_gauges_inside_that_are_undone_later(inside: Any, 
 def test_other_gauges_inside_are_refused(inside: Any, outside: Any) -> None:
     with refused("inside a quotient that moves '(value|out)' too", "go.quotient(optimizer, gauges)"):
         go.quotient(inside, outside).init(normal(0, NET))
+
+
+def test_a_run_is_differentiated_through_what_holds_its_heads(x64: None) -> None:
+    """The conjugate gradients inside have NaN for derivatives once they have converged."""
+    params = normal(0, {"v": (6, 2, 3), "o": (2, 3, 6)})
+    heads = go.head_rotation({"v": "_ head basis", "o": "head basis _"})
+
+    def loss(p: Any) -> jax.Array:
+        return jnp.mean((jnp.einsum("dhe,hem->dm", p["v"], p["o"]) - 1.0) ** 2)
+
+    def end(rate: Any) -> jax.Array:
+        tx, p = go.quotient(optax.sgd(rate), heads), params
+        state = tx.init(p)
+        for _ in range(2):
+            updates, state = tx.update(jax.grad(loss)(p), state, p)
+            p = optax.apply_updates(p, updates)
+        return loss(p)
+
+    slope, step = float(jax.grad(end)(0.1)), 1e-5
+    assert slope == pytest.approx(float(end(0.1 + step) - end(0.1 - step)) / (2 * step), rel=1e-6)

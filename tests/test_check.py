@@ -65,8 +65,7 @@ def penalized(p: Any, size: Any = 1e-4) -> jax.Array:
 # The nets of the quick suite, each in the precision in which the most can go wrong for it.
 QUICK = {
     "rescale/channel": ("float64", "float32", "bfloat16"), "logit_shift/kernel_bias": ("float32",),
-    "norm_scale/one_plus": ("bfloat16",), "head_rotation/mha": ("float32",), "head_linear/lora": ("bfloat16",),
-    "product/llama": ("float32",), "user_gauge/translation": ("float64",),
+    "norm_scale/one_plus": ("bfloat16",), "head_rotation/mha": ("float32",),
 }
 ROWS = [
     pytest.param(case, dtype, marks=() if dtype in QUICK.get(name, ()) else pytest.mark.slow, id=f"{name}-{dtype}")
@@ -75,7 +74,6 @@ ROWS = [
 ]
 
 
-@pytest.mark.slow_rows("product/llama-*")
 @pytest.mark.parametrize(("case", "dtype"), ROWS)
 def test_nothing_is_raised_for_a_net_of_the_register(case: GaugeCase, dtype: str) -> None:
     with jax.enable_x64(dtype == "float64"):

@@ -221,6 +221,7 @@ def test_every_device_may_have_weights_of_its_own(case: TransformCase) -> None:
     jax.eval_shape(each, jax.tree.map(lambda x: x[None], _params()))
 
 
+@pytest.mark.slow_rows("gauge_fix/*")
 @pytest.mark.parametrize(
     "case", [c for c in TRANSFORM_CASES if c.name in ("gauge_fix/adam", "scale_by_opposite_gram/stale")], ids=name
 )

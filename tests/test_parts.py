@@ -41,6 +41,7 @@ def _parts() -> list[tuple[Any, Any, Tree]]:
     return list(found.values())
 
 
+@pytest.mark.slow
 def test_steps_and_gradients_follow_from_the_action(x64: None) -> None:
     """`push` is the difference of two points, `pull` the transpose of the derivative, `undo` the inverse."""
     for part, bound, params in _parts():

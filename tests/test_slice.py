@@ -104,6 +104,7 @@ def test_unpinned_optimizers_take_the_steps_that_they_take_alone(inner: str, lin
 # The step -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_size_of_the_loss_changes_nothing_that_adamw_does_not_show() -> None:
     params, loss = start_of("gpt", "float32"), loss_of("gpt")
 

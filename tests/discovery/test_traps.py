@@ -115,6 +115,7 @@ def test_a_loop_without_a_known_end_is_named() -> None:
         found(fn, PAIR, X6)
 
 
+@pytest.mark.slow
 def test_a_certificate_draws_inputs_with_derivatives() -> None:
     """A norm of units that are all dead has none; and keys of random numbers are no arrays to draw from."""
 

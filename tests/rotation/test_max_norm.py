@@ -278,7 +278,7 @@ FUSED: dict[str, tuple[Any, str, Any, int]] = {
 }
 
 
-@pytest.mark.slow_rows("[!f]*-False", "inputs in two axes-True", "scanned-True")
+@pytest.mark.slow_rows("*-False", "inputs in two axes-True", "scanned-True", "lone*")
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("name", FUSED)
 def test_ranges_step_as_kernels_of_their_own(name: str, nesterov: bool, x64: None) -> None:

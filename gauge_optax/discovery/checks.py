@@ -68,11 +68,10 @@ def check_modules(params: Any) -> None:
     nnx = sys.modules.get("flax.nnx")
     if nnx is None or not isinstance(params, nnx.Module):
         return
-    is_variable = functools.partial(lambda kind, x: isinstance(x, kind), nnx.Variable)
-    seen = dict[int, str]()
-    for keys, variable in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_variable):
+    kind, seen = nnx.Variable, dict[int, str]()
+    for keys, variable in jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda x: isinstance(x, kind)):
         path = jax.tree_util.keystr(keys, simple=True, separator="/")
-        if is_variable(variable) and seen.setdefault(id(variable), path) != path:
+        if isinstance(variable, kind) and seen.setdefault(id(variable), path) != path:
             raise _refusal(
                 "one variable under two paths", f"'{seen[id(variable)]}' and '{path}'",
                 "parameters of which each stands once, as nnx.split and nnx.Optimizer see them",

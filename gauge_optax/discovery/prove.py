@@ -21,7 +21,7 @@ from gauge_optax.gauges.gauge import Gauge, product
 from gauge_optax.xla import quick_options
 
 _NOTICED = 1e-5  # a move proves something only if noise of its size changes the outputs by more than this, relatively
-_FAR = 64.0  # a gauge must hold where its leaves are so many times as large, too: there a clip, as in ReLU6, acts
+FAR = 64.0  # a gauge must hold where its leaves are so many times as large, too: there a clip, as in ReLU6, acts
 _CLIPPED = 1e-3  # a change that is no roundoff there
 _ROUNDED = 1e-13  # roundoff of large leaves, which must not change the outputs: a sine of large numbers is chaotic
 # Kinds whose elements do not depend on leaves that they leave alone: these are not made larger with the others.
@@ -154,11 +154,11 @@ class Prover:
         return gradients.untrue(self._call, self.points[:2], count, rng)
 
     def _far_change(self, moved: Mapping[str, Any], rng: np.random.Generator) -> float:
-        """The change of the outputs if leaves that are `_FAR` times as large as at the first point become `moved`.
+        """The change of the outputs if leaves that are `FAR` times as large as at the first point become `moved`.
 
         It is 0 where outputs are not finite, or depend on the last digits of these leaves.
         """
-        large = {path: _FAR * self.points[0][path] for path in moved}
+        large = {path: FAR * self.points[0][path] for path in moved}
         rounded = {path: x * (1.0 + _ROUNDED * rng.standard_normal(x.shape)) for path, x in large.items()}
         worst = 0.0
         for batch in self._batches:
@@ -193,7 +193,7 @@ class Prover:
         def proofs() -> Iterator[float]:
             seeds = rng.integers(2**31, size=len(self.points))
             runs = [act(jax.random.key(int(s)), point) for s, point in zip(seeds, self.points, strict=True)]
-            large = {path: _FAR * x for path, x in self.points[0].items()}
+            large = {path: FAR * x for path, x in self.points[0].items()}
             far = [dict[str, Any]() for _ in accepted] if self._large else act(jax.random.key(int(seeds[0])), large)
             for free, call, moved_far, results in zip(unread, bound, far, zip(*runs, strict=True), strict=True):
                 moved, shaken = [dict(point) for point in self.points], [dict(point) for point in self.points]

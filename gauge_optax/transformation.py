@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from gauge_optax.binding import is_empty, leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.linalg import real_dtype
-from gauge_optax.xla import quick_options
+from gauge_optax.xla import own_settings, quick_options
 
 Tree = TypeVar("Tree")
 Found = TypeVar("Found")
@@ -127,7 +127,8 @@ def transformation(
 
     def init_fn(params: optax.Params) -> Any:
         require_numbers(name, params)
-        return init_empty(params) if is_empty(params) else init(params)
+        with own_settings():
+            return init_empty(params) if is_empty(params) else init(params)
 
     def update_fn(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         require_params(name, params)
@@ -147,7 +148,8 @@ def transformation(
             record.append((updates, None, None))
         _running.append(None)
         try:
-            return layout((updates, params)).run(plain, updates, state, params, extra, like=(updates, state))
+            with own_settings():
+                return layout((updates, params)).run(plain, updates, state, params, extra, like=(updates, state))
         finally:
             _running.pop()
 
@@ -267,7 +269,8 @@ def at_once(function: Callable[..., Tree], static: tuple[Any, ...], *arrays: Any
 @functools.cache
 def _program(function: Callable[..., Any]) -> Callable[..., Any]:
     def program(static: tuple[Any, ...], *arrays: Any) -> Any:
-        return function(*static, *arrays)
+        with own_settings():
+            return function(*static, *arrays)
 
     return jax.jit(program, static_argnums=0, compiler_options=quick_options())
 

@@ -27,7 +27,7 @@ from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauge, Gauges, product
 from gauge_optax.linalg import singular_vectors
 from gauge_optax.transformation import require_no_tracers
-from gauge_optax.xla import unseen
+from gauge_optax.xla import own_settings, unseen
 
 _CHUNK = 128  # rows of the Jacobian that are computed at once
 _MOST = 12_000  # models of at most so many parameters are counted at once, larger ones in blocks
@@ -233,7 +233,7 @@ def census(
         )
     params, batches = unseen((params, batches))
     dtypes = {p: jnp.result_type(x) for p, x in real_leaves("census", params).items() if checks.is_float(x)}
-    with jax.enable_x64(True):
+    with own_settings(wide=True):
         arrays = {p: x for p, x in real_leaves("census", params).items() if checks.is_float(x)}
         stored = {p: np.asarray(x, np.float64) for p, x in arrays.items()}
         total, parts = sum(x.size for x in stored.values()), product(gauges).gauges if gauges else ()

@@ -19,7 +19,7 @@ from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.discovery.census import Census, census
 from gauge_optax.discovery.sketch import DRAWS, Function, Leaves, finite_points, generic_point, positive_kernels
 from gauge_optax.gauges.gauge import Gauge
-from gauge_optax.xla import quick_options
+from gauge_optax.xla import own_settings, quick_options
 
 _WHOLE = 6_000  # models of at most so many parameters are counted at once, in a minute; larger ones in blocks
 _SECONDS = 600.0  # time after which no further block is counted
@@ -57,7 +57,7 @@ def certified(
         moved = leaves_by_path(tree)
         return fn({path: moved[path] for path in leaves}, batch)
 
-    with jax.enable_x64(True):
+    with own_settings(wide=True):
         outputs = sum(math.prod(x.shape) for x in jax.eval_shape(fn, leaves, batches[0]))
         count = max(_LEAST, -(-_MARGIN * sum(leaf.size for leaf in leaves.values()) // max(1, outputs)))
         inputs = [*batches, *(_redrawn(batches, rng) for _ in range(count))]

@@ -48,7 +48,7 @@ from gauge_optax.discovery.write import Unwritable, shift_call, write_shift_call
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauge
 from gauge_optax.transformation import require_no_tracers
-from gauge_optax.xla import unseen
+from gauge_optax.xla import own_settings, unseen
 
 _POINTS = 5  # points with gradients: at one alone, units may be dead, and their moves only seem to be symmetries
 _CLOSE = 12  # by their gradients many symmetries nearly hold; at most so many are tried by a finite move
@@ -259,7 +259,7 @@ def discover(
     checks.check_function(fn, params, batches)
     tree = leaves_by_path(params)
     shallow = shallower(fn, params, batches[0]) if sum(map(np.size, tree.values())) > LARGE else None
-    with jax.enable_x64(True), tqdm(total=8, desc="discover", disable=not progress, leave=False) as bar:
+    with own_settings(wide=True), tqdm(total=8, desc="discover", disable=not progress, leave=False) as bar:
         if shallow is not None:
             with contextlib.suppress(Unlike):
                 return _discovered(fn, params, shallow, batches, outputs, near, seed, bar)

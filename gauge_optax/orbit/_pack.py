@@ -12,7 +12,6 @@ says which rows a gauge can make constant.
 Reference: van Nierop, Transformer models are gauge invariant, §3, §4.4 and §6.
 """
 
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -32,7 +31,7 @@ from gauge_optax.linalg import rank_cutoff
 from gauge_optax.orbit.packing import choose_rows, constant_rows, packable, to_constant
 from gauge_optax.parts.part import Arrays, changed
 from gauge_optax.transformation import on_any_mesh, overflow_check
-from gauge_optax.xla import unseen
+from gauge_optax.xla import own_settings, unseen
 
 Rows = Mapping[str, Mapping[str, Mapping[str, Any]]]
 """Leaf path → axes of the block → {"size": the number on the diagonal, "rows": one list of row numbers per head, or
@@ -348,7 +347,7 @@ def pack(
     traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves.values())
     dtypes = {path: jnp.result_type(leaves[path]) for path in paths}  # of this process: it may have no float64
     # Float64 keeps more of float32 weights: logits of GPT-2 change by 4e-6 in place of 1.1e-5 (shared rows).
-    with contextlib.nullcontext() if traced else jax.enable_x64(True):
+    with own_settings(wide=None if traced else True):
         values, packed = s.values(params), dict[str, list[PackedBlock]]()
         for copy in copies:
             b = _chosen(copy, values, leaves, shared, size) if rows is None else _given(copy, rows)

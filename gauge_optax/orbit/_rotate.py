@@ -28,7 +28,7 @@ from gauge_optax.orbit.rotations import checked_element, on_leaf, random_rotatio
 from gauge_optax.parts.part import changed
 from gauge_optax.slice import Elements
 from gauge_optax.transformation import on_any_mesh, overflow_check, require_key, require_no_tracers
-from gauge_optax.xla import unseen
+from gauge_optax.xla import own_settings, unseen
 
 Params = TypeVar("Params")
 
@@ -94,7 +94,7 @@ def rotate(
         require_key(_NAME, key)
     before = None if fn is None else jax.tree.map(np.asarray, fn(params, batch))
     params, by = unseen((params, by))
-    with jax.enable_x64(True):
+    with own_settings(wide=True):
         on_tree, leaves = group._bound(params), leaves_by_path(params)
         added = on_tree.whole.added
         require_nonzero_norms(_NAME, on_tree.whole, leaves)

@@ -37,7 +37,7 @@ from gauge_optax.transformation import (
     require_values,
 )
 from gauge_optax.wrapped import transformations_of, wrapped_by
-from gauge_optax.xla import quick_options, unseen
+from gauge_optax.xla import own_settings, quick_options, unseen
 
 # Bits of the mantissas of a gradient → the largest asymmetry that roundoff explains. tests/tolerances.py has measured
 # asymmetries of right and of wrong gauges.
@@ -341,7 +341,7 @@ def _in_double(
 
     params, batch = unseen((params, batch))
     dtypes = {path: jnp.result_type(leaf) for path, leaf in leaves_by_path(params).items()}
-    with jax.enable_x64(True):
+    with own_settings(wide=True):
         doubled = {
             path: np.asarray(leaf, np.float64 if jnp.issubdtype(dtypes[path], jnp.floating) else None)
             for path, leaf in leaves_by_path(params).items()

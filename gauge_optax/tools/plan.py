@@ -25,7 +25,7 @@ from gauge_optax.gauges.gauge import Gauge, product
 from gauge_optax.parts.matrices import matrices_of
 from gauge_optax.transformation import GaugeTransformation, LeafRule
 from gauge_optax.wrapped import walk
-from gauge_optax.xla import quick_options, unseen
+from gauge_optax.xla import own_settings, quick_options, unseen
 
 _ROUNDOFF = 1e-12  # a step below this share of a leaf's norm is roundoff, in float64
 _DECAY = (
@@ -370,12 +370,12 @@ def _without_gradient(tx: Any, params: Any, compiler: Executor) -> Callable[[], 
 
     first = lambda p: tx.update(jax.tree.map(jnp.zeros_like, p), tx.init(p), p)[0]  # noqa: E731
     doubles = unseen(jax.tree.map(double, params))
-    with jax.enable_x64(True):  # float32 cannot tell a decay of 1e-6 per step from roundoff
+    with own_settings(wide=True):  # float32 cannot tell a decay of 1e-6 per step from roundoff
         traced = jax.jit(first).lower(doubles)
     program = compiler.submit(traced.compile, compiler_options=quick_options())
 
     def run() -> Any:
-        with jax.enable_x64(True):
+        with own_settings(wide=True):
             return jax.tree.map(np.asarray, program.result()(doubles))
 
     return run

@@ -1,7 +1,4 @@
-"""What computes in 64 bits works beside a user's compiled program that closes over the same NumPy arrays.
-
-In every later call JAX reads such an array in the 32 bits of that program, and the caller gets an error of the runtime.
-"""
+"""Calls work whatever else the process has chosen: settings of JAX, and compiled programs that it keeps."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +20,7 @@ def _net() -> tuple[Tree, list[np.ndarray], Callable[[Tree, Any], jax.Array]]:
     """Weights in float64, batches of tokens in int64, and a function that closes over a mask in float64."""
     draw = np.random.default_rng(0)
     shapes = {"embed": (5, 6), "up": (6, 6), "value": (6, 2, 3), "out": (2, 3, 4)}
-    params, mask = {path: draw.normal(size=shape) for path, shape in shapes.items()}, draw.normal(size=6)
+    params, mask = {path: draw.normal(size=shape) for path, shape in shapes.items()}, draw.normal(size=(1, 1, 6))
 
     def fn(p: Tree, tokens: Any) -> jax.Array:
         x = jax.nn.relu(jnp.asarray(p["embed"])[tokens] @ p["up"]) * mask
@@ -54,8 +51,39 @@ CALLS: dict[str, Callable[[Tree, list[np.ndarray], Any], Any]] = {
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("width", [np.float64, np.float32])
 def test_arrays_that_a_kept_program_closes_over(name: str, width: Any) -> None:
+    """Where JAX reads such an array in the 32 bits of that program, the caller gets an error of the runtime."""
     params, batches, fn = _net()
     params = jax.tree.map(width, params)
     kept = jax.jit(lambda: [fn(params, x) for x in batches])
     kept()
     CALLS[name](params, batches, fn)
+
+
+def _step(tx: optax.GradientTransformation, p: Tree, x: Any, fn: Any) -> Tree:
+    return tx.update(jax.grad(lambda q: jnp.sum(jnp.square(fn(q, x))))(p), tx.init(p), p)[0]
+
+
+STEPS: dict[str, optax.GradientTransformation] = {
+    "quotient": TX,
+    "quotient of muon": go.quotient(optax.contrib.muon(0.1), HEADS),
+    "linear": go.quotient(optax.adamw(0.1), FACTORS),
+    "max_norm_muon": go.max_norm_muon(0.1, HEADS, {"value": "_ head neuron", "out": "_ _ neuron"}),
+    "ddc_adamw": go.ddc_adamw(0.1, HEADS),
+    "scale_by_opposite_gram": go.scale_by_opposite_gram(FACTORS),
+}
+CALLS_AND_STEPS = CALLS | {
+    name: lambda p, x, fn, tx=tx: _step(tx, p, x[0], fn) for name, tx in STEPS.items()  # type: ignore[misc]
+}
+
+
+@pytest.mark.slow_rows("census", "check*", "plan", "rotate", "pack", "*muon", "linear", "scale_by*")
+@pytest.mark.parametrize("name", CALLS_AND_STEPS)
+def test_strict_settings_of_promotion(name: str) -> None:
+    params, batches, fn = _net()
+    params, expected = jax.tree.map(np.float32, params), None
+    for rank, dtypes in (("allow", "standard"), ("raise", "strict")):
+        with jax.numpy_rank_promotion(rank), jax.numpy_dtype_promotion(dtypes):
+            made = CALLS_AND_STEPS[name](params, batches, fn)
+        if name in STEPS:
+            expected = made if expected is None else expected
+            assert jax.tree.all(jax.tree.map(np.array_equal, made, expected))

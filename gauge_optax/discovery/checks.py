@@ -10,7 +10,7 @@ import functools
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, get_args
 
 import jax
@@ -77,6 +77,19 @@ def check_modules(params: Any) -> None:
                 "parameters of which each stands once, as nnx.split and nnx.Optimizer see them",
                 "write graph, params, rest = nnx.split(model, nnx.Param, ...), and then "
                 "go.discover(lambda p, x: nnx.merge(graph, p, rest)(x), params, batches)")
+
+
+def check_paths(paths: Iterable[str]) -> None:
+    """Raises for a path that no pattern of a gauge can name, because of `{`, `}` or `*` in a key.
+
+    >>> check_paths(["blocks/0/up"])
+    """
+    for path in paths:
+        if found := set(path) & set("{}*"):
+            raise _refusal(
+                f"no pattern can name '{path}'", " and ".join(f"'{x}'" for x in sorted(found)) + " in a key",
+                "keys without '{', '}' and '*', by which patterns stand for several leaves",
+                "give the leaf another key in the tree that discover and the optimizer get")
 
 
 def checked_batches(batches: Any, outputs: str | None, near: float, seed: int) -> list[Any]:

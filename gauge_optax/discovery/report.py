@@ -258,6 +258,7 @@ def discover(
     params = jax.tree.map(_as_read, params)
     checks.check_function(fn, params, batches)
     tree = leaves_by_path(params)
+    checks.check_paths(tree)
     shallow = shallower(fn, params, batches[0]) if sum(map(np.size, tree.values())) > LARGE else None
     with own_settings(wide=True), tqdm(total=8, desc="discover", disable=not progress, leave=False) as bar:
         if shallow is not None:

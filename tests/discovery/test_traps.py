@@ -301,6 +301,7 @@ def test_dropout_is_no_function(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("arguments", "problem"), [
     (dict(params={"steps": np.arange(3)}), "no floating-point leaves"),
+    (dict(params={**MLP, "u{i}": np.ones(2)}), "no pattern can name 'u{i}'"),
     (dict(batches=BATCHES[:1]), "too few batches"), (dict(batches=BATCHES[0]), "batches is one array"),
     (dict(outputs="probabilities"), "unknown outputs 'probabilities'"), (dict(near=2.0), "bad near 2.0"),
     (dict(fn=lambda p, x: mlp(p, x).sum(), outputs="logits"), "outputs that are no logits"),

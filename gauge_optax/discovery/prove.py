@@ -16,6 +16,7 @@ from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.binding.axes import parse_axes
 from gauge_optax.discovery import checks
 from gauge_optax.discovery.calls import Call, bound_copies
+from gauge_optax.discovery.groups import STILL
 from gauge_optax.discovery.sketch import Function, Gradients, Leaves, finite_points, masked, root_mean_square
 from gauge_optax.gauges.gauge import Gauge, product
 from gauge_optax.xla import quick_options
@@ -23,6 +24,9 @@ from gauge_optax.xla import quick_options
 _NOTICED = 1e-5  # a move proves something only if noise of its size changes the outputs by more than this, relatively
 FAR = 64.0  # a gauge must hold where its leaves are so many times as large, too: there a clip, as in ReLU6, acts
 _CLIPPED = 1e-3  # a change that is no roundoff there
+# An eps of 1e-12, as in BERT's norms, changes the outputs by about what counts as roundoff. Where leaves are so many
+# times as large, it changes them by more, and roundoff does not.
+_NEAR, _DOUBTFUL, _EPS = 2.0**-12, 1e-14, 100 * STILL
 _ROUNDED = 1e-13  # roundoff of large leaves, which must not change the outputs: a sine of large numbers is chaotic
 # Kinds whose elements do not depend on leaves that they leave alone: these are not made larger with the others.
 _ALONE = frozenset(("norm_scale", "scale_invariant", "head_rotation", "head_linear", "rope_torus", "rope_linear",
@@ -153,16 +157,16 @@ class Prover:
         """The leaves whose gradients are not derivatives at two of the points: `Gradients.untrue`."""
         return gradients.untrue(self._call, self.points[:2], count, rng)
 
-    def _far_change(self, moved: Mapping[str, Any], rng: np.random.Generator) -> float:
-        """The change of the outputs if leaves that are `FAR` times as large as at the first point become `moved`.
+    def _change_at(self, times: float, moved: Mapping[str, Any], rng: np.random.Generator) -> float:
+        """The change of the outputs if leaves that are `times` as large as at the first point become `moved`.
 
         It is 0 where outputs are not finite, or depend on the last digits of these leaves.
         """
-        large = {path: FAR * self.points[0][path] for path in moved}
-        rounded = {path: x * (1.0 + _ROUNDED * rng.standard_normal(x.shape)) for path, x in large.items()}
+        start = {path: times * self.points[0][path] for path in moved}
+        rounded = {path: x * (1.0 + _ROUNDED * rng.standard_normal(x.shape)) for path, x in start.items()}
         worst = 0.0
         for batch in self._batches:
-            ends = [self._outputs({**self.points[0], **some}, batch) for some in (large, rounded, moved)]
+            ends = [self._outputs({**self.points[0], **some}, batch) for some in (start, rounded, moved)]
             for y, *others in zip(*ends, strict=True):
                 noise, change = (_relative_change(x, y) for x in others)
                 worst = max(worst, change if noise < _CLIPPED * _CLIPPED and np.isfinite(change) else 0.0)
@@ -193,9 +197,12 @@ class Prover:
         def proofs() -> Iterator[float]:
             seeds = rng.integers(2**31, size=len(self.points))
             runs = [act(jax.random.key(int(s)), point) for s, point in zip(seeds, self.points, strict=True)]
-            large = {path: FAR * x for path, x in self.points[0].items()}
-            far = [dict[str, Any]() for _ in accepted] if self._large else act(jax.random.key(int(seeds[0])), large)
-            for free, call, moved_far, results in zip(unread, bound, far, zip(*runs, strict=True), strict=True):
+
+            @functools.cache
+            def moved_at(times: float) -> list[Mapping[str, Any]]:
+                return act(jax.random.key(int(seeds[0])), {path: times * x for path, x in self.points[0].items()})
+
+            for n, (free, call, results) in enumerate(zip(unread, bound, zip(*runs, strict=True), strict=True)):
                 moved, shaken = [dict(point) for point in self.points], [dict(point) for point in self.points]
                 for k, (point, result) in enumerate(zip(self.points, results, strict=True)):
                     moved[k] |= result
@@ -203,11 +210,12 @@ class Prover:
                         size = np.sqrt(np.mean(np.square(np.asarray(x) - point[path])))
                         shaken[k][path] = jax.device_put(point[path] + size * rng.standard_normal(point[path].shape))
                 change = self.change(moved) if free or self.change(shaken) > _NOTICED else np.inf
-                if change <= _CLIPPED and call.kind in _ALONE and not self._large:
-                    clipped = self._far_change(moved_far, rng)
-                    if clipped > _CLIPPED:
-                        self.clipped.append(call)
-                        change = clipped
+                alone = call.kind in _ALONE and not self._large
+                if alone and change <= _CLIPPED and (clipped := self._change_at(FAR, moved_at(FAR)[n], rng)) > _CLIPPED:
+                    self.clipped.append(call)
+                    change = clipped
+                if alone and _DOUBTFUL < change <= STILL and self._change_at(_NEAR, moved_at(_NEAR)[n], rng) > _EPS:
+                    change = np.nextafter(STILL, 1.0)
                 yield change
 
         results = proofs()

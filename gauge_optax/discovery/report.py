@@ -445,7 +445,9 @@ def _searched(
     # gauges are tried again as near symmetries.
     almost = [claim for claim in claims if any(claim.call is call and change <= 10 * near for call, change in failed)]
     rejected += [_refuted(call, change, prover) for call, change in failed if change > 10 * near]
-    nearly, _ = _proved(prover, [*almost, *_claims(close, trace, positive)[0]], 10 * near, rng(6))
+    larger, _ = _claims(close, trace, positive)
+    almost = [claim for claim in almost if not any(claim.call.within(one.call) for one in larger)]
+    nearly, _ = _proved(prover, [*almost, *larger], 10 * near, rng(6))
     matrices = [set(symmetry.paths) for symmetry in exact if symmetry.family == "linear"]
     additions = _additions(trace, masks, flows, shifts, prover.points[0], matrices)
     norms = passed([one.call for one in proved if one.call.kind == "norm_scale"], params)

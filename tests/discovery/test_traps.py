@@ -221,6 +221,18 @@ def test_eps_is_nearly_with_its_figure() -> None:
     assert not exact.nearly and not exact.rejected
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_an_eps_as_small_as_roundoff_is_nearly_too(seed: int) -> None:
+    """For some seeds it changes the outputs by less than what counts as roundoff, as with Flax's WeightNorm."""
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        up, down = (w / (jnp.linalg.norm(w, axis=0) + 1e-12) for w in (p["up"], p["down"]))
+        return jnp.tanh(x @ up) @ down
+
+    got = found(fn, {"up": normal(D, 6), "down": normal(6, 4)}, seed=seed)
+    assert not got.gauges and {path for own in got.nearly for path in own.exponents} == {"up", "down"}
+
+
 def test_a_cast_hides_the_gauge_from_a_search_in_its_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     """`test_lift` shows that it is found."""
     monkeypatch.setattr(report, "in_double", lambda fn, *_: fn)

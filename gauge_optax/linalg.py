@@ -365,6 +365,7 @@ def symmetric_eigen(m: jax.Array) -> tuple[jax.Array, jax.Array]:
     return values[..., ::-1], vectors[..., ::-1]
 
 
+@jax.custom_jvp
 @jax.jit  # outside jit, a loop would be compiled anew at every call
 def eigenbasis(gram: jax.Array, mixed: jax.Array) -> jax.Array:
     """Returns an orthonormal basis V of eigenvectors of WᵀW that turns with W: W·R has the basis Rᵀ·V.
@@ -378,24 +379,55 @@ def eigenbasis(gram: jax.Array, mixed: jax.Array) -> jax.Array:
       They are chosen by K = (CᵀW)ᵀ, which turns with W. Column j of V has a positive product with column j of K. If
       several columns of V have equal eigenvalues, the same columns of K are projected onto the eigenspace, and the
       orthonormal basis that is nearest to the projections is taken. Eigenvalues count as equal if they differ by at
-      most `equal_eigenvalues` of the largest. A matrix of zeros has the identity.
+      most `equal_eigenvalues` of the largest. A matrix of zeros has the identity. The derivative is the one along
+      matrices whose equal eigenvalues stay equal, as the zeros of a head with more dimensions than rows do.
 
     >>> w = jnp.array([[3.0, 0.0], [0.0, 5.0]])
     >>> jnp.abs(eigenbasis(w.T @ w, w)).round(4).tolist()
     [[0.0, 1.0], [1.0, 0.0]]
     """
     values, vectors = symmetric_eigen(gram)
-    apart = values[..., :-1] - values[..., 1:] > equal_eigenvalues(gram.dtype) * values[..., :1]
-    space = jnp.cumsum(jnp.pad(apart, [(0, 0)] * (apart.ndim - 1) + [(1, 0)]), -1)
-    same = space[..., :, None] == space[..., None, :]
-    inside = jnp.where(same, matmul(transpose(vectors), transpose(mixed)), 0.0)
+    inside, size, _ = _within_eigenspaces(values, matmul(transpose(vectors), transpose(mixed)))
     # The polar factor of a block-diagonal matrix has the polar factors of its blocks. Blocks are first divided by their
     # norms, so that the roundoff of large ones does not disturb small ones.
-    squares = jnp.sum(jnp.square(inside), -1, keepdims=True)
-    u, _, vt = svd(safe_divide(inside, jnp.sqrt(matmul(same.astype(squares.dtype), squares))))
+    u, _, vt = svd(safe_divide(inside, size))
     basis = nearly_orthogonal(matmul(vectors, matmul(u, vt)))  # removes the roundoff of the three factors
     # Eigenvectors of zeros may be the identity with its columns reversed: two calls would undo each other.
     return jnp.where(jnp.any(gram != 0, (-2, -1), keepdims=True), basis, jnp.eye(gram.shape[-1], dtype=basis.dtype))
+
+
+def _within_eigenspaces(values: jax.Array, m: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns a matrix's blocks for equal eigenvalues, for each row the norm of its block, and which entries are in one.
+
+    Args:
+      values: eigenvalues, (…, d), descending.
+      m: (…, d, d).
+    """
+    apart = values[..., :-1] - values[..., 1:] > equal_eigenvalues(values.dtype) * values[..., :1]
+    space = jnp.cumsum(jnp.pad(apart, [(0, 0)] * (apart.ndim - 1) + [(1, 0)]), -1)
+    same = space[..., :, None] == space[..., None, :]
+    inside = jnp.where(same, m, 0.0)
+    squares = jnp.sum(jnp.square(inside), -1, keepdims=True)
+    return inside, jnp.sqrt(matmul(same.astype(squares.dtype), squares)), same
+
+
+@eigenbasis.defjvp
+def _turn_of_eigenbasis(
+    primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    (gram, mixed), (gram_dot, mixed_dot) = primals, tangents
+    basis, (values, _) = eigenbasis(gram, mixed), symmetric_eigen(gram)
+    inside, size, same = _within_eigenspaces(values, matmul(transpose(basis), transpose(mixed)))
+    # V turns by V·Ω. Between eigenspaces, GV = VΛ determines Ω. (JAX's rule for eigenvectors divides by zero gaps.)
+    gaps = jnp.where(same, 1.0, values[..., None, :] - values[..., :, None])
+    between = jnp.where(same, 0.0, matmul(matmul(transpose(basis), gram_dot), basis) / gaps)
+    # Within one, M = VᵀK is symmetric and remains so: with N, what V's turn between eigenspaces and K's own change add,
+    # Ω solves MΩ + ΩM = N − Nᵀ.
+    added = matmul(transpose(between), matmul(transpose(basis), transpose(mixed)))
+    added = jnp.where(same, added + matmul(transpose(basis), transpose(mixed_dot)), 0.0)
+    within = lyapunov(safe_divide(inside, size), skew(safe_divide(added, size)))
+    moves = jnp.any(gram != 0, (-2, -1), keepdims=True)
+    return basis, jnp.where(moves, matmul(basis, between + jnp.where(same, within, 0.0)), 0.0)
 
 
 def rotation_2x2(angle: jax.Array) -> jax.Array:

@@ -239,6 +239,22 @@ def test_it_may_be_compiled_and_keeps_dtypes() -> None:
     assert {x.dtype for x in jax.tree.leaves(low)} == {jnp.dtype(jnp.bfloat16)}
 
 
+@pytest.mark.parametrize(("gauge", "shapes"), [
+    (go.head_rotation({"v": "_ head basis", "o": "head basis _"}), {"v": (4, 2, 3), "o": (2, 3, 4)}),
+    (go.head_rotation({"v": "_ head basis", "o": "head basis _"}), {"v": (1, 2, 5), "o": (2, 5, 2)}),  # of rank three
+    (go.residual_rotation(read={"k": "basis _"}, write={"e": "_ basis"}), {"e": (7, 4), "k": (4, 5)}),
+])
+def test_its_derivative(gauge: go.Gauge, shapes: dict[str, tuple[int, ...]], x64: None) -> None:
+    params, along = normal(0, shapes), normal(1, shapes)
+
+    def number(step: Any) -> jax.Array:
+        moved = go.orbit.canonicalize(jax.tree.map(lambda x, y: x + step * y, params, along), gauge)
+        return sum(jnp.sum(jnp.cos(3 * x) * np.arange(x.size).reshape(x.shape)) for x in moved.values())
+
+    expected = (number(1e-6) - number(-1e-6)) / 2e-6
+    assert abs(expected) > 1.0 and abs(jax.grad(number)(0.0) - expected) <= 1e-6 * abs(expected)
+
+
 def test_bad_input_is_refused() -> None:
     gauge = go.norm_scale({"scale": "channel"}, {"kernel": "channel _"})
     with refused(r"no such basis, heads='svd'", "write heads='eigenbasis'"):

@@ -397,7 +397,7 @@ def eigenbasis(gram: jax.Array, mixed: jax.Array) -> jax.Array:
 
 
 def _within_eigenspaces(values: jax.Array, m: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns a matrix's blocks for equal eigenvalues, for each row the norm of its block, and which entries are in one.
+    """Returns a matrix's blocks for equal eigenvalues, the norm of each row's block, and which entries are in a block.
 
     Args:
       values: eigenvalues, (…, d), descending.

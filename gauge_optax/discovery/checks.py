@@ -244,11 +244,12 @@ def compared(out: Any, outputs: Outputs | None) -> list[jax.Array]:
 def _log_probabilities(logits: jax.Array) -> jax.Array:
     """The log-probabilities of logits; 0 for a class that a mask rules out, whose probability is 0 in every dtype.
 
-    A class is ruled out by a logit of -1e9, say, or by the least logit of all, which a mask repeats, from -4e3 on.
-    Its log-probability would show a shift of the others.
+    A class is ruled out by a logit of -1e9, say, or by the least logit of its row, where a mask is, if its
+    log-probability is below -4e3. This would show a shift of the others. Large logits without a mask meet this rule
+    before and after a shift of all, because neither the place of the least nor its log-probability changes.
     """
     found = jax.nn.log_softmax(logits, axis=-1)
-    repeated = (logits == jnp.min(logits)) & (logits < -4e3)
+    repeated = (logits == jnp.min(logits, -1, keepdims=True)) & (found < -4e3)
     return jnp.where((found < -1e8) | repeated, 0.0, found)
 
 

@@ -22,8 +22,10 @@ from gauge_optax.gauges.gauge import Gauge, product
 from gauge_optax.xla import quick_options
 
 _NOTICED = 1e-5  # a move proves something only if noise of its size changes the outputs by more than this, relatively
-FAR = 64.0  # a gauge must hold where its leaves are so many times as large, too: there a clip, as in ReLU6, acts
-_CLIPPED = 1e-3  # a change that is no roundoff there
+_CLIPPED = 1e-3  # a change that is no roundoff
+# A gauge must hold where its leaves are so many times as large or as small, too: there a clip, as in ReLU6, acts. Where
+# they are small, so does the eps of a near symmetry, which moves the outputs by more than the second number.
+_FAR = ((64.0, _CLIPPED, "64 times as large"), (1 / 64.0, STILL, "64 times as small"))
 # An eps of 1e-12, as in BERT's norms, changes the outputs by about what counts as roundoff. Where leaves are so many
 # times as large, it changes them by more, and roundoff does not.
 _NEAR, _DOUBTFUL, _EPS = 2.0**-12, 1e-14, 100 * STILL
@@ -91,7 +93,7 @@ class Prover:
         self._fn, self._params, self._batches = fn, params, list(batches)[:2]
         self._call = jax.jit(fn, compiler_options=quick_options())
         self.points: list[Leaves] = []
-        self.clipped: list[Call] = []
+        self.clipped: list[tuple[Call, str]] = []
         self._before: list[list[list[np.ndarray]]] = []
 
     def _outputs(self, leaves: Leaves, batch: Any) -> list[np.ndarray]:
@@ -211,9 +213,10 @@ class Prover:
                         shaken[k][path] = jax.device_put(point[path] + size * rng.standard_normal(point[path].shape))
                 change = self.change(moved) if free or self.change(shaken) > _NOTICED else np.inf
                 alone = call.kind in _ALONE and not self._large
-                if alone and change <= _CLIPPED and (clipped := self._change_at(FAR, moved_at(FAR)[n], rng)) > _CLIPPED:
-                    self.clipped.append(call)
-                    change = clipped
+                for times, most, where in _FAR if alone else ():
+                    if change <= most and (clipped := self._change_at(times, moved_at(times)[n], rng)) > _CLIPPED:
+                        self.clipped.append((call, where))
+                        change = clipped
                 if alone and _DOUBTFUL < change <= STILL and self._change_at(_NEAR, moved_at(_NEAR)[n], rng) > _EPS:
                     change = np.nextafter(STILL, 1.0)
                 yield change

@@ -31,7 +31,7 @@ from gauge_optax.discovery.cut import Unlike
 from gauge_optax.discovery.groups import STILL, ZERO, Symmetry, independent
 from gauge_optax.discovery.layers import Shallow, shallower
 from gauge_optax.discovery.lift import in_double
-from gauge_optax.discovery.prove import FAR, Held, Prover
+from gauge_optax.discovery.prove import Held, Prover
 from gauge_optax.discovery.shrink import LARGE, smaller
 from gauge_optax.discovery.sketch import (
     DRAWS,
@@ -662,7 +662,7 @@ def _without_gradient(squares: Leaves) -> dict[str, np.ndarray]:
 
 
 def _refuted(call: Call, change: float, prover: Prover) -> str:
-    where = f" where these leaves are {FAR:.0f} times as large: a clip ends it" if call in prover.clipped else ""
+    where = next((f" where these leaves are {w}: a clip ends it" for one, w in prover.clipped if one is call), "")
     return f"{call.kind} of {', '.join(call.paths)}: moves the outputs by {change:.1e}{where}"
 
 

@@ -60,10 +60,19 @@ def test_a_mask_among_the_parameters(seed: int) -> None:
     "rescale": lambda p, x: jnp.minimum(pair(p, x), 20.0) + pair(p, x, lambda y: jnp.clip(y, 0.0, 20.0)),
     "logit_shift": lambda p, x: jnp.clip(pair(p, x, jnp.tanh), -50.0, 50.0),
     "head_linear": lambda p, x: jnp.sin(jnp.clip(x @ p["up"], -30.0, 30.0) @ p["down"]),
+    "scale_invariant": lambda p, x: (y := pair(p, x, jnp.tanh)) / jnp.linalg.norm(y, axis=-1, keepdims=True).clip(0.05),
 }.items())
 def test_what_a_clip_ends_is_no_gauge(name: str, fn: Any) -> None:
     report = found(fn, PAIR, X6, "logits" if name == "logit_shift" else "loss")
     assert not report.gauges and any(x.startswith(name) and "a clip ends it" in x for x in report.rejected), report
+
+
+@pytest.mark.parametrize("size", [100.0, 3000.0])
+def test_large_logits_are_no_mask(size: float) -> None:
+    params = {"up": PAIR["up"], "down": size * PAIR["down"]}
+    for seed in range(2):
+        report = found(pair, params, X6, "logits", seed=seed)
+        assert {"rescale", "logit_shift"} == {gauge.name for gauge in report.gauges} and not report.rejected
 
 
 @pytest.mark.slow_rows("-1000000000.0", "-3.4*")

@@ -25,7 +25,7 @@ def binding_error(gauge: str, problem: str, found: str, expected: str, remedy: s
       remedy:   write 'mlp/up'
     """
     lines = (f"{gauge}: {problem}", f"found:    {found}", f"expected: {expected}", f"remedy:   {remedy}")
-    return ValueError("\n  ".join(lines))
+    return ValueError("\n  ".join(" ".join(line.splitlines()) for line in lines))
 
 
 def warn(message: ValueError | str) -> None:

@@ -80,6 +80,7 @@ def assert_invariant(
 
     Raises:
       AssertionError: a gauge is no symmetry; the message names it, the leaves that it moves and the relative change.
+      ValueError: no gauges, or a loss that returns no array.
 
     >>> params = {"up": jnp.ones((2, 3)), "down": jnp.ones((3, 1))}
     >>> relu = go.rescale({"up": "_ channel"}, {"down": "channel _"})
@@ -91,6 +92,11 @@ def assert_invariant(
     group = product(gauges)
     rtol = tolerance("invariant", params) if rtol is None else rtol
     before = loss_fn(params)
+    if not group.gauges or not jax.tree.leaves(before):
+        raise binding_error(
+            "assert_invariant", "nothing to compare", f"{len(group.gauges)} gauges and {before!r:.60} from loss_fn",
+            "gauges, and a loss or outputs", "return the loss from loss_fn, and pass the gauges to test",
+        )
     keys = jax.random.split(key, len(group.gauges) + 1)
     checks: list[Gauge] = [*group.gauges, *([group] if len(group.gauges) > 1 else [])]
     for gauge, gauge_key in zip(checks, keys, strict=False):
@@ -194,7 +200,9 @@ def assert_equivariant_step(
 
     Raises:
       AssertionError: the runs differ; the message names the step, the leaf (or the loss), the gauges that bind the leaf
-        and the relative error.
+        and the relative error. Or, if `rtol` is None, no leaf has moved by more than ten times the difference that is
+        allowed, so that the runs of any optimizer would agree.
+      ValueError: no steps, or a pattern of `ignore` that matches no leaf.
 
     >>> params = {"up": jnp.ones((2, 3)), "down": jnp.ones((3, 1))}
     >>> relu = go.rescale({"up": "_ channel"}, {"down": "channel _"})
@@ -210,6 +218,9 @@ def assert_equivariant_step(
     leaf_tolerance = tolerance("equivariant", params) if rtol is None else rtol
     loss_tolerance = tolerance("loss", params) if rtol is None else rtol
     compared = _compared(params, [ignore] if isinstance(ignore, str) else ignore)
+    if steps < 1:
+        raise binding_error(
+            "assert_equivariant_step", "no steps", f"steps={steps}", "a positive number", "leave steps out")
 
     def compare(number: int, where: str, value: Any, expected: Any, rtol: float) -> None:
         if (difference := _difference(value, expected, rtol, atol)) is None:
@@ -234,6 +245,15 @@ def assert_equivariant_step(
         moved, twin = leaves_by_path(act(element, twins[0][0])), leaves_by_path(twins[1][0])
         for path in compared:
             compare(number, path, twin[path], moved[path], leaf_tolerance)
+    before, after = leaves_by_path(params), leaves_by_path(twins[0][0])
+    far = max(_relative(before[path], after[path]) for path in after)
+    if rtol is None and far <= 10.0 * leaf_tolerance:
+        raise AssertionError(
+            "the steps are too short to tell whether twins stay together\n"
+            f"  found:    leaves that moved by {far:.1e} of their norm in {steps} steps\n"
+            f"  expected: more than {10.0 * leaf_tolerance:.1e}, ten times the difference that is allowed\n"
+            "  remedy:   a larger learning rate, more steps, or float64 weights"
+        )
 
 
 def _step_of(tx: optax.GradientTransformation, loss_fn: LossFn) -> Callable[[Any, Any], Any]:

@@ -422,8 +422,8 @@ def require_params(transformation: str, params: Any) -> None:
             "the parameters that the updates belong to", "write tx.update(grads, state, params)")
 
 
-def require_transformation(transformation: str, inner: Any) -> None:
-    """Raises ValueError unless `inner` is an Optax transformation."""
+def require_transformation(transformation: str, inner: Any, argument: str = "inner") -> None:
+    """Raises ValueError unless `inner`, the value of an argument, is an Optax transformation."""
     if not (hasattr(inner, "init") and hasattr(inner, "update")):
         name = getattr(inner, "__name__", None)
         # The usual mistake is `optax.adamw` in place of `optax.adamw(1e-3)`.
@@ -434,7 +434,7 @@ def require_transformation(transformation: str, inner: Any) -> None:
         elif isinstance(inner, list | tuple | Mapping) or hasattr(inner, "act"):
             remedy = f"name the arguments: {transformation}(inner=optax.adamw(1e-3), ...)"
         raise binding_error(
-            transformation, "inner is no transformation", name or type(inner).__name__,
+            transformation, f"{argument} is no transformation", name or type(inner).__name__,
             "an object with init and update", remedy)
 
 

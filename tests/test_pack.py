@@ -290,6 +290,8 @@ ROWS_OF_OTHERS: list[Any] = [
     (lambda p: go.orbit.pack(jax.eval_shape(lambda: p), HEADS), r"no numbers in '(query|key)'"),
     (lambda p: go.orbit.packed_dot(jnp.ones((2, 2)), go.orbit.pack(p, HEADS)["query"], 1),
      r"no product with 'query' along axis 1"),
+    *((lambda p, n=n: go.orbit.packed_dot(jnp.ones((2, n)), go.orbit.pack(p, HEADS)["query"]), "x does not fit axis 0")
+      for n in (5, 7)),
     *((functools.partial(go.orbit.pack, gauges=HEADS, rows=rows), r"no rows for 'query'") for rows in ROWS_OF_OTHERS),
 ])
 def test_what_cannot_be_packed_is_refused(call: Any, match: str) -> None:

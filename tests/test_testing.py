@@ -180,4 +180,10 @@ def test_steps_scale_and_rtol_are_heeded(x64: None) -> None:
     assert go.testing.describe(case.gauges()[0]) in str(error.value) and _found(str(error.value)) > 1e-4
     _twins(optax.adamw(1e-2), case, scale=0.0)
     _twins(optax.adamw(1e-2), case, rtol=10.0)
-    _twins(optax.adamw(1e-2), case, steps=0)
+    for rate, steps in ((1e-12, 20), (1e-10, 2)):
+        with pytest.raises(AssertionError, match="the steps are too short to tell"):
+            _twins(optax.adamw(rate), case, steps=steps)
+    with pytest.raises(ValueError, match="no steps"):
+        _twins(optax.adamw(1e-2), case, steps=0)
+    with pytest.raises(ValueError, match="nothing to compare"):
+        go.testing.assert_invariant(lambda p: None, params, wrong, KEY)

@@ -64,7 +64,8 @@ def align(a: Any, b: Any, gauges: Gauges, batches: Sequence[Any] | None = None, 
     query heads and one of the heads inside a group: `align` may miss these.
 
     With `batches`, the order of units and heads is found first and kept; the other gauges are then aligned by weights.
-    For the order, 8 fixed random combinations of fn's outputs are taken per batch. A unit is described by the
+    For the order, 8 fixed random combinations of fn's outputs are taken per batch. Units that fn does not read are
+    matched by weights. A unit is described by the
     derivatives of these combinations with respect to the log of the unit's size, one for each of its blocks. Rotations
     and scales do not change them, and therefore need not be known yet. The order is the
     assignment with the largest sum of correlations between matched units.
@@ -310,8 +311,8 @@ def _by_responses(s: Slice, a: Any, b: Any, batches: Sequence[Any], fn: Fn) -> d
             [rows for y in grads if (rows := responses(part, x, y)) is not None]
             for x, grads in ((of_a, grads_a), (of_b, grads_b))
         )
-        if not first:
-            continue
+        if not any(rows.any() for rows in first):
+            continue  # fn reads none of these units, whose order weights alone can tell
         known[part] = matched(part, jnp.concatenate(first, -1), jnp.concatenate(second, -1))
         of_b, grads_b = part.act(known[part], of_b), [part.act(known[part], x) for x in grads_b]
     return known
@@ -335,7 +336,19 @@ def _gradients(s: Slice, params: Any, batches: Sequence[Any], fn: Fn) -> list[Ar
         drawn = [[jax.random.normal(k, x.shape, x.dtype) for k, x in zip(row, outputs, strict=True)] for row in keys]
         return [pull(row)[0] for row in drawn]
 
-    return [s.vectors(gradient) for batch in batches for gradient in pulled(params, batch)]
+    found = [s.vectors(gradient) for batch in batches for gradient in pulled(params, batch)]
+    numbers = [x for gradient in found for x in gradient.values()]
+    if not all(bool(jnp.isfinite(x).all()) for x in numbers):
+        raise binding_error(
+            "align", "derivatives of fn that are not finite", "NaN or an infinity", "finite outputs and derivatives",
+            "leave masked entries out of what fn returns",
+        )
+    if not any(bool(x.any()) for x in numbers):
+        raise binding_error(
+            "align", "fn does not depend on the leaves of these gauges", "derivatives that are all zero",
+            "a function of its first argument, the parameters", "write fn=lambda params, batch: model(params, batch)",
+        )
+    return found
 
 
 # Checks -------------------------------------------------------------------------------------------------
@@ -369,6 +382,11 @@ def check_fn(name: str, batches: Sequence[Any] | None, fn: Fn | None) -> None:
       batches: the batches to call `fn` with, or None.
       fn: a function of parameters and a batch, or None.
     """
+    if hasattr(batches, "ndim"):
+        raise binding_error(
+            name, "batches is one array", f"an array of shape {jnp.shape(jnp.asarray(batches))}", "a list of batches",
+            "write batches=[batch]",
+        )
     if (fn is None) != (batches is None) or (batches is not None and not len(batches)):
         raise binding_error(
             name, "batches and a function come together", f"fn={fn!r} and batches={batches!r:.60}",

@@ -50,13 +50,14 @@ def canonicalize(
     At the returned point the following holds, gauge by gauge.
 
     * `norm_scale`: the norm's scale is 1; the kernels behind it take over its size and its sign.
-    * `rescale`: a column of `up`, its bias included, has the norm 1. `multiplier_balance`: a multiplier is 1 or −1.
+    * `rescale`: a column of `up`, its bias included, has the norm 1. `multiplier_balance`: a multiplier is 1 or −1; if
+      several share a channel, their root mean square is 1.
     * `scale_invariant`, `residual_scale`: all leaves together have the norm that they would have if every column of a
       kernel had the norm 1 and every bias were zero.
     * `bias_absorption`, `key_bias`: the bias is zero. Later biases have taken over its effect; a key bias has none.
     * `logit_shift`: the mean over classes is zero.
     * `norm_write_shift`: the mean over the stream's channels is zero; for a `tied` table, the mean over all entries.
-    * `norm_read_shift`: the mean over the rows of a kernel behind the norm is zero.
+    * `norm_read_shift`: the mean over the rows of a kernel behind the norm, weighted by the norm's scale, is zero.
     * `embedding_shift`: the mean over the rows of the position table is zero.
     * `head_rotation`: the Gram matrix of a head's rows is diagonal, entries descending.
     * `head_linear`: if A·Bᵀ = U·Σ·Vᵀ is the singular value decomposition of the product of a head's factors, the left

@@ -25,7 +25,7 @@ from gauge_optax.gauges.gauge import Element, Gauge, Gauges, product
 from gauge_optax.linalg import real_dtype
 from gauge_optax.orbit.rotations import checked_element
 from gauge_optax.states.statistics import require_no_statistics_behind
-from gauge_optax.transformation import require_key, require_no_tracers
+from gauge_optax.transformation import require_key, require_no_tracers, require_transformation
 
 _NAME = "choose"
 _SMOOTHING = 0.9  # the weight of the old value in the running average by which a stochastic objective is judged
@@ -122,7 +122,11 @@ def choose(
         require_key(_NAME, key)
     require_nonzero_norms(_NAME, group._bound(params).whole, leaves_by_path(params))
     require_no_statistics_behind(_NAME, group._bound(params).whole, params)
-    tx = optax.with_extra_args_support(optax.adam(0.02) if optimizer is None else optimizer)
+    optimizer = optax.adam(0.02) if optimizer is None else optimizer
+    require_transformation(_NAME, optimizer, "optimizer")
+    if not isinstance(steps, int | np.integer) or steps < 0:
+        raise binding_error(_NAME, f"bad steps {steps!r}", repr(steps), "a number of steps", "write steps=200")
+    tx = optax.with_extra_args_support(optimizer)
     stochastic = batches is not None or key is not None
     given = _arguments(batches, key)
     _check_objective(objective, params, (batches is not None) + (key is not None))

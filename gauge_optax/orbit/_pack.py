@@ -427,7 +427,8 @@ def packed_dot(x: jax.Array, kernel: Any, axis: int = 0) -> jax.Array:
       `jnp.tensordot(x, kernel, ([-1], [axis]))`: (…, the other axes of the kernel).
 
     Raises:
-      ValueError: the rows that the kernel leaves out are not along `axis`, or `axis` holds rows and heads together.
+      ValueError: the rows that the kernel leaves out are not along `axis`, or `axis` holds rows and heads together;
+        another number of rows in `x`.
 
     >>> gauge = go.head_linear({"a": "_ basis"}, {"b": "basis _"})
     >>> factor = jnp.array([[1.0, 1.0], [0.0, 2.0], [3.0, 0.0]])
@@ -446,6 +447,12 @@ def packed_dot(x: jax.Array, kernel: Any, axis: int = 0) -> jax.Array:
     if not _is_packed(kernel):
         return jnp.tensordot(x, kernel, ([-1], [axis]))
     layout, rank = kernel.layout, len(kernel.layout.shape)
+    if not -rank <= axis < rank or jnp.shape(x)[-1:] != layout.shape[axis : axis + 1 or None]:
+        raise binding_error(
+            "packed_dot", f"x does not fit axis {axis} of '{layout.blocks[0].block.path}'",
+            f"x of shape {jnp.shape(x)}",
+            f"(…, rows), with the rows of a kernel of shape {layout.shape}", "pass axis=, the kernel's axis of rows",
+        )
     axis = axis % rank
     for b in layout.blocks:
         alone = len(b.block.groups[b.leaf_axis]) == 1 and b.block.window[b.leaf_axis] is None

@@ -76,8 +76,9 @@ def rotate(
 
     Raises:
       ValueError: a gauge that is no rotation, or for whose size there is no Hadamard matrix; an element of other
-        gauges, or matrices that are not orthogonal; a norm with a zero in its scale; gauges that do not fit `params`;
-        a leaf of float16 that overflows; outputs of `fn` that the rotation changes.
+        gauges, or matrices that are not orthogonal, for `head_linear` that have no inverse; a norm with a zero in its
+        scale; gauges that do not fit `params`; a leaf of float16 that overflows; only one of `fn` and `batch`; outputs
+        of `fn` that the rotation changes.
 
     >>> gauge = go.head_rotation({"value": "_ head basis", "out": "head basis _"})
     >>> value = jnp.zeros((4, 1, 4)).at[:, 0, 0].set(1.0)  # one channel has everything
@@ -93,6 +94,8 @@ def rotate(
     if key is not None:
         require_key(_NAME, key)
     before = None if fn is None else jax.tree.map(np.asarray, fn(params, batch))
+    if fn is None and batch is not None:
+        raise binding_error(_NAME, "a batch without a function", "fn=None", "both or neither", "pass fn=model")
     params, by = unseen((params, by))
     with own_settings(wide=True):
         on_tree, leaves = group._bound(params), leaves_by_path(params)

@@ -83,6 +83,12 @@ def _misfit_of_heads(part: Rotation, e: jax.Array) -> jax.Array:
 
 
 @misfit.register
+def _misfit_of_stretch(part: Stretch, e: jax.Array) -> jax.Array:
+    stretch, inverse = e[..., 0, :, :], e[..., 1, :, :]
+    return jnp.max(jnp.abs(matmul(stretch, inverse) - jnp.eye(e.shape[-1], dtype=e.dtype)))
+
+
+@misfit.register
 def _misfit_of_stream(part: Stream, e: jax.Array) -> jax.Array:
     error = jnp.max(jnp.abs(matmul(e, transpose(e)) - jnp.eye(part.size, dtype=e.dtype)))
     moved = jnp.max(jnp.abs(jnp.sum(e, 0) - 1.0))
@@ -99,7 +105,8 @@ def checked_element(caller: str, on_tree: Bound, expected: Any, element: Any) ->
       element: a tuple or list of one element per gauge; for one gauge, also the gauge's own element.
 
     Raises:
-      ValueError: an element of other gauges; matrices that are not orthogonal where the gauge rotates.
+      ValueError: an element of other gauges; matrices that are not orthogonal where the gauge rotates, or that have no
+        inverse where it is `head_linear`.
     """
     found, wanted = (jax.tree.map(jnp.shape, tree) for tree in (element, expected))
     if len(wanted) == 1 and found == wanted[0]:
@@ -115,9 +122,13 @@ def checked_element(caller: str, on_tree: Bound, expected: Any, element: Any) ->
             misfits = [float(misfit(part, e)) for part, e in zip(copy.parts, copy.split(own), strict=True)]
             worst = np.max(misfits)  # Python's maximum may lose a NaN
             if not worst <= direction_tolerance(jnp.dtype(jnp.float32)):
+                if any(isinstance(part, Stretch) for part in copy.parts):
+                    what, product, kind = "matrix with an inverse", "S·S⁻¹", "invertible matrices"
+                else:
+                    what, product, kind = "rotation", "RᵀR", "orthogonal matrices"
                 raise binding_error(
-                    copy.gauge, f"an element that is no rotation, at '{copy.key}'",
-                    f"RᵀR is {worst:.1e} from the identity", "orthogonal matrices",
+                    copy.gauge, f"an element that is no {what}, at '{copy.key}'",
+                    f"{product} is {worst:.1e} from the identity", kind,
                     "pass the orthogonal factor of a QR decomposition, or what go.orbit.choose returned",
                 )
     return element

@@ -103,6 +103,7 @@ def _with_leaf(tree: Any, path: str, leaf: jax.Array, depth: int = 0) -> Any:
         raise binding_error(
             _NAME, f"no place for a leaf at '{path}'",
             f"a {type(tree).__name__}" + (f" at '{'/'.join(above)}'" if above else ""), "nested dictionaries",
+            f"give head a path that is not below '{'/'.join(above)}'" if above else
             "pass nnx.to_pure_dict(nnx.state(model)), or a dictionary, and give the result to the untied model")
     own: Any = {str(k): k for k in tree}.get(key, key)  # a key of the tree may be an integer
     if own not in tree and tree and not all(isinstance(k, str) for k in tree):

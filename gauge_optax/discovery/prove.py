@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,16 +24,19 @@ from gauge_optax.xla import quick_options
 
 _NOTICED = 1e-5  # a move proves something only if noise of its size changes the outputs by more than this, relatively
 _CLIPPED = 1e-3  # a change that is no roundoff
-# A gauge must hold where its leaves are so many times as large or as small, too: there a clip, as in ReLU6, acts. Where
-# they are small, so does the eps of a near symmetry, which moves the outputs by more than the second number.
-_FAR = ((64.0, _CLIPPED, "64 times as large"), (1 / 64.0, STILL, "64 times as small"))
+# A gauge must hold where its leaves are so many times as large, and under factors so large and so small, too: there a
+# clip, as in ReLU6, acts.
+_FAR = 64.0
 # An eps of 1e-12, as in BERT's norms, changes the outputs by about what counts as roundoff. Where leaves are so many
 # times as large, it changes them by more, and roundoff does not.
 _NEAR, _DOUBTFUL, _EPS = 2.0**-12, 1e-14, 100 * STILL
 _ROUNDED = 1e-13  # roundoff of large leaves, which must not change the outputs: a sine of large numbers is chaotic
 # Kinds whose elements do not depend on leaves that they leave alone: these are not made larger with the others.
 _ALONE = frozenset(("norm_scale", "scale_invariant", "head_rotation", "head_linear", "rope_torus", "rope_linear",
-                    "rescale", "logit_shift", "key_bias", "embedding_shift"))
+                    "rescale", "logit_shift", "key_bias", "embedding_shift", "multiplier_balance", "residual_scale",
+                    "norm_write_shift", "residual_rotation", "norm_read_shift"))
+# Kinds whose elements are logarithms of factors.
+_FACTORS = frozenset(("norm_scale", "scale_invariant", "rescale", "multiplier_balance", "residual_scale"))
 _SHORT = 1e-5  # `along_orbits` makes this fraction of a move, as a small step in its direction
 _MANY = 60  # the moves of more copies of gauges would compile for longer than they run
 _ALONG = 1e-3  # a step is along an orbit if it moves the slice point by less than this, relative to its own length
@@ -164,9 +168,15 @@ class Prover:
 
         It is 0 where outputs are not finite, or depend on the last digits of these leaves.
         """
+        worst = 0.0
+        if times == 1.0:  # these outputs are known, and do not depend on last digits
+            point = {**self.points[0], **moved}
+            for batch, before in zip(self._batches, self._before[0], strict=True):
+                changes = map(_relative_change, self._outputs(point, batch), before)
+                worst = max([worst, *(x for x in changes if np.isfinite(x))])
+            return worst
         start = {path: times * self.points[0][path] for path in moved}
         rounded = {path: x * (1.0 + _ROUNDED * rng.standard_normal(x.shape)) for path, x in start.items()}
-        worst = 0.0
         for batch in self._batches:
             ends = [self._outputs({**self.points[0], **some}, batch) for some in (start, rounded, moved)]
             for y, *others in zip(*ends, strict=True):
@@ -185,10 +195,13 @@ class Prover:
         bound = [call for call, gauge in zip(calls, gauges, strict=True) if gauge is not None]
         unread = [call.kind == "key_bias" for call in bound]
 
-        def act(key: jax.Array, leaves: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        def act(key: jax.Array, leaves: Mapping[str, Any], far: float) -> list[Mapping[str, Any]]:
             tree, out = with_leaves(self._params, leaves), list[Mapping[str, Any]]()
             for gauge, k in zip(accepted, jax.random.split(key, len(accepted)), strict=True):
-                before, moved = leaves_by_path(tree), leaves_by_path(gauge.act(gauge.sample(k, tree), tree))
+                e = gauge.sample(k, tree)
+                if gauge.name in _FACTORS:
+                    e = jax.tree.map(lambda x: jnp.where(far == 0.0, x, jnp.copysign(math.log(_FAR), x) * far), e)
+                before, moved = leaves_by_path(tree), leaves_by_path(gauge.act(e, tree))
                 out.append({path: moved[path] for path in leaves if moved[path] is not before[path]})
             return out
 
@@ -198,11 +211,11 @@ class Prover:
 
         def proofs() -> Iterator[float]:
             seeds = rng.integers(2**31, size=len(self.points))
-            runs = [act(jax.random.key(int(s)), point) for s, point in zip(seeds, self.points, strict=True)]
+            runs = [act(jax.random.key(int(s)), point, 0.0) for s, point in zip(seeds, self.points, strict=True)]
 
             @functools.cache
-            def moved_at(times: float) -> list[Mapping[str, Any]]:
-                return act(jax.random.key(int(seeds[0])), {path: times * x for path, x in self.points[0].items()})
+            def moved_at(times: float, far: float = 0.0) -> list[Mapping[str, Any]]:
+                return act(jax.random.key(int(seeds[0])), {path: times * x for path, x in self.points[0].items()}, far)
 
             for n, (free, call, results) in enumerate(zip(unread, bound, zip(*runs, strict=True), strict=True)):
                 moved, shaken = [dict(point) for point in self.points], [dict(point) for point in self.points]
@@ -213,10 +226,14 @@ class Prover:
                         shaken[k][path] = jax.device_put(point[path] + size * rng.standard_normal(point[path].shape))
                 change = self.change(moved) if free or self.change(shaken) > _NOTICED else np.inf
                 alone = call.kind in _ALONE and not self._large
-                for times, most, where in _FAR if alone else ():
-                    if change <= most and (clipped := self._change_at(times, moved_at(times)[n], rng)) > _CLIPPED:
+                far = [(_FAR, 0.0, f"where these leaves are {_FAR:.0f} times as large")] if alone else []
+                if alone and call.kind in _FACTORS and change <= STILL:  # an eps, too, acts where a factor is small
+                    far += [(1.0, sign, f"under factors of {_FAR:.0f}") for sign in (1.0, -1.0)]
+                for times, sign, where in far:
+                    there = self._change_at(times, moved_at(times, sign)[n], rng) if change <= _CLIPPED else 0.0
+                    if there > _CLIPPED:
                         self.clipped.append((call, where))
-                        change = clipped
+                        change = there
                 if alone and _DOUBTFUL < change <= STILL and self._change_at(_NEAR, moved_at(_NEAR)[n], rng) > _EPS:
                     change = np.nextafter(STILL, 1.0)
                 yield change

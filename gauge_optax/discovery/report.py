@@ -457,7 +457,8 @@ def _searched(
     more, failed = _proved(prover, [*turns, *flat], STILL, rng(17))
     rejected += [_refuted(call, change, prover) for call, change in failed if np.isfinite(change)]
     proved += more
-    additions = [one for one in additions if one.call is None or any(one.call.within(call) for call, _ in failed)]
+    local = [call for call, _ in failed if not any(call is one for one, _ in prover.clipped)]  # no clip ends these
+    additions = [one for one in additions if one.call is None or any(one.call.within(call) for call in local)]
     held, refused = prover.together(_sorted(proved))
     along_orbits = prover.along_orbits(held)
     for addition in additions:
@@ -662,7 +663,7 @@ def _without_gradient(squares: Leaves) -> dict[str, np.ndarray]:
 
 
 def _refuted(call: Call, change: float, prover: Prover) -> str:
-    where = next((f" where these leaves are {w}: a clip ends it" for one, w in prover.clipped if one is call), "")
+    where = next((f" {where}: a clip ends it" for one, where in prover.clipped if one is call), "")
     return f"{call.kind} of {', '.join(call.paths)}: moves the outputs by {change:.1e}{where}"
 
 

@@ -67,6 +67,22 @@ def test_what_a_clip_ends_is_no_gauge(name: str, fn: Any) -> None:
     assert not report.gauges and any(x.startswith(name) and "a clip ends it" in x for x in report.rejected), report
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_a_clip_that_only_a_large_factor_shows(seed: int) -> None:
+    """Where all leaves are large, the tanh is saturated; a clip of the stream ends the rotation of the stream."""
+    def fn(p: Any, x: Any) -> jax.Array:
+        return jnp.tanh(x @ p["up"] * jnp.minimum(p["scale"], 20.0)) @ p["down"]
+
+    def stream(p: Any, x: Any) -> jax.Array:
+        x = jnp.clip(x @ p["up"], -60.0, 60.0)
+        return jnp.tanh(x / jnp.linalg.norm(x, axis=-1, keepdims=True) @ p["read"])
+
+    report = found(fn, PAIR | {"scale": np.ones(())}, X6, seed=seed)
+    assert not report.gauges and not report.nearly
+    report = found(stream, {"up": PAIR["up"], "read": normal(5, 4)}, X6, seed=seed)
+    assert not report.whole and len(report.rejected) == 2
+
+
 @pytest.mark.parametrize("size", [100.0, 3000.0])
 def test_large_logits_are_no_mask(size: float) -> None:
     params = {"up": PAIR["up"], "down": size * PAIR["down"]}

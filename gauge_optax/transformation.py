@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from gauge_optax.binding import is_empty, leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.linalg import real_dtype
-from gauge_optax.xla import own_settings, quick_options
+from gauge_optax.xla import quick_options
 
 Tree = TypeVar("Tree")
 Found = TypeVar("Found")
@@ -95,6 +95,21 @@ def with_gauges_of(inner: Any, gauges: Iterable[Any] = ()) -> tuple[Any, ...]:
     return tuple(dict.fromkeys((*gauges, *getattr(inner, "gauges", ()))))
 
 
+@contextlib.contextmanager
+def own_settings(wide: bool | None = None) -> Iterator[None]:
+    """Computes with JAX's usual promotion of ranks and dtypes, whatever the process has chosen for its own code.
+
+    Under `jax_numpy_rank_promotion="raise"`, or `jax_numpy_dtype_promotion="strict"`, JAX would refuse the arithmetic
+    of this library, with an error that names no leaf.
+
+    Args:
+      wide: True for 64-bit numbers, False for 32-bit numbers, None for those of the process.
+    """
+    bits: Any = contextlib.nullcontext() if wide is None else jax.enable_x64(wide)
+    with bits, jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
 def transformation(
     name: str,
     init: Callable[[Any], Any],
@@ -148,7 +163,8 @@ def transformation(
             record.append((updates, None, None))
         _running.append(None)
         try:
-            with own_settings():
+            # `own_settings`, here without one more call on the way of an update
+            with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
                 return layout((updates, params)).run(plain, updates, state, params, extra, like=(updates, state))
         finally:
             _running.pop()

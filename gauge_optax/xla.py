@@ -5,9 +5,8 @@ and it writes an array to memory if two operations read it. A *peak* is the peak
 wide layer (d = 2048, f = 8192), divided by AdamW's peak.
 """
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -75,21 +74,6 @@ def computed_twice(numbers: jax.Array) -> jax.Array:
     peak from 1.37 to 1.27.
     """
     return jax.lax.select(jnp.abs(numbers) > 0, numbers, -numbers)
-
-
-@contextlib.contextmanager
-def own_settings(wide: bool | None = None) -> Iterator[None]:
-    """Computes with JAX's usual promotion of ranks and dtypes, whatever the process has chosen for its own code.
-
-    Under `jax_numpy_rank_promotion="raise"`, or `jax_numpy_dtype_promotion="strict"`, JAX would refuse the arithmetic
-    of this library, with an error that names no leaf.
-
-    Args:
-      wide: True for 64-bit numbers, False for 32-bit numbers, None for those of the process.
-    """
-    bits: Any = contextlib.nullcontext() if wide is None else jax.enable_x64(wide)
-    with bits, jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def unseen(tree: Tree) -> Tree:

@@ -26,8 +26,8 @@ from gauge_optax.discovery.lift import in_double
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauge, Gauges, product
 from gauge_optax.linalg import singular_vectors
-from gauge_optax.transformation import require_no_tracers
-from gauge_optax.xla import own_settings, unseen
+from gauge_optax.transformation import own_settings, require_no_tracers
+from gauge_optax.xla import unseen
 
 _CHUNK = 128  # rows of the Jacobian that are computed at once
 _MOST = 12_000  # models of at most so many parameters are counted at once, larger ones in blocks

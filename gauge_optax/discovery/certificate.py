@@ -19,7 +19,8 @@ from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.discovery.census import Census, census
 from gauge_optax.discovery.sketch import DRAWS, Function, Leaves, finite_points, generic_point, positive_kernels
 from gauge_optax.gauges.gauge import Gauge
-from gauge_optax.xla import own_settings, quick_options
+from gauge_optax.transformation import own_settings
+from gauge_optax.xla import quick_options
 
 _WHOLE = 6_000  # models of at most so many parameters are counted at once, in a minute; larger ones in blocks
 _SECONDS = 600.0  # time after which no further block is counted

@@ -40,6 +40,7 @@ from gauge_optax.discovery.sketch import (
     Leaves,
     generic_point,
     positive_kernels,
+    root_mean_square,
     squared_gradients,
 )
 from gauge_optax.discovery.stream import passed, rotation_call, stream_rotations
@@ -47,8 +48,8 @@ from gauge_optax.discovery.trace import Trace, traced_once, walked
 from gauge_optax.discovery.write import Unwritable, shift_call, write_shift_calls, written
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauge
-from gauge_optax.transformation import require_no_tracers
-from gauge_optax.xla import own_settings, unseen
+from gauge_optax.transformation import own_settings, require_no_tracers
+from gauge_optax.xla import unseen
 
 _POINTS = 5  # points with gradients: at one alone, units may be dead, and their moves only seem to be symmetries
 _CLOSE = 12  # by their gradients many symmetries nearly hold; at most so many are tried by a finite move
@@ -411,8 +412,8 @@ def _searched(
 
     observe(point_at, 0, (2, 3))
     # Units that are dead at every point would look free to move; with other signs of their kernels they live.
-    masks = {path: mask for path, mask in _without_gradient(squares).items() if mask.any() and leaves[path].ndim > 1}
-    if hidden := {path for path, mask in masks.items()
+    masks = _without_gradient(squares, prover.points[0])
+    if hidden := {path for path, mask in masks.items() if mask.any() and leaves[path].ndim > 1
                   if prover.change_of_entries(path, mask, rng(22), turn=True) > STILL}:
         observe(lambda number: generic_point(leaves, rng(23, number), signed | hidden), 1000, (24, 25))
 
@@ -602,7 +603,7 @@ def _carried(
         asked = [path for path in prover.points[0] if path in doubtful]
         for path, square in squared_gradients(fn, batches, prover.points[0], rng, asked).items():
             squares[path] = squares[path] + square if path in squares else square
-        doubtful = [path for path, mask in _without_gradient(squares).items() if mask.any()]
+        doubtful = [path for path, mask in _without_gradient(squares, prover.points[0]).items() if mask.any()]
         if not doubtful:
             break
     _, dead, uncovered, _ = _unreached(prover, squares, rng)
@@ -638,15 +639,16 @@ def _unreached(
       Masks of these entries by path; leaves without effect on the outputs; entries that no batch reaches; and, as text,
       leaves whose new values do change the outputs.
     """
-    masks = _without_gradient(squares)
+    masks = _without_gradient(squares, prover.points[0])
     dead, uncovered, rejected = list[str](), list[Uncovered](), list[str]()
     for path, mask in masks.items():
         if not mask.any():
             continue
         change = prover.change_of_entries(path, mask, noise, turn=bool(mask.all()))
         if change > STILL:  # for example, stop_gradient hides a value from gradients and not from the outputs
-            moves = f"its values move the outputs by {change:.1e}"
-            rejected.append(f"{path}: no gradient (stop_gradient?), but {moves}")
+            which = "" if mask.all() else f" at {mask.sum()} of {mask.size} entries"
+            why = "stop_gradient?" if mask.all() else "dead units, stop_gradient?"
+            rejected.append(f"{path}: no gradient{which} ({why}), but its values move the outputs by {change:.1e}")
         elif mask.all():
             dead.append(path)
         else:
@@ -654,12 +656,19 @@ def _unreached(
     return masks, dead, uncovered, rejected
 
 
-def _without_gradient(squares: Leaves) -> dict[str, np.ndarray]:
-    """Masks, by path, of the entries whose gradients are roundoff compared with the median over all entries."""
+def _without_gradient(squares: Leaves, point: Leaves) -> dict[str, np.ndarray]:
+    """Masks, by path, of the entries whose gradients are roundoff compared with the median over all entries.
+
+    Args:
+      squares: sums of squared gradients by leaf.
+      point: a point. Gradients are taken with respect to entries divided by the leaf's size there: that of a number of
+        1e12, which the function divides by as much, is no roundoff.
+    """
+    sizes = {path: root_mean_square(np.asarray(point[path])) or 1.0 for path in squares}
     step = 1 + sum(x.size for x in squares.values()) // 4_000_000  # a sample of the entries gives the median
-    sample = np.sqrt(np.concatenate([x.ravel()[::step] for x in squares.values()]))
+    sample = np.concatenate([sizes[path] * np.sqrt(x.ravel()[::step]) for path, x in squares.items()])
     typical = np.median(sample[sample > 0]) if (sample > 0).any() else 0.0
-    return {path: np.sqrt(x) <= _DEAD * typical for path, x in squares.items()}
+    return {path: np.sqrt(x) <= _DEAD * typical / sizes[path] for path, x in squares.items()}
 
 
 def _refuted(call: Call, change: float, prover: Prover) -> str:

@@ -30,8 +30,8 @@ from gauge_optax.gauges.gauge import Gauges, bind
 from gauge_optax.linalg import rank_cutoff
 from gauge_optax.orbit.packing import choose_rows, constant_rows, packable, to_constant
 from gauge_optax.parts.part import Arrays, changed
-from gauge_optax.transformation import on_any_mesh, overflow_check
-from gauge_optax.xla import own_settings, unseen
+from gauge_optax.transformation import on_any_mesh, overflow_check, own_settings
+from gauge_optax.xla import unseen
 
 Rows = Mapping[str, Mapping[str, Mapping[str, Any]]]
 """Leaf path → axes of the block → {"size": the number on the diagonal, "rows": one list of row numbers per head, or

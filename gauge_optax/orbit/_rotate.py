@@ -27,8 +27,8 @@ from gauge_optax.gauges.gauge import Element, Gauges, product
 from gauge_optax.orbit.rotations import checked_element, on_leaf, random_rotation, with_blocks
 from gauge_optax.parts.part import changed
 from gauge_optax.slice import Elements
-from gauge_optax.transformation import on_any_mesh, overflow_check, require_key, require_no_tracers
-from gauge_optax.xla import own_settings, unseen
+from gauge_optax.transformation import on_any_mesh, overflow_check, own_settings, require_key, require_no_tracers
+from gauge_optax.xla import unseen
 
 Params = TypeVar("Params")
 

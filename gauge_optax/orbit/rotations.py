@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.bound import Bound
@@ -72,27 +71,30 @@ def _random_stream(part: Stream, key: jax.Array, by: str) -> jax.Array:
 
 
 @functools.singledispatch
-def misfit(part: Part[Any], e: Any) -> jax.Array | float:
-    """How far an array is from being an element, such as max |RRᵀ − 1|. The default is 0: any array is an element."""
-    return 0.0
+def misfit(part: Part[Any], e: Any) -> tuple[jax.Array | float, str]:
+    """How far an array is from being an element, such as max |RRᵀ − 1|, and what an element is, in words.
+
+    The default is 0: any array is an element.
+    """
+    return 0.0, ""
 
 
 @misfit.register
-def _misfit_of_heads(part: Rotation, e: jax.Array) -> jax.Array:
-    return jnp.max(jnp.abs(matmul(e, transpose(e)) - part.identity()))
+def _misfit_of_heads(part: Rotation, e: jax.Array) -> tuple[jax.Array | float, str]:
+    return jnp.max(jnp.abs(matmul(e, transpose(e)) - part.identity())), "rotation"
 
 
 @misfit.register
-def _misfit_of_stretch(part: Stretch, e: jax.Array) -> jax.Array:
-    stretch, inverse = e[..., 0, :, :], e[..., 1, :, :]
-    return jnp.max(jnp.abs(matmul(stretch, inverse) - jnp.eye(e.shape[-1], dtype=e.dtype)))
+def _misfit_of_stretch(part: Stretch, e: jax.Array) -> tuple[jax.Array | float, str]:
+    product = matmul(e[..., 0, :, :], e[..., 1, :, :])  # with its inverse
+    return jnp.max(jnp.abs(product - jnp.eye(e.shape[-1], dtype=e.dtype))), "matrix with an inverse"
 
 
 @misfit.register
-def _misfit_of_stream(part: Stream, e: jax.Array) -> jax.Array:
+def _misfit_of_stream(part: Stream, e: jax.Array) -> tuple[jax.Array | float, str]:
     error = jnp.max(jnp.abs(matmul(e, transpose(e)) - jnp.eye(part.size, dtype=e.dtype)))
     moved = jnp.max(jnp.abs(jnp.sum(e, 0) - 1.0))
-    return jnp.maximum(error, moved) if part.keeps_ones else error
+    return jnp.maximum(error, moved) if part.keeps_ones else error, "rotation"
 
 
 def checked_element(caller: str, on_tree: Bound, expected: Any, element: Any) -> tuple[Any, ...]:
@@ -119,18 +121,15 @@ def checked_element(caller: str, on_tree: Bound, expected: Any, element: Any) ->
     element = tuple(jax.tree.map(lambda x, e: jnp.asarray(x, e.dtype), tuple(element), expected))
     for gauge, copies, value in zip(on_tree.gauges, on_tree.copies, element, strict=True):
         for copy, own in zip(copies, gauge._split(copies, value), strict=True):
-            misfits = [float(misfit(part, e)) for part, e in zip(copy.parts, copy.split(own), strict=True)]
-            worst = np.max(misfits)  # Python's maximum may lose a NaN
-            if not worst <= direction_tolerance(jnp.dtype(jnp.float32)):
-                if any(isinstance(part, Stretch) for part in copy.parts):
-                    what, product, kind = "matrix with an inverse", "S·S⁻¹", "invertible matrices"
-                else:
-                    what, product, kind = "rotation", "RᵀR", "orthogonal matrices"
-                raise binding_error(
-                    copy.gauge, f"an element that is no {what}, at '{copy.key}'",
-                    f"{product} is {worst:.1e} from the identity", kind,
-                    "pass the orthogonal factor of a QR decomposition, or what go.orbit.choose returned",
-                )
+            for part, own_element in zip(copy.parts, copy.split(own), strict=True):
+                error, kind = misfit(part, own_element)
+                if not error <= direction_tolerance(jnp.dtype(jnp.float32)):  # also for NaN
+                    raise binding_error(
+                        copy.gauge, f"an element that is no {kind}, at '{copy.key}'",
+                        f"its product with its transpose or inverse is {float(error):.1e} from the identity",
+                        f"a {kind}",
+                        "pass the orthogonal factor of a QR decomposition, or what go.orbit.choose returned",
+                    )
     return element
 
 

@@ -30,6 +30,7 @@ from gauge_optax.transformation import (
     LeafRule,
     in_computing_dtype,
     on_any_mesh,
+    own_settings,
     recording,
     require_gradients,
     require_no_tracers,
@@ -37,7 +38,7 @@ from gauge_optax.transformation import (
     require_values,
 )
 from gauge_optax.wrapped import transformations_of, wrapped_by
-from gauge_optax.xla import own_settings, quick_options, unseen
+from gauge_optax.xla import quick_options, unseen
 
 # Bits of the mantissas of a gradient → the largest asymmetry that roundoff explains. tests/tolerances.py has measured
 # asymmetries of right and of wrong gauges.

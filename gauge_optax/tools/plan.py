@@ -23,9 +23,9 @@ from gauge_optax.discovery.calls import bound_copies, template
 from gauge_optax.errors import binding_error, warn
 from gauge_optax.gauges.gauge import Gauge, product
 from gauge_optax.parts.matrices import matrices_of
-from gauge_optax.transformation import GaugeTransformation, LeafRule
+from gauge_optax.transformation import GaugeTransformation, LeafRule, own_settings
 from gauge_optax.wrapped import walk
-from gauge_optax.xla import own_settings, quick_options, unseen
+from gauge_optax.xla import quick_options, unseen
 
 _ROUNDOFF = 1e-12  # a step below this share of a leaf's norm is roundoff, in float64
 _DECAY = (

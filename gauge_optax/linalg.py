@@ -23,7 +23,7 @@ from gauge_optax.errors import binding_error
 T = TypeVar("T")
 Scalar = float | jax.Array
 Schedule = tuple[tuple[float, ...], ...]
-Coefficients = str | Sequence[float] | Sequence[Sequence[float]]
+Coefficients = str | Sequence[float] | Sequence[Sequence[float]] | np.ndarray
 
 HIGHEST = jax.lax.Precision.HIGHEST
 

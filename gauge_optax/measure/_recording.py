@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gauge_optax.transformation import layout
 from gauge_optax.xla import cond, recomputed_after
@@ -24,7 +25,7 @@ def recorded(
     last: Metrics,
     gradient: Any,
     taken: jax.Array,
-    every: int | jax.Array,
+    every: int | np.integer[Any] | jax.Array,
 ) -> tuple[Any, Any, Metrics]:
     """Makes a step of an optimizer, and records its metrics if a record is due.
 
@@ -51,7 +52,8 @@ def recorded(
 
 
 def either(
-    taken: jax.Array, every: int | jax.Array, record: Callable[[], Metrics], last: Metrics, measured: Any
+    taken: jax.Array, every: int | np.integer[Any] | jax.Array, record: Callable[[], Metrics], last: Metrics,
+    measured: Any,
 ) -> Metrics:
     """Returns record() if a record is due, and `last` otherwise, replicated over the mesh of the tree `measured`."""
     sharding = layout(measured)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from gauge_optax.gauges.balance import log_sizes
@@ -50,7 +51,7 @@ class TrackBalanceState(NamedTuple):
     metrics: Balance
 
 
-def track_balance(gauges: Gauges, *, every: int | jax.Array = 1) -> GaugeTransformation:
+def track_balance(gauges: Gauges, *, every: int | np.integer[Any] | jax.Array = 1) -> GaugeTransformation:
     """Records the ratio and the product of the sizes of both sides of every scale; updates pass unchanged.
 
     Put it last in a chain, after the optimizer. Read the record by name: `optax.tree.get(state, "drift")`. A channel

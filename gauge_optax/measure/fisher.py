@@ -231,7 +231,7 @@ class Operator:
         self._cuts = np.cumsum([x.size for x in arrays.leaves.values()])
         self.shape = (int(self._cuts[-1]), int(self._cuts[-1]))
 
-    def __matmul__(self, vector: jax.Array) -> jax.Array:
+    def __matmul__(self, vector: jax.Array | np.ndarray) -> jax.Array:
         """The product with a vector (d,), or with the columns of a matrix (d, k)."""
         if jnp.shape(vector)[:1] != self.shape[:1] or jnp.ndim(vector) > 2:
             raise binding_error(
@@ -251,7 +251,7 @@ class Operator:
         leaves = leaves_by_path(tree)
         return self._flat({path: jnp.asarray(leaves[path], x.dtype) for path, x in self._arrays.leaves.items()})
 
-    def unravel(self, vector: jax.Array) -> Any:
+    def unravel(self, vector: jax.Array | np.ndarray) -> Any:
         """Converts a vector (d,) to a tree like the parameters; leaves that are not selected are zero."""
         zeros = jax.tree.map(jnp.zeros_like, self._arrays.params)
         return with_leaves(zeros, self._split(vector))
@@ -345,7 +345,7 @@ class Operator:
     def _flat(self, leaves: Leaves) -> jax.Array:
         return jnp.concatenate([jnp.ravel(leaves[path]) for path in self.paths])
 
-    def _split(self, vector: jax.Array) -> Leaves:
+    def _split(self, vector: jax.Array | np.ndarray) -> Leaves:
         parts = jnp.split(jnp.asarray(vector, self._dtype), self._cuts[:-1])
         shaped = zip(self._arrays.leaves.items(), parts, strict=True)
         return {path: part.reshape(leaf.shape).astype(leaf.dtype) for (path, leaf), part in shaped}

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from gauge_optax.binding import leaves_by_path
@@ -172,7 +173,7 @@ def track(
     inner: optax.GradientTransformation,
     gauges: Gauges,
     *,
-    every: int | jax.Array = 20,
+    every: int | np.integer[Any] | jax.Array = 20,
     layers: Collection[str] = LAYERS,
 ) -> GaugeTransformation:
     """Runs an optimizer unchanged, and records drift, turning, norms on the slice and the asymmetry of gradients.

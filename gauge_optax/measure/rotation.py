@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from gauge_optax.binding import Axes, leaves_by_path
@@ -69,7 +70,7 @@ def track_rotation(
     blocks: Mapping[str, Axes],
     inner: optax.GradientTransformation | None = None,
     *,
-    every: int | jax.Array = 50,
+    every: int | np.integer[Any] | jax.Array = 50,
     sizes: Mapping[str, int] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Records norm, angle and step of weight vectors. Updates pass unchanged.

@@ -5,10 +5,11 @@ matrices it stays the same. New imbalance comes from the updates, and from diffe
 if it is 0.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gauge_optax.errors import binding_error
 from gauge_optax.linalg import matmul, real_dtype, symmetric, transpose
@@ -31,12 +32,12 @@ class GramEvolution(NamedTuple):
 
 
 def gram_evolution(
-    left: jax.Array,
-    right: jax.Array,
-    left_update: jax.Array,
-    right_update: jax.Array,
-    left_shrink: float | jax.Array = 1.0,
-    right_shrink: float | jax.Array = 1.0,
+    left: jax.Array | np.ndarray,
+    right: jax.Array | np.ndarray,
+    left_update: jax.Array | np.ndarray,
+    right_update: jax.Array | np.ndarray,
+    left_shrink: float | jax.Array | np.ndarray = 1.0,
+    right_shrink: float | jax.Array | np.ndarray = 1.0,
 ) -> GramEvolution:
     r"""Returns the Gram matrices of both factors of A·Bᵀ after the step A ← ρ_A·A + U_A, B ← ρ_B·B + U_B.
 
@@ -80,7 +81,7 @@ def gram_evolution(
             "put heads first and the shared axis last; W_O enters as its transpose",
         )
 
-    def evolved(name: str, factor: jax.Array, update: jax.Array, shrink: float | jax.Array) -> jax.Array:
+    def evolved(name: str, factor: Any, update: Any, shrink: Any) -> jax.Array:
         if factor.shape != update.shape:
             raise binding_error(
                 _NAME, f"{name}_update of another shape", f"{update.shape}", f"{factor.shape}, as {name}",

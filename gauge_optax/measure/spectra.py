@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gauge_optax.binding import leaves_by_path
 from gauge_optax.errors import binding_error
@@ -17,7 +18,7 @@ from gauge_optax.gauges.gauge import Gauges, product
 from gauge_optax.linalg import real_dtype, safe_divide, svd
 
 
-def effective_rank(matrix: jax.Array) -> jax.Array:
+def effective_rank(matrix: jax.Array | np.ndarray) -> jax.Array:
     """The effective number of directions of a matrix: exp(−Σ pᵢ·log pᵢ), with the singular values' shares pᵢ = σᵢ/Σσ.
 
     Args:
@@ -42,7 +43,7 @@ def effective_rank(matrix: jax.Array) -> jax.Array:
     return jnp.where(total[..., 0] == 0, 0.0, jnp.exp(entropy) + 0.0 * total[..., 0])
 
 
-def smallest_singular_value(matrix: jax.Array) -> jax.Array:
+def smallest_singular_value(matrix: jax.Array | np.ndarray) -> jax.Array:
     """σ_min, the last of the min(rows, columns) singular values.
 
     Args:
@@ -61,7 +62,7 @@ def smallest_singular_value(matrix: jax.Array) -> jax.Array:
     return _singular_values("smallest_singular_value", matrix)[..., -1]
 
 
-def dead_units(preactivations: jax.Array) -> jax.Array:
+def dead_units(preactivations: jax.Array | np.ndarray) -> jax.Array:
     """Finds the hidden units of a ReLU layer that are off for every input.
 
     Args:
@@ -88,7 +89,7 @@ def dead_units(preactivations: jax.Array) -> jax.Array:
     return jnp.all(preactivations <= 0, tuple(range(preactivations.ndim - 1)))
 
 
-def axis_alignment(directions: jax.Array) -> jax.Array:
+def axis_alignment(directions: jax.Array | np.ndarray) -> jax.Array:
     """How close directions are to coordinate axes: the mean over unit vectors of the largest squared entry.
 
     Args:
@@ -154,12 +155,12 @@ def gauge_fraction(params: Any, gauges: Gauges, tangent: Any = None) -> dict[str
     return {path: safe_divide(size(along[path]), size(whole[path])) for path in group._bound(params).slice.added}
 
 
-def _singular_values(name: str, matrix: jax.Array) -> jax.Array:
+def _singular_values(name: str, matrix: jax.Array | np.ndarray) -> jax.Array:
     _require_matrix(name, matrix)
     return svd(jnp.asarray(matrix, real_dtype()))[1]
 
 
-def _require_matrix(name: str, matrix: jax.Array) -> None:
+def _require_matrix(name: str, matrix: jax.Array | np.ndarray) -> None:
     if jnp.ndim(matrix) < 2 or not jnp.size(matrix) or jnp.iscomplexobj(matrix):
         raise binding_error(
             name, "no matrix", _said(matrix), "real numbers, (…, rows, columns)",

@@ -75,7 +75,7 @@ def scale_by_opposite_gram(
     damping: float | jax.Array = 0.0,
     damping_mode: str = "relative",
     diagonal: bool = False,
-    every: int | jax.Array = 1,
+    every: int | np.integer[Any] | jax.Array = 1,
 ) -> GaugeTransformation:
     r"""Multiplies each factor's increments by the inverse Gram matrix of the opposite factor.
 

@@ -145,7 +145,7 @@ class PackedBlock:
         both = jnp.concatenate([stored.reshape(self.view_shape), fixed], self.axis)
         return self._picked(both, np.argsort(np.concatenate([self.kept, np.asarray(self.rows)], 1), 1))
 
-    def dot(self, x: jax.Array, stored: jax.Array) -> jax.Array:
+    def dot(self, x: jax.Array | np.ndarray, stored: jax.Array) -> jax.Array:
         """The product of x, (…, rows), with the whole block: (…, the leaf's axes without the row axis)."""
         constant, rows = np.asarray(self.pattern), jnp.take(x, np.asarray(self.rows), -1)
         identity = len(constant) == constant.shape[1] and bool(np.all(constant == np.eye(len(constant))))
@@ -220,7 +220,7 @@ class Layout:
             whole = b.block.write(whole, b.whole(stored))
         return whole
 
-    def dot(self, x: jax.Array, arrays: Sequence[jax.Array], axis: int) -> jax.Array:
+    def dot(self, x: jax.Array | np.ndarray, arrays: Sequence[jax.Array], axis: int) -> jax.Array:
         """The product of x, (…, rows), with the leaf along one of its axes."""
         products = [b.dot(x, stored) for b, stored in zip(self.blocks, arrays, strict=False)]
         if self.joint is None:
@@ -415,7 +415,7 @@ def packed_rows(packed: Any) -> dict[str, dict[str, dict[str, Any]]]:
     return by_leaf
 
 
-def packed_dot(x: jax.Array, kernel: Any, axis: int = 0) -> jax.Array:
+def packed_dot(x: jax.Array | np.ndarray, kernel: Any, axis: int = 0) -> jax.Array:
     """Multiplies activations with a plain or a packed kernel, without the products with constant rows.
 
     Args:

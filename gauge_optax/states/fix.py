@@ -58,7 +58,7 @@ class GaugeFixState(NamedTuple):
 def gauge_fix(
     inner: optax.GradientTransformation | None,
     gauges: Gauges,
-    every: int | jax.Array = 1,
+    every: int | np.integer[Any] | jax.Array = 1,
     strength: float | jax.Array = 1.0,
     transport: bool = True,
     *,

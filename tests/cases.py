@@ -40,7 +40,7 @@ class GaugeCase:
     name: str
     gauges: Callable[[], list[Gauge]]
     params: Callable[[jax.Array], Tree]
-    loss: Loss | None
+    loss: Loss
     dim: int
 
 
@@ -102,11 +102,11 @@ def _lm_params(config: lm.LMConfig, key: jax.Array) -> Tree:
     """A language model's parameters in general position: no zero bias, no unit scale."""
     shapes, treedef = jax.tree.flatten(lm_parts(config)[0])
     drawn = _draw(key, [x.shape for x in shapes])
-    return treedef.unflatten([0.4 * x + (1.0 if x.ndim == 1 else 0.0) for x in drawn])
+    return jax.tree.unflatten(treedef, [0.4 * x + (1.0 if x.ndim == 1 else 0.0) for x in drawn])
 
 
 @functools.lru_cache(maxsize=4)
-def lm_parts(config: lm.LMConfig) -> tuple[Tree, Callable[[Tree, np.ndarray], jax.Array]]:
+def lm_parts(config: lm.LMConfig) -> tuple[Tree, Callable[[Tree, Any], jax.Array]]:
     """The shapes of the parameters, and loss(params, tokens); nothing is initialised."""
     graphdef, state = nnx.split(nnx.eval_shape(lambda: lm.build(config, nnx.Rngs(0))))
     return nnx.to_pure_dict(state), lambda p, tokens: lm.loss_fn(nnx.merge(graphdef, p), tokens)
@@ -194,7 +194,7 @@ def _norm_loss(p: Tree) -> jax.Array:
     return _square(jnp.tanh(x @ p["kernel"]))
 
 
-def _consumers_loss(p: Tree) -> jax.Array:
+def _consumers_loss(p: Tree) -> Any:
     x = _normalised(_inputs(p["norm"], 4, 6)) * (1.0 + p["norm"])
     return sum(_square(jnp.tanh(jnp.einsum("nd,dhe->nhe", x, p[name]))) for name in ("query", "key", "value"))
 
@@ -233,7 +233,7 @@ def _fused_loss(p: Tree) -> jax.Array:
     return _scores(qkv[:, 0], qkv[:, 1]) + _square(qkv[:, 2])
 
 
-def _scanned_loss(p: Tree) -> jax.Array:
+def _scanned_loss(p: Tree) -> Any:
     return sum(_attention_loss({"query": p["query"][i], "key": p["key"][i]}) for i in range(2))
 
 
@@ -643,7 +643,7 @@ def _hyperball(
     return go.norms.hyperball(_axes(gauges), radius, learning_rate=learning_rate)
 
 
-def _axes(gauges: Sequence[Gauge]) -> dict[str, str]:
+def _axes(gauges: Sequence[Any]) -> dict[str, str]:
     """Path → axes as the first gauge reads it, summed over what its group acts on."""
     axes: dict[str, str] = {}
     for spec in (spec for gauge in gauges for spec in gauge.specs):
@@ -682,7 +682,7 @@ def _max_norm_muon(gauges: Sequence[Gauge], learning_rate: Any) -> Any:
     return go.max_norm_muon(learning_rate, gauges, _neurons(gauges))
 
 
-def _neurons(gauges: Sequence[Gauge]) -> dict[str, str]:
+def _neurons(gauges: Sequence[Any]) -> dict[str, str]:
     """Neurons of whatever leaf has an axis of outputs beside `_`, as the first gauge that binds it names them."""
     neurons: dict[str, str] = {}
     for spec in (spec for gauge in gauges for spec in gauge.specs):
@@ -784,7 +784,7 @@ TRANSFORM_CASES: tuple[TransformCase, ...] = (
 def with_masks(gauge: Gauge, neurons: Mapping[str, str]) -> dict[str, Callable[[Any], Any]]:
     """Every optimizer with weight decay, at a rate of 1e-2, as a function of the decay's mask."""
     links = go.gauge_project(gauge), go.scale_by_ddc(gauge), optax.scale_by_learning_rate(1e-2), go.gauge_retract(gauge)
-    decay, muons = {"weight_decay": 0.5}, partial(go.max_norm_muon, 1e-2, gauge, neurons)
+    decay, muons = dict[str, Any](weight_decay=0.5), partial(go.max_norm_muon, 1e-2, gauge, neurons)
     return {
         "quotient": lambda mask: go.quotient(optax.adamw(1e-2, mask=mask, **decay), gauge),
         "quotient_adamw": lambda mask: go.quotient_adamw(1e-2, gauge, mask=mask, **decay),

@@ -119,7 +119,8 @@ def _dense_linear(gauge: Gauge, params: Any) -> Dense:
         x, frame = moves(size * step, x), frame - size * step
         if np.max(np.abs(step)) < 1e-14:
             break
-    return Dense(np.asarray(tangents(still, flat)), 0.0 * flat, frame[kinds == _SCALE], _range(tangents(still, x)))
+    at, offset = np.asarray(tangents(still, flat)), np.zeros(flat.size)
+    return Dense(at, offset, frame[kinds == _SCALE], _range(tangents(still, x)))
 
 
 def balanced_frame(values: np.ndarray, exponents: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ import pytest
 from gauge_optax.xla import quick_options
 
 
-def jit(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+def jit(function: Callable[..., Any], **options: Any) -> Any:
     """`jax.jit`, without the passes that only long runs repay."""
     return jax.jit(function, compiler_options=quick_options(), **options)
 

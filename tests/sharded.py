@@ -154,7 +154,8 @@ class Trainer:
         tokens = put(self.tokens, place.tokens)
         out = (place.whole, place.params)
         gradient = jit(auto_axes(jax.value_and_grad(self.loss), out_sharding=out), out_shardings=out)
-        losses, step = list[float](), None
+        losses = list[float]()
+        step: Any = None
         for _ in range(steps):
             value, grads = gradient(params, tokens)
             step = step or self.update(state, params).lower(grads, state, params).compile()

@@ -55,7 +55,7 @@ def test_peers_are_left_out_where_they_are_not_installed(monkeypatch: pytest.Mon
 @pytest.mark.filterwarnings("default")
 def test_a_peer_takes_steps() -> None:
     """LoRA-RITE: HeavyBall compiles for a minute."""
-    rows = {name: make() for name, make in peers.lora_rows(peers.lora_case(2, 32), 1e-3).items()}
+    rows: dict[str, Any] = {name: make() for name, make in peers.lora_rows(peers.lora_case(2, 32), 1e-3).items()}
     timing.in_turns(rows, peers.lora_case(2, 32).grads, 2)
     assert all(len(row.seconds) == 2 for row in rows.values())
     assert rows["pytorch_optimizer.LoRARite"].state_bytes > 0

@@ -151,7 +151,7 @@ REFUSED: list[tuple[Any, tuple[str, ...], str]] = [
       "a/*/b|a/b*|a**/b|***|a/{/b|a}|{i}}|{}|{0}|{a b}|{_}|{{i}}|{i-j}|a/{i".split("|")),
     *(({"w": axes}, (), "malformed axes") for axes in MALFORMED_AXES),
     *(({"w": value}, (), "axes of 'w'") for value in ((), None, 3, ["_"], ("_", 3), (("_",),), np.zeros(2))),
-    *((blocks, (), "'blocks'") for blocks in ({}, None, [("w", "_")], "w")),
+    *((blocks, (), "'blocks'") for blocks in (dict[str, Any](), None, [("w", "_")], "w")),
     ({3: "_"}, (), "3"),
     *(({"w": axes}, reserved, problem) for axes, reserved, problem in (
         ("_ head", BASIS, "out of place"), ("_ basis=3", BASIS, "out of place"), ("_ basis", VOCAB, "out of place"),
@@ -214,7 +214,7 @@ def test_sizes_by_fix_point(shapes: Any, blocks: Mapping[str, Axes], sizes: Any,
 
 # Shapes, blocks or a list of them by role, sizes, and what is said.
 LAYERS = {"0/up": (2, 3), "0/down": (3, 2), "1/up": (2, 3)}
-UNBOUND: list[tuple[dict[str, tuple[int, ...]], Any, Any, list[str]]] = [
+UNBOUND: list[tuple[Any, Any, Any, list[str]]] = [
     ({"q": (4, 3), "k": (4, 5)}, {"q": "_ c", "k": "_ c"}, None,
      ["unequal sizes of 'c' at 'k'", "c=3 from 'q' (4, 3)"]),
     ({"q": (4, 3)}, {"q": "_ c"}, {"c": 5}, ["unequal sizes of 'c' at 'q'", "c=5 from sizes="]),
@@ -345,13 +345,13 @@ def test_axes_by_the_names_that_a_tree_carries() -> None:
     """haliax's axes, NNX's partitioning names and Linen's say the same."""
     mesh = jax.make_mesh((1, 1), ("embed", "mlp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     axis = namedtuple("axis", ["name", "size"])
-    haliax = Named(np.ones((2, 3)), ("embed", "mlp"))
+    haliax: Any = Named(np.ones((2, 3)), ("embed", "mlp"))
     del haliax.names
-    haliax.axes = (axis("embed", 2), axis("mlp", 3))  # type: ignore[attr-defined]
+    haliax.axes = (axis("embed", 2), axis("mlp", 3))
     with jax.set_mesh(mesh):
         init = nnx.with_partitioning(nnx.initializers.ones, ("embed", "mlp"))
         state = nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0), kernel_init=init))
-    linen = nn.Partitioned(jnp.ones((2, 3)), ("embed", "mlp"))
+    linen: Any = nn.Partitioned(jnp.ones((2, 3)), ("embed", "mlp"))
     named = {"layers/{i}/up": {"mlp": "channel"}}
     for kernel in (haliax, state["kernel"], linen):
         assert go.tools.axes_by_name({"layers": [{"up": kernel}]}, named) == {"layers/{i}/up": "_ channel"}

@@ -14,7 +14,7 @@ from benchmarks.timing import nbytes
 from gauge_optax.optimizers.compress import compressed, decompressed
 from tests.quick import jit
 from tests.refusals import each_refused
-from tests.twins import normal, stepper, train
+from tests.twins import normal, stepper, structure, train
 
 Tree = Any
 DTYPES = ("bfloat16", "uint8")
@@ -141,7 +141,7 @@ def test_states_of_numpy_and_of_no_leaves_and_of_bfloat16_parameters(dtype: str)
     state = tx.init(params)
     restored = jax.device_get(state)
     chex.assert_trees_all_equal(*(tx.update(params, s, params)[0] for s in (state, restored)))
-    assert jax.tree.structure(decompressed(restored)) == jax.tree.structure(decompressed(state))
+    assert structure(decompressed(restored)) == structure(decompressed(state))
     assert tx.update({}, tx.init({}), {})[0] == {}
     half, tx = {"w": params["w"].astype(jnp.bfloat16)}, COMPRESS(optax.amsgrad(0.1), dtype)
     chex.assert_trees_all_equal_dtypes(tx.update(half, tx.init(half), half)[1], tx.init(half))
@@ -168,7 +168,7 @@ class _Named(NamedTuple):
 WEIGHTS = {"w": jnp.ones(2)}
 BAD_FIELD = "compress_second_moments(.|\n)*no field nu that may be rounded"
 test_mistakes_are_told = each_refused([
-    (lambda: COMPRESS(optax.adam), "compress_second_moments(.|\n)*call it"),  # type: ignore[arg-type]
+    (lambda: COMPRESS(optax.adam), "compress_second_moments(.|\n)*call it"),
     (lambda: COMPRESS(optax.adam(0.1), "int4"), "compress_second_moments(.|\n)*write dtype='bfloat16'"),
     (lambda: COMPRESS(optax.lion(0.1)).init(WEIGHTS), BAD_FIELD),
     (lambda: COMPRESS(optax.rmsprop(0.1, centered=True)).init(WEIGHTS), BAD_FIELD),

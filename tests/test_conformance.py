@@ -10,7 +10,7 @@ import functools
 import operator
 import pickle
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import chex
 import jax
@@ -30,10 +30,10 @@ from tests.cases import TRANSFORM_CASES, TransformCase
 from tests.quick import jit
 from tests.refusals import refused
 from tests.tolerances import tolerance
-from tests.twins import driven, normal_like
+from tests.twins import driven, normal_like, structure
 
 Tree = Any
-Transformation = optax.GradientTransformationExtraArgs
+Transformation: TypeAlias = optax.GradientTransformationExtraArgs
 
 SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
     "norm": {"scale": (3,)}, "up": {"kernel": (3, 4), "bias": (4,)}, "down": {"kernel": (4, 3)},
@@ -298,7 +298,7 @@ def test_wrappers_keep_signatures_and_map_params(wrapper: str, case: TransformCa
     state = _traced(tx, _params())
     other = functools.partial(jax.tree.map, lambda leaf: "other")  # gets the gauges' part whole
     mapped = optax.tree.map_params(tx, lambda leaf: "params", state, transform_non_params=other)
-    assert jax.tree.structure(mapped) == jax.tree.structure(state)
+    assert structure(mapped) == structure(state)
     for path, tag in jax.tree.leaves_with_path(mapped):
         fields = SHAPED_LIKE_PARAMS & {str(key) for key in path}
         assert tag == ("params" if fields else "other"), jax.tree_util.keystr(path)

@@ -13,7 +13,7 @@ import pytest
 import gauge_optax as go
 from tests.cases import FLAT_CASES, GAUGE_CASES
 from tests.refusals import each_refused, refused
-from tests.twins import furthest, normal, stepper, trained
+from tests.twins import furthest, normal, stepper, structure, trained
 
 CASES = {case.name: case for case in (*GAUGE_CASES, *FLAT_CASES)}
 NAMES = ["rescale/channel", "norm_scale/one_plus", "head_linear/value_out", "product/llama", "logit_shift/kernel_bias"]
@@ -106,7 +106,7 @@ def test_a_quotient_may_see_a_part_of_the_tree(wrap: str, inner: Any) -> None:
     averages = go.orbit.evaluate(fn, state, params)
     jax.tree.map(np.testing.assert_allclose, averages, go.orbit.evaluate(fn, ours, body) | {"rest": params["rest"]})
     new = go.orbit.restart(tx, state, params)
-    assert jax.tree.structure(new) == jax.tree.structure(state)
+    assert structure(new) == structure(state)
     jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(go.orbit.evaluate(fn, new, params)["rest"]),
                  jax.tree.leaves(params["rest"]))
 

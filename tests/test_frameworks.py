@@ -20,12 +20,12 @@ from models import lm
 from tests.quick import jit
 from tests.test_conformance import EVERY_KIND, _params
 from tests.tolerances import tolerance
-from tests.twins import furthest, trained
+from tests.twins import furthest, structure, trained
 
 Tree = Any
 
 CONFIG = lm.llama_config(vocab=11, d_model=6, layers=2, heads=2, kv_heads=2, d_head=4, d_ff=5, max_len=5)
-TOKENS = np.random.default_rng(0).integers(11, size=(3, 6))
+TOKENS: Any = np.random.default_rng(0).integers(11, size=(3, 6))
 # Kept where rounding is not blown up: here it is the frameworks that are compared, not Adam.
 OPTIONS: dict[str, Any] = {"learning_rate": 0.01, "eps": 1e-3, "weight_decay": 0.1}
 
@@ -87,7 +87,7 @@ def test_linen_train_state_takes_the_steps_of_a_plain_dict(boxed: bool) -> None:
     assert isinstance(params["up"]["kernel"], nn.Partitioned) == boxed
 
     def loss(params: Tree) -> jax.Array:
-        return jnp.mean(jnp.square(model.apply({"params": params}, INPUTS) - INPUTS))
+        return jnp.mean(jnp.square(jnp.asarray(model.apply({"params": params}, INPUTS)) - INPUTS))
 
     @jit
     def step(state: TrainState) -> TrainState:
@@ -128,7 +128,7 @@ def test_a_quotient_that_was_killed_goes_on_to_the_bit(tmp_path: Path) -> None:
         manager.save(1, args=ocp.args.StandardSave(run[2]))
         manager.wait_until_finished()
         found = manager.restore(1, args=ocp.args.StandardRestore((shapes, jax.eval_shape(tx.init, shapes))))
-    assert jax.tree.structure(found) == jax.tree.structure(run[2])
+    assert structure(found) == structure(run[2])
     for expected in run[2:]:
         chex.assert_trees_all_equal(found, expected)
         found = step(*found)

@@ -75,7 +75,7 @@ def step(model: Net, by: nnx.Optimizer) -> float:
 
 def main() -> None:
     """Writes the file and the folder."""
-    arrays: dict[str, np.ndarray] = {}
+    arrays: dict[str, Any] = {}
     for case in CASES:
         for part, tree in zip(("params", "state", "update"), third_step(case), strict=True):
             arrays |= {f"{case.name} | {part} | {path}": plain(leaf) for path, leaf in named(tree).items()}

@@ -78,7 +78,7 @@ def test_every_sphere_has_the_formulas_of_the_post(axes: str, radius: Any, rate:
 
 def test_selected_entries_alone_are_on_spheres_and_values_stored_less_one(x64: None) -> None:
     """Heads of queries and keys, fused with values that are free."""
-    axes = {"qkv": ("(qkv=0 head _) _", "(qkv=1 head _) _"), "less_one": "1+ _"}
+    axes: dict[str, Any] = {"qkv": ("(qkv=0 head _) _", "(qkv=1 head _) _"), "less_one": "1+ _"}
     tx = go.norms.hyperball(axes, sizes={"head": 2, "qkv": 3})
     weights, update = _noise(0, 3, 2, 4, 5), 0.1 * _noise(1, 3, 2, 4, 5)
     stored, other = 0.1 * _noise(2, 6), 0.1 * _noise(3, 6)

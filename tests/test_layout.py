@@ -18,7 +18,7 @@ from tests.test_conformance import ON_VECTORS
 from tests.twins import driven, normal
 
 LLAMA = lm.llama_config(vocab=8, d_model=8, layers=1, heads=2, kv_heads=1, d_head=4, d_ff=12)
-GAUGES = lm.gauges(LLAMA)
+GAUGES: list[Any] = lm.gauges(LLAMA)
 # Vectors are bound without `sizes`, which heads in groups need.
 UNGROUPED = [gauge for gauge in GAUGES if not any("(" in spec.axes for spec in gauge.specs)]
 ALL = [case for case in TRANSFORM_CASES if case.name not in VARIANTS and not case.linear]

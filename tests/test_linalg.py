@@ -215,7 +215,7 @@ def test_a_door_gives_maps_and_differentiates_what_one_batched_call_does(door: s
     m = several[2] + several[2].swapaxes(-1, -2) + 8.0 * jnp.diag(jnp.array([1.0, -2.0, 3.0, -4.0]))
 
     def results(kernel: Callable[..., Any]) -> Any:
-        def total(x: jax.Array) -> jax.Array:
+        def total(x: jax.Array) -> Any:
             return sum(jnp.sum(jnp.abs(y)) for y in jax.tree.leaves(kernel(x)))
 
         return jit(lambda m, several: (

@@ -53,12 +53,12 @@ MULTIPLIED = {
 def case(name: str) -> tuple[Any, Callable[[Any], jax.Array], list[Any]]:
     """Parameters in general position (no zero bias, no unit scale), the loss or the logits of a batch, the gauges."""
     generator, key = np.random.default_rng(0), jax.random.key(0)
-    tokens, config = generator.integers(11, size=(3, 6)), (LM_CONFIGS | GROKKING).get(name)
+    tokens, config = jnp.asarray(generator.integers(11, size=(3, 6))), (LM_CONFIGS | GROKKING).get(name)
     read: Callable[[Any], jax.Array]
     if name == "linen":
         model, gauges = functools.partial(linen_mha.params_and_loss, MHA_CONFIG, key), linen_mha.gauges(MHA_CONFIG)
         shapes, loss = jax.eval_shape(lambda: model()[0]), model()[1]
-        read = functools.partial(loss, tokens=tokens)
+        read = lambda p: loss(p, tokens)  # noqa: E731
     elif name in MULTIPLIED:
         switches = {"bias": True, "rope": True, "kv_heads": 1} if "switches" in name else {"rope": False}
         config = gpt2.config(**TINY | switches)
@@ -73,7 +73,7 @@ def case(name: str) -> tuple[Any, Callable[[Any], jax.Array], list[Any]]:
         read = functools.partial(grokking.loss, config, pairs=grokking.data(config, 0)[0])
     else:
         (shapes, loss), gauges = lm_parts(LM_CONFIGS[name]), lm.gauges(LM_CONFIGS[name])
-        read = functools.partial(loss, tokens=tokens)
+        read = lambda p: loss(p, tokens)  # noqa: E731
 
     def drawn(x: Any) -> jax.Array:
         return jnp.asarray(0.5 * generator.normal(size=x.shape) + (1.0 if len(x.shape) == 1 else 0.0), float)
@@ -130,7 +130,7 @@ def test_no_prediction_sees_the_future(name: str) -> None:
     tokens, changed = jnp.array([[1, 2, 3, 4, 5]]), jnp.array([[1, 2, 3, 9, 5]])
     if name == "linen":
         params, _ = linen_mha.params_and_loss(MHA_CONFIG, jax.random.key(0))
-        model = functools.partial(linen_mha.MHADecoder(MHA_CONFIG).apply, {"params": params})
+        model: Any = functools.partial(linen_mha.MHADecoder(MHA_CONFIG).apply, {"params": params})
     else:
         model = lm.build(LM_CONFIGS[name], nnx.Rngs(0))
     before, after = model(tokens), model(changed)
@@ -162,9 +162,9 @@ def test_wrapped_layers_and_multiplied_parameters_are_one_function_with_these_ga
     multiplied = multiply(alone, {"value": 1, "key": 1, "out": 2})
     assert jax.tree.map(jnp.shape, multiplied) == jax.tree.map(jnp.shape, params)
     params = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), params)
-    found, expected = wrapped.apply({"params": params}, x), plain.apply({"params": fold(params)}, x)
+    found, expected = map(np.asarray, (wrapped.apply({"params": params}, x), plain.apply({"params": fold(params)}, x)))
     np.testing.assert_allclose(found, expected, rtol=1e-12)
     gauges = [go.rescale({"value/rows": "head channel"}, {"value/layer/kernel": "_ head channel"}),
               go.rescale({"out/columns": "head channel"}, {"out/layer/kernel": "head channel _"})]
-    loss = lambda p: jnp.sum(jnp.sin(wrapped.apply({"params": p}, x)))  # noqa: E731
+    loss = lambda p: jnp.sum(jnp.sin(jnp.asarray(wrapped.apply({"params": p}, x))))  # noqa: E731
     go.testing.assert_invariant(loss, params, gauges, jax.random.key(0))

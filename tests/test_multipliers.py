@@ -21,10 +21,10 @@ from tests.oracles import orbit, outside
 from tests.programs import innermost
 from tests.quick import jit
 from tests.refusals import refused
-from tests.twins import normal, stepper, trained
+from tests.twins import normal, stepper, structure, trained
 
 Tree = Any
-TINY = {"vocab": 11, "d_model": 6, "layers": 1, "heads": 2, "kv_heads": 2, "d_head": 3, "d_ff": 5, "max_len": 6}
+TINY = dict[str, Any](vocab=11, d_model=6, layers=1, heads=2, kv_heads=2, d_head=3, d_ff=5, max_len=6)
 GPT = lm.LMConfig(**TINY, mlp="relu")
 LLAMA = lm.llama_config(**(TINY | {"d_head": 4}))
 TIED = gpt2.config(**TINY, mlp="relu")
@@ -54,7 +54,7 @@ def test_folding_keeps_the_function_and_drops_the_multipliers(config: lm.LMConfi
     before = model(TOKENS[:, :-1])
     multipliers.fold(model)
     folded = nnx.to_pure_dict(nnx.state(model))
-    assert jax.tree.structure(folded) == jax.tree.structure(lm.params_and_loss(config, jax.random.key(0))[0])
+    assert structure(folded) == structure(lm.params_and_loss(config, jax.random.key(0))[0])
     np.testing.assert_array_equal(model(TOKENS[:, :-1]), before)
 
 
@@ -196,12 +196,12 @@ def _products(p: Tree) -> np.ndarray:
     return np.sqrt(np.mean(query**2, (1, 2)) * np.mean(key**2, 1))
 
 
-def _growing(p: Tree) -> jax.Array:
+def _growing(p: Tree) -> Any:
     """A loss that falls for ever as products grow."""
     return -sum(jnp.sum(jnp.log(jnp.square(x))) for x in jax.tree.leaves(p))
 
 
-def _run_of_products(kind: str, **number: float) -> np.ndarray:
+def _run_of_products(kind: str, **number: Any) -> np.ndarray:
     """Products after every step of a run whose loss makes them grow for ever; "free" holds none."""
     inner = optax.adam(1e-2)
     tx = go.orbit.gauge_fix(inner if kind == "free" else go.orbit.hold_products(inner, PAIR, kind, **number), PAIR)
@@ -247,7 +247,8 @@ def test_every_gauge_of_a_list_keeps_its_products_under_jit(x64: None) -> None:
     tx = go.orbit.hold_products(optax.sgd(0.1), [late, early], "init")
     moved, _ = trained(tx, lambda p: sum(map(jnp.sum, jax.tree.leaves(p))), start, 3)
     for name in ("z", "a"):
-        np.testing.assert_allclose(*(p[name]["up"] * p[name]["down"] for p in (moved, start)), rtol=1e-12)
+        here, there = (p[name]["up"] * p[name]["down"] for p in (moved, start))
+        np.testing.assert_allclose(here, there, rtol=1e-12)
         assert float(jnp.max(jnp.abs(moved[name]["up"] - start[name]["up"]))) > 0.01
 
 
@@ -348,7 +349,7 @@ def test_a_held_product_moves_with_its_gauge_and_with_no_other(x64: None) -> Non
         with pytest.raises(ValueError, match="products held, which the move changes"):
             go.orbit.transport(tx.init(tree), tree, gauge, move)
     kept = go.orbit.transport(tx.init(more), more, OTHER, element, on_unknown="keep")
-    assert jax.tree.structure(kept) == jax.tree.structure(tx.init(more))
+    assert structure(kept) == structure(tx.init(more))
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["split", "fused"])

@@ -63,7 +63,7 @@ def test_latent_attention_and_experts_are_routed_by_hand(config: latent.LatentCo
     params, gauges = _normal(config.shapes, jax.random.key(0)), latent.gauges(config)[::order]
     sizes = {"head": config.heads} if config.fused else None
     polar = polar_of("test", "standard", None, 0.9, 1e-8, "width", latent.muon_labels(config), sizes=sizes)
-    read = polar.matrices(go.product(gauges)._bound(params).slice, params)
+    read: Any = polar.matrices(go.product(gauges)._bound(params).slice, params)
     expected = {path: ROUTED[path] for path in config.shapes if len(config.shapes[path]) > 1 and "router" not in path}
     assert {path: (m.count, m.fan_in, m.fan_out) for path, m in read.items()} == expected
     # In a matrix of two heads, the entries behind the axis of heads join it.

@@ -25,7 +25,7 @@ from gauge_optax.binding import leaves_by_path
 from tests.cases import DISCRETE_CASES, FLAT_CASES, GAUGE_CASES, TRANSFORM_CASES, with_masks
 from tests.refusals import each_refused
 from tests.tolerances import tolerance
-from tests.twins import normal, trained, walk
+from tests.twins import normal, structure, trained, walk
 
 Tree = Any
 SHAPES: dict[str, Any] = {"up": (3, 4), "down": (4, 3), "value": (3, 2, 2), "out": (2, 2, 3), "head": (3, 5)}
@@ -143,7 +143,7 @@ def calls(p: Tree, q: Tree, g: Tree) -> dict[str, Callable[[], Any]]:
 
 CALLS = list(calls(NET, OTHER, STEP))
 PARAMETERS = CALLS[:8]
-CASES = (*GAUGE_CASES, *FLAT_CASES, *DISCRETE_CASES, *TRANSFORM_CASES)
+CASES: tuple[Any, ...] = (*GAUGE_CASES, *FLAT_CASES, *DISCRETE_CASES, *TRANSFORM_CASES)
 FIRST: dict[str, Any] = {case.name.split("/")[0]: case for case in reversed(CASES)}
 GAUGES = [name for name, case in FIRST.items() if hasattr(case, "gauges") and name not in ("product", "user_gauge")]
 OPTIMIZERS = [name for name, case in FIRST.items() if hasattr(case, "make")]
@@ -195,8 +195,8 @@ def same(found: Any, leaf: Any) -> bool:
     if not hasattr(leaf, "dtype") or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return bool(type(found) is type(leaf) and found == leaf)
     kinds = isinstance(found, jax.Array) == isinstance(leaf, jax.Array) and found.dtype == leaf.dtype
-    wide = [np.asarray(x).astype(np.complex128) for x in (found, leaf)]
-    return bool(kinds and np.array_equal(*wide, equal_nan=True))
+    one, other = (np.asarray(x).astype(np.complex128) for x in (found, leaf))
+    return bool(kinds and np.array_equal(one, other, equal_nan=True))
 
 
 def same_numbers(name: str, found: Any, rtol: float, atol: float, nan: bool = False) -> None:
@@ -264,7 +264,7 @@ def test_optimizers_take_leaves_beside_the_gauges(name: str) -> None:
         traced = functools.partial(jax.eval_shape, functools.partial(updated, name, *trees))
         updates = refused_by_name(traced, "odd")
         assert updates is not None or odd == "key" or ("complex" in odd and ("ddc" in name or "scaled_polar" in name))
-        assert updates is None or jax.tree.structure(updates) == jax.tree.structure(trees[0])
+        assert updates is None or structure(updates) == structure(trees[0])
 
 
 @pytest.mark.slow
@@ -318,12 +318,12 @@ test_odd_arguments_are_refused = each_refused({
     "Fisher rows": (lambda: m.Fisher(fn, NET, [EMPTY], KEY), "no outputs for batch 0"),
     "EmpiricalFisher rows": (lambda: m.EmpiricalFisher(fn, NET, [EMPTY], [jnp.zeros(0, int)]), "for batch 0"),
     **{f"EmpiricalFisher {kind}": (
-        lambda kind=kind: m.EmpiricalFisher(fn, NET, [X], [jnp.full(20, 0.5, kind)]), f"(?s)no class.*{kind}.*integers")
-       for kind in ("float32", "bool")},
+        functools.partial(m.EmpiricalFisher, fn, NET, [X], [jnp.full(20, 0.5, kind)]),
+        f"(?s)no class.*{kind}.*integers") for kind in ("float32", "bool")},
     "Fisher NaN": (lambda: m.Fisher(fn, NET, [X * jnp.nan], KEY), "not finite"),
     "GGN NaN": (lambda: m.GGN(fn, NET, [X * jnp.nan]).eigenvalues(), "not finite"),
     "census NaN": (lambda: m.census(fn, NET, [X * jnp.nan], G, "logits", progress=False), "not finite"),
-    "average of a generator": (lambda: orbit.average((x for x in [NET]), G), "a generator"),
+    "average of a generator": (lambda: orbit.average((x for x in [NET]), G), "a generator"),  # type: ignore[arg-type]
     **{name: (functools.partial(getattr(m, name), Z), "complex64")
        for name in ("effective_rank", "smallest_singular_value", "dead_units", "axis_alignment")},
     "gram_evolution": (lambda: m.gram_evolution(Z, Z.real, Z.real, Z.real), "left.*complex64|complex numbers in left"),
@@ -348,7 +348,7 @@ def test_odd_arguments_are_taken(tmp_path: Path) -> None:
         assert (tmp_path / "run").read_text() == text
     tx = optax.contrib.galore(0.1, rank=3)
     kept = orbit.transport(tx.init(NET), NET, UNIT, UNIT.sample(KEY, NET), "keep")
-    assert jax.tree.structure(kept) == jax.tree.structure(tx.init(NET))
+    assert structure(kept) == structure(tx.init(NET))
     with pytest.raises(ValueError, match=r"no rule for GaLoreState of '(up|down)'"):
         orbit.transport(tx.init(NET), NET, UNIT, UNIT.sample(KEY, NET))
 

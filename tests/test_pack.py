@@ -18,7 +18,7 @@ from tests import quick
 from tests.cases import GAUGE_CASES, GaugeCase
 from tests.refusals import refused
 from tests.tolerances import tolerance
-from tests.twins import CONFIGS, loss_of, normal, start_of, stepper, train
+from tests.twins import CONFIGS, loss_of, normal, start_of, stepper, structure, train
 
 Tree = Any
 PACKABLE = ("head_linear", "rope_linear")
@@ -60,7 +60,6 @@ def _same_bits(a: Tree, b: Tree) -> bool:
 @pytest.mark.parametrize("case", [*CASES, *MORE], ids=lambda case: case.name)
 def test_every_register_row_is_packed(case: GaugeCase, dtype: str, shared: bool) -> None:
     """The function stays; as many numbers go as the gauges have dimensions; the round trip keeps every bit."""
-    assert case.loss is not None
     with jax.enable_x64(dtype == "float64"):
         params = jax.tree.map(lambda x: x.astype(dtype), case.params(jax.random.key(0)))
         gauges = [gauge for gauge in case.gauges() if gauge.name in PACKABLE]
@@ -70,7 +69,7 @@ def test_every_register_row_is_packed(case: GaugeCase, dtype: str, shared: bool)
         assert jax.tree.map(jnp.shape, whole) == jax.tree.map(jnp.shape, params)
         np.testing.assert_allclose(case.loss(whole), case.loss(params), rtol=tolerance("invariant", dtype))
         again = go.orbit.pack(whole, case.gauges(), shared=shared)
-        assert jax.tree.structure(again) == jax.tree.structure(packed)
+        assert structure(again) == structure(packed)
         assert _same_bits(again, packed) and _same_bits(go.orbit.unpack(again), whole)
         assert all(x.dtype == dtype for x in jax.tree.leaves(packed))
 
@@ -156,8 +155,8 @@ def test_bfloat16_leaves_keep_their_dtype_and_bits() -> None:
     whole = go.orbit.unpack(go.orbit.pack(params, HEADS, size=0.3))
     assert whole["query"].dtype == jnp.bfloat16
     assert _same_bits(go.orbit.unpack(go.orbit.pack(whole, HEADS)), whole)
-    scores = [jnp.einsum("dhe,fhe->hdf", p["query"], p["key"], precision="highest") for p in (params, whole)]
-    np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in scores), atol=0.2)
+    before, after = (jnp.einsum("dhe,fhe->hdf", p["query"], p["key"], precision="highest") for p in (params, whole))
+    np.testing.assert_allclose(np.asarray(before, np.float32), np.asarray(after, np.float32), atol=0.2)
 
 
 # The slice ----------------------------------------------------------------------------------------------
@@ -210,7 +209,7 @@ def test_shared_rows_save_multiplications() -> None:
     x = jnp.ones((32, 64))
 
     def flops(kernel: Any) -> float:
-        analysis = jax.jit(go.orbit.packed_dot).lower(x, kernel).compile().cost_analysis()
+        analysis: Any = jax.jit(go.orbit.packed_dot).lower(x, kernel).compile().cost_analysis()
         return float((analysis[0] if isinstance(analysis, list) else analysis)["flops"])
 
     assert flops(packed) < 0.8 * flops(params["query"])  # 48 of 64 rows, and one addition per output
@@ -254,7 +253,7 @@ def test_gauges_that_are_left_go_on_under_quotient(x64: None) -> None:
     step = stepper(tx, lambda p: plain_loss(go.orbit.unpack(p)))
     twin = group.act(group.sample(jax.random.key(0), packed), packed)
     (first, losses), (_, of_twin) = (train(quick.jit(tx.init), step, p, 3) for p in (packed, twin))
-    assert jax.tree.structure(first) == jax.tree.structure(packed)
+    assert structure(first) == structure(packed)
     np.testing.assert_allclose(losses, of_twin, rtol=tolerance("quotient_loss"))
     for gauge in (lm.gauges(GPT)[0], WHOLE[1]):
         with pytest.raises(ValueError, match=rf"^{gauge.name}: binds the packed leaf 'blocks/0/attn/"):

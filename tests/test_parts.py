@@ -19,7 +19,7 @@ from models import lm
 from tests.cases import FLAT_CASES, GAUGE_CASES, GaugeCase, _lm_params
 from tests.quick import jit
 from tests.refusals import refused
-from tests.twins import CONFIGS, SIZES, furthest, normal_like, stepper, train, trained
+from tests.twins import CONFIGS, SIZES, furthest, normal_like, stepper, structure, train, trained
 
 Tree = Any
 CASES = {case.name: case for case in (*GAUGE_CASES, *FLAT_CASES)}
@@ -119,7 +119,7 @@ def test_a_shuffled_list_gives_the_same_bits(case: GaugeCase, x64: None) -> None
     for order in (gauges, gauges[::-1] if shuffled == gauges else shuffled):
         tx = go.quotient(optax.adamw(1e-2, weight_decay=0.1), order)
         ends.append(trained(tx, case.loss, params, 5))
-    assert jax.tree.structure(ends[0]) == jax.tree.structure(ends[1])
+    assert structure(ends[0]) == structure(ends[1])
     jax.tree.map(np.testing.assert_array_equal, *ends)
 
 

@@ -59,7 +59,7 @@ def norm(x: np.ndarray) -> np.ndarray:
     return np.linalg.norm(x, axis=(-2, -1))
 
 
-def scalar(values: np.ndarray, schedule: linalg.Schedule) -> np.ndarray:
+def scalar(values: Any, schedule: linalg.Schedule) -> np.ndarray:
     """What the steps make of singular values: σ ← a·σ + b·σ³ + c·σ⁵ + …"""
     for step in schedule:
         values = sum(c * values ** (2 * power + 1) for power, c in enumerate(step))

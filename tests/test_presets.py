@@ -87,7 +87,7 @@ def stacked_numbers(shapes: Shapes) -> dict[str, tuple[int, ...]]:
 # Trees --------------------------------------------------------------------------------------------
 
 
-def under(prefix: str, shapes: Shapes) -> Shapes:
+def under(prefix: str, shapes: Shapes) -> dict[str, tuple[int, ...]]:
     return {prefix + path: shape for path, shape in shapes.items()}
 
 
@@ -97,8 +97,8 @@ def gemma(
 ) -> jax.Array:
     """Scales are stored less one; Gemma 3 has norms of queries and keys, and behind attention and the MLP."""
     qk, behind = (None, None) if query is None else ((1 + query, 1 + key), (1 + after, 1 + last))
-    kernels = q.transpose(1, 0, 2), *kv.transpose(0, 2, 1, 3), out
-    return block(x, 1 + norm1, *kernels, 1 + norm2, gates[1], down, gates[0], qk=qk, behind=behind, **how)
+    q, (k, v) = q.transpose(1, 0, 2), kv.transpose(0, 2, 1, 3)
+    return block(x, 1 + norm1, q, k, v, out, 1 + norm2, gates[1], down, gates[0], qk=qk, behind=behind, **how)
 
 
 def qwen(x: Any, *leaves: Any, **how: bool) -> jax.Array:
@@ -115,7 +115,8 @@ def gpt2(x: Any, scale1: Any, bias1: Any, qkv: Any, bias: Any, out: Any, scale2:
 
 def llama(x: Any, norm1: Any, q: Any, k: Any, v: Any, out: Any, *others: Any, **how: bool) -> jax.Array:
     """Heads are stored in one axis."""
-    return block(x, norm1, *(w.reshape(D, -1, E) for w in (q, k, v)), out.reshape(H, E, D), *others, **how)
+    q, k, v = (w.reshape(D, -1, E) for w in (q, k, v))
+    return block(x, norm1, q, k, v, out.reshape(H, E, D), *others, **how)
 
 
 def vit(x: Any, scale1: Any, bias1: Any, q: Any, k: Any, v: Any, out: Any, scale2: Any, bias2: Any, up: Any, down: Any,

@@ -69,10 +69,10 @@ STEPS: dict[str, optax.GradientTransformation] = {
     "linear": go.quotient(optax.adamw(0.1), FACTORS),
     "max_norm_muon": go.max_norm_muon(0.1, HEADS, {"value": "_ head neuron", "out": "_ _ neuron"}),
     "ddc_adamw": go.ddc_adamw(0.1, HEADS),
-    "scale_by_opposite_gram": go.scale_by_opposite_gram(FACTORS),
+    "scale_by_opposite_gram": go.links.scale_by_opposite_gram(FACTORS),
 }
 CALLS_AND_STEPS = CALLS | {
-    name: lambda p, x, fn, tx=tx: _step(tx, p, x[0], fn) for name, tx in STEPS.items()  # type: ignore[misc]
+    name: lambda p, x, fn, tx=tx: _step(tx, p, x[0], fn) for name, tx in STEPS.items()
 }
 
 

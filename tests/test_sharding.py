@@ -21,7 +21,7 @@ def _programs(*arguments: list[str]) -> list[list[dict[str, Any]]]:
     """What `tests.sharded` prints, run with each of these arguments at once; one that hangs is killed."""
 
     def run(own: list[str]) -> subprocess.CompletedProcess[str]:
-        command, how = [sys.executable, "-m", "tests.sharded", *own], {"capture_output": True, "text": True}
+        command, how = [sys.executable, "-m", "tests.sharded", *own], dict[str, Any](capture_output=True, text=True)
         return subprocess.run(command, cwd=ROOT, env=environment(), timeout=LIMIT, **how)
 
     with ThreadPoolExecutor() as pool:

@@ -206,7 +206,7 @@ def test_coordinates_stand_still_for_a_thousand_float32_steps(name: str) -> None
     motion = jit(lambda p, q: go.measure.vertical_motion(p, jax.tree.map(jnp.subtract, q, p), group))
     turning = [k for k, part in enumerate(group.gauges) if part.name in ("head_rotation", "rope_torus")]
     for start in (params, group.act(group.sample(jax.random.key(3), params), params)):
-        here, state, turned = start, init(start), []
+        here, state, turned = start, init(start), list[Any]()
         for _ in range(1000):
             after, state, _ = step(here, state)
             found = [motion(here, after)[k] for k in turning]

@@ -142,7 +142,7 @@ def test_an_update_takes_the_steps_that_the_page_and_the_picture_name() -> None:
 # Documentation ------------------------------------------------------------------------------------
 
 
-PUBLIC = {
+PUBLIC: dict[str, Any] = {
     path: functools.reduce(getattr, path.split(".")[1:], go) for paths in symbols.paths().values() for path in paths
 }
 """What the reference has a page of."""
@@ -154,7 +154,7 @@ def test_all_is_grouped_and_whole_and_the_reference_has_the_same_names() -> None
     assert len(grouped) > 1 and all(len(names) > 1 for names in grouped.values())
     assert [name for names in grouped.values() for name in names] == go.__all__
     assert dir(go) == sorted(set(go.__all__)) and len(go.__all__) <= 40
-    assert {*symbols.MODULES.values()} == {getattr(go, name) for name in go._MODULES}
+    assert {*symbols.MODULES.values()} == {getattr(go, name) for name in vars(go)["_MODULES"]}
     classes = {f"gauge_optax.measure.{name}" for name in ("EmpiricalFisher", "Fisher", "GGN", "Hessian", "Recorder")}
     assert PUBLIC.keys() - FUNCTIONS.keys() == classes | {"gauge_optax.Gauge"}
     assert FUNCTIONS.keys() >= {

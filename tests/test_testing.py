@@ -106,7 +106,7 @@ def test_a_projected_update_is_horizontal_and_an_arbitrary_one_is_not(name: str,
     with jax.enable_x64(dtype == "float64"):
         params, group = _params(case, dtype), go.product(case.gauges())
         update = normal_like(9, params)
-        assert assertion(jit(group.horizontal)(params, update), params, case.gauges()) is None  # type: ignore[func-returns-value]
+        assert assertion(jit(group.horizontal)(params, update), params, case.gauges()) is None
         with pytest.raises(AssertionError, match=rf"vertical part {RELATIVE} of the update") as error:
             assertion(update, params, case.gauges())
         assert _found(str(error.value)) > 1e-2

@@ -1,6 +1,6 @@
 """The PyTorch file takes the steps of the JAX functions; without torch these tests are skipped."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from tests.refusals import refused
 from tests.twins import trained
 
 torch = pytest.importorskip("torch")
+Module: Any = torch.nn.Module
 
 from examples import torch_lora  # noqa: E402
 
@@ -21,7 +22,7 @@ MAKERS = {"adamw": torch_lora.QuotientAdamW, "muon": torch_lora.QuotientMuon}
 by_maker = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 
 
-def drawn(shapes: dict[str, tuple[int, ...]], seed: int = 0) -> dict[str, np.ndarray]:
+def drawn(shapes: Mapping[str, tuple[int, ...]], seed: int = 0) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
     return {name: rng.normal(size=shape) for name, shape in shapes.items()}
 
@@ -170,7 +171,7 @@ def test_magnitudes_of_dora_and_biases_of_b_pass(out: int) -> None:
 # Groups, and the Trainer --------------------------------------------------------------------------------
 
 
-class Model(torch.nn.Module):
+class Model(Module):
     """Two adapters and a bias, with PEFT's names."""
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ from gauge_optax.states.moves import move_cotangent, move_tangent
 from tests.quick import jit
 from tests.refusals import each_refused, refused
 from tests.tolerances import tolerance
-from tests.twins import driven, normal, trained
+from tests.twins import driven, normal, structure, trained
 
 Tree = Any
 
@@ -46,7 +46,7 @@ def _errors(found: Tree, expected: Tree) -> list[tuple[float, Any]]:
 
     Or to 1: the moment of a norm's scale, whose channel has no direction of its own, is rounding.
     """
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    assert structure(found) == structure(expected)
     pairs = zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True)
     return [
         (np.max(np.abs(1.0 * np.asarray(a) - np.asarray(b)), initial=0.0) / np.max(np.abs(a), initial=1.0),
@@ -370,7 +370,7 @@ def test_signatures_are_kept() -> None:
 SCALES = [NORM, UNIT, SHIFT]
 
 
-def _loss(p: Tree) -> jax.Array:
+def _loss(p: Tree) -> Any:
     x = jnp.linspace(-1.0, 1.0, 9).reshape(3, 3) * p["norm"]
     hidden, heads = jax.nn.relu(x @ p["up"]) @ p["down"], jnp.einsum("nd,dhe,hef->nf", x, p["value"], p["out"])
     return sum(jnp.sum(jnp.square(y)) for y in (hidden, heads, jax.nn.log_softmax(x @ p["head"])))
@@ -436,7 +436,7 @@ def test_an_unpinned_run_goes_on_from_a_plain_state(x64: None) -> None:
     params, state, gradient = _plain_run(inner, noise(0))
     free, pinned = (go.orbit.from_state(state, inner, SCALES, params, pin=pin) for pin in (False, True))
     tx = go.quotient(inner, SCALES, pin=False)
-    assert jax.tree.structure(free) == jax.tree.structure(tx.init(params))
+    assert structure(free) == structure(tx.init(params))
     steps = tx.update(gradient, free, params)[0], go.quotient(inner, SCALES).update(gradient, pinned, params)[0]
     assert apart(*steps) <= 1e-12
     with pytest.raises(ValueError, match="pin=True"):

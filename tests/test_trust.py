@@ -17,7 +17,7 @@ from tests.cases import FLAT_CASES, with_masks
 from tests.gauges.user_gauges import Translation
 from tests.quick import jit
 from tests.refusals import complaint
-from tests.twins import trained
+from tests.twins import structure, trained
 
 RELU = go.rescale({"up/kernel": "_ channel", "up/bias": "channel"}, {"down/kernel": "channel _"})
 NET = {
@@ -85,14 +85,14 @@ def test_drift_names_gauge_layer_and_channel() -> None:
     assert turned[0] == "head_rotation('value', …)" and "vertical_motion" in turned[1]
     assert shifted == ["logit_shift('head')", "5.00e-01", "head, entry 1"]
     # It is the tuple of elements that it was, inside `jit` too.
-    compiled = jit(lambda *points: go.measure.drift(*points, gauges))(params, moved)
-    assert isinstance(compiled, tuple) and jax.tree.structure(compiled) == jax.tree.structure(drift)
+    compiled = jit(lambda p, q: go.measure.drift(p, q, gauges))(params, moved)
+    assert isinstance(compiled, tuple) and structure(compiled) == structure(drift)
     assert len(compiled) == 3 and compiled[1] == {} and str(compiled).splitlines()[2] == str(drift).splitlines()[2]
     np.testing.assert_allclose(compiled[0]["i=1"], logs["i=1"], atol=1e-6)
     lost = jax.tree.map(lambda x: x.at[(0,) * x.ndim].set(jnp.nan), drift)
     assert str(lost).splitlines()[2].split()[-3:] == ["nan", "channel", "0"]
     printed = list[str]()
-    jax.eval_shape(lambda *points: printed.append(str(go.measure.drift(*points, gauges))), params, moved)
+    jax.eval_shape(lambda p, q: printed.append(str(go.measure.drift(p, q, gauges))), params, moved)
     assert "Tracer" in printed[0]  # there are no numbers yet, and printing them is no error
 
 

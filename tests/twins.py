@@ -62,7 +62,7 @@ def start_of(name: str, dtype: str) -> Tree:
 
 
 @functools.lru_cache(maxsize=2)
-def stepper(tx: optax.GradientTransformation, loss: Callable[[Tree], jax.Array]) -> Any:
+def stepper(tx: optax.GradientTransformation, loss: Callable[[Tree], Any]) -> Any:
     """(params, state) → both after a step, and the loss before it; compiled once for a point and its twin."""
 
     @jit
@@ -82,7 +82,7 @@ def train(init: Any, step: Any, params: Tree, steps: int = 20) -> tuple[Tree, np
     return params, np.array(losses)
 
 
-def trained(tx: optax.GradientTransformation, loss: Callable[[Tree], jax.Array], params: Tree, steps: int) -> Any:
+def trained(tx: optax.GradientTransformation, loss: Callable[[Tree], Any], params: Tree, steps: int) -> Any:
     """Weights and state after some steps."""
     step, state = stepper(tx, loss), tx.init(params)
     for _ in range(steps):
@@ -114,6 +114,11 @@ def walk(tx: optax.GradientTransformation, params: Tree, gradients: Tree) -> tup
         return jax.tree.map(lambda a, b: jnp.concatenate([a, b[None]]), before, last), state
 
     return jit(run)(params, gradients)
+
+
+def structure(tree: Tree) -> Any:
+    """The structure of a tree, to compare: jaxlib has no stubs, and mypy knows no `==` of what jax returns."""
+    return jax.tree.structure(tree)
 
 
 def apart(a: Tree, b: Tree) -> dict[str, float]:

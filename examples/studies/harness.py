@@ -91,7 +91,7 @@ class Study:
     name: str | Callable[[Any], str]
     cells: Callable[[Any, argparse.Namespace], Cells | Callable[[Result], Cells]]
     section: Callable[[Result], str]
-    figure: Callable[[Result, Path], None] | None = None
+    figure: Callable[[Result, Path], object] | None = None
     page: Callable[[Result], str] | None = None
     config: Any = None
     full: Any = None

@@ -32,9 +32,9 @@ def near(params: Any, seed: int) -> Any:
     return jax.tree.map(lambda x: np.asarray(x, np.float64) + 0.3 * rng.standard_normal(np.shape(x)), params)
 
 
-def _config(norm: str, mlp: str, kv_heads: int, **switches: Any) -> lm.LMConfig:
-    sizes = dict(vocab=11, d_model=8, layers=2, heads=4, d_head=4, d_ff=10, max_len=6)
-    return lm.LMConfig(**sizes, norm=norm, mlp=mlp, kv_heads=kv_heads, **{"bias": False, **switches})  # type: ignore[arg-type]
+def _config(norm: Any, mlp: Any, kv_heads: int, **switches: Any) -> lm.LMConfig:
+    sizes = dict[str, Any](vocab=11, d_model=8, layers=2, heads=4, d_head=4, d_ff=10, max_len=6)
+    return lm.LMConfig(**sizes, norm=norm, mlp=mlp, kv_heads=kv_heads, **{"bias": False, **switches})
 
 
 CONFIGS: Mapping[str, lm.LMConfig] = {

@@ -78,7 +78,7 @@ def test_every_switch_of_the_language_model(name: str, form: str) -> None:
 def test_classifiers_of_digits(config: digits.DigitsConfig) -> None:
     init, logits = digits.make(config)
     found = axes_of(logits, init(jax.random.key(0)), RNG(1).normal(size=(3, 64)))
-    read = {path: found.of(path) for path in digits.neurons(config)}
+    read: dict[str, Any] = {path: found.of(path) for path in digits.neurons(config)}
     assert {axes for _, axes in read.values()} == {"_ neuron"} and not found.undecided
     assert dict(found.neurons) == {**dict(read.values()), "head/kernel": "_ token"}
 

@@ -1,5 +1,6 @@
 """Still planes of rotary, learned probes, multipliers per query head, fused biases, hidden means: missed once."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -40,7 +41,7 @@ def explained(fn: Any, params: Any, *names: str) -> None:
     assert report.certificate.unexplained == 0
 
 
-def ungauged(fn: Any, params: Any, batches: Any, seed: int = 0) -> dict[str, tuple[str, ...]]:
+def ungauged(fn: Any, params: Any, batches: Any, seed: int = 0) -> Mapping[str, tuple[str, ...]]:
     return go.discover(fn, params, batches, "predictions", seed=seed, progress=False).ungauged
 
 
@@ -75,8 +76,8 @@ def test_biases_of_a_fused_kernel() -> None:
 
     params = drawn(
         embed=(V, D), qkv=(D, 3 * H * E), bias=(3 * H * E,), o=(H * E, D), out=(D,), scale=(D,), shift=(D,))
-    report = go.discover(fn, params, TOKENS, outputs="loss", progress=False)
-    found = {(gauge.name, *sorted({spec.pattern for spec in gauge.specs})) for gauge in report.whole}  # type: ignore[attr-defined]
+    report: Any = go.discover(fn, params, TOKENS, outputs="loss", progress=False)
+    found = {(gauge.name, *sorted({spec.pattern for spec in gauge.specs})) for gauge in report.whole}
     assert {
         ("bias_absorption", "bias", "qkv", "shift"), ("bias_absorption", "bias", "o", "out"), ("key_bias", "bias"),
         ("norm_read_shift", "bias", "qkv", "scale", "shift"), ("norm_write_shift", "embed"),
@@ -282,6 +283,7 @@ def test_a_part_of_a_bias_that_its_kernel_maps_to_nothing_is_named(norm: str, wi
     assert (kind in named) == (width < 8 or (norm == "centred" and width == 8))
 
 
+KINDS = np.arange(40) % D
 MODULATED: dict[str, tuple[Any, str]] = {
     "halves of one kernel": (lambda p, y, g, h, x: y * (1 + g) + h, "bias + both + c"),
     "two kernels": (lambda p, y, g, h, x: y * (x @ p["gain"]) + x @ p["shift"] + p["b"], "bias + shift"),
@@ -289,7 +291,6 @@ MODULATED: dict[str, tuple[Any, str]] = {
     "tables": (lambda p, y, g, h, x: y * (1 + p["gain"][KINDS]) + p["shift"][KINDS], "bias + shift"),
     "no shift": (lambda p, y, g, h, x: y * (1 + g) + jnp.sin(h), ""),
 }
-KINDS = np.arange(40) % D
 
 
 @pytest.mark.parametrize("how", MODULATED)
@@ -341,10 +342,10 @@ def test_a_norm_behind_a_sublayer_gives_its_bias_to_the_next_sublayers(x64: None
 
     report = go.discover(fn, params, inputs(2, 60, 9), "logits", progress=False)
     assert not report.ungauged
-    group = go.product(report.whole)
+    group: Any = go.product(report.whole)
     moved = [{spec.pattern for spec in gauge.specs} for gauge in group.gauges if gauge.name == "bias_absorption"]
     assert {"bias", "up0", "up_bias0", "down_bias0"} in moved and {"bias0", "up1", "up_bias1", "down_bias1"} in moved
-    assert go.census(fn, params, inputs(2, 60, 9), group, progress=False).unexplained == 0
+    assert go.measure.census(fn, params, inputs(2, 60, 9), group, progress=False).unexplained == 0
 
 
 @pytest.mark.parametrize(("first", "second", "missed"), [

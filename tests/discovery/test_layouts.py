@@ -31,7 +31,8 @@ def turned(x: jax.Array, u: jax.Array, v: jax.Array, still: int = 0) -> tuple[ja
 
 
 def half(x: jax.Array, still: int = 0) -> jax.Array:
-    return jnp.concatenate(turned(x, *jnp.split(x, 2, -1), still), -1)
+    u, v = jnp.split(x, 2, -1)
+    return jnp.concatenate(turned(x, u, v, still), -1)
 
 
 def interleaved(x: jax.Array) -> jax.Array:
@@ -220,7 +221,8 @@ def test_kernels_by_head_that_the_model_flattens(turns: bool, gated: bool) -> No
     def inner(p: Any, x: Any) -> jax.Array:
         q, k, v = (heads(x @ p[name].reshape(D, -1)) for name in "qkv")
         q, gate = jnp.split(q, 2, -1) if gated else (q, jnp.zeros(()))
-        mixed = attention(*((half(y) if turns else y) for y in (q, k)), v)
+        q, k = ((half(y) if turns else y) for y in (q, k))
+        mixed = attention(q, k, v)
         return flat(mixed * jax.nn.sigmoid(gate) if gated else mixed) @ p["o"].reshape(-1, D)
 
     shapes = {"embed": (11, D), "head": (D, 11), "q": (D, H, E * (1 + gated)), "k": (D, H, E), "v": (D, H, E)}

@@ -171,7 +171,7 @@ def biased(p: Tree) -> jax.Array:
 
 LOHA = {f"hada_w{k}_{x}": drawn(k + 2 * (x == "b"), *s) for k in (1, 2) for x, s in (("a", (6, 3)), ("b", (3, 8)))}
 EXPERTS = {"experts": peft(drawn(0, 6, 8), drawn(1, 5, 6))}
-SAID = {"axes": {"**/experts": ("(expert basis) _", "_ (basis expert)")}, "sizes": {"expert": 3}}
+SAID: dict[str, Any] = {"axes": {"**/experts": ("(expert basis) _", "_ (basis expert)")}, "sizes": {"expert": 3}}
 BOUND: dict[str, tuple[Tree, Callable[[Tree], jax.Array], int]] = {
     "dora": (peft(A, drawn(1, 3, 3), lora_magnitude_vector={"default": {"weight": drawn(2, 3)}}), dora, 9),
     "dora, Qwix": ({"w": KERNEL.T, "w_lora_a": A.T, "w_lora_b": B.T, "w_dora_m": drawn(2, 6)}, qwix_dora, 9),

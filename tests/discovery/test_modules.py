@@ -11,7 +11,6 @@ import pytest
 from flax import nnx
 
 import gauge_optax as go
-from gauge_optax.gauges.gauge import Gauge
 from tests.discovery.test_traps import refused
 
 BATCHES = list(np.random.default_rng(0).normal(size=(2, 6, 4)))
@@ -22,6 +21,7 @@ MLP = [
 SHIFT = go.logit_shift({"down/kernel": "_ vocab", "down/bias": "vocab"})
 NET = [go.rescale({"up/kernel": "_ channel", "up/bias": "channel"}, {"down/kernel": "channel _"}), SHIFT]
 NORMED = [go.norm_scale({"norm/scale": "channel", "norm/bias": "channel"}, {"down/kernel": "channel _"}), SHIFT]
+split: Any = nnx.split  # mypy cannot unpack its results
 
 
 class Net(nnx.Module):
@@ -39,7 +39,7 @@ class Net(nnx.Module):
 
 def test_a_variable_under_two_paths_is_refused() -> None:
     """A tree has it twice, and nnx.Optimizer once."""
-    net = Net()
+    net: Any = Net()
     net.again = net.down
     refused("one variable under two paths", "'again/bias' and 'down/bias'", "nnx.split", fn=called, params=net,
             batches=BATCHES)
@@ -49,7 +49,7 @@ def called(model: Any, x: jax.Array) -> jax.Array:
     return model(x)
 
 
-def gauges_of(fn: Any, params: Any) -> list[Gauge]:
+def gauges_of(fn: Any, params: Any) -> list[Any]:
     return go.discover(fn, params, BATCHES, "logits", progress=False).gauges
 
 
@@ -71,19 +71,19 @@ def test_an_nnx_module_and_shapes_of_one() -> None:
     assert gauges_of(called, model) == NET
     up = np.asarray(model.up.kernel[...])
     assert up.dtype == np.float32 and up.std() < 1, "the module that was passed has changed"
-    graph, shapes, rest = nnx.split(abstract, nnx.Param, ...)
+    graph, shapes, rest = split(abstract, nnx.Param, ...)
     assert gauges_of(lambda p, x: nnx.merge(graph, p, rest)(x), shapes) == NET
 
 
 def test_statistics_of_a_batch_norm_that_trains_are_no_parameters() -> None:
     """Whole, split into everything, split into parameters: one list, which fits the tree of `wrt=nnx.Param`."""
-    model = Net(normed=True)
+    model: Any = Net(normed=True)
     whole = go.discover(called, model, BATCHES, "logits", progress=False)
     assert whole.gauges == NORMED and {"norm/mean", "norm/var"} <= set(whole.dead)
     assert float(jnp.sum(jnp.square(model.norm.mean[...]))) == 0.0, "the module that was passed has changed"
     graph, state = nnx.split(model)
     assert gauges_of(lambda p, x: nnx.merge(graph, p)(x), state) == NORMED
-    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    graph, params, rest = split(model, nnx.Param, ...)
     assert gauges_of(lambda p, x: nnx.merge(graph, p, rest, copy=True)(x), params) == NORMED
     go.bind(NORMED, params)
     refused("Cannot mutate BatchStat", "nnx.merge(graph, params, rest, copy=True)",
@@ -92,7 +92,7 @@ def test_statistics_of_a_batch_norm_that_trains_are_no_parameters() -> None:
 
 def test_dropout_of_a_module_that_trains_is_named() -> None:
     """As a part of the parameters, and captured by the function."""
-    graph, params, rest = nnx.split(Net(), nnx.Param, ...)
+    graph, params, rest = split(Net(), nnx.Param, ...)
     for fn, given in ((called, Net()), (lambda p, x: nnx.merge(graph, p, rest)(x), params)):
         refused("dropout", "model.set_attributes(deterministic=True)", fn=fn, params=given, batches=BATCHES)
 
@@ -113,7 +113,7 @@ def test_statistics_that_linen_returns_are_no_outputs() -> None:
         return LinenNormed().apply(variables, x, mutable=["batch_stats"])
 
     assert gauges_of(lambda params, x: fn({**variables, "params": params}, x), variables["params"]) == NORMED
-    paths = [spec.pattern for gauge in gauges_of(fn, variables) for spec in gauge.specs]  # type: ignore[attr-defined]
+    paths = [spec.pattern for gauge in gauges_of(fn, variables) for spec in gauge.specs]
     assert paths and all(path.startswith("params/") for path in paths)
 
 

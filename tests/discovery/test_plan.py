@@ -39,7 +39,7 @@ def test_an_optimizer_says_how_it_reads_a_leaf() -> None:
     """max_norm_muon reads whole kernels where gauges name heads; fused ranges, tokens and what nothing lists."""
     params = {"q": jnp.ones((8, 8)), "fused": jnp.ones((8, 12)), "table": jnp.ones((5, 8)), "free": jnp.ones((3, 4))}
     gauge = go.head_rotation({"q": "_ (head basis)", "fused": "_ (head basis)=0:8"}, sizes={"head": 2})
-    neurons = {"q": "_ unit", "fused": ("_ unit=0:8", "_ unit=8:12")}
+    neurons: dict[str, Any] = {"q": "_ unit", "fused": ("_ unit=0:8", "_ unit=8:12")}
     tx = optax.chain(optax.clip(1.0), go.max_norm_muon(0.1, gauge, neurons, {"table": "token _"}))
     with pytest.warns(UserWarning, match=r"no mapping lists 1 matrix\n.*'free'") as told:
         found = {row.leaf: (row.matrices, row.rule) for row in go.plan(tx, params).leaves}

@@ -195,7 +195,7 @@ def test_squared_gradients_are_those_of_whole_leaves(x64: None, monkeypatch: pyt
 
 def test_free_axes_side_by_side_are_written_as_one() -> None:
     """A norm over all heads of which rotary planes share a factor: neither of two free lengths would be determined."""
-    heads, basis, sizes = Atom(("heads",), 2), Atom(("basis",), 4), dict[str, int]()
+    heads, basis, sizes = Atom((0,), 2), Atom((1,), 4), dict[str, int]()
     text = write._axis_text(8, Window(0, 8, (heads, basis)), ["_", "channel"], sizes, "half", "channel")
     assert (text, sizes) == ("(_ channel)", {"channel": 2})
     with pytest.raises(write.Unwritable, match="two parts are free"):
@@ -213,7 +213,7 @@ def short_of(fn: Callable[[Any, Any], Any], shapes: Any, kept: Mapping[str, tupl
     def dropped(trace: Trace) -> set[int]:
         gone = set[int]()
         for path, (axis, n) in kept.items():
-            ids = trace.spaces.atoms(trace.leaves[path][axis])[-1]
+            ids = trace.spaces.atoms(np.asarray(trace.leaves[path][axis]))[-1]
             gone |= set(list(dict.fromkeys(trace.spaces.canon(ids).tolist()))[n:])
         return gone
 

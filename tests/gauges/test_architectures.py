@@ -24,7 +24,7 @@ Entrywise = Callable[[jax.Array], jax.Array]
 TOKENS, WIDTH, HEADS, BASIS, HIDDEN, VOCAB, EXPERTS = 7, 8, 2, 4, 6, 9, 5
 
 _draws = np.random.default_rng(0)
-INPUTS = _draws.standard_normal((TOKENS, WIDTH))
+INPUTS: Any = _draws.standard_normal((TOKENS, WIDTH))
 ATTENTION = np.exp(_draws.standard_normal((HEADS, TOKENS, TOKENS)))
 ATTENTION /= ATTENTION.sum(-1, keepdims=True)
 

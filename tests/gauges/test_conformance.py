@@ -247,7 +247,7 @@ def test_act_and_split_keep_every_leafs_dtype(exact: Subject) -> None:
     """And broadcast nothing of lower rank by accident."""
     names = ("bfloat16", "float32", "float64")
     leaves, treedef = jax.tree.flatten(exact.params)
-    params = treedef.unflatten([jax.ShapeDtypeStruct(x.shape, names[k % 3]) for k, x in enumerate(leaves)])
+    params = jax.tree.unflatten(treedef, [jax.ShapeDtypeStruct(x.shape, names[k % 3]) for k, x in enumerate(leaves)])
     methods = [exact.gauge.vertical, exact.gauge.horizontal]
     with jax.numpy_rank_promotion("raise" if exact.case in GAUGE_CASES else "allow"):
         moved = jax.eval_shape(exact.gauge.act, exact.element(0), params)
@@ -402,7 +402,7 @@ def _degenerate(params: Tree) -> Iterator[tuple[str, Tree]]:
         for axis in range(-1, leaf.ndim):
             dead = leaf.copy()
             dead[(slice(None),) * axis + (0,) if axis >= 0 else ...] = 0.0
-            yield f"leaf {k} axis {axis}", treedef.unflatten([*leaves[:k], dead, *leaves[k + 1 :]])
+            yield f"leaf {k} axis {axis}", jax.tree.unflatten(treedef, [*leaves[:k], dead, *leaves[k + 1 :]])
 
 
 def _has_a_frame(gauge: Gauge, params: Tree) -> bool:
@@ -431,7 +431,7 @@ def test_degenerate_points_stay_finite_and_equivariant(exact: Subject) -> None:
 @pytest.mark.parametrize("case", (*GAUGE_CASES, *FLAT_CASES, *DISCRETE_CASES), ids=_name)
 def test_a_gauge_is_a_hashable_value(case: GaugeCase) -> None:
     """Also by its `repr`, which is the source that makes it, and by JSON."""
-    (gauge, *_), whole = case.gauges(), go.product(case.gauges())
+    (gauge, *_), whole = list[Any](case.gauges()), go.product(case.gauges())
     for value, again in ((gauge, case.gauges()[0]), (whole, go.product(case.gauges()))):
         text = repr(value)
         assert value == again and value is not again and hash(value) == hash(again)

@@ -41,7 +41,7 @@ def test_vertical_is_the_orbit(case: GaugeCase, x64: None) -> None:
     flat = np.concatenate([np.asarray(x).reshape(count, -1) for x in jax.tree.leaves(up)], 1)
     sizes = np.linalg.svd(flat, compute_uv=False)
     assert np.sum(sizes > 1e-9 * sizes[0]) == case.dim - OVERLAP.get(case.name, 0)
-    gradient = np.concatenate([np.ravel(x) for x in jax.tree.leaves(jit(jax.grad(case.loss))(params))])  # type: ignore[arg-type]
+    gradient = np.concatenate([np.ravel(x) for x in jax.tree.leaves(jit(jax.grad(case.loss))(params))])
     assert np.max(np.abs(flat @ gradient)) <= 1e-10 * np.linalg.norm(gradient) * np.max(np.linalg.norm(flat, axis=1))
 
 

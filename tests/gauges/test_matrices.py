@@ -37,7 +37,7 @@ class Reading(NamedTuple):
 
     gauges: list[go.Gauge]
     shapes: dict[str, Shape]
-    numbers: dict[str, Numbers | Shape]
+    numbers: dict[str, Any]
 
     @property
     def views(self) -> dict[str, Shape]:
@@ -102,7 +102,7 @@ def _params(shapes: dict[str, Shape], seed: int = 0) -> Tree:
     return normal(seed, shapes) | {"free": jnp.ones((3, 4))}
 
 
-def _read(gauges: list[go.Gauge], params: Tree) -> dict[str, Matrices]:
+def _read(gauges: list[go.Gauge], params: Tree) -> dict[str, Any]:
     return matrices_of(go.product(gauges)._bound(params).slice.parts)
 
 

@@ -37,7 +37,7 @@ def _equal(a: Tree, b: Tree) -> bool:
 @everywhere
 def test_half_a_move_is_no_symmetry(case: GaugeCase, x64: None) -> None:
     """Any leaf that is left where it was changes the loss, so that every leaf listed is needed."""
-    params, loss = case.params(jax.random.key(1)), jit(case.loss)  # type: ignore[arg-type]
+    params, loss = case.params(jax.random.key(1)), jit(case.loss)
     before = float(loss(params))
     gauge = next(gauge for gauge in case.gauges() if gauge.name == "permutation")
     key, order = next(iter(gauge.identity(params).items()))
@@ -85,8 +85,8 @@ def test_quotient_takes_it_in_a_list_and_changes_nothing(case: GaugeCase) -> Non
 
 def test_adam_does_not_notice_and_its_state_moves_along() -> None:
     (gauge,), params, tx = UNITS.gauges(), jax.tree.map(jnp.asarray, _params(UNITS)), optax.adamw(1e-2)
-    g, step = gauge.sample(jax.random.key(0), params), stepper(tx, UNITS.loss)  # type: ignore[arg-type]
-    there, state = trained(tx, UNITS.loss, params, 3)  # type: ignore[arg-type]
+    g, step = gauge.sample(jax.random.key(0), params), stepper(tx, UNITS.loss)
+    there, state = trained(tx, UNITS.loss, params, 3)
     twin, moved = gauge.act(g, there), go.orbit.transport(state, there, gauge, g)
     assert _equal(moved[0].nu, gauge.act(g, state[0].nu))
     for _ in range(3):

@@ -23,7 +23,7 @@ def _far(a: Any, b: Any) -> float:
     """The largest distance of a leaf, relative to its size, or to 0.001 of the tree's: a leaf γ − 1 may be zero."""
     pairs = [(np.subtract(x, y), np.asarray(y)) for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True)]
     least = max(1e-3 * float(np.sqrt(sum(np.sum(y**2) for _, y in pairs))), 1e-30)
-    return max(float(np.linalg.norm(x) / max(np.linalg.norm(y), least)) for x, y in pairs)
+    return max(float(np.linalg.norm(x) / max(float(np.linalg.norm(y)), least)) for x, y in pairs)
 
 
 def _slice_point(group: go.Gauge, params: Any) -> Any:

@@ -102,7 +102,7 @@ def test_what_cannot_be_counted_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_figure_names_gauges_and_leaves() -> None:
     matplotlib, row = pytest.importorskip("matplotlib"), _llama()
     matplotlib.use("Agg")
-    axes = _counted(row, row.gauges[:6] + row.gauges[7:]).plot()
+    axes = _counted(row, [*row.gauges[:6], *row.gauges[7:]]).plot()
     labels = [label.get_text() for label in axes.get_yticklabels()]
     assert labels[-3] == "no gauge explains, in all"
     assert set(labels[-2:]) == {f"of these, in blocks/0/mlp/{name}/kernel" for name in ("up", "down")}
@@ -121,7 +121,7 @@ def test_roundoff_of_dead_directions_beside_flat_ones_needs_no_gauge(whole: int)
     draw = np.random.default_rng(0).normal
     params = {"up": draw(size=(5, 7)), "down": draw(size=(7, 4)), "a": draw(size=7) / 9, "b": draw(size=7) / 9}
     gauge = go.rescale({"up": "_ channel", "a": "channel", "b": "channel"}, {"down": "channel _"})
-    given = dict(batches=[draw(size=(90, 5))], outputs="loss", cutoff=1e-13, whole=whole, progress=False)
+    given = dict[str, Any](batches=[draw(size=(90, 5))], outputs="loss", cutoff=1e-13, whole=whole, progress=False)
     found = go.measure.census(fn, params, gauges=gauge, **given)
     assert 1e-13 < found.gap[1] < 1e-11
     assert (found.dead, found.explained, found.unreached, found.unexplained) == (7, 7, 0, 0)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.flatten_util import ravel_pytree
 
 import gauge_optax as go
 from models import lm
@@ -23,7 +24,7 @@ POINT, INPUTS = {"up": DRAW(size=(5, 4)), "down": DRAW(size=(4, 3)), "bias": DRA
 BATCHES = [INPUTS[:7], INPUTS[7:16]]
 
 
-def _net(p: Tree, x: jax.Array) -> jax.Array:
+def _net(p: Tree, x: Any) -> jax.Array:
     return jnp.tanh(x @ p["up"]) @ p["down"] + p["bias"]
 
 
@@ -34,13 +35,13 @@ def _linear(p: Tree, x: jax.Array) -> jax.Array:
 LINEAR = _linear, {"w": DRAW(size=(4, 3))}, [DRAW(size=(40, 4))]
 
 
-def _jacobian(fn: Any, params: Tree, x: jax.Array) -> np.ndarray:
+def _jacobian(fn: Any, params: Tree, x: Any) -> np.ndarray:
     """(rows, outputs, parameters), in the order of the tree."""
     parts = jax.tree.leaves(jax.jacobian(fn)(params, x))
     return np.concatenate([np.asarray(part).reshape(*part.shape[:2], -1) for part in parts], -1)
 
 
-def _softmax_curves(outputs: jax.Array) -> np.ndarray:
+def _softmax_curves(outputs: Any) -> np.ndarray:
     """diag p − p·pᵀ of every row."""
     p = np.asarray(jax.nn.softmax(outputs), float)
     return np.eye(p.shape[1]) * p[:, None] - p[:, :, None] * p[:, None]
@@ -53,7 +54,7 @@ def test_the_hessian_is_the_mean_of_the_hessians_of_batches(x64: None) -> None:
     def loss(p: Tree, batch: Any) -> jax.Array:
         return jnp.mean(jnp.square(_net(p, batch)))
 
-    flat, unravel = jax.flatten_util.ravel_pytree(POINT)
+    flat, unravel = ravel_pytree(POINT)
     expected = jit(jax.hessian(lambda v: sum(loss(unravel(v), x) for x in BATCHES) / 2))(flat)
     np.testing.assert_allclose(go.measure.Hessian(loss, POINT, BATCHES).dense(), expected, atol=1e-12)
 
@@ -136,7 +137,7 @@ def test_lanczos_and_probes_agree_with_the_dense_matrix_at_two_thousand_paramete
     values, found = operator.eigenvalues(), operator.lanczos(KEY, 60, vectors=True)
     assert operator.shape == (2000, 2000)
     np.testing.assert_allclose(found.values[:10], values[:10], rtol=1e-2)
-    vectors = found.vectors[:3]
+    vectors = np.asarray(found.vectors)[:3]
     np.testing.assert_allclose(operator @ vectors.T, (found.values[:3, None] * vectors).T, atol=1e-2 * values[0])
     np.testing.assert_allclose(operator.lanczos(KEY, 60).values, found.values, rtol=1e-6, atol=1e-12)
     trace = operator.trace(KEY, 40)

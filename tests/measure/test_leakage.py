@@ -74,7 +74,7 @@ def _terms(found: Any) -> list[Tree]:
 def _per_tensor(params: Tree) -> Tree:
     """A preconditioner of one number per leaf, 1, 2, 3, …"""
     leaves, treedef = jax.tree.flatten(params)
-    return treedef.unflatten([np.full_like(x, 1.0 + k) for k, x in enumerate(leaves)])
+    return jax.tree.unflatten(treedef, [np.full_like(x, 1.0 + k) for k, x in enumerate(leaves)])
 
 
 def _flat(gauge: go.Gauge, pairing: Tree) -> np.ndarray:

@@ -53,15 +53,16 @@ def test_figures_are_those_of_measure(name: str, x64: None) -> None:
         params = optax.apply_updates(params, steps)
     found = optax.tree.get(state, "metrics")
     assert int(found.recorded_at) == 2
-    norms = jit(lambda *own: go.measure.slice_norms(*own, gauges))(before, grads, steps)
+    norms = jit(lambda p, g, u: go.measure.slice_norms(p, g, u, gauges))(before, grads, steps)
     for field in ("parameter_norm", "gradient_norm", "update_norm"):
         _close(getattr(found, field), getattr(norms, field))
         assert set(getattr(found, field).keys()) == set(leaves_by_path(params))
     np.testing.assert_allclose(found.relevant_share, norms.relevant_share, rtol=1e-9)
     assert 0 < float(found.relevant_share) < 1, "Adam moves along the orbit"
-    drift = [np.abs(x).max() for x in jax.tree.leaves(jit(lambda *p: go.measure.drift(*p, gauges))(start, before))]
+    drifts = jit(lambda p, q: go.measure.drift(p, q, gauges))(start, before)
+    drift = [np.abs(x).max() for x in jax.tree.leaves(drifts)]
     np.testing.assert_allclose(np.abs([float(x) for x in found.drift.values()]), drift, rtol=1e-9)
-    turned = jit(lambda *own: go.measure.vertical_motion(*own, gauges))(before, steps)
+    turned = jit(lambda p, u: go.measure.vertical_motion(p, u, gauges))(before, steps)
     assert found.turning.keys() and all(x.shape for x in found.turning.values()) == (name == "product/llama")
     for label, angle in found.turning.items():
         kind, _, key = label.partition("/")
@@ -83,7 +84,7 @@ def test_twins_have_one_set_of_norms_and_the_share_is_that_of_what_is_across(nam
     grads, step = normal_like(1, params), optax.tree.scale(1e-3, normal_like(2, params))
     (dual,) = jax.vjp(lambda p: gauges.act(gauges.inverse(element), p), there)[1](grads)
     np.testing.assert_allclose(optax.tree.vdot(dual, push(step)), optax.tree.vdot(grads, step), rtol=1e-9)
-    norms = jit(lambda *own: go.measure.slice_norms(*own, gauges))
+    norms = jit(lambda p, g, u: go.measure.slice_norms(p, g, u, gauges))
     assert float(optax.tree.norm(optax.tree.sub(params, there), "inf")) > 0.1
     close = functools.partial(np.testing.assert_allclose, rtol=1e-8)
     jax.tree.map(close, norms(params, grads, step), norms(there, dual, push(step)))

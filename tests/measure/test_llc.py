@@ -44,8 +44,8 @@ def _gauges(widths: Sequence[int]) -> list[go.Gauge]:
 
 # λ of a true product of this rank, by Aoyagi 2024; Lau et al. 2023, Theorem 4.5.
 KNOWN = [((4, 3, 4), 1, 6.0), ((4, 4, 4), 2, 7.5), ((5, 3, 3, 5), 2, 8.5)]
-SAMPLED = dict(n_beta=3e4, lr=1.5e-6, localization=10.0)
-QUICK = dict(n_beta=200.0, lr=1e-3, localization=1.0, num_chains=4, num_draws=300, num_burnin_steps=100)
+SAMPLED = dict[str, Any](n_beta=3e4, lr=1.5e-6, localization=10.0)
+QUICK = dict[str, Any](n_beta=200.0, lr=1e-3, localization=1.0, num_chains=4, num_draws=300, num_burnin_steps=100)
 
 
 @pytest.mark.slow
@@ -82,10 +82,10 @@ def test_twins_have_one_coefficient_in_the_invariant_form_alone(x64: None, width
 def test_a_regular_minimum_has_half_its_dimensions_less_what_the_pull_takes(x64: None) -> None:
     """Gaussians: the mean of nβ·h·w²/2 is ½·nβ·h/(nβ·h + γ), up to the step size."""
     curvatures = jnp.array([1.0, 0.5, 0.1, 0.01])
-    options = dict(n_beta=1e3, lr=1e-4, localization=10.0, num_chains=16, num_draws=5000, num_burnin_steps=5000)
+    options = dict[str, Any](n_beta=1e3, lr=1e-4, localization=10.0, num_chains=16, num_draws=5000)
     found = go.measure.llc(
         lambda p, x: 0.5 * jnp.sum(x * jnp.square(p["w"])), {"w": jnp.zeros(4)}, [curvatures], KEY, **options,
-        num_steps_bw_draws=20,
+        num_burnin_steps=5000, num_steps_bw_draws=20,
     )
     expected = float(0.5 * np.sum(1e3 * curvatures / (1e3 * curvatures + 10.0)))
     assert float(found.mean) == pytest.approx(expected, rel=0.03)
@@ -112,8 +112,8 @@ def test_differences_between_batches_cancel(x64: None) -> None:
     assert several.at_minimum and float(jnp.std(several.losses)) > 1.0
 
 
-ONES, GIVEN = jnp.ones(2), dict(key=KEY, n_beta=1.0, lr=1e-3)
-estimated = functools.partial(go.measure.llc, lambda p, x: jnp.sum(p["w"] * x), {"w": ONES}, **GIVEN)
+ONES, GIVEN = jnp.ones(2), dict[str, Any](key=KEY, n_beta=1.0, lr=1e-3)
+estimated: Any = functools.partial(go.measure.llc, lambda p, x: jnp.sum(p["w"] * x), {"w": ONES}, **GIVEN)
 test_messages = each_refused([
     (lambda: estimated([]), "one batch or more"),
     (lambda: estimated([ONES, jnp.ones(3)]), "different shapes"),
@@ -121,7 +121,7 @@ test_messages = each_refused([
     (lambda: estimated([ONES], num_chains=0), "num_chains=1"),
     *((functools.partial(estimated, [ONES], **{name: size}), f"{name}={size}")
       for name, size in [("lr", -1e-3), ("lr", 0.0), ("n_beta", -1.0), ("n_beta", np.nan), ("localization", -1.0)]),
-    (lambda: go.measure.llc(lambda p, x: 0.0, {"w": 1j * ONES}, [ONES], **GIVEN), "a complex leaf 'w'"),
+    (lambda: go.measure.llc(lambda p, x: jnp.zeros(()), {"w": 1j * ONES}, [ONES], **GIVEN), "a complex leaf 'w'"),
 ])
 
 
@@ -198,7 +198,7 @@ def test_chains_of_a_large_model_run_one_after_the_other(x64: None, monkeypatch:
     """With the same numbers as all at once."""
     params = _minimum((4, 3, 4), 2)
     given = _loss, params, [_product(params) + 1.0], KEY, _gauges((4, 3, 4))
-    options = dict(n_beta=10.0, lr=1e-3, num_draws=5, num_burnin_steps=2)
+    options = dict[str, Any](n_beta=10.0, lr=1e-3, num_draws=5, num_burnin_steps=2)
     at_once = go.measure.llc(*given, **options)
     monkeypatch.setattr(sys.modules["gauge_optax.measure.llc"], "_LARGE", 1)  # the package has a function of this name
     jax.clear_caches()

@@ -40,7 +40,7 @@ def train(record: go.measure.Recorder, stop: int = 99) -> None:
 
 
 def test_a_run_from_a_checkpoint_goes_on_and_its_steps_may_be_arrays(tmp_path: Path) -> None:
-    steps = [np.int64(3), jnp.int32(6)], [jnp.asarray(9), 10]
+    steps: list[list[Any]] = [[np.int64(3), jnp.int32(6)], [jnp.asarray(9), 10]]
     for part in steps:  # the second recorder finds a file that begins at step 3
         record = go.measure.Recorder(tmp_path / "run", {"a": float}, 3, 10, progress=False)
         assert all(record.record(step, 1.0) for step in part)

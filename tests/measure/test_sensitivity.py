@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.flatten_util import ravel_pytree
 
 import gauge_optax as go
 from benchmarks.sensitivity import Attention, attention
@@ -61,7 +62,7 @@ def _pair() -> tuple[Tree, Any, Any, list[go.Gauge]]:
     def represent(p: Tree) -> Tree:
         return {"ab": p["a"] @ p["b"].T, "ud": p["up"] @ p["down"].T}
 
-    def loss(p: Tree) -> jax.Array:
+    def loss(p: Tree) -> Any:
         return sum(jnp.sum((m - 1.0) ** 2) for m in represent(p).values())
 
     turn, scale = go.head_rotation({"a": "_ basis", "b": "_ basis"}), go.rescale({"up": "_ c"}, {"down": "_ c"})
@@ -77,7 +78,7 @@ def test_the_figures_are_those_of_a_plain_loop(x64: None) -> None:
 
     def motion(p: Tree) -> jax.Array:
         after = trained(tx, loss, p, 3)[0]
-        return jax.flatten_util.ravel_pytree(optax.tree.sub(represent(after), represent(p)))[0]
+        return ravel_pytree(optax.tree.sub(represent(after), represent(p)))[0]
 
     plain, act = motion(params), jit(group.act)
     for k, sample in enumerate(jax.random.split(key, 2)):

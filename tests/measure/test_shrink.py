@@ -1,7 +1,7 @@
 """Shared and independent shrink: the closed forms of Gram matrices, and decays that differ from role to role."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -134,7 +134,7 @@ def test_a_retraction_keeps_the_joint_scales_part_of_an_independent_shrink(x64: 
 
 # Complaints ---------------------------------------------------------------------------------------
 
-COMPLAINTS: dict[str, tuple[Any, list[go.Gauge], str]] = {
+COMPLAINTS: dict[str, tuple[Any, Sequence[go.Gauge], str]] = {
     "a role without a number": ({"up": 0.1}, [UNIT], "add 'down': 0.0"),
     "a role of a norm": ({"up": 0.1, "down": 0.1, "into": 0.1, "other": 0.0}, [TURN], "no decay for the role 'blocks'"),
     "a key that is no role": ({"up": 0.1, "down": 0.1, "left": 0.1}, [UNIT], "no block has the role 'left'"),

@@ -43,7 +43,7 @@ def test_a_random_element_is_found_again(case: GaugeCase, dtype: str) -> None:
     b = group.act(group.sample(jax.random.key(3), a, size), a)
     nearest = group.act(go.orbit.align(a, b, case.gauges()), b)
     assert _apart(nearest, a) <= recovered < 1e-2 < _apart(b, a)
-    loss = jit(case.loss)  # type: ignore[arg-type]
+    loss = jit(case.loss)
     assert abs(float(loss(nearest)) - float(loss(b))) <= same * abs(float(loss(b)))
 
 
@@ -152,7 +152,7 @@ def test_lines_and_barriers() -> None:
 # Bad input ----------------------------------------------------------------------------------------
 
 UNIT = go.permutation({"up": "_ channel", "down": "channel _"})
-TREE = {"up": jnp.ones((2, 3)), "down": jnp.ones((3, 2))}
+TREE: Any = {"up": jnp.ones((2, 3)), "down": jnp.ones((3, 2))}
 align = functools.partial(go.orbit.align, TREE)
 
 
@@ -166,7 +166,7 @@ test_errors_say_what_to_write = each_refused([
     (lambda: align(TREE, UNIT, batches=[1]), "batches and a function come together"),
     (lambda: align(TREE, UNIT, fn=lambda p, x: x), "batches and a function come together"),
     (lambda: align(TREE, UNIT, batches=[], fn=lambda p, x: x), "with at least one batch"),
-    (lambda: align(TREE, UNIT, [1], lambda p, x, y: x), r"model\(params, \*batch\)"),
+    (lambda: align(TREE, UNIT, [1], lambda p, x, y: x), r"model\(params, \*batch\)"),  # type: ignore[arg-type, misc]
     (lambda: align(TREE, UNIT, [1], lambda p, x: jnp.argmax(p["up"], -1)), "nothing to compare"),
     (lambda: align(TREE, UNIT, jnp.ones((1, 2)), lambda p, x: p["up"]), "batches is one array"),
     (lambda: align(TREE, UNIT, [1], lambda p, x: TREE["up"]), "fn does not depend on the leaves of these gauges"),

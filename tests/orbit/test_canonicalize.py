@@ -29,7 +29,7 @@ QUICK = (
 def apart(a: Tree, b: Tree) -> float:
     """The largest difference of a leaf, relative to the leaf or to 1."""
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return max(float(np.linalg.norm(np.subtract(x, y)) / max(1.0, np.linalg.norm(y))) for x, y in pairs)
+    return max(float(np.linalg.norm(np.subtract(x, y)) / max(1.0, float(np.linalg.norm(y)))) for x, y in pairs)
 
 
 def whole(model: str) -> tuple[list[go.Gauge], Tree]:
@@ -46,7 +46,7 @@ def twin_of(gauges: Any, params: Tree, seed: int = 2) -> Tree:
 def keeps(loss: Any, params: Tree, moved: Tree) -> bool:
     """Whether two points have one loss, up to roundoff of the precision in use."""
     before, after = (float(loss(p)) for p in (params, moved))
-    return abs(after - before) <= (1e-12 if jax.config.jax_enable_x64 else 1e-5) * abs(before)
+    return abs(after - before) <= (1e-12 if jax.config.read("jax_enable_x64") else 1e-5) * abs(before)
 
 
 @rows((*FLAT_CASES, *GAUGE_CASES, *DISCRETE_CASES), QUICK)
@@ -258,6 +258,6 @@ def test_its_derivative(gauge: go.Gauge, shapes: dict[str, tuple[int, ...]], x64
 def test_bad_input_is_refused() -> None:
     gauge = go.norm_scale({"scale": "channel"}, {"kernel": "channel _"})
     with refused(r"no such basis, heads='svd'", "write heads='eigenbasis'"):
-        go.orbit.canonicalize({"scale": jnp.ones(2), "kernel": jnp.ones((2, 3))}, gauge, heads="svd")  # type: ignore
+        go.orbit.canonicalize({"scale": jnp.ones(2), "kernel": jnp.ones((2, 3))}, gauge, heads="svd")  # type: ignore[arg-type]
     with refused("norm_scale: no leaf matches"):
         go.orbit.canonicalize({"other": jnp.ones(2)}, gauge)

@@ -73,7 +73,7 @@ def test_a_search_is_resumed_where_it_was_saved(tmp_path: Path) -> None:
         return jnp.sum(kept**4) + jnp.sum(p["lm_head"]["kernel"] ** 4)
 
     rotations = [gauge for gauge in gauges if gauge.name.endswith("rotation")]
-    options = dict(batches=list(np.random.default_rng(1).integers(0, 7, (4, 5))), key=jax.random.key(0))
+    options = dict[str, Any](batches=list(np.random.default_rng(1).integers(0, 7, (4, 5))), key=jax.random.key(0))
     search = functools.partial(go.orbit.choose, objective, params, rotations, **options, return_state=True)
     straight, state = search(steps=6)
     _, half = search(steps=3)
@@ -96,7 +96,7 @@ def test_a_start_and_an_early_stop(capsys: pytest.CaptureFixture[str]) -> None:
     assert int(state.step) == 6 and apart(element, balanced) < 1e-6
     assert "choose" in capsys.readouterr().err
     # An iterator of batches, and the last element: with batches, no value is comparable with another.
-    options = dict(batches=iter([1.0, 2.0, 3.0]), progress=False, return_state=True)
+    options = dict[str, Any](batches=iter([1.0, 2.0, 3.0]), progress=False, return_state=True)
     element, state = go.orbit.choose(lambda p, x: squares(p) * x, PARAMS, UNIT, steps=3, **options)
     assert apart(element, state.element[0]) == 0.0
 

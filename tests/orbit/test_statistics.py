@@ -18,7 +18,7 @@ ONES, NORM = jnp.ones(5), {"scale": jnp.ones(5), "bias": jnp.zeros(5)}
 STATISTICS = {"mean": jnp.linspace(-1.0, 1.0, 5), "var": jnp.arange(1.0, 6.0)}
 KERNEL = go.scale_invariant({"kernel": "_ channel"})
 # What stands beside the kernel.
-TREES = {
+TREES: dict[str, Any] = {
     "nnx": {"norm": NORM | STATISTICS},
     "linen": {"norm": NORM, "batch_stats": {"norm": STATISTICS}},
     "torch": {"norm": NORM | {"running_mean": ONES, "running_var": ONES}},

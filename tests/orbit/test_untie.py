@@ -30,7 +30,7 @@ def _params(norm: str, dtype: str = "float64") -> Any:
 
 
 def _untied(params: Any, norm: str) -> Any:
-    options = dict(one_plus=norm == "1+", bias="final_norm/bias" if norm == "layer" else None)
+    options = dict[str, Any](one_plus=norm == "1+", bias="final_norm/bias" if norm == "layer" else None)
     return go.orbit.untie(params, TABLE, "lm_head/kernel", SCALE, **options)
 
 

@@ -14,7 +14,7 @@ import gauge_optax as go
 from gauge_optax.norms.equilibrium import polar_alignment
 from tests.refusals import refused
 from tests.tolerances import tolerance
-from tests.twins import driven, walk
+from tests.twins import driven, structure, walk
 
 RATE, DECAY = 0.01, 0.1
 
@@ -89,7 +89,7 @@ def test_norms_stay_and_the_mean_angle_is_table_1s() -> None:
 
 PARAMS = {"w": _noise(0, 6, 4), "bias": _noise(1, 4), "gain": _noise(2, 4), "fused": _noise(3, 2, 6, 4)}
 BLOCKS = {"w": "_ channel", "fused": "part=1 _ channel"}
-INNER = {
+INNER: dict[str, tuple[Any, Any]] = {
     "adamw": (go.norms.rotational_adamw, functools.partial(optax.adamw, weight_decay=DECAY)),
     "lion": (go.norms.rotational_lion, functools.partial(optax.lion, weight_decay=DECAY)),
     "sgdm": (go.norms.rotational_sgdm,
@@ -161,14 +161,14 @@ def test_a_gain_is_trained_as_a_parameter_of_its_own(x64: None) -> None:
         moves, other = apart.update({"w": gradient}, other, parts)
         parts, gain = optax.apply_updates(parts, moves), gain - 1e-3 * slope
     np.testing.assert_allclose(params["w"], gain * parts["w"], rtol=1e-10)
-    np.testing.assert_allclose(*state.gain["w"].values(), gain, rtol=1e-10)
+    np.testing.assert_allclose([*state.gain["w"].values()], [gain], rtol=1e-10)
 
 
 def test_two_numbers_a_neuron_are_kept_beside_the_inner_state() -> None:
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), PARAMS)
     state = go.norms.rotational_adamw(RATE, BLOCKS).init(params)
     inner = optax.adamw(RATE).init(params)
-    assert jax.tree.structure(state.inner_state) == jax.tree.structure(inner)
+    assert structure(state.inner_state) == structure(inner)
     beside = sum(x.size for x in jax.tree.leaves(state)) - sum(x.size for x in jax.tree.leaves(inner))
     assert beside == 2 * (4 + 4) + 2  # neurons of `w` and of one part of `fused`; two counters
 
@@ -353,7 +353,7 @@ def test_everything_broadcasts() -> None:
     ("lion", {}, "'lion' without dim"), ("muon", {}, "'muon' without shape"), ("adam_l2", {}, "'adam_l2' without dim"),
     ("sgdm", {"weight_decay": 0.0, "gradient_norm": 1.0}, "no decay"),  # without which no norm settles
 ])
-def test_what_is_missing_or_unknown_is_named(kind: str, given: dict[str, float], said: str) -> None:
+def test_what_is_missing_or_unknown_is_named(kind: str, given: dict[str, Any], said: str) -> None:
     with refused(said):
         predict(kind, **given)
 

@@ -186,4 +186,4 @@ def test_steps_scale_and_rtol_are_heeded(x64: None) -> None:
     with pytest.raises(ValueError, match="no steps"):
         _twins(optax.adamw(1e-2), case, steps=0)
     with pytest.raises(ValueError, match="nothing to compare"):
-        go.testing.assert_invariant(lambda p: None, params, wrong, KEY)
+        go.testing.assert_invariant(lambda p: None, params, wrong, KEY)  # type: ignore[arg-type, return-value]

@@ -247,7 +247,7 @@ def test_it_may_be_compiled_and_keeps_dtypes() -> None:
 def test_its_derivative(gauge: go.Gauge, shapes: dict[str, tuple[int, ...]], x64: None) -> None:
     params, along = normal(0, shapes), normal(1, shapes)
 
-    def number(step: Any) -> jax.Array:
+    def number(step: Any) -> Any:
         moved = go.orbit.canonicalize(jax.tree.map(lambda x, y: x + step * y, params, along), gauge)
         return sum(jnp.sum(jnp.cos(3 * x) * np.arange(x.size).reshape(x.shape)) for x in moved.values())
 

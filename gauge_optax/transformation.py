@@ -196,6 +196,28 @@ def checked_inner(name: str, inner: Any) -> GaugeTransformation:
     return GaugeTransformation(inner.init, update_fn, gauges, rules)
 
 
+def without_search_results(state: Tree, params: Any) -> Tree:
+    """Returns a state from which `optax.value_and_grad_from_state` takes no gradient, so that it computes it anew.
+
+    A line search stores the value and the gradient at the weights where it ends. A transformation that shows it other
+    weights than those of the user, or changes its step, has to call this: the user's weights are elsewhere. Optax's
+    function computes both anew where the value is not finite. Line searches themselves do not read them.
+
+    Args:
+      state: the state of the optimizer inside.
+      params: the parameters that this optimizer has seen.
+    """
+    paths = leaves_by_path(params).keys()
+
+    def searched(node: Any) -> bool:
+        return {"value", "grad"} <= set(getattr(node, "_fields", ())) and leaves_by_path(node.grad).keys() == paths
+
+    def without(node: Any) -> Any:
+        return node._replace(value=node.value + jnp.inf) if searched(node) else node
+
+    return jax.tree.map(without, state, is_leaf=searched)
+
+
 _recorders: list[list[tuple[Any, Any, Any]]] = []
 _running: list[None] = []  # one per transformation of this library whose update is being traced
 

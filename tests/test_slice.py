@@ -185,6 +185,28 @@ def test_a_function_of_the_weights_gets_what_is_stored(x64: None) -> None:
     assert furthest(*ends) <= 1e-12 and furthest(ends[0], weights) > 1e-2
 
 
+ON_SCALE = go.rescale({"up": "_ channel"}, {"down": "channel _"})
+
+
+@pytest.mark.parametrize("around", [
+    lambda tx: go.quotient(tx, ON_SCALE),
+    lambda tx: go.orbit.gauge_fix(tx, ON_SCALE, transport=False),
+    lambda tx: go.orbit.hold_products(tx, ON_SCALE, kind="decay", decay=0.1, transport=False),
+    lambda tx: go.norms.max_norm(tx, {"up": "_ neuron"}, learning_rate=1.0, bound=0.5),
+    lambda tx: go.norms.rotational(tx, {"up": "_ c"}, learning_rate=1.0, weight_decay=0.1, eta_r=0.1, center=False),
+], ids=["quotient", "gauge_fix", "hold_products", "max_norm", "rotational"])
+def test_the_gradient_of_a_line_search_is_not_taken_for_that_of_the_weights(around: Any, x64: None) -> None:
+    """The search stores it at the point where it ends, which is not where the user's weights are."""
+    params = {"up": jnp.array([[0.4, -1.3], [2.0, 0.7]]), "down": jnp.array([[0.6], [0.9]])}
+    loss: Any = lambda p: jnp.sum(jnp.square(jax.nn.relu(jnp.eye(2) @ p["up"]) @ p["down"] - 1.0))  # noqa: E731
+    search = optax.scale_by_backtracking_linesearch(5, store_grad=True)
+    tx, (value, grads) = around(optax.chain(optax.sgd(0.1), search)), jax.value_and_grad(loss)(params)
+    updates, state = tx.update(grads, tx.init(params), params, value=value, grad=grads, value_fn=loss)
+    params = optax.apply_updates(params, updates)
+    found = jax.jit(lambda p, s: optax.value_and_grad_from_state(loss)(p, state=s))(params, state)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-12), found, jax.value_and_grad(loss)(params))
+
+
 # Standing still -----------------------------------------------------------------------------------
 
 

@@ -40,6 +40,7 @@ from gauge_optax.transformation import (
     transformation,
     with_gauges_of,
     with_sharding_of,
+    without_search_results,
 )
 from gauge_optax.wrapped import preflight_of
 from gauge_optax.xla import varying_like
@@ -101,7 +102,9 @@ def quotient(
     Returns:
       The transformation. Its `update` needs `params`. Line searches take the extra arguments `grad` and `value_fn`, and
       Sophia `obj_fn`: pass the gradient at the weights θ and a function of θ, and `inner` gets the gradient at the
-      point that it sees and a function of that point. All other extra arguments reach `inner` unchanged.
+      point that it sees and a function of that point. All other extra arguments reach `inner` unchanged. The gradient
+      that a line search stores is one at the point that it saw. Its `value` is therefore infinite in the state, so that
+      `optax.value_and_grad_from_state` computes both anew at θ.
 
     Raises:
       ValueError: bindings that do not fit the tree, gauges that do not commute; `frozen` that does not fit the tree;
@@ -165,7 +168,9 @@ def quotient_for(
         seen = s.enter(state.offset, entered.point)  # what `inner` sees: θ̃ = B⁻¹·θ̂; with pin=True B is empty, θ̃ = θ̂
         seen_gradient = with_leaves(gradient, seen.pull(s.vectors(gradient)))
         extra = _extra_at(s, entered, seen, params, extra) if extra else extra
-        u, inner_state = inner.update(seen_gradient, state.inner_state, with_leaves(params, seen.point), **extra)
+        seen_params = with_leaves(params, seen.point)
+        u, inner_state = inner.update(seen_gradient, state.inner_state, seen_params, **extra)
+        inner_state = without_search_results(inner_state, seen_params)
         u = zero_frozen(u, state.frame.frozen) if state.frame.frozen else u
         end = optax.tree.add(entered.point, seen.push(s.vectors(u)))
         read_elsewhere = [p for p, anchor, _ in s.constants if {b.path for b in anchor} - {*changed(p)}]

@@ -34,6 +34,7 @@ from gauge_optax.transformation import (
     stepped,
     transformation,
     with_gauges_of,
+    without_search_results,
 )
 from gauge_optax.wrapped import preflight_of
 from gauge_optax.xla import cond
@@ -143,6 +144,7 @@ def gauge_fix(
         keeping = "; tx.init(params)._replace(inner_state=state.inner_state) keeps the moments"
         require_still_frozen(_NAME, within, state.frozen, (), never_changing(params), params, extra, keeping)
         updates, inner_state = within.update(updates, state.inner_state, params, **extra)
+        inner_state = without_search_results(inner_state, params)
         count, steps = optax.safe_increment(state.count), leaves_by_path(updates)
         kept = {path: x for path, x in steps.items() if path in moving._bound(params).slice.added.keys() - state.frozen}
         updates = in_dtype_of(updates, kept, params)  # at every step, moved or not

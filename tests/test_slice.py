@@ -167,11 +167,18 @@ def test_line_searches_see_slice_coordinates(x64: None) -> None:
     assert furthest(ends[1], group.act(g, ends[0])) <= tolerance("quotient_twins")
 
 
-def test_a_function_of_the_weights_gets_what_is_stored(x64: None) -> None:
-    """Sophia's `obj_fn` got the slice's sum for a scale that is stored less one, and a wrong Hessian."""
+SAM = functools.partial(optax.contrib.sam, optax.sgd(0.1), optax.sgd(0.2), opaque_mode=True)
+
+
+@pytest.mark.parametrize(("inner", "argument"), [
+    (optax.contrib.sophia(0.1, update_interval=1, gamma=10.0), lambda fn: {"obj_fn": fn}),
+    (SAM(), lambda fn: {"grad_fn": jax.grad(lambda p, _: fn(p))}),
+], ids=["sophia", "sam"])
+def test_a_function_of_the_weights_gets_what_is_stored(inner: Any, argument: Any, x64: None) -> None:
+    """`obj_fn` and `grad_fn` got the slice's sum for a scale that is stored less one, which is another point."""
     weights = {"scale": jnp.array([0.7, 1.6]), "kernel": jnp.array([[0.4, -1.3], [0.9, 0.2]])}
     loss: Any = lambda p: jnp.sum(jnp.cos(p["scale"][:, None] * p["kernel"]) ** 2)  # noqa: E731
-    ends, inner = [], optax.contrib.sophia(0.1, update_interval=1, gamma=10.0)
+    ends = []
     for axes, less in (("channel", 0.0), ("1+ channel", 1.0)):
         tx = go.quotient(inner, go.norm_scale({"scale": axes}, {"kernel": "channel _"}))
         whole: Any = lambda p, less=less: p | {"scale": p["scale"] + less}  # noqa: E731
@@ -179,10 +186,26 @@ def test_a_function_of_the_weights_gets_what_is_stored(x64: None) -> None:
         params = weights | {"scale": weights["scale"] - less}
         state = tx.init(params)
         for _ in range(2):  # the first step only averages the Hessian
-            updates, state = tx.update(jax.grad(fn)(params), state, params, obj_fn=fn)
+            updates, state = tx.update(jax.grad(fn)(params), state, params, **argument(fn))
             params = optax.apply_updates(params, updates)
         ends.append(whole(params))
     assert furthest(*ends) <= 1e-12 and furthest(ends[0], weights) > 1e-2
+
+
+def test_sam_is_one_algorithm_in_both_of_its_modes(x64: None) -> None:
+    """Its `grad_fn` maps weights to gradients, of which the weights alone were moved."""
+    params = {"scale": jnp.array([-0.3, 0.6]), "kernel": jnp.array([[0.4, -1.3], [0.9, 0.2]])}
+    loss: Any = lambda p: jnp.sum(jnp.cos((1.0 + p["scale"][:, None]) * p["kernel"]) ** 2)  # noqa: E731
+    gauge, ends = go.norm_scale({"scale": "1+ channel"}, {"kernel": "channel _"}), []
+    for opaque in (True, False):
+        tx, p = go.quotient(SAM(opaque_mode=opaque), gauge, pin=False), params  # with pin=True, steps end on the slice
+        state = tx.init(p)
+        for _ in range(2 if opaque else 4):
+            extra = {"grad_fn": jax.grad(lambda p, _: loss(p))} if opaque else {}
+            updates, state = tx.update(jax.grad(loss)(p), state, p, **extra)
+            p = optax.apply_updates(p, updates)
+        ends.append(p)
+    assert furthest(*ends) <= 1e-12 and furthest(ends[0], params) > 1e-2
 
 
 ON_SCALE = go.rescale({"up": "_ channel"}, {"down": "channel _"})

@@ -100,11 +100,11 @@ def quotient(
         change of one leaf to another.
 
     Returns:
-      The transformation. Its `update` needs `params`. Line searches take the extra arguments `grad` and `value_fn`, and
-      Sophia `obj_fn`: pass the gradient at the weights θ and a function of θ, and `inner` gets the gradient at the
-      point that it sees and a function of that point. All other extra arguments reach `inner` unchanged. The gradient
-      that a line search stores is one at the point that it saw. Its `value` is therefore infinite in the state, so that
-      `optax.value_and_grad_from_state` computes both anew at θ.
+      The transformation. Its `update` needs `params`. Line searches take the extra arguments `grad` and `value_fn`,
+      Sophia `obj_fn`, and SAM with `opaque_mode=True` `grad_fn`: pass the gradient at the weights θ and functions of θ,
+      and `inner` gets the gradient at the point that it sees and functions of that point. All other extra arguments
+      reach `inner` unchanged. The gradient that a line search stores is one at the point that it saw. Its `value` is
+      therefore infinite in the state, so that `optax.value_and_grad_from_state` computes both anew at θ.
 
     Raises:
       ValueError: bindings that do not fit the tree, gauges that do not commute; `frozen` that does not fit the tree;
@@ -164,10 +164,9 @@ def quotient_for(
             said, usual = said_to_be_frozen(name, frozen, params), never_changing(params)
             require_still_frozen(name, inner, state.frame.frozen, said, usual, params, extra)
         entered = s.enter(f, s.values(params))  # θ̂ = F⁻¹·θ, and the way back
-        gradient = slice_gradient(s, entered, updates)  # ĝ = Fᵀ·g
         seen = s.enter(state.offset, entered.point)  # what `inner` sees: θ̃ = B⁻¹·θ̂; with pin=True B is empty, θ̃ = θ̂
-        seen_gradient = with_leaves(gradient, seen.pull(s.vectors(gradient)))
-        extra = _extra_at(s, entered, seen, params, extra) if extra else extra
+        seen_gradient = _seen_gradient(s, entered, seen, updates)
+        extra = _extra_at(s, f, state.offset, entered, seen, params, extra) if extra else extra
         seen_params = with_leaves(params, seen.point)
         u, inner_state = inner.update(seen_gradient, state.inner_state, seen_params, **extra)
         inner_state = without_search_results(inner_state, seen_params)
@@ -473,19 +472,38 @@ def _read_and_entered(s: Slice, leaves: Any) -> tuple[Frame, Arrays]:
     return frame, s.enter(frame.elements, values).point
 
 
-def _extra_at(s: Slice, entered: Undone, seen: Undone, params: Any, extra: dict[str, Any]) -> dict[str, Any]:
+def _seen_gradient(s: Slice, entered: Undone, seen: Undone, updates: Any) -> Any:
+    """The gradient at the point that `inner` sees, a tree, from that at the stored weights."""
+    gradient = slice_gradient(s, entered, updates)  # ĝ = Fᵀ·g
+    return with_leaves(gradient, seen.pull(s.vectors(gradient)))
+
+
+def _extra_at(
+    s: Slice, f: Elements, offset: Elements, entered: Undone, seen: Undone, params: Any, extra: dict[str, Any]
+) -> dict[str, Any]:
     """The extra arguments, with those that belong to the weights θ replaced by those of the point that `inner` sees.
 
-    They are `grad` and `value_fn` of line searches, and `obj_fn` of Sophia.
+    They are `grad` and `value_fn` of line searches, `obj_fn` of Sophia, and `grad_fn` of SAM.
     """
     if extra.get("grad") is not None:
-        gradient = slice_gradient(s, entered, extra["grad"])
-        extra = extra | {"grad": with_leaves(gradient, seen.pull(s.vectors(gradient)))}
+        extra = extra | {"grad": _seen_gradient(s, entered, seen, extra["grad"])}
 
-    def of_seen_point(function: Any, point: Any, /, *args: Any, **kwargs: Any) -> Any:
-        values = entered.leave(seen.leave(s.vectors(point)))
+    def left(point: Any) -> Arrays:
+        return entered.leave(seen.leave(s.vectors(point)))
+
+    def at_stored(function: Any, point: Any, values: Arrays, *args: Any, **kwargs: Any) -> Any:
         stored = {path: x - s.added[path] for path, x in values.items()}
         return function(with_leaves(point, cast_like(stored, params)), *args, **kwargs)
 
-    functions = {key: extra[key] for key in ("value_fn", "obj_fn") if extra.get(key) is not None}
-    return extra | {key: functools.partial(of_seen_point, function) for key, function in functions.items()}
+    def of_seen_point(function: Any, point: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return at_stored(function, point, left(point), *args, **kwargs)
+
+    def gradient_of_seen_point(function: Any, point: Any, /, *args: Any, **kwargs: Any) -> Any:
+        values = left(point)
+        there = s.enter(f, values)
+        gradient = at_stored(function, point, values, *args, **kwargs)
+        return _seen_gradient(s, there, s.enter(offset, there.point), gradient)
+
+    ways = {"value_fn": of_seen_point, "obj_fn": of_seen_point, "grad_fn": gradient_of_seen_point}
+    given = {key: way for key, way in ways.items() if extra.get(key) is not None}
+    return extra | {key: functools.partial(way, extra[key]) for key, way in given.items()}

@@ -6,8 +6,6 @@ from typing import Any
 
 from gauge_optax.transformation import GaugeTransformation, Preflight
 
-_MOST_NESTED = 12  # levels of objects within objects that are searched
-
 
 def transformations_of(tx: Any) -> list[GaugeTransformation]:
     """Returns the outermost transformations of this library inside an optimizer, in the order in which they are found.
@@ -53,14 +51,15 @@ def walk(tx: Any, keep: Callable[[Any], bool]) -> None:
       tx: the optimizer.
       keep: a function of an object. If it returns True, the objects inside this one are not visited.
     """
-    visited: set[int] = set()
-
-    def look(thing: Any, depth: int) -> None:
-        if depth > _MOST_NESTED or id(thing) in visited:
-            return
-        visited.add(id(thing))
+    visited: dict[int, Any] = {}  # it holds the objects too: the id of one that is gone may become that of another
+    left = [tx]
+    while left:
+        thing = left.pop()
+        if id(thing) in visited:
+            continue
+        visited[id(thing)] = thing
         if keep(thing):
-            return
+            continue
         if isinstance(thing, list | tuple):
             inside = list(thing)
         elif isinstance(thing, Mapping):
@@ -73,10 +72,7 @@ def walk(tx: Any, keep: Callable[[Any], bool]) -> None:
             # `optax.MultiSteps` hold what they call.
             names = ("made_by", "__wrapped__", "func", "args", "keywords", "__self__", "_opt")
             inside += [*(getattr(thing, name, None) for name in names), _injected(thing)]
-        for item in inside:
-            look(item, depth + 1)
-
-    look(tx, 0)
+        left.extend(reversed(inside))
 
 
 def _injected(thing: Any) -> Any:

@@ -217,6 +217,29 @@ def test_what_is_no_symmetry_and_a_state_of_other_weights_are_named_in_every_wra
             _preflight(tx, MLP, mlp_loss, tx.init(jax.tree.map(lambda x: 1.7 * jnp.roll(x, 1), MLP)))
 
 
+class _Own:
+    """A wrapper of the user's, which holds its optimizer in an attribute."""
+
+    def __init__(self, tx: Any) -> None:
+        self.tx = tx
+
+    def init(self, params: Any) -> Any:
+        return self.tx.init(params)
+
+    def update(self, *args: Any) -> Any:
+        return self.tx.update(*args)
+
+
+def test_gauges_are_seen_below_many_wrappers_and_missed_in_a_class_of_the_users() -> None:
+    nested, own = ADAMW, _Own(ADAMW)
+    for _ in range(5):
+        nested = optax.apply_if_finite(optax.named_chain(("tx", nested)), 3)
+    with refused("check: rescale on 'up'"):
+        _preflight(nested, MLP, gelu_loss)
+    with refused("check: an optimizer inside a wrapper that hides its gauges", "go.check(inner"):
+        _preflight(optax.GradientTransformation(own.init, own.update), MLP, gelu_loss)
+
+
 @pytest.mark.slow_rows("1e-20", "1e+20")
 @pytest.mark.parametrize("size", [1e-30, 1e-20, 1e20, 1e30])
 def test_the_size_of_gradients_does_not_count(size: float) -> None:

@@ -119,10 +119,11 @@ def check(
       A report; print it.
 
     Raises:
-      ValueError: training would go wrong without an error: a gauge that is no symmetry of the loss; a state
-        that was made for other weights or other frozen leaves; weights above a bound on norms; a matrix that Adam steps
-        at Muon's rate; a leaf that is frozen in part, or by a mask outside the wrapper whose gauge moves it; an update
-        that its leaf's dtype rounds away; a gradient that is not finite; axes of a leaf that contradict the report.
+      ValueError: the optimizer cannot be seen inside a wrapper, as an attribute of a class of your own; or training would
+        go wrong without an error: a gauge that is no symmetry of the loss; a state that was made for other weights or
+        other frozen leaves; weights above a bound on norms; a matrix that Adam steps at Muon's rate; a leaf that is
+        frozen in part, or by a mask outside the wrapper whose gauge moves it; an update that its leaf's dtype rounds
+        away; a gradient that is not finite; axes of a leaf that contradict the report.
 
     >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
     >>> params = {"up": jnp.array([[1.0, -2.0]]), "down": jnp.array([[0.5], [1.5]])}
@@ -149,6 +150,7 @@ def check(
     require_no_tracers("check", params, grads, state)
     jax.block_until_ready((state, params, grads))
     _require_finite(grads)
+    _require_seen(tx, state)
     gauges, frozen = gauges_of(tx), _frozen_in(state)
     # Before the gradient is looked at: with the state of another set, a right gauge would look wrong.
     require_still_frozen("check", tx, frozen, (), _frozen_in(jax.eval_shape(tx.init, params)), params, {})
@@ -512,6 +514,17 @@ def _frozen_unseen(path: str, how: str, what: str) -> ValueError:
 
 
 # States ---------------------------------------------------------------------------------------------------
+
+
+def _require_seen(tx: Any, state: Any) -> None:
+    """Raises ValueError if the state has parts of this library, and none of its transformations is seen inside `tx`."""
+    is_ours = lambda node: type(node).__module__.startswith("gauge_optax.")  # noqa: E731
+    ours = [type(node).__name__ for node in jax.tree.leaves(state, is_leaf=is_ours) if is_ours(node)]
+    if ours and not transformations_of(tx):
+        raise binding_error(
+            "check", "an optimizer inside a wrapper that hides its gauges", f"a {ours[0]} in the state, and no gauge",
+            "Optax's wrappers, or functions that hold the optimizer in their closures",
+            "check the optimizer inside: go.check(inner, inner.init(params), params, grads)")
 
 
 def _require_state_of(tx: Any, state: Any, params: Any) -> None:

@@ -73,7 +73,7 @@ class GaugeTransformation(optax.GradientTransformationExtraArgs):
         """Takes `init` and `update` as Optax defines them, and the attributes above."""
         self = super().__new__(cls, init, update)
         self.gauges, self.rules = tuple(gauges), rules
-        self.preflight = preflight or _nothing_to_say
+        self.preflight = preflight or nothing_to_say
         return self
 
     def _replace(self, /, **functions: Any) -> "GaugeTransformation":
@@ -86,7 +86,8 @@ class GaugeTransformation(optax.GradientTransformationExtraArgs):
 Preflight = Callable[[Any], Sequence[str | ValueError]]
 
 
-def _nothing_to_say(params: Any) -> Sequence[str | ValueError]:
+def nothing_to_say(params: Any) -> Sequence[str | ValueError]:
+    """The preflight of a transformation that has none of its own: those inside it have their say (`wrapped`)."""
     return ()
 
 

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from gauge_optax.transformation import GaugeTransformation, Preflight
+from gauge_optax.transformation import GaugeTransformation, Preflight, nothing_to_say
 
 
 def transformations_of(tx: Any) -> list[GaugeTransformation]:
@@ -22,10 +22,22 @@ def transformations_of(tx: Any) -> list[GaugeTransformation]:
 
 
 def preflight_of(inner: Any) -> Preflight:
-    """Returns the preflight of an optimizer: the reports of all transformations of this library inside it, joined."""
+    """Returns the preflight of an optimizer: the reports of all transformations of this library inside it, joined.
+
+    A transformation that has a preflight of its own speaks for all inside it.
+    """
 
     def preflight(params: Any) -> list[str | ValueError]:
-        return [said for held in transformations_of(inner) for said in held.preflight(params)]
+        found: dict[int, Preflight] = {}
+
+        def keep(thing: Any) -> bool:
+            own = isinstance(thing, GaugeTransformation) and thing.preflight is not nothing_to_say
+            if own:
+                found.setdefault(id(thing.preflight), thing.preflight)
+            return own
+
+        walk(inner, keep)
+        return [said for held in found.values() for said in held(params)]
 
     return preflight
 

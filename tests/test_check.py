@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import gauge_optax as go
+from gauge_optax.wrapped import preflight_of
 from tests.cases import FLAT_CASES, GAUGE_CASES, GaugeCase
 from tests.refusals import each_refused, refused
 from tests.tolerances import roundoff_of_asymmetry
@@ -238,6 +239,17 @@ def test_gauges_are_seen_below_many_wrappers_and_missed_in_a_class_of_the_users(
         _preflight(nested, MLP, gelu_loss)
     with refused("check: an optimizer inside a wrapper that hides its gauges", "go.check(inner"):
         _preflight(optax.GradientTransformation(own.init, own.update), MLP, gelu_loss)
+
+
+@pytest.mark.parametrize("around", [
+    go.links.compress_second_moments,
+    lambda tx: go.measure.track(optax.chain(tx), [UNITS]),
+    lambda tx: go.measure.track_rotation({"up": "_ neuron"}, inner=tx),
+], ids=["compress", "track", "track_rotation"])
+def test_what_a_wrapped_optimizer_has_to_say_is_heard(around: Any) -> None:
+    bounded = go.norms.max_norm(optax.adam(1e-3), {"up": "_ neuron"}, learning_rate=1e-3, bound=1e-3)
+    (said,) = preflight_of(around(bounded))(MLP)
+    assert "max_norm: weights above the norm bound, 'up'" in str(said)
 
 
 @pytest.mark.slow_rows("1e-20", "1e+20")

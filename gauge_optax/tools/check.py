@@ -37,7 +37,7 @@ from gauge_optax.transformation import (
     require_params,
     require_values,
 )
-from gauge_optax.wrapped import transformations_of, wrapped_by
+from gauge_optax.wrapped import preflight_of, transformations_of, wrapped_by
 from gauge_optax.xla import quick_options, unseen
 
 # Bits of the mantissas of a gradient → the largest asymmetry that roundoff explains. tests/tolerances.py has measured
@@ -119,11 +119,11 @@ def check(
       A report; print it.
 
     Raises:
-      ValueError: the optimizer cannot be seen inside a wrapper, as an attribute of a class of your own; or training would
-        go wrong without an error: a gauge that is no symmetry of the loss; a state that was made for other weights or
-        other frozen leaves; weights above a bound on norms; a matrix that Adam steps at Muon's rate; a leaf that is
-        frozen in part, or by a mask outside the wrapper whose gauge moves it; an update that its leaf's dtype rounds
-        away; a gradient that is not finite; axes of a leaf that contradict the report.
+      ValueError: the optimizer cannot be seen inside a wrapper, such as a class of your own; or training would go wrong
+        without an error: a gauge that is no symmetry of the loss; a state that was made for other weights or other
+        frozen leaves; weights above a bound on norms; a matrix that Adam steps at Muon's rate; a leaf that is frozen in
+        part, or by a mask outside the wrapper whose gauge moves it; an update that its leaf's dtype rounds away; a
+        gradient that is not finite; axes of a leaf that contradict the report.
 
     >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
     >>> params = {"up": jnp.array([[1.0, -2.0]]), "down": jnp.array([[0.5], [1.5]])}
@@ -170,7 +170,7 @@ def check(
         notes += [note for share in copies.values() for note in share.notes(gauge.name, limit)]
     notes += _forgotten(gauges, params, grads, frozen) if loss_fn is None else []
     _require_state_of(tx, state, params)
-    for said in (said for held in transformations_of(tx) for said in held.preflight(params)):
+    for said in preflight_of(tx)(params):
         if isinstance(said, ValueError):
             raise said
         notes.append(said)

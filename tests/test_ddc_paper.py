@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -88,3 +90,12 @@ def test_polar_factors_are_sharp(x64: None) -> None:
         size = np.linalg.norm(moment) / 2.0  # √rank
         values = np.linalg.svd((params[name] - np.asarray(after[name]))[:, 0] / (0.1 * size), compute_uv=False)
         np.testing.assert_allclose(values, 1.0, atol=5e-3)
+
+
+@pytest.mark.parametrize("make", [go.ddc_adamw, go.ddc_muon])
+def test_a_fresh_state_has_no_buffer_twice(make: Any) -> None:
+    """JAX does not donate one buffer as two arguments."""
+    params = {"up": jnp.ones((2, 3)), "down": jnp.ones((3, 1))}
+    state = make(0.1, [go.rescale({"up": "_ channel"}, {"down": "channel _"})], preset="paper").init(params)
+    leaves = jax.tree.leaves(state)
+    assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)

@@ -251,9 +251,11 @@ def paper_ddc(
 
         def moments(params: optax.Params) -> GaugeMoments:
             point = s.vectors(params)
-            zeros = tuple(jnp.zeros(t.channels[0].dot(point, point).shape) for t in joined_tensors(s))
+            shapes = [t.channels[0].dot(point, point).shape for t in joined_tensors(s)]
+            # Two tuples, each with buffers of its own: no buffer can be donated twice.
+            mu, nu = (tuple(jnp.zeros(shape) for shape in shapes) for _ in range(2))
             heads = init_heads(s, point, options.v_mode, paper=True)
-            return GaugeMoments(zeros, zeros, (), heads, init_vertical(s, "frozen", point))
+            return GaugeMoments(mu, nu, (), heads, init_vertical(s, "frozen", point))
 
         matrices = dict.fromkeys(polar_matrices(s, polar, params), optax.MaskedNode())
         mu, nu = zeros_like(params, options.mu_dtype), with_leaves(zeros_like(params), matrices)

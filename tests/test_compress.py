@@ -72,6 +72,8 @@ def test_codes_of_zero_of_what_is_too_small_and_of_no_number() -> None:
     state, v = _moments(codes, np.array([[0.0, 1.0, 2.0**-40, 4.0]]))
     assert optax.tree.get(state, "nu")["w"].tolist()[:2] == [0, 231] and v[0] == 0 and v[1] == 1 and v[2] < 1e-8
     assert bool(jnp.all(jnp.isnan(_moments(codes, np.array([[1.0, np.nan]]))[1])))
+    signed = compressed(jnp.int32(0), optax.ScaleByRmsState(nu=jnp.array([-1.0, 2.0])), "uint8")
+    assert bool(jnp.all(jnp.isnan(decompressed(signed).nu)))
     assert _moments(codes, np.zeros((2, 3)))[1].tolist() == [0, 0, 0]
     assert np.isinf(_moments(bits, np.array([[np.inf]]))[1][0])
 
@@ -173,6 +175,7 @@ test_mistakes_are_told = each_refused([
     (lambda: COMPRESS(optax.lion(0.1)).init(WEIGHTS), BAD_FIELD),
     (lambda: COMPRESS(optax.rmsprop(0.1, centered=True)).init(WEIGHTS), BAD_FIELD),
     (lambda: COMPRESS(optax.contrib.sophia(0.1)).init(WEIGHTS), BAD_FIELD),  # codes have no sign
+    (lambda: COMPRESS(optax.sm3(0.1)).init(WEIGHTS), BAD_FIELD),  # its `nu` is a first moment
     (lambda: COMPRESS(COMPRESS(optax.adam(0.1))).init(WEIGHTS),
      "compress_second_moments(.|\n)*around the whole optimizer"),
     (lambda: COMPRESS(optax.adam(0.1)).init(_Named(jnp.ones(2))), "compress_second_moments(.|\n)*rename it"),

@@ -36,9 +36,9 @@ from gauge_optax.xla import hashed_positions
 
 _NAME = "compress_second_moments"
 _PER_OCTAVE = 8  # code 255 stands for the power of two above the leaf's largest entry, 247 for half of it, and 0 for 0
-# Optimizers with these states divide by √(ν − μ²). Rounding ν could make the difference negative.
-# Sophia's ν averages entries of the Hessian's diagonal, which may be negative.
-_NOT_ROUNDED = ("ScaleByRStdDevState", "ScaleByRStdDevWithCountState", "SophiaState")
+# Optimizers with the first two states divide by √(ν − μ²). Rounding ν could make the difference negative. Sophia's ν
+# averages entries of the Hessian's diagonal, and SM3's is a first moment. Both may be negative.
+_NOT_ROUNDED = ("ScaleByRStdDevState", "ScaleByRStdDevWithCountState", "SophiaState", "ScaleBySM3State")
 _STORED = ("bfloat16", "uint8")
 
 
@@ -66,12 +66,12 @@ def compress_second_moments(
       inner: any Optax transformation, a whole optimizer or a link. Its second moments are the fields `nu` of its
         states. Optax's Adam, NAdam, RMSProp, AdaBelief and Muon and `ddc_adamw` have such fields, inside `quotient`
         too. All other fields stay as they are. So do moments in float64, those from which a squared mean is subtracted
-        (centered RMSProp), and Sophia's, which may be negative. Put `optax.apply_if_finite` around the result, not
-        inside.
+        (centered RMSProp), and the fields `nu` of Sophia and SM3, which may be negative. Put `optax.apply_if_finite`
+        around the result, not inside.
       dtype: "bfloat16", or "uint8" for codes of 255 positive numbers and zero. The largest number is the power of two
         above the leaf's largest entry, and there are 8 per factor of two, so that they span a factor of 3.6e9. Smaller
         positive entries are stored as the smallest number and not as zero, which makes their steps shorter. One
-        infinite or NaN entry makes its whole leaf NaN.
+        negative, infinite or NaN entry makes its whole leaf NaN.
 
     Returns:
       The optimizer. Its updates have the dtypes of the gradients, or those of the parameters where they are wider.
@@ -239,10 +239,11 @@ def _to_bfloat16(x: jax.Array, chances: jax.Array) -> jax.Array:
 
 
 def _to_codes(x: jax.Array, chances: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns codes of entries that are not negative, and the power of two that the largest code stands for."""
+    """Returns codes of entries, and the power of two that the largest code stands for; NaN if an entry has no code."""
     _, exponent = jnp.frexp(jnp.max(x, initial=0.0))
     top = jnp.ldexp(jnp.float32(1.0), jnp.minimum(exponent, 127))
-    top = jnp.where(jnp.all(jnp.isfinite(x)), top, jnp.nan)  # otherwise an infinite or NaN entry would look finite
+    # Otherwise an infinite or NaN entry would look finite, and a negative one would be zero.
+    top = jnp.where(jnp.all(jnp.isfinite(x) & (x >= 0)), top, jnp.nan)
     place = jnp.log2(jnp.maximum(x / top, jnp.finfo(jnp.float32).tiny)) * _PER_OCTAVE + 255.0
     lower = jnp.clip(jnp.floor(place), 0.0, 254.0)
     below, above = (_size_of_code(code, top) for code in (lower, lower + 1.0))

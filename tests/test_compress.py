@@ -147,6 +147,8 @@ def test_states_of_numpy_and_of_no_leaves_and_of_bfloat16_parameters(dtype: str)
     assert tx.update({}, tx.init({}), {})[0] == {}
     half, tx = {"w": params["w"].astype(jnp.bfloat16)}, COMPRESS(optax.amsgrad(0.1), dtype)
     chex.assert_trees_all_equal_dtypes(tx.update(half, tx.init(half), half)[1], tx.init(half))
+    whole = optax.masked(tx, go.tools.by_path({"packed": False}, default=True)) if dtype == "uint8" else tx
+    assert np.all(whole.update(PACKED, whole.init(PACKED), PACKED)[0]["w"] < -0.09)
 
 
 def test_two_streams_round_to_different_sides() -> None:
@@ -168,6 +170,7 @@ class _Named(NamedTuple):
 
 
 WEIGHTS = {"w": jnp.ones(2)}
+PACKED = WEIGHTS | {"packed": jnp.zeros(5, jnp.uint8)}
 BAD_FIELD = "compress_second_moments(.|\n)*no field nu that may be rounded"
 test_mistakes_are_told = each_refused([
     (lambda: COMPRESS(optax.adam), "compress_second_moments(.|\n)*call it"),
@@ -175,6 +178,7 @@ test_mistakes_are_told = each_refused([
     (lambda: COMPRESS(optax.lion(0.1)).init(WEIGHTS), BAD_FIELD),
     (lambda: COMPRESS(optax.rmsprop(0.1, centered=True)).init(WEIGHTS), BAD_FIELD),
     (lambda: COMPRESS(optax.contrib.sophia(0.1)).init(WEIGHTS), BAD_FIELD),  # codes have no sign
+    (lambda: COMPRESS(optax.adam(0.1), "uint8").init(PACKED), "bytes(.|\n)*at 'packed'(.|\n)*dtype='bfloat16'"),
     (lambda: COMPRESS(optax.sm3(0.1)).init(WEIGHTS), BAD_FIELD),  # its `nu` is a first moment
     (lambda: COMPRESS(COMPRESS(optax.adam(0.1))).init(WEIGHTS),
      "compress_second_moments(.|\n)*around the whole optimizer"),

@@ -78,8 +78,8 @@ def compress_second_moments(
 
     Raises:
       ValueError: an `inner` that is no transformation; an unknown `dtype`; at `init`, a state without a field `nu` that
-        may be rounded, a state that is compressed already, parameters in a NamedTuple with a field `nu`; `update`
-        without params.
+        may be rounded, a state that is compressed already, parameters in a NamedTuple with a field `nu`, and with
+        "uint8" a leaf of that dtype, such as packed weights, that `inner` steps; `update` without params.
 
     >>> params = {"w": jnp.ones(1000)}
     >>> tx = go.links.compress_second_moments(optax.adamw(1e-3), "uint8")
@@ -101,6 +101,14 @@ def compress_second_moments(
             raise binding_error(
                 _NAME, "no second moments to compress", "no field nu that may be rounded",
                 "an optimizer that averages squares of gradients, such as optax.adamw", f"leave {_NAME} out",
+            )
+        codes = [path for nu in _second_moments(state) for path, x in leaves_by_path(nu).items() if _is_byte(x)]
+        if codes and dtype == "uint8":
+            raise binding_error(
+                _NAME, f"second moments of bytes, which look like codes, at '{codes[0]}'",
+                "an optimizer that steps leaves of uint8", "floating-point leaves",
+                f"write dtype='bfloat16', or put optax.masked(..., go.tools.by_path({{'{codes[0]}': False}}, "
+                "default=True)) around it",
             )
         if any(isinstance(node, CompressedState) for node in jax.tree.leaves(state, is_leaf=_is_compressed)):
             raise binding_error(
@@ -168,7 +176,7 @@ def decompressed(state: CompressedState) -> Any:
     tops = iter(() if isinstance(state.tops, tuple) else jnp.unstack(jnp.asarray(state.tops)))
 
     def read(x: Any) -> Any:
-        if x.dtype == jnp.uint8:
+        if _is_byte(x) and dtype_of(state) == "uint8":
             return _size_of_code(x, next(tops))
         return x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x
 
@@ -223,6 +231,10 @@ def _with_second_moments(state: Any, change: Callable[[Any], Any]) -> Any:
 
 def _is_rounded(x: Any) -> bool:
     return jnp.result_type(x) in (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+def _is_byte(x: Any) -> bool:
+    return bool(jnp.result_type(x) == jnp.uint8)
 
 
 # Numbers ----------------------------------------------------------------------------------------------

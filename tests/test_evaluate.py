@@ -150,6 +150,22 @@ def test_a_restarted_twin_stays_a_twin(name: str, pin: bool, x64: None) -> None:
         assert losses[0] == pytest.approx(losses[1], rel=1e-9)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "uint8"])
+@pytest.mark.parametrize("outside", [True, False])
+def test_compressed_moments_are_numbers_where_users_see_them_and_compressed_again(outside: bool, dtype: str) -> None:
+    """Codes of one leaf were read by the scale of another, and fresh moments were float32."""
+    small, adam = functools.partial(go.links.compress_second_moments, dtype=dtype), optax.scale_by_adam()
+    tx = small(go.quotient(adam, RELU)) if outside else go.quotient(small(adam), RELU)
+    params = PARAMS | {"bias": jnp.ones(2)}
+    _, state = tx.update(params | {"bias": jnp.full(2, 1e3)}, tx.init(params), params)
+    nu = lambda state, key: go.orbit.evaluate(lambda s, p: p | {key: s.nu[key]}, state, params)[key]  # noqa: E731
+    for choose in (None, lambda old, new: old._replace(nu=old.nu | {"up": new.nu["up"]})):
+        new = go.orbit.restart(tx, state, params, choose)
+        assert jax.tree.map(jnp.result_type, new) == jax.tree.map(jnp.result_type, state)
+        assert not np.any(nu(new, "up")) and nu(state, "bias")[0] == pytest.approx(1e3, rel=0.1)
+        assert nu(new, "bias")[0] == (0.0 if choose is None else nu(state, "bias")[0])
+
+
 def test_a_restart_keeps_the_frame(x64: None) -> None:
     case: Any = CASES["product/llama"]
     tx = go.quotient(SCHEDULE_FREE[0], case.gauges())

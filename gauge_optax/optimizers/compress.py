@@ -183,6 +183,25 @@ def decompressed(state: CompressedState) -> Any:
     return _with_second_moments(state.inner_state, read)
 
 
+def with_numbers(state: Any) -> Any:
+    """Returns a state in which every `CompressedState` is replaced by the state inside, with moments in float32.
+
+    >>> state = optax.chain(compress_second_moments(optax.scale_by_adam(), "uint8")).init({"w": jnp.ones(4)})
+    >>> with_numbers(state)[0].nu["w"].dtype
+    dtype('float32')
+    """
+    return jax.tree.map(lambda x: decompressed(x) if _is_compressed(x) else x, state, is_leaf=_is_compressed)
+
+
+def compressed_like(stored: Any, state: Any) -> Any:
+    """Returns a state with numbers, compressed again where `stored`, a state of the same optimizer, is compressed."""
+
+    def again(node: Any, x: Any) -> Any:
+        return compressed(node.count, x, dtype_of(node), stream=2) if _is_compressed(node) else x
+
+    return jax.tree.map(again, stored, state, is_leaf=_is_compressed)
+
+
 def dtype_of(state: CompressedState) -> str:
     """Returns the argument `dtype` of the transformation that made a state.
 

@@ -15,6 +15,7 @@ from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.bound import slice_of_frame
 from gauge_optax.optimizers._quotient import QuotientState, no_offset
+from gauge_optax.optimizers.compress import compressed_like, with_numbers
 from gauge_optax.slice import Elements, Slice, Undone
 from gauge_optax.transformation import cast_like, layout, require_params
 from gauge_optax.wrapped import wrapped_by
@@ -28,7 +29,7 @@ def evaluate(fn: Fn, state: Any, params: Any) -> Any:
     Args:
       fn: (inner state, weights) → weights, such as `optax.contrib.schedule_free_eval_params`, or `lambda s, p: s.slow`
         for weights that the inner optimizer keeps. It gets the state of the optimizer inside the `quotient`, and the
-        weights that this optimizer sees.
+        weights that this optimizer sees. Compressed second moments come as numbers, without their `CompressedState`.
       state: the state of the optimizer, with one `quotient` (or an alias of it) somewhere inside.
       params: the stored weights θ that the state belongs to.
 
@@ -51,7 +52,7 @@ def evaluate(fn: Fn, state: Any, params: Any) -> Any:
     Reference: Defazio et al. 2024 for schedule-free methods; docs/design.md §3 for the maps.
     """
     require_params("evaluate", params)
-    inside, whole = _one_quotient("evaluate", state), params
+    inside, whole = _one_quotient("evaluate", with_numbers(state)), params
     params = _as_seen(state, inside, params)
 
     def on_slice(inside: Any, params: Any) -> Any:
@@ -83,10 +84,11 @@ def restart(
       state: its state.
       params: the stored weights θ.
       choose: (old inner state, fresh inner state) → inner state, which keeps a part of the old one, for example
-        `lambda old, new: (old[0]._replace(nu=new[0].nu), *old[1:])`. By default all of it is fresh.
+        `lambda old, new: (old[0]._replace(nu=new[0].nu), *old[1:])`. By default all of it is fresh. Compressed second
+        moments come as numbers, without their `CompressedState`.
 
     Returns:
-      A state like `state`.
+      A state like `state`, in which second moments are compressed again if they were.
 
     Raises:
       ValueError: an optimizer or a state without a `quotient`, or with several; another structure from `choose`.
@@ -102,6 +104,7 @@ def restart(
     Reference: docs/design.md §3.
     """
     require_params("restart", params)
+    stored, state = state, with_numbers(state)
     inside = _one_quotient("restart", state)
     inner = wrapped_by(tx)
     if len(inner) != 1:
@@ -110,7 +113,7 @@ def restart(
 
     def fresh(inside: Any, params: Any) -> Any:
         entered, seen = _points(inside, params)
-        new = inner[0].init(with_leaves(params, (entered if choose is None else seen).point))
+        new = with_numbers(inner[0].init(with_leaves(params, (entered if choose is None else seen).point)))
         kept = new if choose is None else choose(inside.inner_state, new)
         return inside._replace(inner_state=kept)
 
@@ -121,7 +124,8 @@ def restart(
             str(jax.tree.structure(inside.inner_state))[:200], "give restart the optimizer that made the state")
     if choose is None and inside.offset:  # a fresh inner optimizer starts at the slice point, without an offset
         made = made._replace(offset=no_offset(_slice(inside, params)))
-    return jax.tree.map(lambda node: made if _is_quotient(node) else node, state, is_leaf=_is_quotient)
+    renewed = jax.tree.map(lambda node: made if _is_quotient(node) else node, state, is_leaf=_is_quotient)
+    return compressed_like(stored, renewed)
 
 
 def _slice(inside: Any, params: Any) -> Slice:

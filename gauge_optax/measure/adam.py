@@ -44,7 +44,7 @@ def adam_factors(
       First moment and preconditioner, in float32, or float64 under x64. They do not describe steps of `nesterov=True`.
 
     Raises:
-      ValueError: no Adam in the state, or several.
+      ValueError: no Adam in the state, or several; second moments in one byte per entry (`compress_second_moments`).
 
     >>> tx, params = optax.adamw(1e-3), {"w": jnp.array([1.0, -2.0])}
     >>> updates, state = tx.update({"w": jnp.array([0.5, 4.0])}, tx.init(params), params)
@@ -81,7 +81,7 @@ def adam_precondition(
       A function (params, cotangent) → D(params)⊙cotangent. It does not use Adam's first moment.
 
     Raises:
-      ValueError: no Adam in the state, or several.
+      ValueError: no Adam in the state, or several; second moments in one byte per entry (`compress_second_moments`).
 
     >>> tx, grad_fn = optax.adam(1e-3), lambda p: p
     >>> precondition = go.measure.adam_precondition(tx.init(jnp.ones(2)), grad_fn)
@@ -116,6 +116,13 @@ def _only_adam(caller: str, opt_state: Any) -> optax.ScaleByAdamState:
     def is_adam(node: Any) -> bool:
         return isinstance(node, optax.ScaleByAdamState)
 
+    # By name: this folder imports no optimizer. With two bytes per entry, `tops` is (), and the moments are numbers.
+    coded = lambda node: type(node).__name__ == "CompressedState" and not isinstance(node.tops, tuple)  # noqa: E731
+    if any(coded(node) for node in jax.tree.leaves(opt_state, is_leaf=coded)):
+        raise binding_error(
+            caller, "second moments that are stored as codes", "a CompressedState of uint8", "numbers",
+            "write go.links.compress_second_moments(optimizer, 'bfloat16'), or measure the step itself, with "
+            "step_leakage")
     states = [node for node in jax.tree.leaves(opt_state, is_leaf=is_adam) if is_adam(node)]
     if len(states) != 1:
         raise binding_error(

@@ -244,6 +244,8 @@ test_what_has_no_leakage_is_refused = each_refused({
     "no points": (lambda: go.measure.leakage_along(lambda: None, []), "no points"),
     "no Adam": (lambda: go.measure.adam_factors(optax.sgd(0.1).init(PARAMS)), "0 Adam states"),
     "no Adam to precondition": (lambda: go.measure.adam_precondition((), lambda p: p), "0 Adam states"),
+    "codes": (lambda: go.measure.adam_factors(
+        go.links.compress_second_moments(optax.adam(0.1), "uint8").init(PARAMS)), "'bfloat16'"),
     "two Adams": (lambda: go.measure.adam_factors(TWO_ADAMS.init(PARAMS)), "2 Adam states"),
     "DDC's framed moments": (lambda: go.measure.adam_factors(go.scale_by_ddc(TURN).init(PARAMS)), "step_leakage"),
 })

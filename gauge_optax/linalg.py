@@ -999,6 +999,53 @@ def inverse_gram(rows: jax.Array, damping: float | jax.Array = 0.0) -> jax.Array
     >>> (inverse * jnp.array([[1e6, 1.0], [1.0, 1e-6]])).round(4).tolist()
     [[1.0, 0.0], [0.0, 1.0]]
     """
+    root, _ = _root_of_inverse_gram(rows, damping)
+    return matmul(root, transpose(root))
+
+
+def inverse_gram_beside(rows: jax.Array, own: jax.Array, damping: float | jax.Array = 0.0) -> jax.Array:
+    """Returns (BᵀB + λ)⁻¹ for the opposite B of a factor A, or an inverse that moves with the basis of both.
+
+    Where λ = 0, B has less than full rank and A has full rank, it is the pseudo-inverse in the basis in which the
+    columns of A are orthonormal. In the basis (A·S, B·S⁻ᵀ) it is therefore Sᵀ·X·S, as an inverse is. A pseudo-inverse
+    that is taken in the stored basis is not. Where A too has less than full rank, it is that one.
+
+    Args:
+      rows: B, (…, m, d).
+      own: A, (…, n, d).
+      damping: λ, absolute: a number or (…,).
+
+    Returns:
+      X, (…, d, d), symmetric.
+
+    >>> a, b = jnp.array([[1.0, 0.0], [0.0, 1.0]]), jnp.array([[0.5, 0.0]])
+    >>> s, s_inverse = jnp.array([[1.0, 1.0], [0.0, 1.0]]), jnp.array([[1.0, -1.0], [0.0, 1.0]])
+    >>> (s.T @ inverse_gram_beside(b, a) @ s).round(3).tolist()
+    [[4.0, 4.0], [4.0, 4.0]]
+    >>> inverse_gram_beside(b @ s_inverse.T, a @ s).round(3).tolist()
+    [[4.0, 4.0], [4.0, 4.0]]
+    """
+    root, full = _root_of_inverse_gram(rows, damping)
+    return jax.lax.cond(jnp.all(full), _as_it_is, _turned, matmul(root, transpose(root)), full, rows, own)
+
+
+# The branches are functions of this module: outside `jit`, JAX would compile functions within functions at every call.
+
+
+def _as_it_is(inverse: jax.Array, *_: jax.Array) -> jax.Array:
+    return inverse
+
+
+def _turned(inverse: jax.Array, full: jax.Array, rows: jax.Array, own: jax.Array) -> jax.Array:
+    """Returns `inverse`, and where B is not `full` and A is, the pseudo-inverse beside A, see `inverse_gram_beside`."""
+    t = triangular_factor(own)
+    _, usable = _root_of_inverse_gram(t)
+    turned = matmul(matmul(transpose(t), inverse_gram(matmul(rows, transpose(t)))), t)
+    return jnp.where((~full & usable)[..., None, None], turned, inverse)
+
+
+def _root_of_inverse_gram(rows: jax.Array, damping: float | jax.Array = 0.0) -> tuple[jax.Array, jax.Array]:
+    """Returns Y with Y·Yᵀ = `inverse_gram(rows, damping)`, and whether the matrix has full rank, (…,) booleans."""
     squares = jnp.sum(jnp.square(rows), -2)
     added = jnp.broadcast_to(jnp.asarray(damping, rows.dtype)[..., None], squares.shape)
     norms = jnp.sqrt(squares + added)
@@ -1006,8 +1053,8 @@ def inverse_gram(rows: jax.Array, damping: float | jax.Array = 0.0) -> jax.Array
     norms = jnp.where(nonzero, norms, 1.0)
     below = jnp.sqrt(added)[..., None] * jnp.eye(rows.shape[-1], dtype=rows.dtype)
     root, exact = _root_by_products(jnp.concatenate([rows, below], -2))
-    root = jax.lax.cond(exact & jnp.all(nonzero), lambda: root, lambda: _root_by_qr(rows, added, norms, nonzero))
-    return matmul(root, transpose(root))
+    enough = exact & jnp.all(nonzero)
+    return jax.lax.cond(enough, _root_of_full_rank, _root_by_qr, root, rows, added, norms, nonzero)
 
 
 def _root_by_products(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -1026,8 +1073,14 @@ def _root_by_products(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     return matmul(root, second), jnp.all(jnp.abs(error) < 1e-3)
 
 
-def _root_by_qr(rows: jax.Array, added: jax.Array, norms: jax.Array, nonzero: jax.Array) -> jax.Array:
-    """Returns Y with Y·Yᵀ = (AᵀA + λ)⁻¹, by a QR decomposition.
+def _root_of_full_rank(root: jax.Array, *others: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return root, jnp.all(others[-1], -1)
+
+
+def _root_by_qr(
+    _: jax.Array, rows: jax.Array, added: jax.Array, norms: jax.Array, nonzero: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns Y with Y·Yᵀ = (AᵀA + λ)⁻¹, by a QR decomposition, and whether the matrix has full rank.
 
     Args:
       rows: A, (…, m, d).
@@ -1046,7 +1099,7 @@ def _root_by_qr(rows: jax.Array, added: jax.Array, norms: jax.Array, nonzero: ja
     complete &= jnp.linalg.norm(root, axis=(-2, -1)) * size**0.5 < 1.0 / cutoff
     root = root / norms[..., :, None]
 
-    def pseudo() -> jax.Array:
+    def pseudo() -> tuple[jax.Array, jax.Array]:
         _, sizes, vt = svd(r)
         kept = (sizes > cutoff * sizes[..., :1])[..., None, :]
         vectors = transpose(vt) / norms[..., :, None]
@@ -1055,7 +1108,7 @@ def _root_by_qr(rows: jax.Array, added: jax.Array, norms: jax.Array, nonzero: ja
         # which is removed. They come first in the QR, so that the zero columns after them do not mix in.
         null = qr(jnp.where(kept, 0.0, vectors)[..., ::-1])[0] * ~kept[..., ::-1]
         inverse_root = inverse_root - matmul(null, matmul(transpose(null), inverse_root))
-        return jnp.where(complete[..., None, None], root, inverse_root)
+        return jnp.where(complete[..., None, None], root, inverse_root), complete | jnp.all(kept, (-2, -1))
 
-    root = jax.lax.cond(jnp.all(complete), lambda: root, pseudo)
-    return jnp.where(nonzero[..., :, None], root, 0.0)
+    root, full = jax.lax.cond(jnp.all(complete), lambda: (root, complete), pseudo)
+    return jnp.where(nonzero[..., :, None], root, 0.0), full & jnp.all(nonzero, -1)

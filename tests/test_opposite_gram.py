@@ -1,6 +1,7 @@
 """The opposite-Gram correction: the formulas of the post, cotangents in and tangents out, stale inverses."""
 
 import functools
+import warnings
 from typing import Any
 
 import jax
@@ -153,6 +154,21 @@ def test_an_opposite_factor_of_zero_gives_zero(gauge: go.Gauge, diagonal: bool) 
         found = corrected(damping, "relative")
         assert not np.any(found["a"]) and np.all(np.isfinite(found["b"])) and np.any(found["b"])
     np.testing.assert_allclose(corrected(0.5, "absolute")["a"], 2.0 * updates["a"], rtol=1e-6)
+
+
+def test_a_factor_of_less_than_full_rank_makes_one_step_for_all_bases(x64: None) -> None:
+    """The pseudo-inverse in the stored basis does not move with the basis, as an inverse does."""
+    narrow = {"a": _noise(0, 6, 4), "b": _noise(1, 4, 2) @ _noise(2, 2, 5)}
+    tx, ends = go.links.scale_by_opposite_gram(LORA), []
+    with warnings.catch_warnings(action="error"):
+        state = tx.init(narrow)
+    for p in (narrow, go.bind(LORA, narrow).random_twin(jax.random.key(1), narrow)):
+        error = p["a"] @ p["b"] - 1.0
+        updates, _ = jit(tx.update)({"a": error @ p["b"].T, "b": p["a"].T @ error}, state, p)
+        ends.append((p["a"] - 0.1 * updates["a"]) @ (p["b"] - 0.1 * updates["b"]))
+    assert furthest(*ends) <= 1e-12 and furthest(ends[0], narrow["a"] @ narrow["b"]) > 1e-2
+    with pytest.warns(UserWarning, match=r"scale_by_opposite_gram: no frame for heads of 'a' and 'b'(.|\n)*on S"):
+        tx.init(narrow | {"a": _noise(0, 6, 1) @ _noise(3, 1, 4)})
 
 
 @pytest.mark.parametrize("size", [1e3, 1e6])

@@ -16,11 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gauge_optax.binding import Block, overlap
-from gauge_optax.errors import binding_error
+from gauge_optax.binding import Block, leaves_by_path, overlap
+from gauge_optax.errors import binding_error, warn
 from gauge_optax.gauges.bound import bound
 from gauge_optax.gauges.gauge import Gauges, Product, product
-from gauge_optax.linalg import inverse_gram, real_dtype
+from gauge_optax.gauges.unread import heads_without_frame
+from gauge_optax.linalg import inverse_gram_beside, real_dtype
 from gauge_optax.optimizers._quotient import require_first_outside
 from gauge_optax.optimizers.sides import channel_sides, matrix_sides
 from gauge_optax.parts.heads import BASIS
@@ -114,8 +115,14 @@ def scale_by_opposite_gram(
 
     Returns:
       A transformation of raw increments of factors (cotangents, such as gradients) into tangents. If a Gram matrix is
-      singular, its pseudo-inverse is used: increments of a factor whose opposite is 0 become 0. An update takes 12
-      times as long as one of `optax.adamw` (12 kernels of d = 768, CPU), 6 times with every=16, twice with `diagonal`.
+      singular, its pseudo-inverse is used, in the basis in which the columns of the other factor are orthonormal. So
+      the step is still the same for every S, and increments of a factor whose opposite is 0 become 0. If both factors
+      of a head have less than full rank, no multiple of the increments is a tangent, unless both are 0, and the step
+      depends on S. An update takes 12 times as long as one of `optax.adamw` (12 kernels of d = 768, CPU), 6 times with
+      every=16, twice with `diagonal`.
+
+    Warns:
+      UserWarning: at `init`, heads of which both factors have less than full rank, if one of them is not 0.
 
     Raises:
       ValueError: when called, a damping that is negative, an unknown mode, or an `every` that is no positive integer;
@@ -163,6 +170,11 @@ def scale_by_opposite_gram(
     def init(params: optax.Params) -> ScaleByOppositeGramState:
         s = _checked_slice(group, params)
         require_first_outside(_NAME, s)
+        leaves = leaves_by_path(params)
+        if not diagonal and isinstance(damping, int | float) and damping == 0:
+            identities = {part.label: part.identity() for part in s.parts}
+            for sentence in heads_without_frame(_NAME, s, identities, leaves, "the steps of these heads depend on S"):
+                warn(sentence)
         if always:
             return ScaleByOppositeGramState((), ())
         zeros = zeros_of(jax.eval_shape(lambda p: inverses_at(s, p), params))
@@ -233,11 +245,13 @@ def _inverses(
             inverses[number] = _power(squares + added(jnp.sum(squares, -1), side.size)[..., None], -1.0)
     else:
         factors = [side.stacked(point) for side in sides]
-        for shape in dict.fromkeys(x.shape for x in factors):
+        pairs = [(x, factors[k ^ 1]) for k, x in enumerate(factors)]  # a factor, and the one whose increments it scales
+        shapes = [(x.shape, own.shape) for x, own in pairs]
+        for pair in dict.fromkeys(shapes):
             # Factors of one shape make one batch, so that XLA compiles one decomposition for all layers.
-            numbers = [k for k, x in enumerate(factors) if x.shape == shape]
-            rows = jnp.stack([factors[k] for k in numbers])
-            batch = inverse_gram(rows, added(jnp.sum(jnp.square(rows), (-2, -1)), shape[-1]))
+            numbers = [k for k, x in enumerate(shapes) if x == pair]
+            rows, own = (jnp.stack(x) for x in zip(*(pairs[k] for k in numbers), strict=True))
+            batch = inverse_gram_beside(rows, own, added(jnp.sum(jnp.square(rows), (-2, -1)), pair[0][-1]))
             inverses |= zip(numbers, batch, strict=True)
     return OppositeInverses(channels, {x.label: (inverses[2 * k], inverses[2 * k + 1]) for k, x in enumerate(linear)})
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import optax
 
-from gauge_optax.binding import Axes, is_empty, values_at, with_leaves
+from gauge_optax.binding import Axes, is_empty, mask_by_path, values_at, with_leaves
 from gauge_optax.norms import vectors
 from gauge_optax.norms._rotational import named_rotational
 
@@ -122,10 +122,13 @@ def rotational_sgdm(
 
     def decays(params: Any) -> Any:
         """Returns the mask of leaves whose gradient gets decay: `mask`, with False for the leaves of `blocks`."""
-        turning = [] if is_empty(params) else vectors.resolve("rotational_sgdm", specs, params)
         wanted = values_at(mask, params)
-        chosen = jax.tree.map(lambda _: True, params) if wanted is None else wanted
-        return with_leaves(chosen, {selection.block.path: False for selection in turning})
+        wanted = True if wanted is None else wanted
+        if is_empty(params):
+            return wanted
+        turning = vectors.resolve("rotational_sgdm", specs, params)
+        still = {selection.block.path: False for selection in turning}
+        return with_leaves(params, mask_by_path(wanted, params) | still)
 
     sgd = optax.sgd(learning_rate, momentum, nesterov, accumulator_dtype)
     inner = optax.chain(optax.add_decayed_weights(weight_decay, decays), sgd)

@@ -145,6 +145,16 @@ def test_the_scale_of_the_loss_changes_nothing(size: float, x64: None) -> None:
     np.testing.assert_allclose(ends[0], ends[1], rtol=1e-9)
 
 
+@pytest.mark.parametrize("mask", [True, {"a": True, "b": False}, lambda p: {"a": True, "b": False}],
+                         ids=["every leaf", "prefix", "function"])
+def test_a_mask_of_decay_may_be_a_prefix(mask: Any) -> None:
+    params = {"a": {"w": jnp.ones((6, 4)), "bias": jnp.ones(4)}, "b": jnp.ones(4)}
+    tx = go.norms.rotational_sgdm(0.1, {"a/w": "_ channel"}, weight_decay=0.5, mask=mask)
+    updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
+    steps = [float(x[0]) for x in (updates["a"]["bias"], updates["b"])]
+    assert steps == pytest.approx([-0.05, -0.05 if mask is True else 0.0]) and not np.any(updates["a"]["w"])
+
+
 def test_a_gain_is_trained_as_a_parameter_of_its_own(x64: None) -> None:
     """W = gain · n · unit under the loss ½‖W − goal‖²: the same as with the gain in the tree."""
     goal, start = _noise(1, 6, 4), _noise(0, 6, 4)

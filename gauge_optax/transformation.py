@@ -260,6 +260,15 @@ def cast_like(leaves: Mapping[str, jax.Array], *trees: Any) -> dict[str, jax.Arr
     return {path: leaf.astype(max(dtypes[path], key=lambda dtype: dtype.itemsize)) for path, leaf in leaves.items()}
 
 
+def in_dtypes_of_state(kept: Tree, tree: Tree) -> Tree:
+    """Returns a tree of arrays in the dtypes of `kept`, a part of a state, as far as JAX has these dtypes now.
+
+    A state keeps its dtypes when x64 is switched on during a run, and is in float32 when it is switched off. A `cond`
+    needs one dtype in both branches: it takes this of the fresh arrays, and of the kept ones.
+    """
+    return jax.tree.map(lambda x, like: x.astype(jax.dtypes.canonicalize_dtype(like.dtype)), tree, kept)
+
+
 def in_dtype_of(tree: Any, leaves: Mapping[str, jax.Array], *others: Any) -> Any:
     """Returns `tree` with these leaves, each in the dtype of the leaf that it replaces, or a wider one in `others`."""
     return with_leaves(tree, cast_like(leaves, tree, *others))

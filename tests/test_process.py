@@ -87,3 +87,18 @@ def test_strict_settings_of_promotion(name: str) -> None:
         if name in STEPS:
             expected = made if expected is None else expected
             assert jax.tree.all(jax.tree.map(np.array_equal, made, expected))
+
+
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64")  # what is switched off
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("tx", [
+    go.ddc_adamw(0.1, HEADS), go.links.scale_by_opposite_gram(FACTORS, every=2),
+    go.measure.track(optax.adam(0.1), HEADS, every=2),
+], ids=["ddc_adamw", "scale_by_opposite_gram", "track"])
+def test_a_state_made_before_x64_was_switched_goes_on(tx: optax.GradientTransformation, first: bool) -> None:
+    params = {"value": jnp.ones((6, 2, 3), jnp.float32), "out": jnp.ones((2, 3, 4), jnp.float32)}
+    with jax.enable_x64(first):
+        state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(tx.init, params))
+    with jax.enable_x64(not first):
+        updates, _ = jax.jit(tx.update).lower(params, state, params).out_info
+    assert jax.tree.map(lambda x: x.dtype, updates) == jax.tree.map(lambda x: x.dtype, params)

@@ -37,6 +37,7 @@ from gauge_optax.linalg import (
 from gauge_optax.parts.heads import by_size, stack_heads, unstack_heads
 from gauge_optax.parts.part import Arrays
 from gauge_optax.slice import Slice
+from gauge_optax.transformation import in_dtypes_of_state
 from gauge_optax.xla import varying_like
 
 Scalar = float | jax.Array
@@ -187,18 +188,19 @@ def refreshed(
     if into is not None:
         entering = [stack_heads([into[turn] for turn in turns]) for turns in groups]
         grams = [matmul(matmul(transpose(e), gram), e) for e, gram in zip(entering, grams, strict=True)]
-    turned = jnp.stack([_off_diagonal(gram, basis) for gram, basis in zip(grams, heads.bases, strict=True)])
+    kept = in_dtypes_of_state(heads.bases, heads.bases)
+    turned = jnp.stack([_off_diagonal(gram, basis) for gram, basis in zip(grams, kept, strict=True)])
     age = heads.age + 1
     stale = jnp.max(turned) > options.refresh_drift
     if options.refresh_every is not None:
         stale |= age >= options.refresh_every
 
     def renew(mu: Arrays, nu: Arrays) -> Any:
-        fresh = tuple(_eigenbasis(gram, options.paper) for gram in grams)
+        fresh = in_dtypes_of_state(kept, tuple(_eigenbasis(gram, options.paper) for gram in grams))
         # `_eigenbasis` ends by reversing columns. Here the reversal is undone, and it is done again after the matrix
         # product: only matrix products should read the results of `_unstacked`, whose docstring says why.
         ascending = _unstacked(groups, [basis[..., ::-1] for basis in fresh])
-        pairs = zip(_unstacked(groups, heads.bases), ascending, strict=True)
+        pairs = zip(_unstacked(groups, kept), ascending, strict=True)
         rotations = dict(zip(turns, (matmul(transpose(old), new)[..., ::-1] for old, new in pairs), strict=True))
         weights = jnp.abs if options.paper else jnp.square
         squares = {turn: weights(rotation) for turn, rotation in rotations.items()}
@@ -207,7 +209,7 @@ def refreshed(
     paths = [path for turn in s.heads for path in turn.paths]
     head_mu, head_nu = ({p: moments[p].astype(real_dtype()) for p in paths} for moments in (mu, nu))
     bases, head_mu, head_nu, age = jax.lax.cond(
-        stale, renew, lambda mu, nu: (heads.bases, mu, nu, age), head_mu, head_nu
+        stale, renew, lambda mu, nu: (kept, mu, nu, age), head_mu, head_nu
     )
     matrices = dict(zip(turns, _unstacked(groups, bases), strict=True))
     cut = options.live_threshold if options.v_mode == "body_frame_topk" else eigenvalue_cutoff(real_dtype())

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gauge_optax.transformation import layout
+from gauge_optax.transformation import in_dtypes_of_state, layout
 from gauge_optax.xla import cond, recomputed_after
 
 Metrics = TypeVar("Metrics")
@@ -59,5 +59,7 @@ def either(
     sharding = layout(measured)
     if isinstance(every, int) and every == 1:
         return sharding.replicated(record())
-    # Both branches must return arrays of one sharding.
-    return cond(taken % every == 0, lambda: sharding.replicated(record()), lambda: sharding.replicated(last))
+    # Both branches must return arrays of one sharding and of one dtype.
+    kept = in_dtypes_of_state(last, last)
+    due = lambda: in_dtypes_of_state(kept, record())  # noqa: E731
+    return cond(taken % every == 0, lambda: sharding.replicated(due()), lambda: sharding.replicated(kept))

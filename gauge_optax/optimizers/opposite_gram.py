@@ -30,6 +30,7 @@ from gauge_optax.slice import Slice
 from gauge_optax.transformation import (
     GaugeTransformation,
     in_dtype_of,
+    in_dtypes_of_state,
     placeholder,
     require_choice,
     require_every,
@@ -187,7 +188,9 @@ def scale_by_opposite_gram(
         else:
             expected = jax.eval_shape(lambda: inverses_at(s, params))
             require_gauges_of_state(_NAME, state.gauges, expected, s.leaves_by_label())
-            inverses = cond(state.age == 0, lambda: inverses_at(s, params), lambda: state.gauges)
+            kept = in_dtypes_of_state(state.gauges, state.gauges)
+            renewed = lambda: in_dtypes_of_state(kept, inverses_at(s, params))  # noqa: E731
+            inverses = cond(state.age == 0, renewed, lambda: kept)
             state = ScaleByOppositeGramState(inverses, jnp.where(state.age + 1 < every, state.age + 1, 0))
         return in_dtype_of(updates, _corrected(s, inverses, s.vectors(updates))), state
 

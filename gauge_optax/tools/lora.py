@@ -59,10 +59,10 @@ def lora(
       A list for `quotient`, its aliases and `gauge_fix`.
 
     Raises:
-      ValueError: the tree has no pair; a factor called `lora_...` has no partner, or one of another rank; the shapes
-        allow several axes; another leaf stands, or may stand, between the factors; a pair in a module of experts, or
-        whose product has another size than its kernel, without `axes`; factors of a method that does not use their
-        product alone (`delora_A`); `axes` or `sizes` that apply to no pair.
+      ValueError: the tree has no pair; a pair has no entries, as at rank 0; a factor called `lora_...` has no partner,
+        or one of another rank; the shapes allow several axes; another leaf stands, or may stand, between the factors; a
+        pair in a module of experts, or whose product has another size than its kernel, without `axes`; factors of a
+        method that does not use their product alone (`delora_A`); `axes` or `sizes` that apply to no pair.
 
     >>> ranks = {"layer_0": 2, "layer_1": 4}
     >>> params = {
@@ -80,6 +80,11 @@ def lora(
     axes, sizes = axes or {}, sizes or {}
     calls, adapters, used, bound = [], [], set[str](), set[str]()
     for pair in _pairs(leaves):
+        if 0 in (*leaves[pair.a], *leaves[pair.b]):
+            raise binding_error(
+                "lora", f"factors without entries, '{pair.a}' and '{pair.b}'",
+                f"shapes {leaves[pair.a]} and {leaves[pair.b]}", "a rank of 1 or more",
+                "pass the tree without this adapter; the gauges of the others fit the whole tree too")
         patterns = _patterns_of(pair, axes)
         left, right = axes[patterns[0]] if patterns else _axes_of(pair, leaves)
         used |= set(patterns)

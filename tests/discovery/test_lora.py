@@ -253,6 +253,8 @@ def pair(a: tuple[int, ...], b: tuple[int, ...]) -> Tree:
     ({"m": {"lora_a": A.T}}, ["without its partner, 'm/lora_a'", "no leaf 'm/lora_b'"], {}),
     ({"m": {"lora_up": A.T}}, ["without its partner, 'm/lora_up'", "no leaf 'm/lora_down'"], {}),
     ({"lora_a": optax.MaskedNode(), "lora_b": B.T}, ["without its partner, 'lora_b'"], {}),
+    (pair((8, 0), (0, 6)), ["without entries, 'm/lora_a' and 'm/lora_b'", "without this adapter"], {}),
+    (pair((8, 2), (2, 0)) | {"m/kernel": drawn(2, 8, 6)}, ["without entries"], {}),
     (pair((8, 2), (3, 8)), ["unequal rank", "(8, 2) and (3, 8)",
                             "if their rank is 8, write axes={'m': ('basis _', '_ basis')}"], {}),
     (pair((8, 2), (3, 7)), ["unequal rank", "two factors of one product"], {}),

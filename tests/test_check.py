@@ -476,4 +476,6 @@ def test_an_optimizer_that_cannot_be_tried_is_said() -> None:
     asks = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
     report = _preflight(go.quotient(asks, [UNITS]), MLP, mlp_loss)
     assert any("the update raised TypeError" in note for note in report.notes)
+    report = _preflight(optax.conditionally_mask(ADAMW, lambda step, **_: step < 3), MLP, mlp_loss)
+    assert any("inside jax.lax.cond or a loop; check that optimizer too" in note for note in report.notes)
     assert _preflight(optax.adam(1e-3), MLP, mlp_loss).asymmetries == ()  # and one without gauges is silent

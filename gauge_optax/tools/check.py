@@ -453,6 +453,10 @@ def _require_none_frozen_unseen(
         recorded = program(grads, state, params) if gauges else []
         # A masked step is zero for the negative gradient too. A step that happens to round to zero is not.
         others = program(jax.tree.map(_negative, grads), state, params) if gauges else []
+    except jax.errors.UnexpectedTracerError:
+        return ["frozen leaves were not looked for beyond what states say: a wrapper calls an optimizer with gauges "
+                "inside jax.lax.cond or a loop; check that optimizer too, go.check(inner, inner.init(params), params, "
+                "grads)"]
     except Exception as error:  # the optimizer may need further arguments, or a loop around it
         return [f"frozen leaves were not looked for beyond what states say: the update raised {type(error).__name__}"]
     most = {path: _most(leaf) for path, leaf in leaves_by_path(grads).items()}

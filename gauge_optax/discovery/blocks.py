@@ -47,7 +47,7 @@ _BYTES = 2**28  # of gradients in memory at once
 _ERRORS = 100.0  # error of a computed dead direction, in units of roundoff over the smallest nonzero singular value
 _INSIDE = 1e-6  # relative distance from the span of the orbits up to which a direction lies in it
 _ROUNDS, _SOLVED = 60, 1e-11  # projection onto the span: iterations of GMRES at most, and its relative residual
-_EXHAUSTED = 1e-9  # Lanczos ends at an off-diagonal entry below this share of the largest diagonal one
+_EXHAUSTED = 1e-9  # share of the largest diagonal entry below which Lanczos ends, and a singular value counts as zero
 _ROUNDOFF, _GAP = 1e-16, 1e3  # a zero singular value, relative to the largest; least ratio of adjacent values at a gap
 _MOST = 8  # unexplained directions of a block are counted up to this number: 8 stands for 8 or more
 _SPARE = 64  # rows beyond the number of a block's entries, so that random combinations keep the rank
@@ -521,18 +521,19 @@ def upper_bound(
 
 
 def _weight_of_zero(diagonal: np.ndarray, beside: np.ndarray) -> float:
-    """The weight of a Gauss–Radau rule at zero: 1/Σ qⱼ(0)², for the polynomials qⱼ of Lanczos' tridiagonal matrix.
+    """The weight of a Gauss–Radau rule at zero, from Lanczos' tridiagonal matrix.
 
-    Its rows are the recurrence that defines these orthonormal polynomials.
+    It is the least ‖z − JᵀJ·x‖² over x in the span of all Lanczos vectors but the last. The recurrence of orthonormal
+    polynomials gives the same number, but with roundoff that grows from step to step: after as many steps as JᵀJ has
+    distinct eigenvalues it would be of any size, and no upper bound.
 
     Args:
       diagonal: the diagonal of the matrix, (steps,).
       beside: its off-diagonal, (steps − 1,).
     """
-    values = [1.0]
-    for j, across in enumerate(beside):
-        if across <= _EXHAUSTED * diagonal.max():  # what follows is roundoff
-            break
-        before = beside[j - 1] * values[j - 1] if j else 0.0
-        values.append(-(diagonal[j] * values[j] + before) / across)
-    return 1.0 / float(np.sum(np.square(values)))
+    least = _EXHAUSTED * np.nanmax(np.abs(diagonal))
+    # What follows a small off-diagonal entry is roundoff, or NaN.
+    kept = next((j for j, across in enumerate(beside) if not across > least), len(beside))
+    whole = np.diag(diagonal) + np.diag(beside, 1) + np.diag(beside, -1)
+    left, sizes, _ = np.linalg.svd(whole[: kept + 1, :kept])
+    return float(np.sum(np.square(left[0, np.sum(sizes > least) :])))

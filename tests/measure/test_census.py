@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import scipy.linalg
 
 import gauge_optax as go
 from benchmarks.certificates import LLAMA, Row, decoder, design_block
 from gauge_optax.binding import leaves_by_path, with_leaves
-from gauge_optax.discovery.blocks import EntrySet, blocks_of, rank_of, rows_of, upper_bound
+from gauge_optax.discovery.blocks import EntrySet, _weight_of_zero, blocks_of, rank_of, rows_of, upper_bound
 from gauge_optax.discovery.trace import walk
 from tests.refusals import refused
 
@@ -84,6 +85,16 @@ def test_the_upper_bound_is_above_the_count_and_sharp_after_as_many_steps_as_par
     inputs, rng = np.random.default_rng(1).standard_normal((40, 6)), np.random.default_rng(2)
     mean, error = upper_bound(lambda p, x: [x @ p["w"].sum(1)], leaves, [inputs], 200, 12, rng, False)
     assert abs(mean - 6) <= 3 * error and error < 0.3
+
+
+@pytest.mark.parametrize("dead", [5, 50])
+def test_the_weight_of_zero_is_right_after_more_steps_than_there_are_eigenvalues(dead: int) -> None:
+    rng = np.random.default_rng(0)
+    basis = np.linalg.qr(rng.normal(size=(60, 60)))[0]
+    small = scipy.linalg.hessenberg((basis * np.r_[np.zeros(dead), rng.uniform(1, 100, 60 - dead)]) @ basis.T)
+    weight = _weight_of_zero(np.diag(small), np.abs(np.diag(small, 1)))
+    assert weight == pytest.approx(np.sum(np.square(basis[0, :dead])))
+    assert _weight_of_zero(np.array([0.0, np.nan]), np.zeros(1)) == 1.0  # of a function that is constant
 
 
 def test_what_cannot_be_counted_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

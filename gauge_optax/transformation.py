@@ -598,6 +598,14 @@ def require_choice(transformation: str, argument: str, value: object, choices: S
             f"write {argument}={choices[0]!r}")
 
 
+def require_count(function: str, argument: str, count: Any, least: int) -> None:
+    """Raises ValueError unless an argument is an integer from `least`."""
+    if not isinstance(count, int | np.integer) or count < least:
+        raise binding_error(
+            function, f"bad {argument}", f"{argument}={count!r}", f"an int, at least {least}",
+            f"pass {argument}={least}")
+
+
 def require_every(transformation: str, every: Any) -> None:
     """Raises ValueError unless `every` is a positive number of steps."""
     integer = isinstance(every, int | np.integer | jax.Array) and jnp.issubdtype(jnp.result_type(every), jnp.integer)

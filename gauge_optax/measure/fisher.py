@@ -2,7 +2,8 @@
 
 An operator is a symmetric matrix with one row per parameter. It is known by its products with vectors, each of which
 takes one forward and one backward derivative. `dense` and `blocks` make arrays of small operators. `lanczos` and
-`trace` need no such array; they use matfree, an optional dependency. The names of the classes are those of curvlinops.
+`trace` need no such array; `trace` uses matfree, an optional dependency. The names of the classes are those of
+curvlinops.
 
 The Fisher information is F = E[s·sᵀ]. The score s is the gradient of a log-likelihood, with labels that the *model*
 draws. `EmpiricalFisher` takes the labels of the data instead. Unless the model fits these exactly, that matrix depends
@@ -29,7 +30,7 @@ from gauge_optax.binding import in_single_or_better, leaves_by_path, real_leaves
 from gauge_optax.binding.paths import match
 from gauge_optax.errors import binding_error, warn
 from gauge_optax.gauges.gauge import Gauges, Product, product
-from gauge_optax.linalg import singular_vectors, symmetric_eigen
+from gauge_optax.linalg import matmul, roundoff, safe_divide, singular_vectors, symmetric_eigen, unit_and_size
 from gauge_optax.measure._metric import (
     across,
     across_dual,
@@ -39,7 +40,7 @@ from gauge_optax.measure._metric import (
     require_frame,
     tangent_of,
 )
-from gauge_optax.transformation import require_key, require_no_tracers
+from gauge_optax.transformation import require_count, require_key, require_no_tracers
 from gauge_optax.xla import summed_apart
 
 _PER_DIMENSION = 100  # labels per parameter by default: the DDC paper asks for N ≥ 100·d labels
@@ -186,6 +187,43 @@ def _group(rule: _Rule) -> Product:
     return product(() if rule.gauges is None else rule.gauges)
 
 
+def _tridiagonal(
+    multiply: Callable[[jax.Array], jax.Array], fresh: Callable[[jax.Array | int], jax.Array], steps: int
+) -> tuple[jax.Array, jax.Array]:
+    """Lanczos: an orthonormal basis (steps, d), and the matrix in it, which is tridiagonal.
+
+    Each vector is the product of the matrix with the last one, less its part in the span of all so far. If nothing is
+    left but roundoff, the matrix maps this span to itself: the next vector is then a fresh one. Without this, roundoff
+    would be the next vector. It may lie in the span, and its products would count again and again.
+
+    Args:
+      multiply: vector (d,) → its product with the matrix.
+      fresh: number → a random vector (d,).
+      steps: the number of vectors.
+    """
+
+    def unit_outside(x: jax.Array, basis: jax.Array) -> tuple[jax.Array, jax.Array]:
+        for _ in range(2):  # the first difference has roundoff as large as that of x
+            x = x - matmul(matmul(basis, x), basis)
+        x, most = unit_and_size(x, 0)
+        length = jnp.linalg.norm(x)
+        return safe_divide(x, length), most[0] * length
+
+    def step(k: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        basis, diagonal, beside, vector = state
+        basis, image = basis.at[k].set(vector), multiply(vector)
+        diagonal, (after, length) = diagonal.at[k].set(matmul(vector, image)), unit_outside(image, basis)
+        largest = jnp.maximum(jnp.max(jnp.abs(diagonal)), jnp.max(beside))
+        exhausted = length <= roundoff(length.dtype) * largest  # False for NaN, so that it is passed on
+        after = jax.lax.cond(exhausted, lambda: unit_outside(fresh(k + 1), basis)[0], lambda: after)
+        return basis, diagonal, beside.at[k].set(jnp.where(exhausted, 0.0, length)), after
+
+    first, _ = unit_outside(start := fresh(0), jnp.zeros((1, start.size), start.dtype))
+    none, nowhere = jnp.zeros(steps, start.dtype), jnp.zeros((steps, start.size), start.dtype)
+    basis, diagonal, beside, _ = jax.lax.fori_loop(0, steps, step, (nowhere, none, none, first))
+    return basis, jnp.diag(diagonal) + jnp.diag(beside[:-1], 1) + jnp.diag(beside[:-1], -1)
+
+
 # Operators --------------------------------------------------------------------------------------------------
 
 
@@ -293,29 +331,32 @@ class Operator:
 
         Args:
           key: a PRNG key.
-          steps: the number of products with the operator, at most d. Each adds two or three vectors of d numbers to the
-            memory in use.
+          steps: the number of products with the operator, at least 1; more than d count as d. Each adds one or two
+            vectors of d numbers to the memory in use.
           vectors: whether to return eigenvectors, which take as much memory again.
 
         Returns:
-          One approximate eigenvalue (Ritz value) per step.
+          One approximate eigenvalue (Ritz value) per step. If the operator maps the span of the vectors so far to
+          itself, as it does once `steps` exceeds its rank, a random vector perpendicular to this span comes next.
+          Further values are those of the operator outside the span: zeros beyond its rank, and repeated eigenvalues.
 
         Raises:
-          ImportError: matfree is not installed.
+          ValueError: no PRNG key; fewer steps than 1.
         """
         require_key(self.name, key)
-        decomp, eig = _matfree("decomp"), _matfree("eig")
-        start = self._split(self._probe(key, jax.random.normal))
-        steps = min(steps, self._most_steps())
+        require_count(self.name, "steps", steps, 1)
+        steps = min(int(steps), self._most_steps())
 
-        def run(start: Leaves, arrays: _Arrays) -> Any:
-            decompose = decomp.tridiag_sym(steps, materialize=True, custom_vjp=False)
-            if vectors:
-                return eig.eigh_partial(decompose)(self._rule.multiply, start, arrays)
-            return symmetric_eigen(decompose(self._rule.multiply, start, arrays).J_small)[0], None
+        def run(key: jax.Array, arrays: _Arrays) -> tuple[jax.Array, jax.Array | None]:
+            basis, small = _tridiagonal(
+                lambda vector: self._flat(self._rule.multiply(self._split(vector), arrays)),
+                lambda number: self._probe(jax.random.fold_in(key, number), jax.random.normal, arrays), steps,
+            )
+            small, size = unit_and_size(small, (0, 1))
+            values, turn = symmetric_eigen(small)
+            return values * size[0], matmul(turn.T, basis) if vectors else None
 
-        values, leaves = jax.jit(run)(start, self._arrays)
-        return Eigen(values, None) if leaves is None else Eigen(values[::-1], jax.vmap(self._flat)(leaves)[::-1])
+        return Eigen(*jax.jit(run)(key, self._arrays))
 
     def trace(self, key: jax.Array, probes: int = 16) -> Estimate:
         """Estimates the trace by Hutchinson's method, with one product per probe and one probe at a time in memory.
@@ -350,8 +391,8 @@ class Operator:
         shaped = zip(self._arrays.leaves.items(), parts, strict=True)
         return {path: part.reshape(leaf.shape).astype(leaf.dtype) for (path, leaf), part in shaped}
 
-    def _probe(self, key: jax.Array, draw: Callable[..., jax.Array]) -> jax.Array:
-        """A random vector (d,) in the space on which the operator acts."""
+    def _probe(self, key: jax.Array, draw: Callable[..., jax.Array], arrays: _Arrays) -> jax.Array:
+        """A random vector (d,) in the space on which the operator with these arrays acts."""
         return draw(key, (self.shape[0],), dtype=self._dtype)
 
     def _most_steps(self) -> int:
@@ -368,12 +409,9 @@ class Operator:
         return host
 
     def _estimate(self, key: jax.Array, probes: int, run: Callable[[Leaves, _Arrays], jax.Array]) -> Estimate:
-        if probes < 2:
-            raise binding_error(
-                self.name, "too few probes", f"probes={probes}", "at least 2, for a standard error", "pass probes=2"
-            )
-        drawn = (self._split(self._probe(x, jax.random.rademacher)) for x in jax.random.split(key, probes))
-        estimates = np.array([float(run(x, self._arrays)) for x in drawn])
+        require_count(self.name, "probes", probes, 2)  # one has no standard error
+        drawn = (self._probe(x, jax.random.rademacher, self._arrays) for x in jax.random.split(key, probes))
+        estimates = np.array([float(run(self._split(x), self._arrays)) for x in drawn])
         return Estimate(float(estimates.mean()), float(estimates.std(ddof=1)) / math.sqrt(probes))
 
 
@@ -655,9 +693,8 @@ class Quotient(Operator):
         entered = self._split(self.ravel(self._enter(tangent)))
         return self._flat(_perpendicular(self._rule, entered, self._arrays))
 
-    def _probe(self, key: jax.Array, draw: Callable[..., jax.Array]) -> jax.Array:
-        drawn = self._split(super()._probe(key, draw))
-        return self._flat(_perpendicular(self._rule, drawn, self._arrays))
+    def _probe(self, key: jax.Array, draw: Callable[..., jax.Array], arrays: _Arrays) -> jax.Array:
+        return self._flat(_perpendicular(self._rule, self._split(super()._probe(key, draw, arrays)), arrays))
 
     def _most_steps(self) -> int:
         # The space has this many dimensions. Further vectors of Lanczos would be roundoff.
@@ -833,6 +870,6 @@ def _matfree(module: str) -> Any:
         return importlib.import_module(f"matfree.{module}")  # an extra, which only these need
     except ImportError:
         raise ImportError(
-            "fisher: Lanczos, Nyström and stochastic estimates need matfree, which is not installed\n"
+            "fisher: estimates of the trace need matfree, which is not installed\n"
             '  remedy:   pip install "gauge_optax[measure]", or take .dense()'
         ) from None

@@ -27,13 +27,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from gauge_optax.binding import in_single_or_better, real_leaves, with_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.measure._metric import Leaves, stored, ways
-from gauge_optax.transformation import require_key
+from gauge_optax.transformation import require_count, require_key
 
 _LARGE = 10**7  # with more parameters, chains run one after the other; all at once would need several times the memory
 
@@ -133,10 +132,7 @@ def llc(
         )
     counts = {"num_chains": num_chains, "num_draws": num_draws, "num_steps_bw_draws": num_steps_bw_draws}
     for name, count in {**counts, "num_burnin_steps": num_burnin_steps}.items():
-        least = int(name in counts)
-        if not isinstance(count, int | np.integer) or count < least:
-            raise binding_error("llc", f"bad {name}", f"{name}={count!r}", f"an int, at least {least}",
-                                f"pass {name}={least}")
+        require_count("llc", name, count, int(name in counts))
     sizes: dict[str, tuple[Any, str]] = {
         "n_beta": (n_beta, "n / math.log(n)"), "lr": (lr, "1e-6"), "localization": (localization, "1.0")}
     for name, (size, usual) in sizes.items():

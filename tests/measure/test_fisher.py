@@ -128,9 +128,9 @@ def test_fewer_than_a_hundred_labels_per_parameter_warn(x64: None) -> None:
 # Without a dense matrix ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_lanczos_and_probes_agree_with_the_dense_matrix_at_two_thousand_parameters(x64: None) -> None:
     """The largest ten eigenvalues to a percent, and the trace to its standard error."""
-    pytest.importorskip("matfree")
     draw = np.random.default_rng(1).normal
     params = {"up": draw(size=(30, 50)) / 30**0.5, "down": draw(size=(50, 10)) / 50**0.5, "bias": jnp.zeros(10)}
     operator = go.measure.GGN(_net, params, [draw(size=(400, 30))], only=["up", "down"])
@@ -140,15 +140,32 @@ def test_lanczos_and_probes_agree_with_the_dense_matrix_at_two_thousand_paramete
     vectors = np.asarray(found.vectors)[:3]
     np.testing.assert_allclose(operator @ vectors.T, (found.values[:3, None] * vectors).T, atol=1e-2 * values[0])
     np.testing.assert_allclose(operator.lanczos(KEY, 60).values, found.values, rtol=1e-6, atol=1e-12)
+    pytest.importorskip("matfree")
     trace = operator.trace(KEY, 40)
     assert abs(trace.mean - values.sum()) < 4 * trace.error < 0.1 * values.sum()
 
 
+def _few_rows(quotient: bool) -> Any:
+    operator = go.measure.GGN(_net, POINT, [INPUTS[:2]])  # rank 4 of 35
+    shift = go.logit_shift({"down": "_ vocab", "bias": "vocab"})
+    return go.measure.quotient_fisher(operator, shift) if quotient else operator
+
+
+@pytest.mark.parametrize("operator", [
+    lambda: _few_rows(False), lambda: _few_rows(True),
+    lambda: go.measure.Hessian(lambda p, x: jnp.sum(p["down"] ** 2), POINT, [0]),  # two eigenvalues, 12 and 23 times
+], ids=["GGN", "quotient", "equal eigenvalues"])
+def test_lanczos_beyond_the_rank_finds_the_other_eigenvalues_too(x64: None, operator: Any) -> None:
+    found = (matrix := operator()).lanczos(KEY, 40, vectors=True)
+    np.testing.assert_allclose(found.values, matrix.eigenvalues(), atol=1e-12)
+    np.testing.assert_allclose(found.vectors @ found.vectors.T, np.eye(len(found.values)), atol=1e-12)
+
+
 def test_without_matfree_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matfree", None)
-    monkeypatch.delitem(sys.modules, "matfree.decomp", raising=False)
+    monkeypatch.delitem(sys.modules, "matfree.stochtrace", raising=False)
     with pytest.raises(ImportError, match=r'pip install "gauge_optax\[measure\]"'):
-        go.measure.GGN(*LINEAR).lanczos(KEY, 2)
+        go.measure.GGN(*LINEAR).trace(KEY)
 
 
 # On the quotient ----------------------------------------------------------------------------------
@@ -178,13 +195,15 @@ def test_the_quotient_has_no_zeros_and_the_whole_exactly_those_of_its_gauges(x64
     assert np.sum(fewer < 1e-12 * fewer[0]) == 3
 
 
+@pytest.mark.slow
 def test_probes_stay_on_the_quotient(x64: None) -> None:
-    pytest.importorskip("matfree")
     fn, params, tokens, gauges = _llama()
     quotient = go.measure.quotient_fisher(go.measure.GGN(fn, params, [tokens]), gauges)
-    values, found, trace = quotient.eigenvalues(), quotient.lanczos(KEY, 40).values, quotient.trace(KEY, 60)
+    values, found = quotient.eigenvalues(), quotient.lanczos(KEY, 40).values
     np.testing.assert_allclose(found[:5], values[:5], rtol=1e-4)
     assert found[-1] > 0
+    pytest.importorskip("matfree")
+    trace = quotient.trace(KEY, 60)
     assert abs(trace.mean - values.sum()) < 4 * trace.error
 
 
@@ -201,6 +220,8 @@ test_messages = each_refused([
     (lambda: go.measure.EmpiricalFisher(*GIVEN, [jnp.zeros(6, int)] * 2), "2 arrays for 1 batches"),
     (lambda: go.measure.EmpiricalFisher(*GIVEN, [jnp.full(6, -100)]), "labels that are no classes in batch 0"),
     (lambda: go.measure.GGN(*GIVEN) @ jnp.ones(3), "operator.ravel"),
+    (lambda: go.measure.GGN(*GIVEN).lanczos(KEY, 0), "pass steps=1"),
+    (lambda: go.measure.GGN(*GIVEN).trace(KEY, 2.5), "probes=2.5"),
     (lambda: go.measure.quotient_fisher(go.measure.GGN(*GIVEN, only="up"), UNIT), "'down', which is not"),
     (lambda: go.measure.GGN(_net, {**GIVEN[1], "phase": 1j}, GIVEN[2]), "a complex leaf 'phase'"),
     (lambda: go.measure.quotient_fisher(HESSIAN, UNIT), "no operator with zeros along orbits"),

@@ -1,7 +1,8 @@
 """Reads the two factors of Adam's step from an optimizer's state: an entrywise preconditioner and the first moment.
 
-The functions find optax's `scale_by_adam` anywhere in a chain. Do not use them for `scale_by_ddc`: its moments are in
-slice coordinates, and its step is not such a product. Measure its steps with `step_leakage`.
+The functions find optax's `scale_by_adam` anywhere in a chain. The steps of `scale_by_ddc` and of an Adam inside
+`quotient` or another optimizer of this library are not such products, since their moments are in slice coordinates, or
+their steps are changed afterwards. The functions refuse these states. Measure the steps with `step_leakage`.
 """
 
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from gauge_optax.errors import binding_error
@@ -34,7 +36,8 @@ def adam_factors(
     """Returns the factors D and m̂ of the step that Adam has just taken: learning rate · D⊙m̂, without weight decay.
 
     Args:
-      opt_state: the state after the step, of any chain with one `scale_by_adam` in it.
+      opt_state: the state after the step, of any chain with one `scale_by_adam` in it. Adamax, RAdam and ADOPT store
+        their moments in the same class, `optax.ScaleByAdamState`, and cannot be told from Adam: do not pass theirs.
       b1: decay of the first moment. The state does not contain the hyperparameters: pass the optimizer's.
       b2: decay of the second moment.
       eps: added to the root.
@@ -44,7 +47,8 @@ def adam_factors(
       First moment and preconditioner, in float32, or float64 under x64. They do not describe steps of `nesterov=True`.
 
     Raises:
-      ValueError: no Adam in the state, or several; second moments in one byte per entry (`compress_second_moments`).
+      ValueError: no Adam in the state, or several; an Adam inside an optimizer of this library, such as `quotient`; the
+        state before the first step (outside `jit`, which cannot see it: there the factors are NaN).
 
     >>> tx, params = optax.adamw(1e-3), {"w": jnp.array([1.0, -2.0])}
     >>> updates, state = tx.update({"w": jnp.array([0.5, 4.0])}, tx.init(params), params)
@@ -56,6 +60,12 @@ def adam_factors(
     ([0.5, 4.0], [2.0, 0.25])
     """
     state = _only_adam("adam_factors", opt_state)
+    if not isinstance(state.count, jax.core.Tracer) and np.any(np.asarray(state.count) == 0):
+        raise binding_error(
+            "adam_factors", "no step that Adam has taken", "count=0, the state that `init` returns",
+            "the state after a step",
+            "pass the state that update returns: updates, state = tx.update(grads, state, params)",
+        )
     require_numbers("adam_factors", state.mu)
     mean = jax.tree.map(lambda m: in_computing_dtype(m) / (1 - b1**state.count), state.mu)
     return AdamFactors(mean, jax.tree.map(lambda v: _inverse_root(v, b2, eps, eps_root, state.count), state.nu))
@@ -71,7 +81,8 @@ def adam_precondition(
     v_old does. That change is no part of this derivative. It enters the leakage of the next step, through its D.
 
     Args:
-      opt_state: the state before the step, of any chain with one `scale_by_adam` in it.
+      opt_state: the state before the step, of any chain with one `scale_by_adam` in it; none of Adamax, RAdam or ADOPT,
+        as for `adam_factors`.
       grad_fn: params → gradient.
       b2: decay of the second moment.
       eps: added to the root.
@@ -81,7 +92,7 @@ def adam_precondition(
       A function (params, cotangent) → D(params)⊙cotangent. It does not use Adam's first moment.
 
     Raises:
-      ValueError: no Adam in the state, or several; second moments in one byte per entry (`compress_second_moments`).
+      ValueError: no Adam in the state, or several; an Adam inside an optimizer of this library, such as `quotient`.
 
     >>> tx, grad_fn = optax.adam(1e-3), lambda p: p
     >>> precondition = go.measure.adam_precondition(tx.init(jnp.ones(2)), grad_fn)
@@ -113,21 +124,33 @@ def _inverse_root(v: jax.Array, b2: float, eps: float, eps_root: float, count: j
 
 
 def _only_adam(caller: str, opt_state: Any) -> optax.ScaleByAdamState:
-    def is_adam(node: Any) -> bool:
-        return isinstance(node, optax.ScaleByAdamState)
-
-    # By name: this folder imports no optimizer. With two bytes per entry, `tops` is (), and the moments are numbers.
-    coded = lambda node: type(node).__name__ == "CompressedState" and not isinstance(node.tops, tuple)  # noqa: E731
-    if any(coded(node) for node in jax.tree.leaves(opt_state, is_leaf=coded)):
+    found = _adams(opt_state)
+    # This library's wrappers change the gradients or the steps of the optimizer inside; those of `measure` do not.
+    wraps = [node for node in jax.tree.leaves(opt_state, is_leaf=_wraps) if _wraps(node) and _adams(node)]
+    if wraps:
         raise binding_error(
-            caller, "second moments that are stored as codes", "a CompressedState of uint8", "numbers",
-            "write go.links.compress_second_moments(optimizer, 'bfloat16'), or measure the step itself, with "
-            "step_leakage")
-    states = [node for node in jax.tree.leaves(opt_state, is_leaf=is_adam) if is_adam(node)]
-    if len(states) != 1:
+            caller, "an Adam whose step is no product of its two factors",
+            f"a ScaleByAdamState inside a {type(wraps[0]).__name__}",
+            "the state of an optimizer with one optax.scale_by_adam in it, inside no optimizer of this library",
+            "measure the step itself: go.measure.step_leakage(gauge, params, step)",
+        )
+    if len(found) != 1:
         raise binding_error(
-            caller, f"{len(states)} Adam states", f"a {type(opt_state).__name__}",
+            caller, f"{len(found)} Adam states", f"a {type(opt_state).__name__}",
             "the state of an optimizer with one optax.scale_by_adam in it",
             "pass the one partition's state; of other optimizers measure the step itself, with step_leakage",
         )
-    return states[0]
+    return found[0]
+
+
+def _adams(tree: Any) -> list[optax.ScaleByAdamState]:
+    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, optax.ScaleByAdamState))
+    return [node for node in leaves if isinstance(node, optax.ScaleByAdamState)]
+
+
+def _wraps(node: Any) -> bool:
+    """Whether a node is the state of an optimizer of this library, other than of those that only record or round."""
+    kind = type(node)
+    # By name: this folder imports no optimizer. With two bytes per entry `tops` is (), and second moments are numbers.
+    rounds = kind.__name__ == "CompressedState" and isinstance(node.tops, tuple)
+    return kind.__module__.startswith("gauge_optax.") and not kind.__module__.startswith(__package__) and not rounds

@@ -231,6 +231,7 @@ def test_an_entry_that_never_had_a_gradient_has_a_derivative(x64: None) -> None:
 
 PARAMS, TWO_ADAMS = dict.fromkeys("qk", jnp.ones((6, 4))), optax.chain(optax.adam(0.1), optax.adam(0.1))
 TURN, SCALE = go.head_rotation(dict.fromkeys("qk", "_ basis")), go.rescale({"q": "_ _"}, {"k": "_ _"})
+FIXED = go.orbit.gauge_fix(optax.adam(0.1), SCALE)
 STREAM, SAME = go.residual_rotation({"k": "basis _"}, {"q": "basis _"}), lambda *given: given[-1]
 test_what_has_no_leakage_is_refused = each_refused({
     "a rotation for a scale": (lambda: go.measure.rescale_leakage(TURN, PARAMS, PARAMS, PARAMS), "head_rotation"),
@@ -245,7 +246,10 @@ test_what_has_no_leakage_is_refused = each_refused({
     "no Adam": (lambda: go.measure.adam_factors(optax.sgd(0.1).init(PARAMS)), "0 Adam states"),
     "no Adam to precondition": (lambda: go.measure.adam_precondition((), lambda p: p), "0 Adam states"),
     "codes": (lambda: go.measure.adam_factors(
-        go.links.compress_second_moments(optax.adam(0.1), "uint8").init(PARAMS)), "'bfloat16'"),
+        go.links.compress_second_moments(optax.adam(0.1), "uint8").init(PARAMS)), "CompressedState"),
     "two Adams": (lambda: go.measure.adam_factors(TWO_ADAMS.init(PARAMS)), "2 Adam states"),
+    "before a step": (lambda: go.measure.adam_factors(optax.adam(0.1).init(PARAMS)), "the state that update returns"),
+    "inside quotient": (lambda: go.measure.adam_factors(go.quotient_adamw(0.1, SCALE).init(PARAMS)), "a QuotientState"),
+    "inside a fix": (lambda: go.measure.adam_precondition(FIXED.init(PARAMS), SAME), "a GaugeFixState"),
     "DDC's framed moments": (lambda: go.measure.adam_factors(go.scale_by_ddc(TURN).init(PARAMS)), "step_leakage"),
 })

@@ -7,10 +7,15 @@ embeddings, which commute with only d_head dimensions of it. It counts a residua
 it. And it leaves out norm scales, rescalings, shifts and biases.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
+from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, product
+from gauge_optax.transformation import require_choice, require_count
+
+_NAME = "transformer_redundancy"
 
 
 class Redundancy(NamedTuple):
@@ -88,20 +93,25 @@ def transformer_redundancy(
       d_head: width of a head.
       d_ff: hidden units of the MLP.
       vocab: rows of the embedding.
-      kv_heads: key and value heads per layer; `heads` by default.
+      kv_heads: key and value heads per layer, a divisor of `heads`; `heads` by default.
       positions: rows of a learned table of positions; 0 for none.
       norm: "layernorm" or "rmsnorm", with scales.
       bias: whether linear layers, and LayerNorms, have biases.
       head_bias: whether the output layer has a bias; `bias` by default.
-      rope: whether queries and keys have rotary embeddings over all of d_head.
+      rope: whether queries and keys have rotary embeddings over all of d_head, which is then even.
       qk_norm: whether queries and keys are normalized, with one scale vector for all heads.
-      mlp: the activation; "swiglu" has a gate.
+      mlp: the activation: "gelu" (pass it for SiLU, too), "relu", "relu2", the square of a ReLU, or "swiglu", which has
+        a gate (pass it for GEGLU, too).
       tied: whether the output layer is the embedding.
       eps: whether norms have an eps, which breaks the scale of the residual stream.
 
     Returns:
       The counts of this package and the count of the paper. Directions that two orbits share count once, so that
       `total` is the number of dead directions.
+
+    Raises:
+      ValueError: another `norm` or `mlp`; sizes that are no positive integers; `heads` that are no multiple of
+        `kv_heads`; an odd d_head with `rope`.
 
     >>> gpt2 = go.measure.transformer_redundancy(
     ...     layers=12, d_model=768, heads=12, d_head=64, d_ff=3072,
@@ -113,6 +123,22 @@ def transformer_redundancy(
     Reference: van Nierop, Eq. (17) and Table 1.
     """
     kv = heads if kv_heads is None else kv_heads
+    require_choice(_NAME, "norm", norm, ("layernorm", "rmsnorm"))
+    require_choice(_NAME, "mlp", mlp, ("gelu", "relu", "relu2", "swiglu"))
+    sizes = dict(layers=layers, d_model=d_model, heads=heads, d_head=d_head, d_ff=d_ff, vocab=vocab, kv_heads=kv)
+    for name, size in sizes.items():
+        require_count(_NAME, name, size, 1)
+    require_count(_NAME, "positions", positions, 0)
+    if heads % kv:
+        raise binding_error(
+            _NAME, "heads that do not share keys equally", f"heads={heads}, kv_heads={kv}", "a divisor of heads",
+            f"pass kv_heads={math.gcd(heads, kv)}",
+        )
+    if rope and d_head % 2:
+        raise binding_error(
+            _NAME, "a rotary embedding of an odd width", f"d_head={d_head}",
+            "an even d_head, whose entries turn in pairs", f"pass d_head={d_head + 1}, or rope=False",
+        )
     has_head_bias = bias if head_bias is None else head_bias
     centred, d = norm == "layernorm", d_model
     inner, shared, ups = heads * d_head, kv * d_head, 2 if mlp == "swiglu" else 1

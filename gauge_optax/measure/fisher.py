@@ -271,11 +271,7 @@ class Operator:
 
     def __matmul__(self, vector: jax.Array | np.ndarray) -> jax.Array:
         """The product with a vector (d,), or with the columns of a matrix (d, k)."""
-        if jnp.shape(vector)[:1] != self.shape[:1] or jnp.ndim(vector) > 2:
-            raise binding_error(
-                self.name, "a vector of another length", f"shape {jnp.shape(vector)}",
-                f"({self.shape[0]},), or ({self.shape[0]}, k)", "make it of a tree by `operator.ravel(tree)`",
-            )
+        self._check_length(vector, 2)
         if jnp.ndim(vector) == 1:
             return self._flat(_multiply(self._rule, self._split(vector), self._arrays))
         columns = jnp.asarray(vector).T
@@ -285,12 +281,28 @@ class Operator:
         return jnp.concatenate(parts).T
 
     def ravel(self, tree: Any) -> jax.Array:
-        """Flattens the selected leaves of a tree, which is like the parameters, and joins them to one vector (d,)."""
+        """Flattens the selected leaves of a tree, which is like the parameters, and joins them to one vector (d,).
+
+        Raises ValueError if the tree lacks a selected leaf, or has one of another shape or of complex numbers.
+        """
         leaves = leaves_by_path(tree)
+        for path, x in self._arrays.leaves.items():
+            shape = jnp.shape(leaves[path]) if path in leaves else None
+            if shape != x.shape or jnp.iscomplexobj(leaves[path]):
+                found = f"leaves {', '.join(list(leaves)[:6]) or 'of no path'}"
+                raise binding_error(
+                    self.name, f"no leaf '{path}' like that of the parameters",
+                    found if shape is None else f"shape {shape} of {jnp.result_type(leaves[path])}",
+                    f"a leaf of real numbers, shape {x.shape}", "pass a tree like the parameters, such as a step",
+                )
         return self._flat({path: jnp.asarray(leaves[path], x.dtype) for path, x in self._arrays.leaves.items()})
 
     def unravel(self, vector: jax.Array | np.ndarray) -> Any:
-        """Converts a vector (d,) to a tree like the parameters; leaves that are not selected are zero."""
+        """Converts a vector (d,) to a tree like the parameters; leaves that are not selected are zero.
+
+        Raises ValueError for a vector of another length.
+        """
+        self._check_length(vector, 1)
         zeros = jax.tree.map(jnp.zeros_like, self._arrays.params)
         return with_leaves(zeros, self._split(vector))
 
@@ -373,11 +385,21 @@ class Operator:
           ValueError: fewer than two probes.
         """
         require_key(self.name, key)
+        require_count(self.name, "probes", probes, 2)  # one has no standard error
         integrand = _matfree("stochtrace").monte_carlo_trace()
         run = jax.jit(lambda probe, arrays: integrand(self._rule.multiply, probe, arrays))
         return self._estimate(key, probes, run)
 
     # Inside -------------------------------------------------------------------------------------------------
+
+    def _check_length(self, vector: Any, axes: int) -> None:
+        """Raises ValueError unless an array has d rows, and at most so many axes."""
+        if jnp.shape(vector)[:1] != self.shape[:1] or jnp.ndim(vector) > axes:
+            raise binding_error(
+                self.name, "a vector of another length", f"shape {jnp.shape(vector)}",
+                f"({self.shape[0]},)" + (f", or ({self.shape[0]}, k)" if axes == 2 else ""),
+                "make it of a tree by `operator.ravel(tree)`",
+            )
 
     @property
     def _dtype(self) -> Any:
@@ -409,7 +431,6 @@ class Operator:
         return host
 
     def _estimate(self, key: jax.Array, probes: int, run: Callable[[Leaves, _Arrays], jax.Array]) -> Estimate:
-        require_count(self.name, "probes", probes, 2)  # one has no standard error
         drawn = (self._probe(x, jax.random.rademacher, self._arrays) for x in jax.random.split(key, probes))
         estimates = np.array([float(run(self._split(x), self._arrays)) for x in drawn])
         return Estimate(float(estimates.mean()), float(estimates.std(ddof=1)) / math.sqrt(probes))
@@ -777,7 +798,7 @@ def directional_fisher(operator: Operator, direction: Any) -> jax.Array:
       A number; 0 for a direction of zero.
 
     Raises:
-      ValueError: a tree that differs from the parameters.
+      ValueError: a tree that lacks a selected leaf, or has one of another shape.
 
     >>> fn = lambda p, x: x @ p["w"]
     >>> params, x = {"w": jnp.ones((2, 1))}, jnp.diag(jnp.array([1.0, 3.0]))

@@ -21,6 +21,7 @@ from gauge_optax.errors import binding_error
 from gauge_optax.gauges.balance import balanced_elements
 from gauge_optax.gauges.gauge import Product
 from gauge_optax.gauges.unread import heads_without_frame
+from gauge_optax.linalg import safe_divide
 from gauge_optax.slice import Elements, Slice, Undone
 
 Leaves = dict[str, jax.Array]
@@ -125,6 +126,9 @@ def perpendicular(group: Product, params: Any, vector: Leaves) -> Leaves:
     def along_dual(x: Leaves) -> Leaves:
         return jax.tree.map(jnp.subtract, x, across_dual(group, params, x))
 
+    # A tiny or huge vector would have squares of 0 or infinity.
+    most = jnp.max(jnp.stack([jnp.max(jnp.abs(x), initial=0.0) for x in vector.values()]))
+    vector = jax.tree.map(lambda x: safe_divide(x, most.astype(x.dtype)), vector)
     # R is a projection: its singular values are 0 or at least 1, so that a few rounds are enough. The residual is
     # compared with the vector and not with Rᵀ·vector, which is only roundoff if the vector is perpendicular already.
     least = _SOLVED if jnp.finfo(jnp.result_type(*vector.values())).eps < 1e-10 else 1e-6
@@ -132,4 +136,4 @@ def perpendicular(group: Product, params: Any, vector: Leaves) -> Leaves:
     solved, _ = jax.scipy.sparse.linalg.cg(
         lambda y: along_dual(along(y)), along_dual(vector), tol=0.0, atol=least * size, maxiter=_ROUNDS
     )
-    return jax.tree.map(jnp.subtract, vector, along(solved))
+    return jax.tree.map(lambda x, part: most.astype(x.dtype) * (x - part), vector, along(solved))

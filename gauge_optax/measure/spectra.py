@@ -15,7 +15,7 @@ import numpy as np
 from gauge_optax.binding import leaves_by_path
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, product
-from gauge_optax.linalg import real_dtype, safe_divide, svd
+from gauge_optax.linalg import real_dtype, safe_divide, svd, unit_and_size
 
 
 def effective_rank(matrix: jax.Array | np.ndarray) -> jax.Array:
@@ -113,14 +113,14 @@ def axis_alignment(directions: jax.Array | np.ndarray) -> jax.Array:
             "axis_alignment", "no directions", _said(directions), "real numbers, (count, dimensions)",
             "pass one direction per row",
         )
-    squares = jnp.square(jnp.asarray(directions, real_dtype()))
-    sizes = jnp.sum(squares, -1)
+    units, sizes = unit_and_size(jnp.asarray(directions, real_dtype()), -1)
     if not isinstance(sizes, jax.core.Tracer) and bool(jnp.any(sizes == 0)):
         raise binding_error(
             "axis_alignment", "a direction of length zero", f"{int(jnp.sum(sizes == 0))} of {sizes.size} rows",
             "directions that are not zero", "leave these rows out",
         )
-    return jnp.mean(jnp.max(squares, -1) / sizes)
+    squares = jnp.square(units)
+    return jnp.mean(jnp.max(squares, -1) / jnp.sum(squares, -1))
 
 
 def gauge_fraction(params: Any, gauges: Gauges, tangent: Any = None) -> dict[str, jax.Array]:
@@ -149,10 +149,13 @@ def gauge_fraction(params: Any, gauges: Gauges, tangent: Any = None) -> dict[str
     group, split = product(gauges), params if tangent is None else tangent
     whole, along = leaves_by_path(split), leaves_by_path(group.vertical(params, split))
 
-    def size(x: Any) -> jax.Array:
-        return jnp.sum(jnp.square(jnp.asarray(x, real_dtype())))
+    def share(part: Any, leaf: Any) -> jax.Array:
+        part, leaf = (jnp.asarray(x, real_dtype()) for x in (part, leaf))
+        most = jnp.max(jnp.abs(leaf), initial=0.0)  # so that no square overflows or underflows
+        part, leaf = (jnp.sum(jnp.square(safe_divide(x, most))) for x in (part, leaf))
+        return safe_divide(part, leaf)
 
-    return {path: safe_divide(size(along[path]), size(whole[path])) for path in group._bound(params).slice.added}
+    return {path: share(along[path], whole[path]) for path in group._bound(params).slice.added}
 
 
 def _singular_values(name: str, matrix: jax.Array | np.ndarray) -> jax.Array:

@@ -207,6 +207,13 @@ def test_probes_stay_on_the_quotient(x64: None) -> None:
     assert abs(trace.mean - values.sum()) < 4 * trace.error
 
 
+@pytest.mark.parametrize("scale", [1e-25, 1e25])
+def test_the_curvature_along_a_tiny_or_huge_step_is_that_along_its_direction(scale: float) -> None:
+    quotient = go.measure.quotient_fisher(_few_rows(False), go.logit_shift({"down": "_ vocab"}))
+    of, step = go.measure.directional_fisher, jax.tree.map(jnp.float32, POINT)
+    assert of(quotient, jax.tree.map(lambda x: scale * x, step)) == pytest.approx(float(of(quotient, step)), rel=1e-5)
+
+
 # Messages -----------------------------------------------------------------------------------------
 
 

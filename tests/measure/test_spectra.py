@@ -47,6 +47,13 @@ def test_the_gauge_fraction_of_a_head_is_its_mean_over_classes(x64: None) -> Non
     assert go.measure.gauge_fraction(params, gauge, params | {"kernel": kernel - mean})["kernel"] < 1e-25
 
 
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_leaves_whose_squares_leave_the_range_of_float32_have_the_same_shares(scale: float) -> None:
+    leaf, gauge = jnp.array([[3.0, 1.0], [1.0, 1.0]]), go.logit_shift({"head": "_ vocab"})
+    assert go.measure.axis_alignment(scale * leaf) == pytest.approx(0.7)
+    assert go.measure.gauge_fraction({"head": leaf}, gauge, {"head": scale * leaf})["head"] == pytest.approx(10 / 12)
+
+
 test_a_vector_is_refused = each_refused([
     (lambda: go.measure.effective_rank(jnp.ones(4)), "(?s)effective_rank.*no matrix"),
     (lambda: go.measure.smallest_singular_value(jnp.ones(4)), "(?s)smallest_singular_value.*no matrix"),

@@ -132,8 +132,10 @@ def gauge_fraction(params: Any, gauges: Gauges, tangent: Any = None) -> dict[str
       tangent: the tree whose leaves are split, such as a step; `params` themselves by default.
 
     Returns:
-      Path of a bound leaf → its share; 0 for a leaf of zeros. For shifts and rotations it is between 0 and 1. For
-      scales it can exceed 1, because the projection on vertical directions need not be orthogonal.
+      Path of a bound leaf → its share; 0 for a leaf of zeros. For gauges of constants that move one leaf, such as
+      `logit_shift` and `key_bias`, it is between 0 and 1. For other gauges it can exceed 1, by far: the vertical part
+      of one leaf depends on the other leaves that the gauge moves, and for scales the projection on vertical directions
+      need not be orthogonal.
 
     Raises:
       ValueError: bindings that do not fit the tree.

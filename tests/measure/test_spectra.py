@@ -54,6 +54,12 @@ def test_leaves_whose_squares_leave_the_range_of_float32_have_the_same_shares(sc
     assert go.measure.gauge_fraction({"head": leaf}, gauge, {"head": scale * leaf})["head"] == pytest.approx(10 / 12)
 
 
+def test_a_leaf_of_a_gauge_on_two_can_have_a_share_above_one() -> None:
+    gauge = go.embedding_shift({"tokens": "_ channel"}, {"positions": "_ channel"})
+    shares = go.measure.gauge_fraction({"tokens": jnp.array([[0.1], [-0.1]]), "positions": jnp.ones((4, 1))}, gauge)
+    assert shares["tokens"] > 10.0
+
+
 test_a_vector_is_refused = each_refused([
     (lambda: go.measure.effective_rank(jnp.ones(4)), "(?s)effective_rank.*no matrix"),
     (lambda: go.measure.smallest_singular_value(jnp.ones(4)), "(?s)smallest_singular_value.*no matrix"),

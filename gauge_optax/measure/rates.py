@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from scipy.special import stdtrit
 
 from gauge_optax.binding import in_single_or_better, real_leaves
 from gauge_optax.errors import binding_error
@@ -27,8 +28,6 @@ from gauge_optax.transformation import on_any_mesh, require_no_tracers
 
 _LEAST_POINTS = 8  # with fewer points, two halves cannot be compared
 _NORMAL = 3.0  # the exponents of two halves may differ by this many standard errors by chance
-# Two-sided 95 % quantiles of Student's t: degrees of freedom → quantile; above, 1.96 + 2.4/degrees.
-_STUDENT = {6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228, 12: 2.179, 15: 2.131, 20: 2.086, 30: 2.042}
 
 
 class PowerLaw(NamedTuple):
@@ -185,8 +184,11 @@ def power_law(
 
     Returns:
       The exponent with a 95 % interval, or the reason why there is none. The interval allows for noise in the logarithm
-      of the values that is correlated from point to point. If the exponents of the halves differ by more than three
-      standard errors, half of the excess is added on each side.
+      of the values that is correlated from point to point, as far as the residuals show the correlation ρ of
+      neighbouring points. *Measured* on 1,000 draws each (`tests/measure/test_rates.py` has some): it covers the
+      exponent in 95 to 97 % of them without correlation. From 30 points on it does in 92 to 95 % for ρ up to 0.8, and
+      in 90 to 94 % for ρ = 0.9; with 10 points in 90 % for ρ = 0.6, and in 83 % for ρ = 0.9. If the exponents of the
+      halves differ by more than three standard errors, half of the excess is added on each side.
 
     Raises:
       ValueError: arrays of different lengths.
@@ -223,12 +225,11 @@ def power_law(
         far = np.arange(len(x)) < len(x) // 2
     if not all(np.ptp(log_x[half]) > 0 for half in (far, ~far)):
         return _unreadable("too few different lengths", len(x))
-    slope, error = _line(log_x, log_y)
-    (first, first_error), (last, last_error) = _line(log_x[far], log_y[far]), _line(log_x[~far], log_y[~far])
+    slope, error, half = _line(log_x, log_y)
+    (first, first_error, _), (last, last_error, _) = _line(log_x[far], log_y[far]), _line(log_x[~far], log_y[~far])
     power_law = partial(PowerLaw, exponent=slope, halves=(first, last), points=len(x))
     unknown = (-np.inf, np.inf)
-    half = _student(len(x) - 2) * error
-    if slope - half <= 0:
+    if slope - _quantile(len(x) - 2) * error <= 0:
         return power_law(readable=False, interval=unknown, reason="values do not fall")
     apart, chance = abs(first - last), float(np.hypot(first_error, last_error))
     if apart > drift * slope and apart > min(_NORMAL * chance, 0.5 * slope):
@@ -321,21 +322,34 @@ def rate_table(
     })
 
 
-def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
-    """The slope of a straight line and its standard error, for noise that is correlated from point to point."""
-    centred = x - x.mean()
+def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float]:
+    """The slope of a straight line, its standard error, and half the width of its 95 % interval.
+
+    Error and width are for noise that is correlated from point to point. The error is for tests of whether two slopes
+    differ: it does not count more than some correlation, since what is no straight line has correlated residuals too.
+    """
+    centred, count = x - x.mean(), len(x)
     square = float(centred @ centred)
     slope = float(centred @ y) / square
     rest = y - y.mean() - slope * centred
-    noise = float(rest @ rest) / max(1, len(x) - 2)
     both = float(rest @ rest)
     along = float(rest[:-1] @ rest[1:]) / both if both > 0 else 0.0
-    along = min(max(along + 2.0 / len(x), 0.0), 0.9)  # corrects the estimate, which is too small for short series
-    return slope, float(np.sqrt(noise / square * (1.0 + along) / (1.0 - along)))
+    white = float(np.sqrt(both / max(1, count - 2) / square))
+    error = white * _stretch(min(max(along + 2 / count, 0.0), 0.9))
+    # A fitted line leaves residuals whose correlation ρ is too small by about (2 + 4ρ)/n.
+    along = min(max((along + 2 / count) / max(1 - 4 / count, 0.1), 0.0), 0.97)
+    alone = count * (1 - along) / (1 + along)  # points without correlation that would tell as much
+    return slope, error, _quantile(max(alone - 2, 1.0)) * white * _stretch(along)
 
 
-def _student(degrees: int) -> float:
-    return next((t for count, t in _STUDENT.items() if degrees <= count), 1.96 + 2.4 / degrees)
+def _stretch(correlation: float) -> float:
+    """By how much the standard error of a slope grows if the noise is correlated from point to point."""
+    return float(np.sqrt((1.0 + correlation) / (1.0 - correlation)))
+
+
+def _quantile(degrees: float) -> float:
+    """The two-sided 95 % quantile of Student's t."""
+    return float(stdtrit(degrees, 0.975))
 
 
 def _unreadable(reason: str, points: int) -> PowerLaw:

@@ -15,6 +15,7 @@ import numpy as np
 from tqdm import tqdm
 
 from gauge_optax.errors import binding_error
+from gauge_optax.transformation import require_count
 
 Row = dict[str, Any]
 _START = '{"step": '  # of every line
@@ -26,13 +27,15 @@ class Recorder:
     Args:
       path: the file, which is made if it does not exist. Its folder must exist.
       readings: name → function. It is called with the arguments that `record` gets behind `step`, and returns a number,
-        an array or a tree of them. Any function of `go.measure` may be used.
+        an array or a tree of them. Any function of `go.measure` may be used, such as one that returns a `NamedTuple`.
       every: the number of steps between records; step 0 and the last step are recorded too.
       steps: the number of steps of the run.
       progress: whether to show a progress bar, with the latest readings that are single numbers.
 
     Raises:
-      ValueError: `every` that is no positive integer; a file with other readings, or with another `every`.
+      ValueError: `every` that is no positive integer; `steps` that is no number of steps; a file with other readings or
+        another `every`, or of another number of steps: one with a record after the last step, or whose last record, at
+        the end of a shorter run, this run would not make.
 
     A run that starts again keeps the lines of the file and adds only missing ones. If a run is killed and started
     again, the file is therefore the same as without the interruption. An incomplete last line is dropped.
@@ -65,6 +68,7 @@ class Recorder:
         if not isinstance(every, int) or every < 1:
             raise binding_error("Recorder", "a cadence that is no number of steps", repr(every), "an integer from 1",
                                 "write every=50")
+        require_count("Recorder", "steps", steps, 0)
         if "step" in readings:
             raise binding_error("Recorder", "a reading named 'step'", ", ".join(readings), "other names than 'step'",
                                 "give it another name: every row has its step under this one")
@@ -93,8 +97,9 @@ class Recorder:
             whole += len(line)
         due, all_due = [row["step"] for row in rows], list(self._due())
         begun = all_due.index(due[0]) if due and due[0] in all_due else 0  # a run that began at a checkpoint
-        if due != all_due[begun : begun + len(due)]:
-            raise self._of_another_run(f"steps {due[:4]}")
+        expected = all_due[begun : begun + len(due)]
+        if due != expected:
+            raise self._of_other_steps(due, expected)
         if whole < len(text):
             self.path.write_text(text[:whole])
         return rows
@@ -104,6 +109,23 @@ class Recorder:
             "Recorder", f"'{self.path}' is of another run", found,
             f"{['step', *self.readings]} every {self.every} steps", "delete the file, or give another path",
         )
+
+    def _of_other_steps(self, due: list[Any], expected: list[int]) -> ValueError:
+        """The error for a file whose records have the steps `due`, and not `expected`."""
+        last, ends = due[-1], all(isinstance(step, int) for step in due)
+        if ends and last > self.steps:
+            return binding_error(
+                "Recorder", f"'{self.path}' is of a longer run", f"a record of step {last}",
+                f"none after step {self.steps}", f"pass steps={last}, or give another path",
+            )
+        if ends and due[:-1] == expected[:-1] and last % self.every:
+            return binding_error(
+                "Recorder", f"'{self.path}' is of a run that ended at step {last}", f"a last record of step {last}",
+                f"one every {self.every} steps, and at step {self.steps}",
+                f"to go on, delete the last line of the file; or pass steps={last}, or give another path",
+            )
+        at = next(k for k, step in enumerate(due) if [step] != expected[k : k + 1])
+        return self._of_another_run(f"a record of step {due[at]} in line {at + 1}")
 
     def _due(self) -> Iterator[int]:
         yield from (step for step in range(self.steps + 1) if step % self.every == 0 or step == self.steps)
@@ -135,10 +157,11 @@ class Recorder:
           *args: the arguments of all readings, such as the parameters.
 
         Returns:
-          The row, with arrays as lists; None if no record was due.
+          The row as JSON stores it, with arrays and tuples as lists and keys as strings; None if no record was due.
 
         Raises:
-          ValueError: a step that is no integer; a reading that is no number.
+          ValueError: a step that is no integer; a reading that is no real number, nor an array or a tree of them: None
+            or a text, which only the results of `go.measure` may have among their fields, or a complex number.
         """
         try:
             step = operator.index(step)  # JSON has no integers of NumPy or JAX
@@ -147,28 +170,50 @@ class Recorder:
                                 "write recorder.record(int(step), params)") from error
         if step <= self.last or not (step % self.every == 0 or step == self.steps):
             return None
-        row: Row = {"step": step} | {name: _plain(name, read(*args)) for name, read in self.readings.items()}
+        taken = {name: _plain(name, read(*args)) for name, read in self.readings.items()}
+        line = json.dumps({"step": step} | taken)
         with self.path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(line + "\n")
+        row: Row = json.loads(line)
         self.rows.append(row)
         if self._bar is not None:
             self._bar.set_postfix({k: f"{x:.3g}" for k, x in row.items() if isinstance(x, float)}, refresh=False)
         return row
 
 
-def _plain(name: str, value: Any) -> Any:
-    """Converts a reading for JSON: arrays to numbers or lists, and a NamedTuple or `Figures` to a dict."""
-    if hasattr(value, "_asdict"):
-        named = value if hasattr(value, "keys") else value._asdict()
-        return {key: _plain(name, x) for key, x in named.items()}
+def _plain(name: str, value: Any, field: bool = False) -> Any:
+    """Converts a reading for JSON: arrays to numbers or lists, and a NamedTuple, `Figures` or a mapping to a dict.
+
+    Args:
+      name: the reading's name, for the message.
+      value: the reading, or a part of it.
+      field: whether the value is a part of a NamedTuple, which may have texts and None among its numbers.
+    """
+    if hasattr(value, "_asdict") and not hasattr(value, "keys"):
+        return {key: _plain(name, x, True) for key, x in value._asdict().items()}
+    if hasattr(value, "keys"):
+        keys = ["/".join(map(str, key)) if isinstance(key, tuple) else str(key) for key in value.keys()]
+        if len(set(keys)) < len(keys):
+            raise _no_number(name, f"two keys that print alike among {', '.join(sorted(keys))}")
+        return {key: _plain(name, value[of], field) for key, of in zip(keys, value.keys(), strict=True)}
+    if isinstance(value, list | tuple):
+        return [_plain(name, x, field) for x in value]
+    if field and (value is None or isinstance(value, str)):
+        return value
+    if value is None or isinstance(value, str):
+        raise _no_number(name, repr(value))
     try:
         plain = jax.tree.map(
             lambda x: np.asarray(x).tolist() if hasattr(x, "dtype") or isinstance(x, float) else x, value
         )
         json.dumps(plain)
     except TypeError as error:  # such as of complex numbers and of typed PRNG keys
-        raise binding_error(
-            "Recorder", f"a reading that is no number, '{name}'", str(error).splitlines()[0],
-            "real numbers, arrays or trees of them", "record the absolute value, or both parts",
-        ) from error
+        raise _no_number(name, str(error).splitlines()[0]) from error
     return plain
+
+
+def _no_number(name: str, found: str) -> ValueError:
+    return binding_error(
+        "Recorder", f"a reading that is no number, '{name}'", found, "real numbers, arrays or trees of them",
+        "let its function return numbers; of complex ones, the absolute value or both parts",
+    )

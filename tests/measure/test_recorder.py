@@ -72,3 +72,34 @@ def test_a_killed_run_ends_with_the_same_file(tmp_path: Path, stop: int, cut: in
         go.measure.Recorder(whole, {"step": jnp.sum}, 3, 10)
     with refused("cadence"):
         recorder(tmp_path / "other.jsonl", every=0)
+
+
+def _taken(path: Path, reading: Any, every: int, steps: int) -> Any:
+    record = go.measure.Recorder(path, {"a": reading}, every, steps, progress=False)
+    first, *_ = [record.record(step, 1.0) for step in record.run()]
+    return first
+
+
+@pytest.mark.parametrize(("every", "steps", "said"), [
+    (3, 20, "found:    a last record of step 10.*delete the last line"), (3, 7, "longer run.*pass steps=10"),
+    (2, 10, "a record of step 3 in line 2.*every 2 steps"), (3, -1, "bad steps"),
+])
+def test_a_file_of_other_steps_is_refused_for_its_reason(tmp_path: Path, every: int, steps: int, said: str) -> None:
+    _taken(tmp_path / "run", float, 3, 10)
+    with refused(f"(?s){said}"):
+        _taken(tmp_path / "run", float, every, steps)
+    text = (tmp_path / "run").read_text().splitlines(keepends=True)
+    (tmp_path / "run").write_text("".join(text[:-1]))
+    _taken(tmp_path / "run", float, 3, 20)  # as the first message says
+
+
+@pytest.mark.parametrize("reading", ["text", None, {"a": None}, 1j, {("a", "b"): 1.0, "a/b": 2.0}], ids=repr)
+def test_what_is_no_number_is_refused(tmp_path: Path, reading: Any) -> None:
+    with refused("a reading that is no number, 'a'"):
+        _taken(tmp_path / "run", lambda x: reading, 1, 1)
+
+
+def test_a_table_of_rates_is_a_reading_and_is_read_as_it_was_returned(tmp_path: Path) -> None:
+    table = go.measure.rate_table(jnp.logspace(0, -2, 30), {"mlp": {"rank": jnp.ones(30)}})
+    row = _taken(tmp_path / "run", lambda x: (table, {1: x}), 1, 0)
+    assert row["a"][0]["mlp/rank"]["reason"] == "values do not fall" and row["a"][1] == {"1": 1.0}

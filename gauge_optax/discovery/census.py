@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from gauge_optax.discovery.lift import in_double
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauge, Gauges, product
 from gauge_optax.linalg import singular_vectors
-from gauge_optax.transformation import own_settings, require_no_tracers
+from gauge_optax.transformation import own_settings, require_choice, require_count, require_no_tracers
 from gauge_optax.xla import unseen
 
 _CHUNK = 128  # rows of the Jacobian that are computed at once
@@ -208,7 +208,8 @@ def census(
       The counts; `print` shows them as a table, `.plot()` draws them.
 
     Raises:
-      ValueError: too few outputs; one probe, which has no standard error, or a negative number.
+      ValueError: no batches, or too few outputs; another `outputs`; one probe, which has no standard error, or no
+        number of them.
       ImportError: probes without `matfree`.
 
     >>> def fn(p, x):
@@ -227,7 +228,12 @@ def census(
     """
     batches = list(batches)
     require_no_tracers("census", params, batches)
-    if probes == 1 or probes < 0:
+    if not batches:
+        raise binding_error("census", "no batches", "an empty list", "at least one batch", "pass a list of batches")
+    if outputs is not None:
+        require_choice("census", "outputs", outputs, get_args(Outputs))
+    require_count("census", "probes", probes, 0)
+    if probes == 1:
         raise binding_error(
             "census", "too few probes", f"probes={probes}", "0, or at least 2, for a standard error", "pass probes=2"
         )

@@ -102,8 +102,10 @@ def test_what_cannot_be_counted_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     row = _llama()
     with refused("pass more batches"):
         go.measure.census(row.fn, row.params, [np.zeros((1, 5), int)], row.gauges, whole=10, progress=False)
-    with refused("probes=1"):
-        _counted(row, row.gauges, probes=1)
+    for wrong in ({"probes": 1}, {"probes": 2.5}, {"outputs": "logit"}):
+        ((name, value),) = wrong.items()
+        with refused(rf"{name}={value}|bad {name}"):
+            _counted(row, row.gauges, **wrong)
     monkeypatch.setitem(sys.modules, "matfree", None)
     with pytest.raises(ImportError, match=r'pip install "gauge_optax\[measure\]"'):
         _counted(row, row.gauges, probes=2)

@@ -606,6 +606,18 @@ def require_count(function: str, argument: str, count: Any, least: int) -> None:
             f"pass {argument}={least}")
 
 
+def require_scalar(function: str, value: Any, differentiable: bool = True) -> None:
+    """Raises ValueError unless a loss has returned one real number, of a floating dtype if it is differentiated."""
+    array = hasattr(value, "shape") or isinstance(value, int | float)
+    dtype = jnp.result_type(value) if array else jnp.dtype(complex)
+    kinds = (jnp.floating,) if differentiable else (jnp.floating, jnp.integer, jnp.bool_)
+    if not array or jnp.shape(value) or not any(jnp.issubdtype(dtype, kind) for kind in kinds):
+        raise binding_error(
+            function, "a loss that is no scalar",
+            f"an array of {dtype}, shape {jnp.shape(value)}" if array else f"a {type(value).__name__}",
+            "one real number", "let the loss return jnp.mean(losses), and nothing beside it")
+
+
 def require_every(transformation: str, every: Any) -> None:
     """Raises ValueError unless `every` is a positive number of steps."""
     integer = isinstance(every, int | np.integer | jax.Array) and jnp.issubdtype(jnp.result_type(every), jnp.integer)

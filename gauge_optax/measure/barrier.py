@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from gauge_optax.orbit.merge import interpolate
-from gauge_optax.transformation import require_no_tracers
+from gauge_optax.transformation import require_no_tracers, require_scalar
 
 
 def barrier(loss: Callable[[Any], Any], a: Any, b: Any) -> float:
@@ -22,7 +22,7 @@ def barrier(loss: Callable[[Any], Any], a: Any, b: Any) -> float:
       (1 − λ)·a + λ·b. It is zero if no point lies above, and NaN if a loss is.
 
     Raises:
-      ValueError: trees that differ in structure or shapes.
+      ValueError: trees that differ in structure or shapes; a loss that is no real number.
 
     >>> loss = lambda params: 1.0 - jnp.abs(params["w"])
     >>> round(go.measure.barrier(loss, {"w": jnp.array(-1.0)}, {"w": jnp.array(1.0)}), 4)
@@ -31,7 +31,10 @@ def barrier(loss: Callable[[Any], Any], a: Any, b: Any) -> float:
     Reference: Frankle et al. 2020, linear mode connectivity; Git Re-Basin, Definition 2.1.
     """
     require_no_tracers("barrier", a, b)
-    losses = [float(loss(interpolate(a, b, step / 10))) for step in range(11)]
+    values = [loss(interpolate(a, b, step / 10)) for step in range(11)]
+    for value in values:
+        require_scalar("barrier", value, differentiable=False)
+    losses = [float(value) for value in values]
     chord = [(10 - step) / 10 * losses[0] + step / 10 * losses[-1] for step in range(11)]
     # NumPy's maximum of NaN and a number is NaN, Python's may be the number.
     return float(np.max([0.0, *(between - straight for between, straight in zip(losses, chord, strict=True))]))

@@ -40,7 +40,7 @@ from gauge_optax.measure._metric import (
     require_frame,
     tangent_of,
 )
-from gauge_optax.transformation import require_count, require_key, require_no_tracers
+from gauge_optax.transformation import require_count, require_key, require_no_tracers, require_scalar
 from gauge_optax.xla import summed_apart
 
 _PER_DIMENSION = 100  # labels per parameter by default: the DDC paper asks for N ≥ 100·d labels
@@ -119,7 +119,7 @@ _CURVES: Mapping[str, tuple[Curve, Curve, Curve]] = {
 
 
 def _curves(name: str, likelihood: str) -> tuple[Curve, Curve, Curve]:
-    if likelihood not in _CURVES:
+    if likelihood not in list(_CURVES):
         raise binding_error(
             name, f"unknown likelihood '{likelihood}'", repr(likelihood), " or ".join(map(repr, _CURVES)),
             'pass likelihood="softmax" for logits, "gaussian" for regression',
@@ -393,7 +393,12 @@ class Operator:
     # Inside -------------------------------------------------------------------------------------------------
 
     def _check_length(self, vector: Any, axes: int) -> None:
-        """Raises ValueError unless an array has d rows, and at most so many axes."""
+        """Raises ValueError unless an array of real numbers has d rows, and at most so many axes."""
+        if jnp.iscomplexobj(vector):
+            raise binding_error(
+                self.name, "a complex vector", f"{jnp.result_type(vector)}", "real numbers",
+                "pass its real and its imaginary part, one by one",
+            )
         if jnp.shape(vector)[:1] != self.shape[:1] or jnp.ndim(vector) > axes:
             raise binding_error(
                 self.name, "a vector of another length", f"shape {jnp.shape(vector)}",
@@ -447,7 +452,7 @@ class Hessian(Operator):
         leaves by default. All other leaves stay constant.
 
     Raises:
-      ValueError: no batch; a path that no leaf has.
+      ValueError: no batch; a path that no leaf has; a loss that is no scalar.
 
     >>> hessian = go.measure.Hessian(
     ...     lambda p, x: jnp.mean((x @ p["w"]) ** 2), {"w": jnp.ones(2)}, [jnp.eye(2)]
@@ -468,6 +473,8 @@ class Hessian(Operator):
         """See the class."""
         batches = list(batches)
         arrays = _arrays("Hessian", params, batches, only)
+        for batch in batches:
+            require_scalar("Hessian", jax.eval_shape(loss, arrays.params, batch))
         super().__init__("Hessian", _Rule(loss, None), arrays._replace(labels=[None] * len(batches)))
 
 
@@ -533,7 +540,7 @@ class Fisher(Operator):
       samples: the number of labels that were drawn.
 
     Raises:
-      ValueError: no batch; a path that no leaf has; another likelihood.
+      ValueError: no batch; a path that no leaf has; another likelihood; `samples` that is no integer from 1.
 
     If `samples` is below 100 per selected parameter, there is a warning, because the smallest eigenvalues are then too
     small. For d parameters, N labels and scores of unit covariance, whose exact eigenvalues are all 1, the eigenvalues
@@ -563,6 +570,12 @@ class Fisher(Operator):
         """See the class."""
         curve, batches = _curves("Fisher", likelihood)[1], list(batches)
         require_key("Fisher", key)
+        if isinstance(samples, str):
+            raise binding_error(
+                "Fisher", "bad samples", f"samples={samples!r}", "a number of labels", f"write likelihood={samples!r}"
+            )
+        if samples is not None:
+            require_count("Fisher", "samples", samples, 1)
         require_no_tracers("Fisher", params, batches, key)
         arrays = _arrays("Fisher", params, batches, only)
         size = sum(x.size for x in arrays.leaves.values())
@@ -642,6 +655,11 @@ class EmpiricalFisher(Operator):
                 raise binding_error(
                     "EmpiricalFisher", f"labels that are no classes in batch {number}", f"{kind}", "integers",
                     "pass [jnp.asarray(x, int) for x in labels]",
+                )
+            if jnp.iscomplexobj(labels[number]):
+                raise binding_error(
+                    "EmpiricalFisher", f"complex labels for batch {number}", f"{jnp.result_type(labels[number])}",
+                    "real numbers", "pass real and imaginary parts as outputs of their own",
                 )
             if likelihood == "softmax" and not isinstance(labels[number], jax.core.Tracer):
                 classes, values = outputs[-1], np.asarray(labels[number])
@@ -854,6 +872,11 @@ def _output_shapes(name: str, fn: Callable[[Any, Any], Any], arrays: _Arrays) ->
             raise binding_error(
                 name, f"no outputs for batch {number}", f"an array of shape {shape}" if shape else f"{outputs}",
                 "an array (…, outputs) of one row or more", "leave out empty batches, and let fn return one array",
+            )
+        if not jnp.issubdtype(outputs.dtype, jnp.floating):
+            raise binding_error(
+                name, f"outputs that are no real numbers for batch {number}", f"{outputs.dtype}", "a floating dtype",
+                "let fn return logits, or what a regression predicts",
             )
         shapes.append(shape)
     return shapes

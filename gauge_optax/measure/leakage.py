@@ -382,6 +382,9 @@ def predicted_drift(rates: Element, learning_rate: float | jax.Array) -> Element
       Running sums over steps, in the structure of `rates`. Compare them with `drift`, or for rotations with the running
       sum of `vertical_motion`.
 
+    Raises:
+      ValueError: `rates` without an axis over steps; another number of learning rates than of steps.
+
     >>> go.measure.predicted_drift({"": jnp.array([1.0, 2.0, -1.0])}, 0.5)[""].tolist()
     [-0.5, -1.5, -1.0]
 
@@ -389,6 +392,13 @@ def predicted_drift(rates: Element, learning_rate: float | jax.Array) -> Element
     """
 
     def accumulated(rate: jax.Array) -> jax.Array:
+        if not jnp.ndim(rate) or jnp.shape(learning_rate) not in ((), (1,), jnp.shape(rate)[:1]):
+            raise binding_error(
+                "predicted_drift", "learning rates that do not belong to these steps",
+                f"shape {jnp.shape(learning_rate)} for rates of shape {jnp.shape(rate)}",
+                "one number, or one per step, the first axis of the rates", "pass one number, such as 1e-3",
+            )
+        rate = jnp.asarray(rate)
         sizes = jnp.broadcast_to(jnp.asarray(learning_rate, rate.dtype), rate.shape[:1])
         return -jnp.cumsum(sizes.reshape(-1, *[1] * (rate.ndim - 1)) * rate, axis=0)
 

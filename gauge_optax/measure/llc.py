@@ -27,12 +27,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gauge_optax.binding import in_single_or_better, real_leaves, with_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.measure._metric import Leaves, stored, ways
-from gauge_optax.transformation import require_count, require_key
+from gauge_optax.transformation import require_count, require_key, require_scalar
 
 _LARGE = 10**7  # with more parameters, chains run one after the other; all at once would need several times the memory
 
@@ -103,8 +104,8 @@ def llc(
       coefficient.
 
     Raises:
-      ValueError: no batch, or batches that differ in shape; counts below 1; an `n_beta` or `lr` that is not positive,
-        or a negative `localization`; bindings that do not fit.
+      ValueError: a loss that is no scalar; no batch, or batches that differ in shape; counts below 1; an `n_beta` or
+        `lr` that is no positive number, or a negative `localization`; bindings that do not fit.
 
     >>> quadratic = lambda p, x: 0.5 * jnp.mean(jnp.sum((x * p["w"]) ** 2, -1))
     >>> estimate = go.measure.llc(
@@ -137,7 +138,9 @@ def llc(
         "n_beta": (n_beta, "n / math.log(n)"), "lr": (lr, "1e-6"), "localization": (localization, "1.0")}
     for name, (size, usual) in sizes.items():
         free = name == "localization"  # without a pull, a chain may leave the minimum, but it is a chain
-        if not isinstance(size, jax.core.Tracer) and not (0 < size < math.inf or (free and size == 0)):
+        number = np.ndim(size) == 0 and isinstance(size, int | float | np.number | np.ndarray | jax.Array)
+        traced = isinstance(size, jax.core.Tracer)
+        if not number or not (traced or 0 < size < math.inf or (free and size == 0)):
             raise binding_error("llc", f"bad {name}", f"{name}={size}", f"a number {'from' if free else 'above'} 0",
                                 f"pass {name}={usual}")
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *batches)
@@ -213,7 +216,9 @@ def _chains(
     number = len(jax.tree.leaves(stacked)[0])
 
     def at(point: Leaves, batch: Any) -> jax.Array:
-        return loss(chart.tree(point), batch)
+        value = loss(chart.tree(point), batch)
+        require_scalar("llc", value)
+        return value
 
     at_start = jax.lax.map(lambda batch: at(chart.start, batch), stacked)
 

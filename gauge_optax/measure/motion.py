@@ -33,6 +33,7 @@ from gauge_optax.linalg import (
     symmetric_eigen,
     transpose,
 )
+from gauge_optax.orbit._align import check_same_tree
 from gauge_optax.parts.heads import PLANE
 from gauge_optax.parts.part import Arrays, Part
 from gauge_optax.parts.sizes import Stretch
@@ -114,7 +115,7 @@ def drift(params_0: Any, params_t: Any, gauges: Gauges) -> Drift:
       channel. Inside `jit` it is an ordinary pytree.
 
     Raises:
-      ValueError: bindings that do not fit the tree.
+      ValueError: trees that differ in structure or shapes; bindings that do not fit the tree.
 
     >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
     >>> params = {"up": jnp.ones((2, 3)), "down": jnp.ones((3, 2))}
@@ -126,6 +127,7 @@ def drift(params_0: Any, params_t: Any, gauges: Gauges) -> Drift:
     >>> [round(float(x), 3) for x in drift[0][""]]
     [0.0, -0.5, 0.1]
     """
+    check_same_tree("drift", params_0, params_t)
     group = product(gauges)
     for params in (params_0, params_t):
         require_nonzero_norms("drift", group._bound(params).whole, leaves_by_path(params))

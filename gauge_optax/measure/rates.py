@@ -23,6 +23,7 @@ from gauge_optax.binding import in_single_or_better, real_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.measure._metric import check_at, perpendicular, read_elements, require_frame, stored, ways
+from gauge_optax.orbit._align import check_same_tree
 from gauge_optax.slice import Elements
 from gauge_optax.transformation import on_any_mesh, require_no_tracers
 
@@ -116,8 +117,8 @@ def quotient_arc_length(points: Sequence[Any], gauges: Gauges, end: Any = None, 
       therefore longer than its distance from the minimum.
 
     Raises:
-      ValueError: fewer than two points; heads without a frame, such as padded heads of `head_linear`; bindings that do
-        not fit; another `at`.
+      ValueError: fewer than two points, or points that differ in structure or shapes; heads without a frame, such as
+        padded heads of `head_linear`; bindings that do not fit; another `at`.
 
     >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
     >>> pairs = [(4.0, 1.0), (2.0, 0.5), (10.0, 0.1)]
@@ -139,6 +140,7 @@ def quotient_arc_length(points: Sequence[Any], gauges: Gauges, end: Any = None, 
     require_no_tracers("quotient_arc_length", points)
     group = product(gauges)
     for point in points:
+        check_same_tree("quotient_arc_length", points[0], point)
         require_frame("quotient_arc_length", group, point)
     frame = read_elements(group, points[0])
     steps = [float(_step(group, at, frame, a, b)) for a, b in itertools.pairwise(points)]
@@ -191,7 +193,7 @@ def power_law(
       halves differ by more than three standard errors, half of the excess is added on each side.
 
     Raises:
-      ValueError: arrays of different lengths.
+      ValueError: arrays of different lengths, or of complex numbers.
 
     >>> lengths = jnp.logspace(0, -2, 30)
     >>> print(go.measure.power_law(lengths, 3.0 * lengths**2))
@@ -202,6 +204,10 @@ def power_law(
     Reference: DDC App. C.5, where a fit is readable if the values fall toward the minimum. Deviation: any fall would
     then count as a power law; here the exponent must also be the same in both halves of the window.
     """
+    if np.iscomplexobj(lengths) or np.iscomplexobj(values):
+        raise binding_error(
+            "power_law", "complex lengths or values", "complex numbers", "real numbers", "pass jnp.abs(values)"
+        )
     x, y = np.asarray(lengths, np.float64).ravel(), np.asarray(values, np.float64).ravel()
     if x.shape != y.shape:
         raise binding_error(
@@ -264,7 +270,7 @@ def kl_order(
       unreadable: use of="kl", which gives k = 1.
 
     Raises:
-      ValueError: another `of`; arrays of different lengths.
+      ValueError: another `of`; arrays of different lengths, or of complex numbers.
 
     >>> lengths = jnp.logspace(0, -2, 30)
     >>> print(go.measure.kl_order(lengths, lengths**2))
@@ -303,7 +309,7 @@ def rate_table(
       The table.
 
     Raises:
-      ValueError: arrays of different lengths.
+      ValueError: arrays of different lengths, or of complex numbers.
 
     >>> lengths = jnp.logspace(0, -2, 30)
     >>> read = {"mlp": {"σ_min": lengths**2, "rank": 1.0 / lengths}}

@@ -18,7 +18,13 @@ from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.linalg import real_dtype
 from gauge_optax.testing import describe, tolerance
-from gauge_optax.transformation import require_differentiable, require_key, require_no_tracers
+from gauge_optax.transformation import (
+    require_count,
+    require_differentiable,
+    require_key,
+    require_no_tracers,
+    require_scalar,
+)
 
 LossFn = Callable[[Any], jax.Array]
 Represent = Callable[[Any], Any]
@@ -83,8 +89,8 @@ def gauge_sensitivity(
       ε·e^(2·scale)·‖represent(θ)‖/‖Δ‖, with the machine epsilon ε.
 
     Raises:
-      ValueError: a `represent` that a gauge changes; steps that do not move it; no gauges, samples or steps; bindings
-        that do not fit the tree.
+      ValueError: a `represent` that a gauge changes; steps that do not move it; a loss that is no scalar; no gauges,
+        samples or steps; bindings that do not fit the tree.
 
     >>> gauge = go.head_rotation({"query": "_ basis", "key": "_ basis"})
     >>> params = {
@@ -109,9 +115,8 @@ def gauge_sensitivity(
             _NAME, "no gauges", "an empty list", "at least one gauge",
             "pass the gauges under which the optimizer is to be tested",
         )
-    for name, value in (("num_samples", num_samples), ("steps", steps)):
-        if value < 1:
-            raise binding_error(_NAME, f"bad {name}", repr(value), "a positive integer", f"write {name}=1 or more")
+    require_count(_NAME, "num_samples", num_samples, 1)
+    require_count(_NAME, "steps", steps, 1)
     require_key(_NAME, key)
     require_no_tracers(_NAME, params, key)
     require_differentiable(_NAME, params)
@@ -167,9 +172,14 @@ def _compare(
             )
         return jax.tree.map(lambda x: jnp.asarray(x, jnp.promote_types(jnp.asarray(x).dtype, real_dtype())), out)
 
+    def scalar(params: Any) -> jax.Array:
+        value = loss_fn(params)
+        require_scalar(_NAME, value)
+        return value
+
     def step(carry: tuple[Any, Any]) -> tuple[Any, Any]:
         params, state = carry
-        value, grads = jax.value_and_grad(loss_fn)(params)
+        value, grads = jax.value_and_grad(scalar)(params)
         updates, state = extended.update(grads, state, params, value=value, grad=grads, value_fn=loss_fn)
         return optax.apply_updates(params, updates), state
 

@@ -58,7 +58,7 @@ def gram_evolution(
       Both Gram matrices and their difference, in float32, or float64 under x64.
 
     Raises:
-      ValueError: factors that are no pair, updates of another shape.
+      ValueError: factors that are no pair, updates or shrinks of another shape.
 
     >>> a, b = jnp.array([[2.0]]), jnp.array([[1.0]])
     >>> # D = 3 becomes 3·ρ².
@@ -74,6 +74,7 @@ def gram_evolution(
                 _NAME, f"complex numbers in {name}", str(jnp.result_type(array)), "real matrices",
                 "pass the real and the imaginary part one by one",
             )
+    left, right, left_update, right_update = (jnp.asarray(x) for x in (left, right, left_update, right_update))
     if left.ndim < 2 or right.ndim < 2 or (left.shape[:-2], left.shape[-1]) != (right.shape[:-2], right.shape[-1]):
         raise binding_error(
             _NAME, "factors that are no pair", f"shapes {left.shape} and {right.shape}",
@@ -86,6 +87,11 @@ def gram_evolution(
             raise binding_error(
                 _NAME, f"{name}_update of another shape", f"{update.shape}", f"{factor.shape}, as {name}",
                 "pass the update of this very factor, transposed as it is",
+            )
+        if jnp.ndim(shrink) and jnp.shape(shrink) != factor.shape[:-2]:
+            raise binding_error(
+                _NAME, f"{name}_shrink of another shape", f"{jnp.shape(shrink)}",
+                f"one number, or one per pair, {factor.shape[:-2]}", f"pass {name}_shrink=1.0, without decay",
             )
         a, u, rho = (jnp.asarray(x, real_dtype()) for x in (factor, update, shrink))
         cross, rho = matmul(transpose(a), u), rho[..., None, None]

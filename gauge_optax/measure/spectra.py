@@ -16,6 +16,7 @@ from gauge_optax.binding import leaves_by_path
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, product
 from gauge_optax.linalg import real_dtype, safe_divide, svd, unit_and_size
+from gauge_optax.transformation import updates_at
 
 
 def effective_rank(matrix: jax.Array | np.ndarray) -> jax.Array:
@@ -138,7 +139,7 @@ def gauge_fraction(params: Any, gauges: Gauges, tangent: Any = None) -> dict[str
       need not be orthogonal.
 
     Raises:
-      ValueError: bindings that do not fit the tree.
+      ValueError: bindings that do not fit the tree; a tangent of another shape.
 
     >>> gauge = go.logit_shift({"head": "_ vocab"})
     >>> shares = go.measure.gauge_fraction({"head": jnp.array([[3.0, 1.0]])}, gauge)
@@ -149,7 +150,9 @@ def gauge_fraction(params: Any, gauges: Gauges, tangent: Any = None) -> dict[str
     Reference: DDC App. C.1, "the share of the unembed weight lying along the gauge orbit".
     """
     group, split = product(gauges), params if tangent is None else tangent
-    whole, along = leaves_by_path(split), leaves_by_path(group.vertical(params, split))
+    paths = group._bound(params).slice.added
+    along = leaves_by_path(group.vertical(params, split))
+    whole = updates_at("gauge_fraction", paths, split, params)
 
     def share(part: Any, leaf: Any) -> jax.Array:
         part, leaf = (jnp.asarray(x, real_dtype()) for x in (part, leaf))
@@ -157,7 +160,7 @@ def gauge_fraction(params: Any, gauges: Gauges, tangent: Any = None) -> dict[str
         part, leaf = (jnp.sum(jnp.square(safe_divide(x, most))) for x in (part, leaf))
         return safe_divide(part, leaf)
 
-    return {path: share(along[path], whole[path]) for path in group._bound(params).slice.added}
+    return {path: share(along[path], whole[path]) for path in paths}
 
 
 def _singular_values(name: str, matrix: jax.Array | np.ndarray) -> jax.Array:

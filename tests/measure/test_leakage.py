@@ -243,6 +243,7 @@ test_what_has_no_leakage_is_refused = each_refused({
     "its second order": (lambda: go.measure.second_order_leakage(SAME, SAME, PARAMS, STREAM), "residual_rotation"),
     "other means": (lambda: go.measure.rescale_leakage(SCALE, PARAMS, PARAMS, PARAMS, means="rms"), "one of 'entries'"),
     "no points": (lambda: go.measure.leakage_along(lambda: None, []), "no points"),
+    "four rates for three": (lambda: go.measure.predicted_drift({"": jnp.ones((3, 2))}, jnp.ones(4)), "one per step"),
     "no Adam": (lambda: go.measure.adam_factors(optax.sgd(0.1).init(PARAMS)), "0 Adam states"),
     "no Adam to precondition": (lambda: go.measure.adam_precondition((), lambda p: p), "0 Adam states"),
     "codes": (lambda: go.measure.adam_factors(

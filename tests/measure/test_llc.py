@@ -120,7 +120,9 @@ test_messages = each_refused([
     (lambda: estimated([ONES], num_draws=0), "num_draws=1"),
     (lambda: estimated([ONES], num_chains=0), "num_chains=1"),
     *((functools.partial(estimated, [ONES], **{name: size}), f"{name}={size}")
-      for name, size in [("lr", -1e-3), ("lr", 0.0), ("n_beta", -1.0), ("n_beta", np.nan), ("localization", -1.0)]),
+      for name, size in [("lr", -1e-3), ("lr", 0.0), ("lr", None), ("n_beta", -1.0), ("n_beta", np.nan),
+                         ("localization", -1.0)]),
+    (lambda: go.measure.llc(lambda p, x: p["w"], {"w": ONES}, [ONES], **GIVEN), "a loss that is no scalar"),
     (lambda: go.measure.llc(lambda p, x: jnp.zeros(()), {"w": 1j * ONES}, [ONES], **GIVEN), "a complex leaf 'w'"),
 ])
 

@@ -99,6 +99,7 @@ def test_twins_travel_equally_far_and_orbits_do_not_count(x64: None, at: str) ->
 
 POINT = {"u": jnp.ones(2), "v": jnp.ones(2)}
 test_messages = each_refused([
+    (lambda: go.measure.power_law(LENGTHS, LENGTHS * (1 + 1j)), "power_law: complex lengths or values"),
     (lambda: go.measure.kl_order(LENGTHS, LENGTHS, of="loss"), "of='loss'"),
     (lambda: go.measure.kl_order(LENGTHS, LENGTHS[:3]), "60 lengths and 3 values"),
     (lambda: go.measure.quotient_arc_length([POINT], RESCALE), "at least two"),

@@ -122,5 +122,7 @@ test_what_has_no_sensitivity_is_refused = each_refused([
     _refused("no gauges", gauges=[]),
     _refused("num_samples", num_samples=0),
     _refused("steps", steps=0),
+    _refused("num_samples=2.0", num_samples=2.0),
+    _refused("a loss that is no scalar", loss_fn=lambda p: p["a"]),
     _refused("no arrays", represent=lambda p: {}),
 ])

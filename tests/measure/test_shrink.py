@@ -50,6 +50,8 @@ evolved = go.measure.gram_evolution
 test_shapes_that_do_not_fit_are_refused = each_refused([
     *((functools.partial(evolved, left, right, left, right), "gram_evolution: factors that are no pair")
       for left, right in [(LEFT[0, 0], RIGHT), (LEFT, RIGHT[..., :2]), (LEFT, RIGHT[:1])]),
+    (lambda: evolved([2.0], [1.0], [0.0], [0.0]), "gram_evolution: factors that are no pair"),
+    (lambda: evolved(LEFT, RIGHT, LEFT, RIGHT, np.ones(5)), "left_shrink of another shape"),
     (lambda: evolved(LEFT, RIGHT, LEFT, LEFT), "gram_evolution: right_update of another shape"),
 ])
 

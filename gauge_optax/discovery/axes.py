@@ -23,7 +23,7 @@ from gauge_optax.discovery.calls import CAPTURES, joined, template, with_capture
 from gauge_optax.discovery.places import FREE, Places, varying
 from gauge_optax.discovery.products import Product, Value, Walk
 from gauge_optax.discovery.trace import Trace
-from gauge_optax.parts.matrices import Fused, Matrices, Reading, neuron_matrices, optax_axes
+from gauge_optax.parts.matrices import Reading, neurons_reading, optax_axes
 
 _POINTS = 64  # random places of an operand at which `_require_grid` tests it
 _NAMES = ("head", "group", "unit", "other")  # names of a kernel's output axes but the last: this is neuron or token
@@ -431,14 +431,9 @@ def _ranges(index: np.ndarray) -> Iterable[tuple[int, int]]:
 
 def _reading(path: str, axes: Axes, shape: tuple[int, ...]) -> Reading | None:
     """The matrices that Muon makes of a kernel; None for an unembedding, which it does not orthogonalize."""
-    stacks: dict[Matrices, None] = {}
-    for text in joined((), axes):
-        block = bind_leaf("discover", BlockSpec("neurons", path, text), path, shape, {}, "sizes")
-        if "token" in block.split_labels:
-            return None
-        if (made := neuron_matrices(block)) is not None:
-            stacks[made] = None
-    return next(iter(stacks)) if len(stacks) == 1 else Fused(tuple(stacks))
+    blocks = [bind_leaf("discover", BlockSpec("neurons", path, text), path, shape, {}, "sizes")
+              for text in joined((), axes)]
+    return None if any("token" in block.split_labels for block in blocks) else neurons_reading(blocks)
 
 
 class Mappings:
@@ -475,6 +470,7 @@ class Mappings:
         Returns:
           A tree like `params` with an `optax.contrib.MuonDimensionNumbers` for every kernel, and None for all other
           leaves: tables, the unembedding, norms, biases. Optax cannot split a fused kernel, and takes it as one matrix.
+          It reads all layers of a stack like the first, also if one of them is transposed.
         """
         axes, leaves = optax_axes(self.axes.readings), leaves_by_path(params)
         numbers = {path: optax.contrib.MuonDimensionNumbers(*sides) for path, sides in axes.items() if path in leaves}

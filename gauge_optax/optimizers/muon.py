@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gauge_optax.binding import Axes, is_empty, leaves_by_path, with_leaves
+from gauge_optax.binding import Axes, Block, is_empty, leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.linalg import Coefficients
 from gauge_optax.norms import vectors
 from gauge_optax.optimizers.polar import Polar, polar_of
-from gauge_optax.parts.matrices import Fused, Matrices, Reading, neuron_matrices
+from gauge_optax.parts.matrices import Reading, neurons_reading
 from gauge_optax.transformation import GaugeTransformation, LeafRule, transformation, updates_at
 from gauge_optax.wrapped import preflight_of
 
@@ -192,15 +192,15 @@ def scale_by_polar(
 
 def readings_of_neurons(name: str, selections: Iterable[vectors.Selection]) -> dict[str, Reading]:
     """Returns leaf path → the matrices that its neurons form. Raises ValueError for neurons that form none."""
-    stacks: dict[str, dict[Matrices, None]] = {}
-    for block in (selection.block for selection in selections):
-        own, stack = stacks.setdefault(block.path, {}), neuron_matrices(block)
-        # Either one axes string describes the matrices of the whole leaf, or each of its ranges has its own string.
-        if stack is None or any(stack != other and None in (stack.block, other.block) for other in own):
-            raise binding_error(
-                name, f"the neurons of '{block.path}' describe no matrix", f"axes \"{block.axes}\"",
-                "'_' for a neuron's inputs in one axis, and a name that counts neurons in another",
-                'write "_ neuron" for a kernel of (inputs, outputs), and leave vectors out',
-            )
-        own[stack] = None
-    return {path: next(iter(own)) if len(own) == 1 else Fused(tuple(own)) for path, own in stacks.items()}
+    blocks: dict[str, list[Block]] = {}
+    for selection in selections:
+        blocks.setdefault(selection.block.path, []).append(selection.block)
+    read = {path: neurons_reading(own) for path, own in blocks.items()}
+    if none := [path for path, reading in read.items() if reading is None]:
+        axes = " and ".join(f'"{block.axes}"' for block in blocks[none[0]])
+        raise binding_error(
+            name, f"the neurons of '{none[0]}' describe no matrix", f"axes {axes}",
+            "'_' for a neuron's inputs in one axis, and a name that counts neurons in another",
+            'write "_ neuron" for a kernel of (inputs, outputs), and leave vectors out',
+        )
+    return {path: reading for path, reading in read.items() if reading is not None}

@@ -28,7 +28,7 @@ from gauge_optax.parts.part import Part, blocks_by_path
 from gauge_optax.parts.sizes import Factor
 
 HEAD, TOKEN = "head", "token"
-COUNTING = ("layer", "expert")  # names of the axes that count matrices in `neuron_matrices`
+COUNTING = ("layer", "expert")  # names of the axes that count matrices in `neurons_reading`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -330,17 +330,18 @@ def within(block: Block, reading: Reading) -> tuple[Block, ...]:
     return tuple(kept) or (block,)
 
 
-def _widened(block: Block) -> Block:
+def _widened(block: Block, at_index: bool = False) -> Block:
     """Returns the block extended to whole axes, except along ranges that are read like leaves of their own.
 
-    An axis of which the block selects an index (`qkv=0`) then counts matrices, and a block that selects a part of each
-    head is read as whole heads.
+    An axis of which the block selects an index (`qkv=0`) then counts matrices, or, with `at_index`, keeps this index
+    alone. A block that selects a part of each head is read as whole heads.
     """
     cuts = cuts_of(block)
     picks: list[int | Ranges] = []
     for axis, group in enumerate(block.groups):
         lone = cuts[axis] is not None and block.window[axis] is None
-        picks += [block.picks[k] if lone else ((0, block.split[k]),) for k in group]
+        picks += [block.selected[k] if lone or (at_index and isinstance(block.picks[k], int))
+                  else ((0, block.split[k]),) for k in group]
     return dataclasses.replace(block, picks=tuple(picks), labels=block.split_labels)
 
 
@@ -386,13 +387,37 @@ def labelled_matrices(block: Block) -> Matrices | None:
     return dataclasses.replace(made, heads=(made.heads[0], entries))
 
 
-def neuron_matrices(block: Block) -> Matrices | None:
-    """Returns a kernel's matrix with neurons as columns and their inputs `_` as rows; None if the block is no matrix.
+def neurons_reading(blocks: Sequence[Block]) -> Reading | None:
+    """Returns how a kernel is read as matrices, with neurons as columns and their inputs `_` as rows.
 
     All axes with a name count neurons (`head neuron` counts them in two axes), except `layer` and `expert`: each layer
-    of a stack and each expert has a matrix of its own. So has an index such as `qkv=0` of a fused kernel.
+    of a stack and each expert has a matrix of its own. So has an index such as `qkv=0` of a fused kernel. The matrices
+    at all indices are one stack if the blocks agree on them. Otherwise, as in a stack of layers of which one is
+    transposed, each block is read at its own index.
+
+    Args:
+      blocks: blocks of one leaf, which share no entry.
+
+    Returns:
+      The reading; None if a block is no matrix.
+
+    >>> from gauge_optax.binding import BlockSpec, bind_leaf
+    >>> def text(*axes):
+    ...     specs = [BlockSpec("neurons", "w", one) for one in axes]
+    ...     return neurons_reading([bind_leaf("", spec, "w", (2, 3, 4), {}) for spec in specs]).text
+    >>> text("part=0 _ neuron", "part=1 _ neuron"), text("part=0 _ neuron", "part=1 neuron _")
+    ('2 × (3, 4)', '1 × (3, 4) + 1 × (4, 3)')
     """
-    whole = _widened(block)
+    made = [_neuron_matrices(block, False) for block in blocks]
+    # If the stacks hold more entries than the blocks, they overlap, or reach to indices that no block lists.
+    if sum(math.prod(stack.split) for stack in set(made) if stack) > sum(math.prod(x.view_shape) for x in blocks):
+        made = [_neuron_matrices(block, True) for block in blocks]
+    pieces = tuple(dict.fromkeys(stack for stack in made if stack is not None))
+    return None if None in made else pieces[0] if len(pieces) == 1 else Fused(pieces)
+
+
+def _neuron_matrices(block: Block, at_index: bool) -> Matrices | None:
+    whole = _widened(block, at_index)
     labels = whole.split_labels
     inputs = [k for k, label in enumerate(labels) if label == "_"]
     neurons = [k for k, label in enumerate(labels) if label not in ("_", "", *COUNTING)]

@@ -250,6 +250,9 @@ CASES: Mapping[str, Case] = {
     "scanned along axis 1": of_stack(scanned, True),
     "looped": of_stack(looped, False),
     "layers by index": of_stack(indexed_layers, False),
+    "layers by index, one transposed": Case(
+        lambda p, x: jax.nn.relu(jax.nn.relu(x @ p["w"][0]) @ p["w"][1].T), {"w": (2, D, F)}, features,
+        {"w": ("part=0 _ neuron", "part=1 neuron _")}, outputs="loss"),
     "convolutions": Case(
         convolutions,
         {"first": (3, 3, 2, D), "depthwise": (3, 3, 1, D), "pointwise": (F, D, 1, 1), "grouped": (3, 3, F // 2, F),

@@ -167,6 +167,22 @@ def test_a_polar_factor_is_muons(layout: str, x64: None) -> None:
     assert bool(jnp.all(found["bias"] == updates["bias"]))
 
 
+@pytest.mark.parametrize("axes", [
+    ("part=0 _ neuron", "part=1 neuron _"), ("part=1 neuron _",),
+    ("part=0 _ neuron=0:4", "part=0 _ neuron=4:6", "part=1 _ neuron=0:3", "part=1 _ neuron=3:6")], ids=str)
+def test_blocks_at_two_indices_of_a_stack_may_differ(axes: tuple[str, ...], x64: None) -> None:
+    """Each steps as in a leaf that holds its index alone, and what no block lists keeps its update."""
+
+    def step(axes: Any, update: jax.Array) -> jax.Array:
+        tx = go.links.scale_by_polar({"up": axes})
+        return tx.update({"up": update}, tx.init({"up": update}), {"up": update})[0]["up"]
+
+    expected = update = jnp.asarray(_noise(1, 2, 4, 6))
+    for index, text in ((int(x[5]), x[7:]) for x in axes):
+        expected = expected.at[index].set(step(text, expected[index]))
+    np.testing.assert_allclose(step(axes, update), expected, rtol=1e-12)
+
+
 def test_neurons_without_inputs_are_no_matrix() -> None:
     with pytest.raises(ValueError, match="the neurons of 'up' describe no matrix"):
         go.links.scale_by_polar({"up": "neuron other"}).init({"up": jnp.ones((2, 3))})

@@ -164,6 +164,8 @@ class _Reader:
             if sum(n > 1 for a, n in enumerate(shape) if (path, a) not in self.walk.counted) < 2:
                 continue
             try:
+                if path in self.walk.unclear:
+                    raise _Undecided(f"{self.walk.unclear[path]}: list it by hand")
                 if table := self._table(path, shape):
                     tables[path] = table
                 elif path in self.uses:
@@ -252,7 +254,7 @@ class _Reader:
         """Raises `_Undecided` if a parameter that was recognized neither as kernel nor as table may still be a kernel.
 
         A filter is no kernel, and neither is a parameter that is only added to data, or multiplied with it entry by
-        entry without a sum.
+        entry without a sum, or contracted with it along all axes, or not used at all.
         """
         sides = [[[product.path for product in side] for side in pair] for pair in self.walk.pairs]
         partners = [pair[1 - k][0] for pair in sides for k in (0, 1) if path in pair[k]]
@@ -266,6 +268,9 @@ class _Reader:
                              "is data: list it by hand")
         if path in self.walk.unknown:
             raise _Undecided(f"{self.walk.unknown[path]}: list it by hand")
+        if path in self.walk.read - self.walk.vectors - {product.path for product in self.walk.products}:
+            raise _Undecided("no data is contracted with it in a way that shows its axes: if it is a kernel, list it "
+                             "by hand")
 
     def _kernel(self, path: str, shape: tuple[int, ...]) -> Axes:
         """The axes of a kernel: one string, or a tuple of strings if it consists of several matrices."""

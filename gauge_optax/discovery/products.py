@@ -146,6 +146,9 @@ class Walk:
       summed: parameters that multiply data entry by entry, if the result is summed along one of their axes.
       filters: kernels of depthwise convolutions.
       unknown: parameter → a sentence that says why the walk does not understand its use.
+      unclear: the same, for a use that leaves the axes open whatever other uses show.
+      vectors: parameters that are contracted with data and have no outputs.
+      read: parameters of which some operation reads entries.
       pairs: one for each contraction of two values made of parameters: the products of the left operand's parameters,
         and those of the right operand's.
 
@@ -167,6 +170,9 @@ class Walk:
         self.summed: set[str] = set()
         self.filters: set[str] = set()
         self.unknown: dict[str, str] = {}
+        self.unclear: dict[str, str] = {}
+        self.vectors: set[str] = set()
+        self.read: set[str] = set()
         self.pairs: list[tuple[list[Product], list[Product]]] = []
 
     def run(self, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Value]) -> list[Value]:
@@ -183,6 +189,7 @@ class Walk:
             return [_constant(np.asarray(x)) for x in applied(eqn, [x.constant for x in ins])]
         if call := called(eqn, ins):
             return self.run(*call)
+        self.read |= {path for x in ins for path in x.leaves()}
         try:
             found = _RULES.get(name, _elementwise)(self, eqn, ins)
         except (IndexError, KeyError, TypeError, ValueError):  # a form of the operation that its rule does not know
@@ -223,7 +230,7 @@ class Walk:
                 if isinstance(own, int):
                     self.products[own].meet([places])
                 else:
-                    self.unknown[own] = "its entries are mixed in an order that axes do not express"
+                    self.unknown.setdefault(own, _MIXED)
 
     def sight(self, *values: Value, linear: bool = False) -> None:
         """Notes which outputs of a product one operation reads together: they become one matrix.
@@ -241,6 +248,40 @@ class Walk:
                 if not linear or len(places) > 1:
                     product.meet(places)
 
+    def joint(self, path: str, one: Places | None, other: Places | None) -> Places | None:
+        """The places of a parameter in a result whose two operands both contain it, as in w / sum(w).
+
+        They are the places in the operand along which more of the parameter's axes vary. They are None for a matrix
+        whose axes are others in the second operand, as in w + w.T.
+        """
+        if one is None or other is None:
+            return None
+        shape = self.shapes[path]
+        first, second = ([{k for k in range(len(x.steps)) if a in varying(x, k, shape)} for a in range(len(shape))]
+                         for x in (one, other))
+        pairs = list(zip(first, second, strict=True))
+        if any(a and b and a != b for a, b in pairs) and sum(bool(a or b) for a, b in pairs) > 1:
+            self.unknown.setdefault(path, "it is combined with itself, with its axes in another order")
+            return None
+        return one if sum(map(bool, first)) >= sum(map(bool, second)) else other
+
+    def meet_data(self, value: Value, inputs: Sequence[int]) -> None:
+        """Notes what is `unclear` if data is contracted with a value that does not depend on data.
+
+        Args:
+          value: a parameter, or a product of one with constants or with other parameters.
+          inputs: its contracted axes.
+        """
+        for own, x in value.tags.items():
+            if isinstance(own, str):
+                self.unclear |= {own: self.unknown.get(own, _MIXED)} if x is None else {}
+            elif x is None or any(_differs(x.steps[k]) for k in inputs):
+                # In x·(W·C), data enters the axis of W that the product leaves free; in x·(C·W), the one that it sums.
+                product = self.products[own]
+                self.unclear |= dict.fromkeys((product.path, *product.before), (
+                    "it is contracted with a constant or with other parameters, and the result with data, so that the "
+                    "function does not say which of its axes are inputs"))
+
     def contract(self, kernel: Value, other: Value, inputs: Sequence[int], batch: Sequence[int]) -> dict[Owner, Any]:
         """Notes a product for each parameter in `kernel`, which is contracted with data along its axes `inputs`.
 
@@ -254,6 +295,14 @@ class Walk:
             tags[len(self.products)] = slots.within([ids.steps[k] for k in product.outputs])
             self.products.append(product)
         return tags
+
+
+_MIXED = "its entries are mixed in an order that axes do not express"
+
+
+def _differs(step: np.ndarray) -> bool:
+    """Whether different entries stand along an axis with these steps."""
+    return bool((step != step[:1]).any())
 
 
 def _constant(number: Any) -> Value:
@@ -399,10 +448,13 @@ def _elementwise(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags]:
     tags: dict[Owner, Places | None] = {}
     for x in ins:
         for own, places in x.tags.items():
+            if places is None and not x.shape and not x.data:
+                continue  # the size of a kernel, for instance, by which the kernel is divided
             full = None if places is None else places.spread(shape) if places.steps else places.at((), shape)
             if own in tags and isinstance(own, int):
                 walk.sight(x, Value(shape, tags), linear=True)
-            tags.setdefault(own, full)
+            tags[own] = walk.joint(own, tags[own], full) if own in tags and isinstance(own, str) else (
+                tags.get(own, full))
     return [tags]
 
 
@@ -410,16 +462,21 @@ _SUMS = ("add", "sub", "add_any", "select_n", "concatenate")
 
 
 def _reduced(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags]:
-    """A sum or a maximum over axes. It reads all outputs in its operand if different outputs stand along these axes."""
+    """A sum or a maximum over axes. It reads all outputs in its operand if different outputs stand along these axes.
+
+    A parameter without data keeps its places at index 0 of these axes, which stand for all.
+    """
     gone, tags = tuple(eqn.params.get("axes", ())), dict[Owner, Places | None]()
     value, maximum = ins[0], eqn.primitive.name != "reduce_sum"
     for own, x in value.tags.items():
-        same = x is not None and not any((x.steps[k] != x.steps[k][:1]).any() for k in gone)
+        same = x is not None and not any(_differs(x.steps[k]) for k in gone)
         if isinstance(own, int):
             walk.products[own].maxed |= maximum and x is not None and not same
         elif x is not None and not same and value.data and not value.row:
             walk.summed.add(own)
-        if same and x is not None:
+        elif x is not None and not same and not value.data:
+            walk.unknown.setdefault(own, "it is summed before data meets it")
+        if x is not None and (same or (isinstance(own, str) and not value.data)):
             tags[own] = _squeezed(x, {"dimensions": gone})
         elif isinstance(own, int):
             walk.sight(Value(value.shape, {own: x}))
@@ -443,11 +500,11 @@ def _compared(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags | Value]:
 def _dot(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags | Value]:
     sums, batches = eqn.params["dimension_numbers"]
     kernels = [k for k in (0, 1) if not ins[k].data and _is_matrix(ins[k], sums[k])]
-    if len(kernels) == 2:
-        one, other = ([Product(path, ids, tuple(sums[k]), tuple(batches[k]), frozenset())
-                       for path, ids in ins[k].leaves().items()] for k in (0, 1))
-        walk.pairs.append((one, other))
-        return [_outer(eqn, ins, sums, batches)]
+    if not (ins[0].data or ins[1].data) and (pair := _pair(walk, eqn, ins, kernels)) is not None:
+        return [pair]
+    for k in (k for k in (0, 1) if not ins[k].data and ins[1 - k].data):
+        walk.meet_data(ins[k], sums[k])
+        walk.vectors |= set() if kernels else ins[k].leaves().keys()
     if not kernels:  # rows that were taken by index may be matrices, as those of experts are
         kernels = [k for k in (0, 1) if ins[k].row and _is_matrix(ins[k], sums[k])]
         if len(kernels) != 1:
@@ -463,7 +520,35 @@ def _dot(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags | Value]:
     tags = walk.contract(ins[k], ins[1 - k], sums[k], batches[k])
     out = _dot_places(eqn, ins, k)
     shape = tuple(eqn.outvars[0].aval.shape)
-    return [Value((), {own: x.at(out, shape) for own, x in tags.items()}, before=frozenset(ins[k].leaves()))]
+    placed: dict[Owner, Places | None] = {own: x.at(out, shape) for own, x in tags.items()}
+    if not ins[1 - k].data:  # outputs of other products, which data may still meet
+        placed |= {own: x for own, x in _outer(walk, eqn, ins).items() if isinstance(own, int) and x is not None}
+    return [Value((), placed, before=frozenset(ins[k].leaves()))]
+
+
+def _pair(walk: Walk, eqn: Any, ins: list[Value], kernels: Sequence[int]) -> Value | None:
+    """The result of a contraction without data; None if one operand is a kernel, and the other one may be its data.
+
+    Args:
+      walk: the walk, which notes two kernels in `Walk.pairs`.
+      eqn: the `dot_general`.
+      ins: its operands.
+      kernels: which of them are matrices.
+    """
+    sums, batches = eqn.params["dimension_numbers"]
+    # A parameter may also be contracted with a function of itself, as in a power series. Neither of the two is data.
+    twice = {path for k in kernels for path in ins[k].leaves() if path in {*ins[1 - k].leaves(), *ins[1 - k].before}}
+    if len(kernels) == 1 and not twice:
+        return None
+    if kernels:
+        sides = [[Product(path, ids, tuple(sums[k]), tuple(batches[k]), frozenset())
+                  for path, ids in ins[k].leaves().items()] for k in kernels]
+        walk.pairs.append((sides[0], sides[-1]))
+    for path in twice:
+        walk.unknown.setdefault(path, "it is multiplied with itself before data")
+    tags = dict(_outer(walk, eqn, ins))
+    tags.update(dict.fromkeys(twice))
+    return Value((), tags, before=frozenset().union(*(x.leaves() for x in ins)))
 
 
 def _dot_places(eqn: Any, ins: list[Value], k: int) -> list[int]:
@@ -477,24 +562,31 @@ def _dot_places(eqn: Any, ins: list[Value], k: int) -> list[int]:
 def _is_matrix(value: Value, inputs: Sequence[int]) -> bool:
     """Whether a parameter has different entries along contracted axes and also along others, as no vector has."""
     for ids in value.leaves().values():
-        differs = [bool((step != step[:1]).any()) for step in ids.steps]
+        differs = [_differs(step) for step in ids.steps]
         if any(differs[k] for k in inputs) and any(x for k, x in enumerate(differs) if k not in inputs):
             return True
     return False
 
 
-def _outer(eqn: Any, ins: list[Value], sums: Any, batches: Any) -> Tags:
-    """The tags of a contraction of two values made of parameters.
+def _outer(walk: Walk, eqn: Any, ins: list[Value]) -> Tags:
+    """The tags of a contraction of two values that do not depend on data.
 
-    Of each operand the result gets the places of the entries at index 0 of the contracted axes, which stand for all.
+    Of each operand the result gets the places of the entries at index 0 of the contracted axes, which stand for all. It
+    loses the outputs of a product that are contracted.
     """
+    sums, batches = eqn.params["dimension_numbers"]
     tags: dict[Owner, Places | None] = {}
     for k in (0, 1):
-        for own, x in ins[k].leaves().items():
-            spare = [a for a in range(len(x.steps)) if a not in (*sums[k], *batches[k])]
-            first = x.base + sum(int(x.steps[a][0]) for a in sums[k])
-            kept = Places(first, tuple(x.steps[a] for a in (*batches[k], *spare)))
-            tags[own] = kept.at(_dot_places(eqn, ins, k), eqn.outvars[0].aval.shape)
+        spare = [a for a in range(len(ins[k].shape)) if a not in (*sums[k], *batches[k])]
+        for own, x in ins[k].tags.items():
+            kept = None
+            if x is not None and (isinstance(own, str) or not any(_differs(x.steps[a]) for a in sums[k])):
+                first = x.base + sum(int(x.steps[a][0]) for a in sums[k])
+                kept = Places(first, tuple(x.steps[a] for a in (*batches[k], *spare)))
+                kept = kept.at(_dot_places(eqn, ins, k), eqn.outvars[0].aval.shape)
+            if own in tags:
+                kept = walk.joint(own, tags[own], kept) if isinstance(own, str) else None
+            tags[own] = kept
     return tags
 
 
@@ -503,6 +595,8 @@ def _convolution(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags | Valu
     data, kernel = ins
     if data.leaves() and not data.data:
         walk.unknown |= dict.fromkeys(data.leaves(), "a convolution reads it as its data")
+    if data.data and not kernel.data:
+        walk.meet_data(kernel, [k for k in range(len(kernel.shape)) if k != numbers.rhs_spec[0]])
     if kernel.data or not kernel.leaves():
         walk.sight(*ins)
         return [{}]

@@ -267,6 +267,11 @@ CASES: Mapping[str, Case] = {
         dict.fromkeys("wab", MATRIX) | HEAD, TABLE),
     "kernels side by side": Case(joined, {"up": (D, F), "gate": (D, F), "down": (F, D), "skip": (D, D)}, features,
                                  dict.fromkeys(("up", "gate", "down", "skip"), MATRIX), outputs="loss"),
+    "factors of a tensor, kernels divided by their norms": Case(
+        lambda p, x: jnp.einsum("bti,ir,jr,kr->btjk", x @ (p["w"] / jnp.linalg.norm(p["w"] @ (np.ones(D) @ p["w"]))),
+                                p["a"], p["b"], p["c"]),
+        {"w": (D, D), "a": (D, 2), "b": (4, 2), "c": (3, 2)}, features,
+        {"w": MATRIX, "a": MATRIX, "b": "neuron _", "c": "neuron _"}, outputs="loss"),
     "latents": Case(
         latents, {"latents": (N, D), **dict.fromkeys("qkv", (D, D)), "blocks": (H, E, E), "head": (D, 5)}, features,
         {**dict.fromkeys("qkv", MATRIX), "blocks": "expert _ neuron", **HEAD}, {"latents": "token _"}),

@@ -21,7 +21,7 @@ from gauge_optax.discovery.axes import LeafAxes, read_axes
 from gauge_optax.discovery.report import Report
 from gauge_optax.discovery.trace import walked
 from models import digits
-from tests.discovery.axes_nets import CASES, MOE, D, F, N, experts, features, tokens
+from tests.discovery.axes_nets import CASES, MOE, D, E, F, H, N, convolve, experts, features, heads, tokens
 from tests.discovery.nets import CONFIGS, FORMS, every_net
 from tests.discovery.test_layouts import drawn
 from tests.refusals import refused
@@ -149,6 +149,20 @@ UNDECIDED: Mapping[str, tuple[Callable[..., Any], Mapping[str, tuple[int, ...]],
         {"embed": (11, D), "head": (D, 3), "bias": (11, 3)}, {"bias": "embeddings={'bias': 'token _'}"}),
     "flat experts": (
         flat_experts, MOE | {"gate": MOE["up"], "up": (N * D, F), "down": (N * F, D)}, {"up": "", "down": ""}),
+    "contracted with each other first": (
+        lambda p, x: jnp.einsum("bti,ijk->btjk", x, jnp.einsum("ir,jr,kr->ijk", p["a"], p["b"], p["c"])),
+        {"a": (D, 2), "b": (4, 2), "c": (3, 2)}, dict.fromkeys("abc", "does not say which of the two is data")),
+    "a generator": (lambda p, x: x @ jax.scipy.linalg.expm(p["w"] - p["w"].T), {"w": (D, D)}, {"w": "with itself"}),
+    "symmetric": (lambda p, x: x @ (p["w"] + p["w"].T) + x @ p["w"], {"w": (D, D)}, {"w": "its axes in another order"}),
+    "a power": (lambda p, x: x @ (p["w"] @ p["w"]), {"w": (D, D)}, {"w": "multiplied with itself before data"}),
+    "in front of a constant": (
+        lambda p, x: x @ (p["w"] @ np.eye(F)), {"w": (D, F)}, {"w": "does not say which of its axes are inputs"}),
+    "a sum of kernels": (lambda p, x: x @ jnp.einsum("n,nio->io", p["v"], p["w"]), {"v": (N,), "w": (N, D, F)},
+                         {"w": "does not say which of its axes are inputs"}),
+    "a convolution of known kernels": (
+        lambda p, x: convolve(x[None], jnp.einsum("hwn,nio->hwio", RNG(0).normal(size=(3, 3, N)), p["w"])),
+        {"w": (N, D, F)}, {"w": "does not say which of its axes are inputs"}),
+    "sorted": (lambda p, x: x @ jnp.sort(p["w"]), {"w": (D, F)}, {"w": "if it is a kernel, list it by hand"}),
     "the Q of a kernel, which is not the kernel with its entries moved": (
         lambda p, x: x @ jnp.linalg.qr(p["w"])[0], {"w": (D, D)}, {"w": "is an operation whose axes are not known"}),
 }
@@ -159,6 +173,16 @@ def test_what_the_function_does_not_decide_is_named(name: str) -> None:
     fn, shapes, words = UNDECIDED[name]
     undecided = axes_of(fn, drawn(shapes), (tokens if "embed" in shapes else features)(RNG(1)), "loss").undecided
     assert undecided.keys() == words.keys() and all(words[path] in undecided[path] for path in words)
+
+
+@pytest.mark.parametrize("fn", [
+    lambda p, x: jnp.einsum("bthe,he->bth", heads(x), p["w"]),
+    lambda p, x: jnp.einsum("bthe,he->bthe", heads(x), p["w"]),
+    lambda p, x: heads(x) * jnp.exp(jnp.sum(p["w"] * p["w"], -1))[:, None], lambda p, x: heads(x),
+], ids=["a vector per head", "scales", "numbers per head", "unused"])
+def test_what_is_no_kernel_is_not_undecided(fn: Any) -> None:
+    found = axes_of(fn, drawn({"w": (H, E)}), features(RNG(1)), "loss")
+    assert not (found.undecided or found.neurons or found.embeddings)
 
 
 # The report, the check, the plan --------------------------------------------------------------------------

@@ -4,6 +4,7 @@
 inverse. Here the oracle is the network: along every orbit the loss is constant, and twins train alike.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -191,7 +192,7 @@ def test_van_nierops_counts() -> None:
 
 TINY: dict[str, Any] = dict(layers=2, d_model=8, heads=4, d_head=4, d_ff=16, vocab=10)
 test_no_decoder_is_refused = each_refused([
-    (lambda wrong=wrong: go.measure.transformer_redundancy(**TINY | wrong), said) for wrong, said in (
+    (functools.partial(go.measure.transformer_redundancy, **TINY | wrong), said) for wrong, said in (
         ({"norm": "LayerNorm"}, "one of 'layernorm'"), ({"mlp": "silu"}, "bad mlp"), ({"layers": -1}, "pass layers=1"),
         ({"d_ff": 2.5}, "bad d_ff"), ({"kv_heads": 3}, "kv_heads=1"), ({"rope": True, "d_head": 3}, "pass d_head=4"))
 ])

@@ -230,13 +230,13 @@ test_messages = each_refused([
     (lambda: go.measure.GGN(*GIVEN) @ jnp.full(35, 1j), "a complex vector"),
     (lambda: go.measure.Hessian(*GIVEN), "a loss that is no scalar"),
     (lambda: go.measure.GGN(lambda p, x: jnp.argmax(_net(p, x), -1), *GIVEN[1:]), "no real numbers for batch 0"),
-    (lambda: go.measure.Fisher(*GIVEN, KEY, "gaussian"), "write likelihood='gaussian'"),
+    (lambda: go.measure.Fisher(*GIVEN, KEY, "gaussian"), "write likelihood='gaussian'"),  # type: ignore[arg-type]
     (lambda: go.measure.Fisher(*GIVEN, KEY, 0), "samples=0"),
     (lambda: go.measure.GGN(*GIVEN).unravel(jnp.ones(3)), "found:    shape \\(3,\\)"),
     (lambda: go.measure.GGN(*GIVEN).ravel({"up": POINT["up"]}), "no leaf 'bias'"),
     (lambda: go.measure.directional_fisher(HESSIAN, jax.tree.map(np.transpose, POINT)), "no leaf 'down' like"),
     (lambda: go.measure.GGN(*GIVEN).lanczos(KEY, 0), "pass steps=1"),
-    (lambda: go.measure.GGN(*GIVEN).trace(KEY, 2.5), "probes=2.5"),
+    (lambda: go.measure.GGN(*GIVEN).trace(KEY, 2.5), "probes=2.5"),  # type: ignore[arg-type]
     (lambda: go.measure.quotient_fisher(go.measure.GGN(*GIVEN, only="up"), UNIT), "'down', which is not"),
     (lambda: go.measure.GGN(_net, {**GIVEN[1], "phase": 1j}, GIVEN[2]), "a complex leaf 'phase'"),
     (lambda: go.measure.quotient_fisher(HESSIAN, UNIT), "no operator with zeros along orbits"),

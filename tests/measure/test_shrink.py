@@ -46,7 +46,7 @@ def test_grams_after_a_step_are_those_of_the_factors_after_it(shrinks: tuple[Any
         np.testing.assert_allclose(x, expected, rtol=0, atol=1e-12)
 
 
-evolved = go.measure.gram_evolution
+evolved: Any = go.measure.gram_evolution
 test_shapes_that_do_not_fit_are_refused = each_refused([
     *((functools.partial(evolved, left, right, left, right), "gram_evolution: factors that are no pair")
       for left, right in [(LEFT[0, 0], RIGHT), (LEFT, RIGHT[..., :2]), (LEFT, RIGHT[:1])]),

@@ -103,13 +103,20 @@ def interpolate(a: Params, b: Params, t: float | jax.Array) -> Params:
       Parameters, every leaf in the dtype that it has in a; leaves of integers or bools are those of a.
 
     Raises:
-      ValueError: trees that differ in structure or shapes.
+      ValueError: trees that differ in structure or shapes; a `t` that is no real number, or has axes.
 
     >>> go.orbit.interpolate({"w": jnp.zeros(2)}, {"w": jnp.ones(2)}, 0.25)["w"].tolist()
     [0.25, 0.25]
     """
     check_same_tree("interpolate", a, b)
     require_no_statistics("interpolate", [a])
+    if not (hasattr(t, "dtype") or isinstance(t, int | float)) or jnp.ndim(t) or jnp.iscomplexobj(t):
+        raise binding_error(
+            "interpolate", "a `t` that is no single number",
+            f"an array of {jnp.result_type(t)}, shape {jnp.shape(t)}" if hasattr(t, "dtype") else f"t={t!r}",
+            "a real number, or an array of one without axes",
+            "pass one number, such as 0.5, and call it once for each",
+        )
     end = leaves_by_path(b)
     between = {
         path: (1.0 - t) * in_computing_dtype(x) + t * in_computing_dtype(end[path]) for path, x in _inexact(a).items()

@@ -29,6 +29,7 @@ from gauge_optax.linalg import singular_vectors
 from gauge_optax.transformation import own_settings, require_choice, require_count, require_no_tracers
 from gauge_optax.xla import unseen
 
+_SEEN = 1e-8  # outputs that change by more along an orbit, relatively, show that it is not dead
 _CHUNK = 128  # rows of the Jacobian that are computed at once
 _MOST = 12_000  # models of at most so many parameters are counted at once, larger ones in blocks
 _SHOWN = 12  # leaves in a figure, at most
@@ -61,7 +62,8 @@ class Census(NamedTuple):
       parameters: entries of all floating-point leaves.
       rank: the rank of the Jacobian of the outputs; with `blocks`, an upper bound of it.
       dead: parameters − rank; with `blocks`, a lower bound of the number of dead directions.
-      explained: dead directions in the span of all orbits; with `blocks`, the sum of the orbits' dimensions.
+      explained: dead directions in the span of all orbits; with `blocks`, the sum of the dimensions of
+        the orbits along which the outputs do not change.
       overlap: the sum of the orbits' dimensions, less the dimension of their span; with `blocks`, 0.
       unreached: dead directions that are not explained, along entries on which no output depends for these batches;
         with `blocks`, 0.
@@ -275,11 +277,13 @@ def _whole(
     counts = _counts(gauges, orbits, jacobian, scale)
 
     basis = _basis(orbits, total)
-    inside = len(_basis([basis @ dead.T], len(dead)))
+    singular = sizes / sizes[0]
+    inexact = inaccuracy(float(singular[rank - 1]))
+    # The orbit of a gauge that does not fit the function is not dead, or only in part.
+    inside = len(basis) - len(_basis([basis - (basis @ dead.T) @ dead], total, absolute=inexact))
     unreached = np.flatnonzero(np.abs(jacobian).max(0) <= cutoff * scale)
     wider = _basis([basis, np.eye(total)[unreached]], total)
-    singular = sizes / sizes[0]
-    rest = _basis([dead - (dead @ wider.T) @ wider], total, absolute=inaccuracy(float(singular[rank - 1])))
+    rest = _basis([dead - (dead @ wider.T) @ wider], total, absolute=inexact)
     return Census(
         total, rank, total - rank, inside, sum(len(x) for x in orbits) - len(basis),
         total - rank - inside - len(rest), len(rest), _by_leaf(rest, stored), tuple(counts),
@@ -298,9 +302,10 @@ def _in_blocks(
     rest = _basis([rest], total, absolute=1e-3)  # two blocks may contain the same direction
     seen = _seen(fn, stored, point, batches, gauges, rng)
     dims = [gauge.dim(point) for gauge in gauges]
-    dead_in_all = sum(dims) + len(rest)
+    explained = sum(n for n, x in zip(dims, seen, strict=True) if x <= _SEEN)
+    dead_in_all = explained + len(rest)
     return Census(
-        total, total - dead_in_all, dead_in_all, sum(dims), 0, 0, len(rest), _by_leaf(rest, stored),
+        total, total - dead_in_all, dead_in_all, explained, 0, 0, len(rest), _by_leaf(rest, stored),
         tuple(GaugeCount(g._description, n, n, x) for g, n, x in zip(gauges, dims, seen, strict=True)),
         min((count.gap for count in counts), key=lambda gap: gap[1] / max(gap[0], 1e-300), default=(0.0, 1.0)),
         tuple(counts), skipped=tuple(skipped),

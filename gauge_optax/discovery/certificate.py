@@ -18,6 +18,7 @@ import numpy as np
 from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.discovery.census import Census, census
 from gauge_optax.discovery.sketch import DRAWS, Function, Leaves, finite_points, generic_point, positive_kernels
+from gauge_optax.errors import warn
 from gauge_optax.gauges.gauge import Gauge
 from gauge_optax.transformation import own_settings
 from gauge_optax.xla import quick_options
@@ -53,6 +54,9 @@ def certified(
       progress: True shows a bar.
     """
     rng = np.random.default_rng([seed, 18])
+    if not _differ(batches):
+        warn("the batches that discover got are equal, so that the certificate sees too few inputs and counts live "
+             "directions as dead: pass different batches")
 
     def by_tree(tree: Any, batch: Any) -> Any:
         moved = leaves_by_path(tree)
@@ -89,6 +93,14 @@ def certified(
         return best
 
 
+def _differ(batches: Sequence[Any]) -> bool:
+    """Whether two batches have different numbers."""
+    first, *others = (jax.tree.leaves(batch) for batch in batches)
+    pairs = [pair for other in others for pair in zip(first, other, strict=True)]
+    keys = any(jnp.issubdtype(getattr(x, "dtype", float), jax.dtypes.extended) for x in first)
+    return keys or not all(np.array_equal(x, y) for x, y in pairs)
+
+
 def _near_vectors(leaves: Leaves, point: Leaves) -> Leaves:
     """Moves some leaves of a generic point back towards the given leaves: vectors, and leaves that are given as zeros.
 
@@ -102,23 +114,30 @@ def _near_vectors(leaves: Leaves, point: Leaves) -> Leaves:
 def _redrawn(batches: Sequence[Any], rng: np.random.Generator) -> Any:
     """A new random batch with the structure and the shapes of the first one.
 
-    Arrays that are equal in all batches, such as positions, stay. Arrays with at most two different values, such as
-    masks, take at every place the value that a randomly chosen batch has there: where all batches agree, it stays. All
-    other arrays take values that occur anywhere in the batches.
+    Arrays that are equal in all batches, such as positions, stay. Arrays of several lengths take values that occur
+    anywhere in the batches. Rows with one sum, such as one-hot vectors and probabilities, are drawn whole. Arrays with
+    at most two different values, such as masks, take at every place the value that a randomly chosen batch has there:
+    where all batches agree, it stays. All other arrays take values that occur anywhere in the batches.
     """
 
     def of(*arrays: Any) -> Any:
         if jnp.issubdtype(getattr(arrays[0], "dtype", float), jax.dtypes.extended):
             return arrays[rng.integers(len(arrays))]  # a key of random numbers
         values_by_batch = [np.asarray(x) for x in arrays]
-        same = [x for x in values_by_batch if x.shape == values_by_batch[0].shape]
-        if all(np.array_equal(x, values_by_batch[0]) for x in same[1:]):
+        shape = values_by_batch[0].shape
+        if all(np.array_equal(x, values_by_batch[0]) for x in values_by_batch):
             return arrays[0]
-        stacked = np.stack(same)
-        values = np.unique(stacked)
-        if len(values) > 2:
-            return rng.choice(values if stacked.dtype.kind in "iu" else stacked.ravel(), values_by_batch[0].shape)
-        which = rng.integers(len(stacked), size=values_by_batch[0].shape)
+        whole = all(x.shape == shape for x in values_by_batch)
+        flat = np.concatenate([x.ravel() for x in values_by_batch])
+        if flat.dtype.kind == "f" and all(x.ndim > 1 and x.shape[-1] == shape[-1] > 1 for x in values_by_batch):
+            rows = flat.reshape(-1, shape[-1])
+            if rows.any() and np.allclose(rows.sum(-1), rows[0].sum(), rtol=1e-5, atol=0.0):
+                return rows[rng.integers(len(rows), size=shape[:-1])]
+        values = np.unique(flat)
+        if len(values) > 2 or not whole:
+            return rng.choice(values if flat.dtype.kind in "iu" else flat, shape)
+        stacked = np.stack(values_by_batch)
+        which = rng.integers(len(stacked), size=shape)
         return np.take_along_axis(stacked, which[None], 0)[0]
 
     return jax.tree.map(of, *batches)

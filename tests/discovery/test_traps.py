@@ -1,5 +1,6 @@
 """What misled a search for symmetries, one test each; most show what is found where the guard is taken away."""
 
+import contextlib
 import itertools
 from typing import Any
 
@@ -151,6 +152,22 @@ def test_a_certificate_draws_inputs_with_derivatives() -> None:
     params = {"up": normal(6, 3), "down": normal(3, 4)}
     batches = [{"x": x, "key": jax.random.key(k)} for k, x in enumerate(X6)]
     assert found(fn, params, batches).certificate.dead >= 3
+
+
+@pytest.mark.parametrize("rows", [(4, 4), (4, 3), (2, 6), (12, 12)])
+def test_a_certificate_of_batches_of_several_sizes_or_of_equal_ones(rows: tuple[int, int]) -> None:
+    batches = [X6[0], X6[0]] if rows == (12, 12) else [x[:n] for x, n in zip(X6, rows, strict=True)]
+    report = found(pair, PAIR, batches, "logits")
+    with pytest.warns(UserWarning, match="pass different batches") if rows == (12, 12) else contextlib.nullcontext():
+        certificate = report.certificate
+    assert rows == (12, 12) or certificate.dead == certificate.explained == 10
+
+
+def test_a_certificate_draws_rows_with_one_sum_whole() -> None:
+    """Six one-hot inputs have 24 outputs."""
+    batches = list(np.eye(6)[RNG.integers(0, 6, (2, 40))])
+    certificate = found(lambda p, x: pair(p, x, jnp.tanh), PAIR, batches, "predictions").certificate
+    assert certificate.parameters - certificate.rank == 50 - 24
 
 
 def test_an_encoder_as_wide_as_its_table_is_long_says_nothing_of_logits() -> None:

@@ -156,6 +156,17 @@ def test_a_gauge_of_the_streams_mean_makes_an_optimizer_blind_to_it(x64: None) -
     go.testing.assert_equivariant_step(tx, loss, row.params, gauge, key, ignore=none, rtol=1e-10)
 
 
+@pytest.mark.parametrize("whole", [10, 1000])
+def test_an_orbit_along_which_outputs_change_explains_nothing(whole: int) -> None:
+    draw = np.random.default_rng(0).normal
+    params, blocks = {"up": draw(size=(3, 4)), "down": draw(size=(4, 2))}, ({"up": "_ c"}, {"down": "c _"})
+    fn = lambda p, x: jax.nn.relu(x @ p["up"]) @ p["down"]  # noqa: E731
+    for gauge, explained in ((go.rescale(*blocks), 4), (go.rescale(*blocks, degree=2), 0)):
+        counted = go.measure.census(
+            fn, params, [draw(size=(200, 3))], gauge, outputs="loss", whole=whole, block=8, progress=False)
+        assert counted.explained == explained and counted.unreached == 0 and counted.dead <= 4
+
+
 def test_rows_are_shared_out_over_batches() -> None:
     """Of forty small batches a few rows each: not as many of each as there are in all."""
     leaves, block = {"w": np.ones((3, 4))}, EntrySet("w", {"w": np.arange(12)})

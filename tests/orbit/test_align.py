@@ -162,7 +162,7 @@ test_errors_say_what_to_write = each_refused([
     (lambda: go.orbit.distance(TREE, {"up": TREE["up"]}, UNIT), "distance: two trees that differ at 'down'"),
     (lambda: go.orbit.interpolate(TREE, {"up": TREE["up"]}, 0.5), "interpolate: two trees that differ at 'down'"),
     (lambda: go.orbit.interpolate(TREE, TREE, jnp.ones(1)), "a `t` that is no single number"),
-    (lambda: go.orbit.interpolate(TREE, TREE, "0.5"), "t='0.5'"),
+    (lambda: go.orbit.interpolate(TREE, TREE, "0.5"), "t='0.5'"),  # type: ignore[arg-type]
     (lambda: go.measure.barrier(lambda p: 0.0, TREE, {}), "interpolate: two trees that differ at"),
     (lambda: go.measure.barrier(lambda p: p["up"], TREE, TREE), "barrier: a loss that is no scalar"),
     (lambda: go.measure.drift(TREE, TREE | {"up": jnp.ones((5, 3))}, UNIT), "drift: two trees that differ at 'up'"),

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import gc
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -47,7 +47,7 @@ from gauge_optax.discovery.stream import passed, rotation_call, stream_rotations
 from gauge_optax.discovery.trace import Trace, traced_once, walked
 from gauge_optax.discovery.write import Unwritable, shift_call, write_shift_calls, written
 from gauge_optax.errors import binding_error
-from gauge_optax.gauges.gauge import Gauge
+from gauge_optax.gauges.gauge import Gauge, Gauges
 from gauge_optax.transformation import own_settings, require_no_tracers
 from gauge_optax.xla import unseen
 
@@ -122,7 +122,9 @@ class Report(Mappings):
         `discover` does. Raises what `go.measure.census` raises.
         """
         if self.census is None:
-            raise ValueError("a report that `discover` did not make has no certificate; call go.measure.census")
+            raise binding_error(
+                "certificate", "a report that discover did not make", "no function of the parameters",
+                "a report of go.discover", "write go.measure.census(fn, params, batches, report.gauges)")
         return self.census()
 
     @property
@@ -146,9 +148,9 @@ class Report(Mappings):
         """
         return tuple(held.gauge for held in self.held)
 
-    def code(self, gauges: Iterable[Gauge] | None = None) -> str:
+    def code(self, gauges: Gauges | None = None) -> str:
         """A list of gauges, by default `report.gauges`, as a Python expression that uses the library as `go`."""
-        listed = self.gauges if gauges is None else gauges
+        listed = self.gauges if gauges is None else [gauges] if isinstance(gauges, Gauge) else gauges
         return "\n".join(["[", *(textwrap.indent(repr(gauge), "  ") + "," for gauge in listed), "]"])
 
     def rebind(self, params: Any, **sizes: int) -> Report:

@@ -129,7 +129,7 @@ def _tuples(value: Any) -> Any:
 def _call(entry: Any) -> Call:
     """Returns the constructor call that one JSON entry describes."""
     kind = str(entry.get("kind")) if isinstance(entry, dict) else ""
-    parameters = list(inspect.signature(CONSTRUCTORS[kind]).parameters) if kind in CONSTRUCTORS else []
+    parameters = inspect.signature(CONSTRUCTORS[kind]).parameters if kind in CONSTRUCTORS else {}
     unknown = sorted(set(entry) - {"kind", *parameters}) if parameters else []
     remedy = "pass what go.tools.to_json returned, with this version of the library or an older one"
     if not parameters:
@@ -138,6 +138,10 @@ def _call(entry: Any) -> Call:
     if unknown:
         problem, argument = f"'{kind}' takes no '{unknown[0]}'", f"the argument '{unknown[0]}'"
         raise binding_error("from_json", problem, argument, ", ".join(parameters), remedy)
+    needed = (name for name, argument in parameters.items() if argument.default is argument.empty)
+    if missing := [name for name in needed if name not in entry]:
+        problem, found = f"'{kind}' without its '{missing[0]}'", f"only {', '.join(sorted(set(entry) - {'kind'}))}"
+        raise binding_error("from_json", problem, found, ", ".join(parameters), remedy)
     roles: dict[str, dict[str, Axes]] = {}
     for name in parameters:
         if isinstance(entry.get(name), dict) and name != "sizes":

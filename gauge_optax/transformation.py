@@ -185,38 +185,32 @@ def checked_inner(name: str, inner: Any) -> GaugeTransformation:
     require_transformation(name, inner)
     gauges, rules, inner = with_gauges_of(inner), getattr(inner, "rules", None), optax.with_extra_args_support(inner)
 
+    def without_search_results(state: Any, params: Any) -> Any:
+        # A line search stores the value and the gradient at the weights where it ends, from which
+        # `optax.value_and_grad_from_state` takes the next gradient. The user's weights are elsewhere: `inner` may see
+        # others, and its step may be changed. Where the value is not finite, Optax's function computes both anew. Line
+        # searches themselves do not read them.
+        paths = leaves_by_path(params).keys()
+
+        def searched(node: Any) -> bool:
+            return {"value", "grad"} <= set(getattr(node, "_fields", ())) and leaves_by_path(node.grad).keys() == paths
+
+        def without(node: Any) -> Any:
+            return node._replace(value=node.value + jnp.inf) if searched(node) else node
+
+        return jax.tree.map(without, state, is_leaf=searched)
+
     def update_fn(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         before = [len(record) for record in _recorders]
         with explain_state_mismatch(name, inner, state, params):
             steps, state = inner.update(updates, state, params, **extra)
+        state = without_search_results(state, params)
         for record, count in zip(_recorders, before, strict=True):
             if len(record) == count:  # otherwise a transformation inside, such as a `quotient`, may hold anchors still
                 record.append((updates, steps, params))
         return steps, state
 
     return GaugeTransformation(inner.init, update_fn, gauges, rules)
-
-
-def without_search_results(state: Tree, params: Any) -> Tree:
-    """Returns a state from which `optax.value_and_grad_from_state` takes no gradient, so that it computes it anew.
-
-    A line search stores the value and the gradient at the weights where it ends. A transformation that shows it other
-    weights than those of the user, or changes its step, has to call this: the user's weights are elsewhere. Optax's
-    function computes both anew where the value is not finite. Line searches themselves do not read them.
-
-    Args:
-      state: the state of the optimizer inside.
-      params: the parameters that this optimizer has seen.
-    """
-    paths = leaves_by_path(params).keys()
-
-    def searched(node: Any) -> bool:
-        return {"value", "grad"} <= set(getattr(node, "_fields", ())) and leaves_by_path(node.grad).keys() == paths
-
-    def without(node: Any) -> Any:
-        return node._replace(value=node.value + jnp.inf) if searched(node) else node
-
-    return jax.tree.map(without, state, is_leaf=searched)
 
 
 _recorders: list[list[tuple[Any, Any, Any]]] = []

@@ -19,7 +19,7 @@ from gauge_optax.frozen import frozen_leaves
 from gauge_optax.norms import vectors
 from gauge_optax.norms.links import above, kept_below, no_lengths, of_length_one, require_beta, require_bound
 from gauge_optax.norms.vectors import Clock, Selection
-from gauge_optax.transformation import checked_inner, placeholder, transformation, without_search_results
+from gauge_optax.transformation import checked_inner, placeholder, transformation
 from gauge_optax.wrapped import preflight_of
 
 Scalar = float | jax.Array
@@ -117,7 +117,6 @@ def max_norm(
     def update(updates: Any, state: MaxNormState, params: Any, **extra: Any) -> tuple[Any, MaxNormState]:
         selections, now = vectors.resolve(name, specs, params, state.length), Clock.read(state, learning_rate, beta)
         moves, inner_state = optimizer.update(updates, state.inner_state, params, **extra)
-        inner_state = without_search_results(inner_state, params)
 
         def stepped(x: Selection, point: jax.Array, tangent: jax.Array, usual: jax.Array) -> tuple[Any, Any]:
             direction, after = of_length_one(x, tangent * now.inverse, usual, now.memory, now.correction)

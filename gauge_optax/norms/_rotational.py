@@ -23,7 +23,7 @@ from gauge_optax.norms import vectors
 from gauge_optax.norms.equilibrium import predict_equilibrium
 from gauge_optax.norms.links import require_beta
 from gauge_optax.norms.vectors import Clock, Selection, at
-from gauge_optax.transformation import checked_inner, placeholder, transformation, without_search_results
+from gauge_optax.transformation import checked_inner, placeholder, transformation
 from gauge_optax.wrapped import preflight_of
 
 Scalar = float | jax.Array
@@ -185,7 +185,6 @@ def named_rotational(
     def update(updates: Any, state: RotationalState, params: Any, **extra: Any) -> tuple[Any, RotationalState]:
         selections, now = vectors.resolve(name, specs, params, state.length), Clock.read(state, learning_rate, beta)
         given, inner_state = optimizer.update(updates, state.inner_state, params, **extra)
-        inner_state = without_search_results(inner_state, params)
         if eta_r is not None:
             angle = at(eta_r, state.count)
         else:

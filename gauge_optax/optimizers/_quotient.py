@@ -40,7 +40,6 @@ from gauge_optax.transformation import (
     transformation,
     with_gauges_of,
     with_sharding_of,
-    without_search_results,
 )
 from gauge_optax.wrapped import preflight_of
 from gauge_optax.xla import varying_like
@@ -165,11 +164,10 @@ def quotient_for(
             require_still_frozen(name, inner, state.frame.frozen, said, usual, params, extra)
         entered = s.enter(f, s.values(params))  # θ̂ = F⁻¹·θ, and the way back
         seen = s.enter(state.offset, entered.point)  # what `inner` sees: θ̃ = B⁻¹·θ̂; with pin=True B is empty, θ̃ = θ̂
-        seen_gradient = _seen_gradient(s, entered, seen, updates)
+        gradient = slice_gradient(s, entered, updates)  # ĝ = Fᵀ·g
+        seen_gradient = with_leaves(gradient, seen.pull(s.vectors(gradient)))
         extra = _extra_at(s, f, state.offset, entered, seen, params, extra) if extra else extra
-        seen_params = with_leaves(params, seen.point)
-        u, inner_state = inner.update(seen_gradient, state.inner_state, seen_params, **extra)
-        inner_state = without_search_results(inner_state, seen_params)
+        u, inner_state = inner.update(seen_gradient, state.inner_state, with_leaves(params, seen.point), **extra)
         u = zero_frozen(u, state.frame.frozen) if state.frame.frozen else u
         end = optax.tree.add(entered.point, seen.push(s.vectors(u)))
         read_elsewhere = [p for p, anchor, _ in s.constants if {b.path for b in anchor} - {*changed(p)}]

@@ -27,6 +27,7 @@ from gauge_optax.states.statistics import require_no_statistics_behind
 from gauge_optax.states.transport import ON_UNKNOWN, transported_state
 from gauge_optax.transformation import (
     GaugeTransformation,
+    checked_inner,
     in_dtype_of,
     once_per_tree,
     require_choice,
@@ -34,7 +35,6 @@ from gauge_optax.transformation import (
     stepped,
     transformation,
     with_gauges_of,
-    without_search_results,
 )
 from gauge_optax.wrapped import preflight_of
 from gauge_optax.xla import cond
@@ -126,7 +126,7 @@ def gauge_fix(
             )
     group = product(gauges)
     moving = Product(tuple(part for part in group.gauges if part.balancing != "still"))
-    within = optax.with_extra_args_support(optax.identity() if inner is None else inner)
+    within = checked_inner(_NAME, optax.identity() if inner is None else inner)
 
     @once_per_tree
     def never_changing(params: Any) -> frozenset[str]:
@@ -144,7 +144,6 @@ def gauge_fix(
         keeping = "; tx.init(params)._replace(inner_state=state.inner_state) keeps the moments"
         require_still_frozen(_NAME, within, state.frozen, (), never_changing(params), params, extra, keeping)
         updates, inner_state = within.update(updates, state.inner_state, params, **extra)
-        inner_state = without_search_results(inner_state, params)
         count, steps = optax.safe_increment(state.count), leaves_by_path(updates)
         kept = {path: x for path, x in steps.items() if path in moving._bound(params).slice.added.keys() - state.frozen}
         updates = in_dtype_of(updates, kept, params)  # at every step, moved or not

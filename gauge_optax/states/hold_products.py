@@ -37,7 +37,6 @@ from gauge_optax.transformation import (
     stepped,
     transformation,
     with_gauges_of,
-    without_search_results,
 )
 from gauge_optax.wrapped import preflight_of, walk
 
@@ -252,7 +251,6 @@ def hold_products(
         keeping = "; tx.init(params)._replace(inner_state=state.inner_state) keeps the moments"
         require_still_frozen(_NAME, inner, state.frozen, (), never_changing(params), params, extra, keeping)
         updates, inner_state = inner.update(updates, state.inner_state, params, **extra)
-        inner_state = without_search_results(inner_state, params)
         for number, part in enumerate(group.gauges):
             after = stepped(part, params, updates)
             before_logs, after_logs = log_products(part, params), log_products(part, after)

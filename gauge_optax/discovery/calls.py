@@ -5,6 +5,7 @@ Calls for several layers are merged into one, whose paths have a capture such as
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 import re
@@ -26,7 +27,7 @@ from gauge_optax.gauges.rotation import head_rotation
 from gauge_optax.gauges.scale import multiplier_balance, norm_scale, rescale, residual_scale, scale_invariant
 from gauge_optax.gauges.shift import key_bias, logit_shift, norm_write_shift
 from gauge_optax.gauges.torus import rope_torus
-from gauge_optax.parts.heads import PLANE
+from gauge_optax.parts.heads import BASIS, PLANE
 
 CONSTRUCTORS: Mapping[str, Callable[..., Gauge]] = {
     constructor.__name__: constructor
@@ -83,6 +84,7 @@ def joined(before: Axes | None, axes: Axes) -> Axes:
     return (*((before,) if isinstance(before, str) else before), *((axes,) if isinstance(axes, str) else axes))
 
 
+_BASIS = re.compile(rf"\b{BASIS}\b")
 _TURNING = {"head_linear": "head_rotation", "rope_linear": "rope_torus"}
 
 
@@ -96,6 +98,7 @@ class Call:
       options: other keyword arguments.
       sizes: name → length of those axes whose length does not follow from shapes, as in `(head basis)`.
       norms: the calls of the norms' gauges, which a rotation of the residual stream takes as its argument `norms`.
+      trained: the calls that optimizers take in place of this one (`readable`); () if they take this one.
 
     >>> call = Call("head_linear", {"left": {"q": "_ basis"}, "right": {"k": "_ basis"}})
     >>> call.turning().gauge()
@@ -109,6 +112,7 @@ class Call:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     norms: tuple[Call, ...] = ()
+    trained: tuple[Call, ...] = ()
 
     @property
     def paths(self) -> list[str]:
@@ -132,6 +136,37 @@ class Call:
         for path, axes in (item for role in self.roles.values() for item in role.items()):
             blocks[path] = joined(blocks.get(path), axes)
         return dataclasses.replace(self, kind=_TURNING[self.kind], roles={"blocks": blocks})
+
+    def readable(self, params: Any) -> tuple[Call, ...]:
+        """Calls for the part of the group that can be read from the leaves; () if this is the whole group.
+
+        Two vectors, or two matrices with fewer rows than columns, do not determine the matrix S of a `head_linear`. A
+        rotation of both and the ratio of their sizes can be read.
+
+        Args:
+          params: the tree that the gauge binds to; shapes are enough.
+
+        >>> vectors = Call("head_linear", {"left": {"a": "basis"}, "right": {"b": "basis"}})
+        >>> [call.roles for call in vectors.readable({"a": jnp.ones(3), "b": jnp.ones(3)})]
+        [{'blocks': {'a': 'basis', 'b': 'basis'}}, {'up': {'a': ('_',)}, 'down': {'b': ('_',)}}]
+        """
+        copies = bound_copies(self.gauge(), params) if self.kind == "head_linear" else []
+        for _, sizes, blocks in copies:
+            rows = collections.Counter[str]()
+            for block in blocks:
+                rows[block.argument] += block.entries((*sizes, BASIS))
+            if max(rows.values()) < blocks[0].view_shape[blocks[0].labels.index(BASIS)]:
+                break
+        else:
+            return ()
+        up, down = ({path: tuple(_BASIS.sub("_", text) for text in joined((), axes)) for path, axes in role.items()}
+                    for role in self.roles.values())
+        scale = Call("rescale", {"up": up, "down": down}, {}, {n: k for n, k in self.sizes.items() if n != BASIS})
+        try:
+            scale.gauge().dim(params)
+        except ValueError:  # an axis of which two parts would be free, which no axes string can say
+            return (self.turning(),)
+        return self.turning(), scale
 
     def rebound(self, params: Any, sizes: Mapping[str, int]) -> Call:
         """The call for a tree whose axes have other lengths.

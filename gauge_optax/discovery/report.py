@@ -47,7 +47,7 @@ from gauge_optax.discovery.stream import passed, rotation_call, stream_rotations
 from gauge_optax.discovery.trace import Trace, traced_once, walked
 from gauge_optax.discovery.write import Unwritable, shift_call, write_shift_calls, written
 from gauge_optax.errors import binding_error
-from gauge_optax.gauges.gauge import Gauge, Gauges
+from gauge_optax.gauges.gauge import Gauge, Gauges, product
 from gauge_optax.transformation import own_settings, require_no_tracers
 from gauge_optax.xla import unseen
 
@@ -129,8 +129,12 @@ class Report(Mappings):
 
     @property
     def gauges(self) -> list[Gauge]:
-        """The gauges for optimizers: scales, shifts of logits, matrices of heads. They make a step hardly dearer."""
-        return [held.gauge for held in self.held if held.call.kind in _TRAINING]
+        """The gauges for optimizers: scales, shifts of logits, matrices of heads. They make a step hardly dearer.
+
+        Where two factors have fewer rows than columns, as two vectors have, an optimizer cannot read the matrix that
+        `whole` has for them. Here they have a rotation and one scale.
+        """
+        return [held.gauge for held in self._trained]
 
     @property
     def turning(self) -> list[Gauge]:
@@ -138,13 +142,20 @@ class Report(Mappings):
 
         `max_norm_muon` takes this list, because other matrices change the norms of neurons, which it bounds.
         """
-        return [held.call.turning().gauge() for held in self.held if held.call.kind in _TRAINING]
+        return [held.call.turning().gauge() for held in self._trained]
+
+    @property
+    def _trained(self) -> list[Held]:
+        held = [one for one in self.held if one.call.kind in _TRAINING]
+        return [part for one in held for part in (
+            [one._replace(call=call, gauge=call.gauge()) for call in one.call.trained] or [one])]
 
     @property
     def whole(self) -> tuple[Gauge, ...]:
         """Every gauge that holds, for `census`, `canonicalize`, `rotate` and `align`.
 
-        It contains `gauges`, the rotation of the residual stream, and the constants that norms and biases hide.
+        It contains `gauges`, with all matrices where `gauges` has a rotation and a scale of factors of few rows; the
+        rotation of the residual stream; and the constants that norms and biases hide.
         """
         return tuple(held.gauge for held in self.held)
 
@@ -182,18 +193,20 @@ class Report(Mappings):
                 f"write rebind(params{lengths and ', '}{lengths})")
         calls = [held.call.rebound(params, sizes) for held in self.held]
         moved = [held._replace(gauge=c.gauge(), call=c, parts=()) for held, c in zip(self.held, calls, strict=True)]
-        return dataclasses.replace(self, held=tuple(moved), nearly=(), census=None)
+        return dataclasses.replace(self, held=_readable(moved, params), nearly=(), census=None)
 
     def __repr__(self) -> str:
         return str(self)
 
     def __str__(self) -> str:
         rest = [held for held in self.held if held.call.kind in _REST]
-        count = len(self.held) - len(rest)
-        rows = [f"{count} gauge{'s' * (count != 1)}"] + [f"  {held}" for held in self.held[:count]]
+        count = len(self._trained)
+        rows = [f"{count} gauge{'s' * (count != 1)}"] + [f"  {held}" for held in self._trained]
         asked = "pass outputs='logits' if a softmax of them follows, which hides a shift; else outputs='predictions'"
         for title, items in (
             (f"{len(rest)} more in report.whole, which make a training step dearer", rest),
+            ("in report.whole as all invertible matrices, of which factors of few rows show a rotation and a scale",
+             [held for held in self.held if held.call.trained]),
             ("nearly gauges: the outputs change a little, for example because of a norm's eps", self.nearly),
             ("rejected candidates", self.rejected),
             ("leaves that do not affect the outputs", self.dead),
@@ -474,7 +487,25 @@ def _searched(
             ungauged[addition.kind] = [*where, addition.where]
     bar.update()
     kinds = {kind: tuple(where) for kind, where in ungauged.items()}
-    return Report(tuple(held), tuple(nearly), (*rejected, *refused), tuple(dead), tuple(uncovered), kinds)
+    return Report(
+        _readable(held, params), tuple(nearly), (*rejected, *refused), tuple(dead), tuple(uncovered), kinds)
+
+
+def _readable(held: Sequence[Held], params: Any) -> tuple[Held, ...]:
+    """The gauges with what optimizers take in place of those whose elements cannot be read from the leaves.
+
+    Args:
+      held: the gauges.
+      params: the tree that they bind to; shapes are enough.
+    """
+    found = [one._replace(call=dataclasses.replace(one.call, trained=one.call.readable(params))) for one in held]
+    trained = [call.gauge() for one in found if one.call.kind in _TRAINING for call in one.call.trained or (one.call,)]
+    if any(one.call.trained for one in found):
+        try:
+            product(trained)._bound(params).slice.check_norms()
+        except ValueError:  # the other gauges leave these no anchor
+            return tuple(one._replace(call=dataclasses.replace(one.call, trained=())) for one in held)
+    return tuple(found)
 
 
 def _sorted(held: Sequence[Held]) -> list[Held]:
@@ -623,7 +654,7 @@ def _carried(
     held, refused = prover.together(_sorted(proved))
     rejected = [*report.rejected, *failed, *refused]
     return dataclasses.replace(
-        report, held=tuple(held), nearly=tuple(nearly), rejected=tuple(rejected), dead=tuple(dead),
+        report, held=_readable(held, params), nearly=tuple(nearly), rejected=tuple(rejected), dead=tuple(dead),
         uncovered=tuple(uncovered))
 
 

@@ -397,7 +397,9 @@ def _convolution(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
 def _reduce(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     gone = eqn.params.get("axes", eqn.params.get("dimensions", ()))
     for k in gone:
-        trace.note(ins[0].axes[k])
+        # A product of two parameters that is summed along an axis contracts them, as `dot_general` does.
+        sums = eqn.primitive.name == "reduce_sum"
+        trace.note(ins[0].axes[k], [axis for j, axis in enumerate(ins[0].axes) if sums and j != k])
         if (axis := ins[0].axes[k]) is not None:
             (trace.summed if eqn.primitive.name == "reduce_sum" else trace.ranked).append(axis)
     return [[axis for k, axis in enumerate(ins[0].axes) if k not in gone] for _ in eqn.outvars]

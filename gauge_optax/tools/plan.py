@@ -169,7 +169,8 @@ def plan(
     """Returns one table of what happens to every leaf: gauges, copies, matrices, rule, decay, state.
 
     If axes or patterns have `_` or `**` in place of a layer axis or of `{i}`, a gauge moves several layers by one
-    element. This raises no error anywhere, because it may be meant: the plan warns of it.
+    element. This raises no error anywhere, because it may be meant: the plan warns of it, unless the gauge is one of
+    the report's.
 
     Args:
       tx_or_gauges: an optimizer with gauges, in any wrapper of optax; or a gauge, or a list of gauges.
@@ -205,7 +206,8 @@ def plan(
     leaves, matrices = leaves_by_path(params), matrices_of(product(gauges)._bound(params).slice.parts)
     texts = {path: reading.text for path, reading in matrices.items()}
     labels: dict[str, dict[str, None]] = {}
-    gauge_plans = tuple(_gauge_plan(gauge, params, leaves, labels) for gauge in gauges)
+    proved = () if report is None else (*report.gauges, *report.turning)
+    gauge_plans = tuple(_gauge_plan(gauge, params, leaves, labels, gauge in proved) for gauge in gauges)
     with warnings.catch_warnings(record=True) as told:  # `init` runs twice: show each warning once
         warnings.simplefilter("always")
         # Tracing `tx.init` takes a fifth of the time. Meanwhile XLA compiles in a thread of its own.
@@ -282,8 +284,13 @@ def said_by(tx: Any, params: Any) -> Mapping[str, LeafRule]:
     return {} if one is None else one(params)
 
 
-def _gauge_plan(gauge: Any, params: Any, leaves: Mapping[str, Any], labels: dict[str, dict[str, None]]) -> GaugePlan:
-    """Returns the row of a gauge. Adds the gauge's text to `labels` (leaf path → texts) for each leaf that it binds."""
+def _gauge_plan(
+    gauge: Any, params: Any, leaves: Mapping[str, Any], labels: dict[str, dict[str, None]], proved: bool
+) -> GaugePlan:
+    """Returns the row of a gauge. Adds the gauge's text to `labels` (leaf path → texts) for each leaf that it binds.
+
+    If `discover` has `proved` the gauge, the row has no warning about leaves that one element moves together.
+    """
     copies, axes = bound_copies(gauge, params), list[str]()
     for key, sizes, blocks in copies:
         axes.append(", ".join(f"{name} {n}" for name, n in sizes.items()))
@@ -291,7 +298,7 @@ def _gauge_plan(gauge: Any, params: Any, leaves: Mapping[str, Any], labels: dict
         for block in blocks:
             labels.setdefault(block.path, {})[text] = None
     patterns = [spec.pattern for spec in gauge.specs] if hasattr(gauge, "specs") else [b.path for b in copies[0][2]]
-    joint = _joint([blocks for _, _, blocks in copies], leaves) if hasattr(gauge, "specs") else ""
+    joint = "" if proved or not hasattr(gauge, "specs") else _joint([blocks for _, _, blocks in copies], leaves)
     texts = tuple(dict.fromkeys(patterns)), len(copies), " or ".join(dict.fromkeys(axes))
     return GaugePlan(gauge.name, *texts, gauge.dim(params), joint)
 

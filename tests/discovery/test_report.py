@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import gauge_optax as go
@@ -89,6 +91,26 @@ def test_a_larger_instance_of_flat_kernels(of_heads: Report) -> None:
 def run(argument: str, path: Path) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "gauge_optax.discovery", argument, "--outputs", "loss"]
     return subprocess.run(command, cwd=path, env=quick.environment(), capture_output=True, text=True, timeout=200)
+
+
+@pytest.mark.slow_rows("a wide*")
+@pytest.mark.parametrize(("fn", "shapes", "larger", "there"), [
+    (lambda p, x: jnp.tanh(x @ p["a"]) * jnp.tanh(jnp.sum(p["w1"] * p["w2"], -1)),
+     {"a": (4, 2), "w1": (2, 3), "w2": (2, 3)}, {"w1": (2, 5), "w2": (2, 5)}, ["head_rotation", "rescale"]),
+    (lambda p, x: jnp.tanh(x @ p["w1"] @ p["w2"]), {"w1": (4, 6), "w2": (6, 3)}, {"w1": (8, 6)}, ["head_linear"]),
+], ids=["two vectors per head", "a wide layer without activation"])
+def test_of_matrices_that_few_rows_do_not_determine_optimizers_take_a_part(
+    fn: Any, shapes: Any, larger: Any, there: list[str]
+) -> None:
+    report = go.discover(fn, params := drawn(shapes), inputs(2, 8, 4), "predictions", progress=False)
+    assert ([g.name for g in report.gauges], [g.name for g in report.whole]) == (
+        ["head_rotation", "rescale"], ["head_linear"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tx = go.quotient(optax.adamw(0.01), report.gauges)
+        tx.init(params)
+        go.plan(tx, params, report=report)
+    assert [g.name for g in report.rebind(drawn(shapes | larger)).gauges] == there
 
 
 NET = """

@@ -315,6 +315,9 @@ def _gather(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
         trace.note(table[k])
         if table[k] is not None:
             trace.tables.append(table[k])
+            if index.depends and not ins[0].leaf:  # parameters choose, as a router chooses an expert's result
+                trace.ranked.append(table[k])
+                trace.summed.append(table[k])
         if len(indexed) == 1 and index.constant is not None and table[k] is not None:
             _constant_rows(trace, out, spread, table[k], shape[k], index.constant[..., 0])
     return [out]

@@ -109,6 +109,13 @@ def ragged_experts(p: Any, x: jax.Array) -> jax.Array:
     return jnp.zeros_like(out).at[order].set(out).reshape(x.shape)
 
 
+def taken_experts(p: Any, x: jax.Array) -> jax.Array:
+    """All experts run, and each token takes the result of one."""
+    units = jax.nn.relu(jnp.einsum("btd,ndf->btnf", x, p["up"]))
+    which = jnp.argmax(x @ p["router"], -1)[..., None, None]
+    return jnp.take_along_axis(jnp.einsum("btnf,nfd->btnd", units, p["down"]), which, 2)[:, :, 0]
+
+
 def modulated(p: Any, batch: Any) -> jax.Array:
     """A block whose norms are shifted and scaled by a condition (adaLN), and gated."""
     x, c = batch[0] @ p["patches"], batch[1]
@@ -238,6 +245,7 @@ CASES: Mapping[str, Case] = {
         "qkv": ("_ neuron=0:4+12:16", "_ neuron=4:8+16:20", "_ neuron=8:12+20:24"), "o": MATRIX}),
     "experts": of_decoder(experts, MOE | {"gate": (N, D, F)}, OF_MOE | {"gate": "expert _ neuron"}),
     "gathered experts": of_decoder(gathered_experts, MOE, OF_MOE),
+    "taken experts": of_decoder(taken_experts, MOE, OF_MOE),
     "ragged experts": of_decoder(ragged_experts, MOE, OF_MOE),
     "adaLN": Case(
         modulated, {"patches": (D, D), "modulation": (D, 3 * D), "bias": (3 * D,), "up": (D, F), "down": (F, D)},

@@ -21,7 +21,7 @@ from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauge, Gauges, Product, bind, product
 from gauge_optax.parts.part import Arrays
 from gauge_optax.transformation import require_differentiable, require_key, require_no_tracers
-from gauge_optax.xla import quick_options
+from gauge_optax.xla import quick_options, unfused_options
 
 LossFn = Callable[[Any], jax.Array]
 
@@ -269,7 +269,7 @@ def _step_of(tx: optax.GradientTransformation, loss_fn: LossFn) -> Callable[[Any
         updates, state = update(grads, state, params)
         return (optax.apply_updates(params, updates), state), loss
 
-    return step if any(wrapped) else _compiled(step)
+    return step if any(wrapped) else jax.jit(step, compiler_options=unfused_options())
 
 
 def _is_wrapped(function: Any) -> bool:

@@ -412,6 +412,10 @@ def _searched(
     # At one point no more gradients are independent than the batches have outputs: a scalar loss needs more points.
     at_once = min(-(-rows // _POINTS), gradients.outputs(leaves) * len(batches))
     bar.total = bar.n + 3 + (count := -(-rows // at_once))
+    untrue = prover.untrue(gradients, at_once, rng(26))
+    if untrue:
+        gradients.compute_unfused()
+        untrue = prover.untrue(gradients, at_once, rng(27))
     squares = {path: np.zeros(leaf.shape) for path, leaf in leaves.items()}
 
     def point_at(number: int) -> Leaves:
@@ -434,7 +438,7 @@ def _searched(
 
     bar.set_postfix_str("null spaces")
     masks, dead, uncovered, rejected = _unreached(prover, squares, rng(4))
-    if untrue := [path for path in prover.untrue(gradients, at_once, rng(26)) if not masks[path].all()]:
+    if untrue := [path for path in untrue if not masks[path].all()]:
         rejected.append(
             f"{', '.join(untrue)}: gradients that are not the derivatives of the outputs (a straight-through "
             "estimator, stop_gradient?), so that symmetries that move these leaves may be missing")

@@ -6,13 +6,14 @@ points are generic because zeros, ones and equal leaves of an initialization mak
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from gauge_optax.xla import quick_options
+from gauge_optax.xla import quick_options, unfused_options
 
 Leaves = dict[str, np.ndarray]
 Function = Callable[[Mapping[str, Any], Any], Any]
@@ -21,6 +22,7 @@ _SPREAD = 0.5  # noise around the given point, relative to a leaf's RMS
 _CHUNK = 2**29  # bytes of gradients that are held at a time
 _STEP = 1e-5  # a finite difference, relative to a leaf's RMS
 _UNTRUE = 0.1  # two slopes differ if they do so by this share of their sum: a step crosses some kinks of ReLUs
+TRIALS, _AGREED = 4, 2  # comparisons of a gradient, at most; it is true if so many of them agree
 _ROUNDED = 1e-12  # what roundoff adds to a finite difference, relative to the outputs
 _MASK = 5e3  # numbers from this size on may be those of a mask, such as -1e9 and -65504 before a softmax
 _GAP = 100.0  # they are, if they are so many times as large as all smaller numbers
@@ -169,8 +171,70 @@ def squared_gradients(
     return sums
 
 
+class Trial(NamedTuple):
+    """What `untrue` compares: the gradient, by path, of a weighted sum of a batch's outputs at a point.
+
+    >>> Trial({"a": np.ones(2)}, np.ones(2), [np.ones(2)], {"a": np.ones(2)}).weights
+    [array([1., 1.])]
+    """
+
+    point: Mapping[str, np.ndarray]
+    batch: Any
+    weights: Any
+    gradient: Mapping[str, np.ndarray]
+
+
+def untrue(call: Function, trials: Iterable[Trial], rng: np.random.Generator) -> list[str]:
+    """The leaves whose gradients are not derivatives of the outputs, by finite differences along random directions.
+
+    Such are gradients behind a `stop_gradient`, those of a straight-through estimator, and those that the compiler
+    spoils (`unfused_options`).
+
+    Args:
+      call: the function, compiled.
+      trials: the gradients. A leaf is returned if fewer than two agree, or one if only one is given.
+      rng: source of the directions.
+
+    >>> point = {"a": np.ones(2), "b": np.ones(2)}
+    >>> told = Trial(point, np.ones(2), [np.ones(2)], {"a": np.ones(2), "b": np.zeros(2)})
+    >>> untrue(lambda p, x: [x * p["a"] + x * p["b"]], [told] * 4, np.random.default_rng(0))
+    ['b']
+    """
+    agreed, count = dict[str, int](), 0
+    for point, batch, weights, gradient in trials:
+        agreed, count = agreed or dict.fromkeys(sorted(point), 0), count + 1
+        weighted = list(zip(jax.tree.leaves(weights), jax.tree.leaves(call(point, batch)), strict=True))
+        scale = sum(float(np.abs(c * np.asarray(y)).sum()) for c, y in weighted)
+
+        def along(path: str, step: np.ndarray, point: Any = point, batch: Any = batch, weights: Any = weights) -> float:
+            ends = (call({**point, path: point[path] + d}, batch) for d in (step, -step))
+            arrays = zip(jax.tree.leaves(weights), *map(jax.tree.leaves, ends), strict=True)
+            return sum(float(np.vdot(c, np.asarray(after) - np.asarray(before))) for c, after, before in arrays)
+
+        for path in [path for path, times in agreed.items() if times < _AGREED]:
+            step = _STEP * root_mean_square(point[path]) * rng.standard_normal(point[path].shape)
+            measured, told = along(path, step), 2.0 * float(np.vdot(gradient[path], step))
+            # If a number is not finite, the comparison is false, and nothing is said of the leaf.
+            differ = abs(measured - told) > _UNTRUE * (abs(measured) + abs(told)) + _ROUNDED * scale
+            agreed[path] += not differ
+        if min(agreed.values(), default=_AGREED) >= _AGREED:
+            break
+    return [path for path, times in agreed.items() if times < min(_AGREED, count)]
+
+
+def with_constants(fn: Function, paths: Collection[str]) -> Function:
+    """The function with some leaves among its outputs, so that every change of these leaves is a change of outputs.
+
+    >>> with_constants(lambda p, x: [x * p["a"]], ["b"])({"a": 2.0, "b": 3.0}, 5.0)
+    [10.0, 3.0]
+    """
+    return lambda leaves, batch: [*fn(leaves, batch), *(leaves[path] for path in paths)]
+
+
 class Gradients:
     """Gradients of random projections of the outputs, in chunks. It compiles one program per shape of batches.
+
+    If a gradient is not finite, it is computed again without fusion, and so are all that follow.
 
     Args:
       fn: (leaves, batch) to a tree of outputs.
@@ -188,19 +252,30 @@ class Gradients:
 
         self._fn, self._batches = fn, batches
         self._pull = jax.jit(pull, compiler_options=quick_options())
+        self._unfused = jax.jit(pull, compiler_options=unfused_options())
+
+    def compute_unfused(self) -> None:
+        """From now on programs are compiled without fusion, which makes some gradients wrong (`unfused_options`)."""
+        self._pull = self._unfused
+
+    def _pulled(self, leaves: Mapping[str, Any], batch: Any, projections: Any) -> Leaves:
+        """The gradients of a batch's outputs along projections, which are arrays (rows, *shape of an output)."""
+        found = {path: np.asarray(x) for path, x in self._pull(leaves, batch, projections).items()}
+        if self._pull is self._unfused or all(np.isfinite(x).all() for x in found.values()):
+            return found
+        self.compute_unfused()
+        return self._pulled(leaves, batch, projections)
 
     def outputs(self, leaves: Leaves) -> int:
         """Number of output entries of a batch, and so of the gradients per batch that can be independent at a point."""
         return sum(x.size for x in jax.tree.leaves(jax.eval_shape(self._fn, leaves, self._batches[0])))
 
     def untrue(self, call: Function, points: Sequence[Leaves], count: int, rng: np.random.Generator) -> list[str]:
-        """The leaves whose gradients are not derivatives of the first batch's outputs, by finite differences.
-
-        Such are gradients behind a `stop_gradient`, and those of a straight-through estimator.
+        """The leaves whose gradients are not derivatives of the first batch's outputs: `untrue`.
 
         Args:
           call: the function, compiled.
-          points: where both are compared. A leaf is returned if they differ at all of them.
+          points: where both are compared.
           count: as in `at`: the program that it has compiled is used again.
           rng: source of projections and steps.
 
@@ -210,28 +285,19 @@ class Gradients:
         ...     Gradients(fn, [np.ones(2)]).untrue(fn, points, 2, rng)
         ['a', 'b']
         """
-        batch, found = self._batches[0], set(points[0])
-        for point in points:
+        batch = self._batches[0]
+
+        def trial(point: Leaves) -> Trial:
             outputs = [np.asarray(y) for y in jax.tree.leaves(call(point, batch))]
             weights = [np.where(masked(y), 0.0, rng.standard_normal(y.shape)).astype(y.dtype) for y in outputs]
-            scale = sum(float(np.abs(c * y).sum()) for c, y in zip(weights, outputs, strict=True))
             rows = min(self._most(point), -(-count // len(self._batches)))
             given = jax.tree.unflatten(
                 jax.tree.structure(jax.eval_shape(self._fn, point, batch)),
                 [np.broadcast_to(c, (rows, *c.shape)) for c in weights])
-            gradient = self._pull(point, batch, given)
+            gradient = self._pulled(point, batch, given)
+            return Trial(point, batch, weights, {path: x[0] for path, x in gradient.items()})
 
-            def along(path: str, step: np.ndarray, point: Leaves = point, weights: Any = weights) -> float:
-                after = jax.tree.leaves(call({**point, path: point[path] + step}, batch))
-                return sum(float(np.vdot(c, y)) for c, y in zip(weights, after, strict=True))
-
-            for path in sorted(found):
-                step = _STEP * root_mean_square(point[path]) * rng.standard_normal(point[path].shape)
-                measured, told = along(path, step) - along(path, -step), 2.0 * float(np.vdot(gradient[path][0], step))
-                # If a number is not finite, the comparison is false, and nothing is said of the leaf.
-                if not abs(measured - told) > _UNTRUE * (abs(measured) + abs(told)) + _ROUNDED * scale:
-                    found.discard(path)
-        return sorted(found)
+        return untrue(call, map(trial, itertools.islice(itertools.cycle(points), TRIALS)), rng)
 
     def at(self, leaves: Leaves, count: int, rng: np.random.Generator) -> Iterator[Leaves]:
         """Takes at least `count` gradients at a point, equally many per batch, in chunks that fit in memory.
@@ -268,8 +334,7 @@ class Gradients:
             for start in range(0, each, most):
                 rows = min(most, each - start)
                 projections = [rng.standard_normal((rows, *x.shape)).astype(x.dtype) for x in jax.tree.leaves(outputs)]
-                chunk = self._pull(leaves, batch, jax.tree.unflatten(jax.tree.structure(outputs), projections))
-                whole = {path: np.asarray(gradient) for path, gradient in chunk.items()}
+                whole = self._pulled(leaves, batch, jax.tree.unflatten(jax.tree.structure(outputs), projections))
                 finite = np.all([np.isfinite(x.reshape(rows, -1)).all(1) for x in whole.values()], axis=0)
                 if finite.any():
                     yield whole if finite.all() else {path: x[finite] for path, x in whole.items()}

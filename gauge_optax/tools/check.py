@@ -38,7 +38,7 @@ from gauge_optax.transformation import (
     require_values,
 )
 from gauge_optax.wrapped import preflight_of, transformations_of, wrapped_by
-from gauge_optax.xla import quick_options, unseen
+from gauge_optax.xla import quick_options, unfused_options, unseen
 
 # Bits of the mantissas of a gradient → the largest asymmetry that roundoff explains. tests/tolerances.py has measured
 # asymmetries of right and of wrong gauges.
@@ -352,7 +352,8 @@ def _in_double(
         doubled |= {path: 0.1 * draw(size=doubled[path].shape) for path in sorted(empty)}
         lifted = in_double(fn, doubled, dtypes, batch)
         real = {path: x for path, x in doubled.items() if _is_real(x)}
-        gradient = jax.jit(jax.grad(lambda x: jnp.sum(lifted(doubled | x, batch)[0])), compiler_options=quick_options())
+        of_leaves = jax.grad(lambda x: jnp.sum(lifted(doubled | x, batch)[0]))
+        gradient = jax.jit(of_leaves, compiler_options=unfused_options())
         zeros = {path: np.zeros_like(x) for path, x in doubled.items()}
         grads = with_leaves(params, zeros | gradient(real))
         return _asymmetries(gauges, with_leaves(params, doubled), grads)

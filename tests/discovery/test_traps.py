@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import gauge_optax as go
@@ -121,6 +122,27 @@ def test_a_leaf_of_which_the_sign_alone_counts_is_not_dead() -> None:
         return jnp.sin(y / jnp.sqrt(jnp.mean(y**2, -1, keepdims=True)) @ p["down"])
 
     assert not found(fn, {**PAIR, "size": jnp.ones(())}, X6).dead
+
+
+@pytest.mark.slow_rows("pixels")
+@pytest.mark.parametrize("shape", [(4, 6), (4, 2, 3)], ids=["points", "pixels"])
+def test_a_maximum_behind_a_norm_has_gradients(shape: tuple[int, ...]) -> None:
+    """Compiled with fusion, no entry equals the maximum: the gradients are 0/0. An optimizer's steps are true, too."""
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        y = (x @ p["in"]) - jnp.mean(x @ p["in"], -1, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-6) * p["scale"] + p["bias"]
+        return jnp.sin(jnp.max(jax.nn.relu(y), range(1, len(shape))) @ p["out"])
+
+    params = {"in": normal(D, 5), "scale": np.ones(5), "bias": 0.1 * normal(5), "out": normal(5, 3)}
+    batches = list(RNG.normal(size=(2, *shape, D)))
+    report = found(fn, params, batches)
+    assert [own.gauge.name for own in report.held] == ["norm_scale", "norm_write_shift"] and not report.rejected
+    with jax.enable_x64(True):
+        tx, key = go.quotient(optax.adamw(1e-2), report.gauges), jax.random.key(0)
+        loss = lambda p: jnp.mean(jnp.square(fn(p, batches[0])))  # noqa: E731
+        go.testing.assert_equivariant_step(tx, loss, params, report.gauges, key)
+        go.check(tx, tx.init(params), params, jax.grad(loss)(params), loss_fn=loss)
 
 
 def test_gradients_that_are_no_derivatives_are_named() -> None:

@@ -20,8 +20,9 @@ Function = Callable[[Mapping[str, Any], Any], Any]
 DRAWS = 5  # where outputs or gradients are not finite, up to so many times as many points are drawn as are needed
 _SPREAD = 0.5  # noise around the given point, relative to a leaf's RMS
 _CHUNK = 2**29  # bytes of gradients that are held at a time
-_STEP = 1e-5  # a finite difference, relative to a leaf's RMS
-_UNTRUE = 0.1  # two slopes differ if they do so by this share of their sum: a step crosses some kinks of ReLUs
+# A finite difference, relative to a leaf's RMS. A step of 1e-5 crosses kinks of wide ReLU nets, and is off by 1e-2.
+_STEP = 1e-7
+_UNTRUE = 1e-3  # two slopes differ if they do so by this share of their sum
 TRIALS, _AGREED = 4, 2  # comparisons of a gradient, at most; it is true if so many of them agree
 _ROUNDED = 1e-12  # what roundoff adds to a finite difference, relative to the outputs
 _MASK = 5e3  # numbers from this size on may be those of a mask, such as -1e9 and -65504 before a softmax

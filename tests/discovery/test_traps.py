@@ -145,6 +145,18 @@ def test_a_maximum_behind_a_norm_has_gradients(shape: tuple[int, ...]) -> None:
         go.check(tx, tx.init(params), params, jax.grad(loss)(params), loss_fn=loss)
 
 
+def test_gradients_that_are_scaled_are_named() -> None:
+    """By 5 %; GLM shrinks the gradients of its embedding so."""
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        y = jax.nn.relu(x @ p["up"])
+        return jnp.concatenate([y @ p["down"], (0.95 * y + jax.lax.stop_gradient(0.05 * y)) @ p["other"]], -1)
+
+    for seed in range(3):
+        (said,) = found(fn, PAIR | {"other": normal(5, 3)}, X6, seed=seed).rejected
+        assert said.startswith("up: gradients that are not the derivatives"), said
+
+
 def test_gradients_that_are_no_derivatives_are_named() -> None:
     def fn(p: Any, x: Any) -> jax.Array:
         rounded = jnp.round(7 * p["up"] / (size := jnp.abs(p["up"]).max(0))) * size / 7

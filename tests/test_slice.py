@@ -211,6 +211,7 @@ def test_sam_is_one_algorithm_in_both_of_its_modes(x64: None) -> None:
 ON_SCALE = go.rescale({"up": "_ channel"}, {"down": "channel _"})
 
 
+@pytest.mark.slow_rows("hold_products", "max_norm", "rotational")
 @pytest.mark.parametrize("around", [
     lambda tx: go.quotient(tx, ON_SCALE),
     lambda tx: go.orbit.gauge_fix(tx, ON_SCALE, transport=False),

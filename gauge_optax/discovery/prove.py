@@ -350,9 +350,10 @@ def _relative_change(x: np.ndarray, y: np.ndarray) -> float:
     """The norm of x − y over that of y, the larger of two such numbers if y has entries of a mask (`masked`)."""
     apart = masked(y)
     changes = []
-    for part in (apart, ~apart):
-        size = float(np.linalg.norm(y[part]))
-        changes.append(float(np.linalg.norm(x[part] - y[part])) / (size if size > 0 else 1.0))
+    with np.errstate(over="ignore", invalid="ignore"):  # far from the user's weights outputs may be infinite
+        for part in (apart, ~apart):
+            size = float(np.linalg.norm(y[part]))
+            changes.append(float(np.linalg.norm(x[part] - y[part])) / (size if size > 0 else 1.0))
     return max(change if np.isfinite(change) else np.inf for change in changes)
 
 

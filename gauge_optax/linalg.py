@@ -543,10 +543,12 @@ def lyapunov_by_products(m: jax.Array, k: jax.Array, steps: int = 24) -> jax.Arr
 def _lyapunov_derivative(steps: int, at: tuple[Any, Any], along: tuple[Any, Any]) -> tuple[jax.Array, jax.Array]:
     """The derivative dA solves M·dA + dA·M = dR − dRᵀ, where dR = dK − dM·A.
 
-    Derivatives of the iteration itself are NaN once it has converged.
+    Derivatives of the iteration itself are NaN once it has converged. It does not start, and A = 0, where M is not
+    positive definite along K, as after a step that is larger than the weights: then dA = 0.
     """
     (m, k), (dm, dk) = at, along
     solution = lyapunov_by_products(m, k, steps)
+    unsolved = jnp.all(solution == 0, (-2, -1)) & jnp.any(k != transpose(k), (-2, -1))
     above = jnp.triu((r := dk - matmul(dm, solution)) - transpose(r), 1)
 
     def applied(x: jax.Array) -> jax.Array:
@@ -555,7 +557,7 @@ def _lyapunov_derivative(steps: int, at: tuple[Any, Any], along: tuple[Any, Any]
 
     derivative = jax.lax.custom_linear_solve(
         applied, above - transpose(above), lambda _, x: lyapunov_by_products(m, 0.5 * x, steps), symmetric=True)
-    return solution, derivative
+    return solution, jnp.where(unsolved[..., None, None], 0.0, derivative)
 
 
 def rotation_back(m: jax.Array, cross: jax.Array, steps: int = 12) -> jax.Array:

@@ -35,10 +35,12 @@ from tqdm import tqdm
 
 from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.discovery.calls import template
+from gauge_optax.discovery.sketch import TRIALS, Trial, untrue, with_constants
 from gauge_optax.discovery.trace import Trace, walked
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauge, product
 from gauge_optax.linalg import singular_vectors
+from gauge_optax.xla import quick_options, unfused_options
 
 Leaves = Mapping[str, np.ndarray]
 Function = Callable[[Any, Any], Sequence[jax.Array]]
@@ -191,7 +193,7 @@ def _selected(places: Axes, leaves: Leaves, picked: np.ndarray) -> dict[str, np.
 def dead_in_blocks(
     fn: Function, leaves: Leaves, point: Any, batches: Sequence[Any], gauges: Sequence[Gauge], cutoff: float, most: int,
     rng: np.random.Generator, progress: bool, deadline: float,
-) -> tuple[list[BlockCount], np.ndarray, list[str]]:
+) -> tuple[list[BlockCount], np.ndarray, list[str], list[str]]:
     """Counts the dead directions in blocks of entries, until the deadline.
 
     Args:
@@ -208,7 +210,8 @@ def dead_in_blocks(
 
     Returns:
       One count per block; an orthonormal basis per block of the directions that no gauge explains, all in one array
-      (directions, parameters); and the names of the blocks that were not counted.
+      (directions, parameters); the names of the blocks that were not counted; and the leaves that were held constant,
+      because their gradients are not derivatives of the outputs.
     """
     blocks = blocks_of(walked(fn, leaves, batches[0]), leaves, most, rng)
     needed = max(block.size for block in blocks) + _SPARE
@@ -216,8 +219,11 @@ def dead_in_blocks(
     if outputs < needed:
         raise too_few(outputs, f"{needed:,} entries of a block")
     span, rest = _Span(gauges, point, leaves), [np.zeros((0, sum(x.size for x in leaves.values())))]
-    counts, skipped = list[BlockCount](), list[str]()
-    for block, rows in zip(blocks, rows_of(fn, leaves, batches, blocks, needed, rng, progress, deadline), strict=True):
+    counts, skipped, trials = list[BlockCount](), list[str](), list[Trial]()
+    found = rows_of(fn, leaves, batches, blocks, needed, rng, progress, deadline, trials)
+    if held := untrue(jax.jit(fn, compiler_options=quick_options()), trials, rng.spawn(1)[0]):
+        found = rows_of(with_constants(fn, held), leaves, batches, blocks, needed, rng, progress, deadline)
+    for block, rows in zip(blocks, found, strict=True):
         if len(rows) < block.size + _SPARE or (counts and time.monotonic() > deadline):
             skipped.append(block.name)
             continue
@@ -225,7 +231,7 @@ def dead_in_blocks(
         rest.append(_unexplained_in(block, dead, reached, gap[1], span, leaves, rng))
         unreached = block.size - len(reached)
         counts.append(BlockCount(block.name, block.size, len(dead) + unreached, unreached, len(rest[-1]), gap))
-    return counts, np.concatenate(rest), skipped
+    return counts, np.concatenate(rest), skipped, held
 
 
 def too_few(outputs: int, than: str) -> ValueError:
@@ -241,11 +247,12 @@ def too_few(outputs: int, than: str) -> ValueError:
 
 def rows_of(
     fn: Function, leaves: Leaves, batches: Sequence[Any], blocks: Sequence[EntrySet], count: int,
-    rng: np.random.Generator, progress: bool, deadline: float = math.inf,
+    rng: np.random.Generator, progress: bool, deadline: float = math.inf, trials: list[Trial] | None = None,
 ) -> list[np.ndarray]:
     """Returns for every block at least `count` random combinations of the Jacobian's rows, (combinations, entries).
 
-    They are fewer if `time.monotonic()` passes the deadline before all are computed.
+    They are fewer if `time.monotonic()` passes the deadline before all are computed. A few whole rows are appended to
+    `trials`, if it is given.
 
     >>> fn, leaves = lambda p, x: [x * p["a"]], {"a": np.ones(4)}
     >>> block = EntrySet("", {"a": np.arange(2)})
@@ -254,11 +261,7 @@ def rows_of(
     """
     sizes = [sum(x.size for x in jax.eval_shape(fn, leaves, batch)) for batch in batches]
 
-    @jax.jit
-    def pulled(leaves: Any, batch: Any, weights: Any) -> Any:
-        _, pull = jax.vjp(lambda p: list(fn(p, batch)), leaves)
-        return jax.vmap(lambda w: pull(w)[0])(weights)
-
+    pulled = pulled_back(fn)
     # Each batch gives a number of rows in proportion to its outputs, so that many small batches give a few each.
     wanted = [-(-count * size // sum(sizes)) for size in sizes]
     chunk = min(max(wanted), max(1, _BYTES // (8 * sum(x.size for x in leaves.values()))))
@@ -269,12 +272,41 @@ def rows_of(
             while left > 0 and time.monotonic() < deadline:
                 weights = [rng.standard_normal((chunk, *x.shape)) / size**0.5 for x in shapes]
                 gradients = pulled(dict(leaves), batch, weights)
+                add_trials(trials, leaves, batch, weights, gradients)
                 flat = {path: np.asarray(x).reshape(chunk, -1) for path, x in gradients.items()}
                 for block, rows in zip(blocks, parts, strict=True):
                     rows.append(np.concatenate([flat[path][:, at] for path, at in block.entries.items()], 1))
                 left -= chunk
                 bar.update(chunk)
     return [np.concatenate([np.zeros((0, block.size)), *rows]) for block, rows in zip(blocks, parts, strict=True)]
+
+
+def pulled_back(fn: Function) -> Callable[[Any, Any, Any], Any]:
+    """A compiled function of leaves, a batch and weights, (rows, *shape) per output: rows of gradients by path.
+
+    >>> pulled_back(lambda p, x: [x * p["a"]])({"a": np.ones(2)}, np.full(2, 3.0), [np.ones((4, 2))])["a"].shape
+    (4, 2)
+    """
+
+    def pulled(leaves: Any, batch: Any, weights: Any) -> Any:
+        _, pull = jax.vjp(lambda p: list(fn(p, batch)), leaves)
+        return jax.vmap(lambda w: pull(w)[0])(weights)
+
+    return jax.jit(pulled, compiler_options=unfused_options())
+
+
+def add_trials(trials: list[Trial] | None, leaves: Leaves, batch: Any, weights: Sequence[Any], gradients: Any) -> None:
+    """Appends rows of gradients to a list of trials, until it has as many as `untrue` takes.
+
+    >>> trials = []
+    >>> add_trials(trials, {"a": np.ones(2)}, None, [np.ones((9, 2))], {"a": np.ones((9, 2))})
+    >>> len(trials)
+    4
+    """
+    if trials is not None:
+        for k in range(min(TRIALS - len(trials), len(weights[0]))):
+            gradient = {path: np.asarray(x[k]) for path, x in gradients.items()}
+            trials.append(Trial(leaves, batch, [w[k] for w in weights], gradient))
 
 
 def _null_space(rows: np.ndarray, cutoff: float) -> tuple[np.ndarray, np.ndarray, tuple[float, float]]:

@@ -8,6 +8,7 @@ the dimensions of two of the groups.
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,14 +21,25 @@ from tqdm import tqdm
 
 from gauge_optax.binding import leaves_by_path, real_leaves, with_leaves
 from gauge_optax.discovery import checks
-from gauge_optax.discovery.blocks import BlockCount, dead_in_blocks, inaccuracy, parted, rank_of, too_few, upper_bound
+from gauge_optax.discovery.blocks import (
+    BlockCount,
+    add_trials,
+    dead_in_blocks,
+    inaccuracy,
+    parted,
+    pulled_back,
+    rank_of,
+    too_few,
+    upper_bound,
+)
 from gauge_optax.discovery.checks import Outputs
 from gauge_optax.discovery.lift import in_double
+from gauge_optax.discovery.sketch import Trial, untrue, with_constants
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauge, Gauges, product
 from gauge_optax.linalg import singular_vectors
 from gauge_optax.transformation import own_settings, require_choice, require_count, require_no_tracers
-from gauge_optax.xla import unseen
+from gauge_optax.xla import quick_options, unfused_options, unseen
 
 _SEEN = 1e-8  # outputs that change by more along an orbit, relatively, show that it is not dead
 _CHUNK = 128  # rows of the Jacobian that are computed at once
@@ -75,6 +87,9 @@ class Census(NamedTuple):
       blocks: the blocks in which directions were counted; () if all parameters were counted at once.
       bound: an upper bound for the number of all dead directions, and its standard error; None if it was not asked for.
       skipped: names of the blocks for which the time did not suffice: their dead directions are not in these numbers.
+      constant: leaves whose gradients are not derivatives of the outputs, such as those behind a `stop_gradient`. The
+        outputs change with them, though no gradient shows how. They were held constant: no direction that changes them
+        counts as dead.
     """
 
     parameters: int
@@ -90,6 +105,7 @@ class Census(NamedTuple):
     blocks: tuple[BlockCount, ...] = ()
     bound: tuple[float, float] | None = None
     skipped: tuple[str, ...] = ()
+    constant: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         in_blocks = bool(self.blocks or self.skipped)
@@ -117,6 +133,8 @@ class Census(NamedTuple):
                 f"{self.explained} explained by orbits (overlap {self.overlap}), "
                 f"{self.unreached} not reached by the batches, {self.unexplained} unexplained",
             ]
+        if self.constant:
+            rows += [f"held constant, because gradients do not show how outputs change: {', '.join(self.constant)}"]
         if self.bound is not None:
             rows += [f"at most {self.bound[0]:.0f} ± {self.bound[1]:.0f} dead directions, by random probes"]
         leaves = sorted(((x, path) for path, x in self.by_leaf.items() if x > 0.01), reverse=True)
@@ -258,7 +276,8 @@ def census(
         deadline = time.monotonic() + seconds
         result = counted(double, stored, point, batches, parts, cutoff, block, rng, progress, deadline)
         if probes:
-            result = result._replace(bound=upper_bound(double, stored, batches, probes, _STEPS, rng, progress))
+            whole_fn = with_constants(double, result.constant)
+            result = result._replace(bound=upper_bound(whole_fn, stored, batches, probes, _STEPS, rng, progress))
     return result
 
 
@@ -268,7 +287,10 @@ def _whole(
 ) -> Census:
     """The census of all parameters at once."""
     total = sum(x.size for x in stored.values())
-    jacobian = _jacobian(fn, stored, batches, total, rng, progress)
+    trials = list[Trial]()
+    jacobian = _jacobian(fn, stored, batches, total, rng, progress, trials)
+    if held := untrue(jax.jit(fn, compiler_options=quick_options()), trials, rng.spawn(1)[0]):
+        jacobian = _jacobian(with_constants(fn, held), stored, batches, total, rng, progress, trials)
     sizes, right = singular_vectors(jacobian)
     rank = rank_of(sizes, cutoff)
     dead = right[rank:]
@@ -287,7 +309,7 @@ def _whole(
     return Census(
         total, rank, total - rank, inside, sum(len(x) for x in orbits) - len(basis),
         total - rank - inside - len(rest), len(rest), _by_leaf(rest, stored), tuple(counts),
-        (float(singular[rank]) if rank < total else 0.0, float(singular[rank - 1])),
+        (float(singular[rank]) if rank < total else 0.0, float(singular[rank - 1])), constant=tuple(held),
     )
 
 
@@ -297,10 +319,10 @@ def _in_blocks(
 ) -> Census:
     """The census of a large model: counts dead directions in blocks, and tests one random direction of each orbit."""
     total = sum(x.size for x in stored.values())
-    counts, rest, skipped = dead_in_blocks(
+    counts, rest, skipped, held = dead_in_blocks(
         fn, stored, point, batches, gauges, cutoff, block, rng, progress, deadline)
     rest = _basis([rest], total, absolute=1e-3)  # two blocks may contain the same direction
-    seen = _seen(fn, stored, point, batches, gauges, rng)
+    seen = _seen(with_constants(fn, held), stored, point, batches, gauges, rng)
     dims = [gauge.dim(point) for gauge in gauges]
     explained = sum(n for n, x in zip(dims, seen, strict=True) if x <= _SEEN)
     dead_in_all = explained + len(rest)
@@ -308,7 +330,7 @@ def _in_blocks(
         total, total - dead_in_all, dead_in_all, explained, 0, 0, len(rest), _by_leaf(rest, stored),
         tuple(GaugeCount(g._description, n, n, x) for g, n, x in zip(gauges, dims, seen, strict=True)),
         min((count.gap for count in counts), key=lambda gap: gap[1] / max(gap[0], 1e-300), default=(0.0, 1.0)),
-        tuple(counts), skipped=tuple(skipped),
+        tuple(counts), skipped=tuple(skipped), constant=tuple(held),
     )
 
 
@@ -321,7 +343,7 @@ def _seen(
     It is divided by the change along a random direction of all weights, of the same length.
     """
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=unfused_options())
     def pushed(leaves: Any, batch: Any, tangent: Any) -> jax.Array:
         _, change = jax.jvp(lambda p: list(fn(p, batch)), (leaves,), (tangent,))
         seen, moved = (jnp.stack([jnp.sum(jnp.square(x)) for x in part]) for part in (change, tangent.values()))
@@ -345,31 +367,27 @@ def _by_leaf(basis: np.ndarray, stored: Mapping[str, np.ndarray]) -> dict[str, f
 
 def _jacobian(
     fn: Callable[..., Any], stored: Mapping[str, np.ndarray], batches: Sequence[Any], total: int,
-    rng: np.random.Generator, progress: bool,
+    rng: np.random.Generator, progress: bool, trials: list[Trial],
 ) -> np.ndarray:
-    """Gradients of random combinations of each batch's outputs, (rows, parameters), in place of the whole Jacobian."""
+    """Gradients of random combinations of each batch's outputs, (rows, parameters), in place of the whole Jacobian.
 
-    def flat(leaves: Any, batch: Any) -> jax.Array:
-        return jnp.concatenate([jnp.ravel(x) for x in fn(leaves, batch)])
-
-    sizes = [jax.eval_shape(flat, stored, batch).size for batch in batches]
+    A few of them are appended to `trials`.
+    """
+    shapes = [jax.eval_shape(fn, stored, batch) for batch in batches]
+    sizes = [sum(x.size for x in of_batch) for of_batch in shapes]
     if sum(sizes) < total:
         raise too_few(sum(sizes), f"{total:,} parameters")
 
-    @jax.jit
-    def pulled(leaves: Any, batch: Any, weights: jax.Array) -> jax.Array:
-        _, pull = jax.vjp(lambda p: flat(p, batch), leaves)
-        gradients = jax.vmap(lambda w: pull(w)[0])(weights)
-        return jnp.concatenate([gradients[path].reshape(len(weights), -1) for path in leaves], 1)
-
     # With somewhat more rows than parameters, random combinations keep the rank.
-    needed = [math.ceil((total + 64) * n / sum(sizes)) for n in sizes]
-    rows = []
-    for batch, size, count in zip(batches, sizes, needed, strict=True):
-        count = min(count, size)
-        for start in tqdm(range(0, count, _CHUNK), desc="census", disable=not progress, leave=False):
-            weights = rng.standard_normal((min(_CHUNK, count - start), size)) / math.sqrt(size)
-            rows.append(np.asarray(pulled(dict(stored), batch, weights)))
+    needed = [min(size, math.ceil((total + 64) * size / sum(sizes))) for size in sizes]
+    chunks = math.ceil(max(needed) / _CHUNK)
+    pulled, chunk, rows = pulled_back(fn), math.ceil(max(needed) / chunks), []
+    for batch, of_batch, size, count in zip(batches, shapes, sizes, needed, strict=True):
+        for _ in tqdm(range(0, count, chunk), desc="census", disable=not progress, leave=False):
+            weights = [rng.standard_normal((chunk, *x.shape)) / math.sqrt(size) for x in of_batch]
+            gradients = pulled(dict(stored), batch, weights)
+            add_trials(trials, stored, batch, weights, gradients)
+            rows.append(np.concatenate([np.asarray(gradients[path]).reshape(chunk, -1) for path in stored], 1))
     jacobian = np.concatenate(rows)
     if not np.isfinite(jacobian).all():
         raise binding_error(

@@ -141,6 +141,40 @@ def test_roundoff_of_dead_directions_beside_flat_ones_needs_no_gauge(whole: int)
     assert go.measure.census(fn, params, gauges=[], **given).unexplained == 7
 
 
+def relu(p: Any, x: Any) -> jax.Array:
+    return jax.nn.relu(x @ p["up"]) @ p["down"]
+
+
+def drawn(*shapes: tuple[int, ...]) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+
+
+UP, DOWN, X = drawn((3, 4), (4, 2), (200, 3))
+
+
+@pytest.mark.parametrize("options", [{}, dict(whole=10, block=20)])
+def test_what_stands_behind_stop_gradient_is_not_dead(options: dict[str, int]) -> None:
+    params = {"up": UP, "down": DOWN, "mean": np.ones(3, np.float32)}
+    fn = lambda p, x: relu(p, x - jax.lax.stop_gradient(p["mean"]))  # noqa: E731
+    found = go.measure.census(fn, params, [X], [go.rescale({"up": "_ unit"}, {"down": "unit _"})], "loss",
+                              progress=False, **options)
+    assert found.dead == found.explained == 4 and found.constant == ("mean",) and "held constant" in str(found)
+
+
+def test_the_gradient_of_a_maximum_is_counted_right() -> None:
+    """Behind a norm; XLA's options, which the suite sets, made it 0/0."""
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        y = x.reshape(40, 5, 3) @ p["up"] + p["in"]
+        y = y - jnp.mean(y, -1, keepdims=True)
+        y = y / jnp.sqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-6) * p["scale"] + p["bias"]
+        return jnp.max(jax.nn.relu(y), 1) @ p["down"]
+
+    params = {"up": UP, "down": DOWN, "in": UP[0], "scale": 1 + UP[1] / 4, "bias": UP[2] / 4}
+    assert go.measure.census(fn, params, [X], [], "loss", progress=False).dead == 3 + 1 + 4
+
+
 def test_a_gauge_of_the_streams_mean_makes_an_optimizer_blind_to_it(x64: None) -> None:
     """It is defined as a user would."""
     row, key = design_block(), jax.random.key(3)

@@ -19,7 +19,8 @@ import numpy as np
 from jax.extend import core
 
 from gauge_optax.binding import leaves_by_path, real_leaves
-from gauge_optax.discovery.interpret import applied, called, equations, interpret, source
+from gauge_optax.discovery.interpret import applied, called, interpret, source
+from gauge_optax.discovery.lift import BATCH, LEAVES, mark_equations
 from gauge_optax.discovery.sketch import Leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.xla import quick_options
@@ -169,7 +170,8 @@ def shown_outputs(fn: Callable[..., Any], leaves: Leaves, batch: Any) -> Outputs
 
     A scalar is a loss, and a single column is a prediction. If the tokens of a batch look up rows in a table of V rows,
     and every token has V outputs, these are the next token's logits; unless the rows are V long too, which an encoder
-    may return. Outputs that sum to one come out of a softmax, and outputs whose exponentials sum to one out of a
+    may return. Indices that do not come from the batch, such as the numbers of all nodes of a graph, are no tokens.
+    Outputs that sum to one come out of a softmax, and outputs whose exponentials sum to one out of a
     log-softmax: both are "logprobs".
 
     Args:
@@ -184,7 +186,8 @@ def shown_outputs(fn: Callable[..., Any], leaves: Leaves, batch: Any) -> Outputs
     found = {x.shape for x in _output_arrays(shapes)}
     if all(not shape or shape[-1] == 1 for shape in found):
         return "loss" if found == {()} else "predictions"
-    if found <= set(_looked_up(closed.jaxpr)):
+    marks = [LEAVES] * len(jax.tree.leaves(leaves)) + [BATCH] * len(jax.tree.leaves(batch))
+    if found <= set(_looked_up(closed.jaxpr, marks)):
         return "logits"
     out = jax.jit(fn, compiler_options=quick_options())(leaves, batch)
     sums = [jnp.sum(make(x), -1) for make in (jnp.exp, jnp.asarray) for x in _output_arrays(out)]
@@ -193,12 +196,20 @@ def shown_outputs(fn: Callable[..., Any], leaves: Leaves, batch: Any) -> Outputs
     return "logprobs" if all(ones[:half]) or all(ones[half:]) else None
 
 
-def _looked_up(jaxpr: Any) -> Iterator[tuple[int, ...]]:
-    """For every table whose rows are taken by index: the shape of the indices, followed by the number of rows."""
-    for eqn in equations(jaxpr):
-        if eqn.primitive.name == "gather" and eqn.params["dimension_numbers"].collapsed_slice_dims == (0,):
+def _looked_up(jaxpr: Any, marks: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """For every parameter whose rows are taken by index: the shape of the indices, followed by the number of rows.
+
+    Args:
+      jaxpr: the jaxpr.
+      marks: which of its inputs are leaves, and which the batch. Indices that do not depend on the batch do not count.
+    """
+    marked: list[tuple[Any, int, str]] = []
+    mark_equations(jaxpr, marks, marked)
+    for eqn, mark, _ in marked:
+        if mark == LEAVES | BATCH and eqn.primitive.name == "gather":
             rows, *entries = eqn.invars[0].aval.shape
-            if rows not in entries:  # outputs of an encoder are as many as its table's entries in a row
+            # Outputs of an encoder are as many as its table's entries in a row.
+            if eqn.params["dimension_numbers"].collapsed_slice_dims == (0,) and rows not in entries:
                 yield (*eqn.invars[1].aval.shape[:-1], rows)
 
 

@@ -21,7 +21,7 @@ from gauge_optax.discovery.interpret import applied, called, interpret, loop_par
 from gauge_optax.discovery.sketch import Function, Leaves
 from gauge_optax.errors import binding_error
 
-_LEAVES, _BATCH, _DRAWN = 1, 2, 4  # bits of a mark: what a value depends on. _DRAWN is noise from a captured key
+LEAVES, BATCH, _DRAWN = 1, 2, 4  # bits of a mark: what a value depends on. _DRAWN is noise from a captured key
 _DRAWS = ("random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform")
 _FIXED = ("pallas_call", "ffi_call", "custom_call", "pure_callback", "io_callback", "triton_kernel_call")
 _refusal = functools.partial(binding_error, "discover")
@@ -142,32 +142,40 @@ def _checked(fn: Function, leaves: Any, batch: Any) -> tuple[list[tuple[Any, str
             "fn changes a variable that it captures", str(error).split(" (http")[0], pure,
             "change a copy: write nnx.merge(graph, params, rest, copy=True), which BatchNorm's statistics need in "
             f"training; {switch}") from error
-    marks = [_LEAVES] * len(jax.tree.leaves(leaves)) + [_BATCH] * len(jax.tree.leaves(batch))
+    marks = [LEAVES] * len(jax.tree.leaves(leaves)) + [BATCH] * len(jax.tree.leaves(batch))
     marked: list[tuple[Any, int, str]] = []
-    drawn = any(mark & _DRAWN for mark in _mark(closed.jaxpr, marks, marked))
+    drawn = any(mark & _DRAWN for mark in mark_equations(closed.jaxpr, marks, marked))
     for eqn, mark, where in marked:
-        if drawn and eqn.primitive.name in _DRAWS and not mark & (_LEAVES | _BATCH):
+        if drawn and eqn.primitive.name in _DRAWS and not mark & (LEAVES | BATCH):
             raise _refusal(
                 "random numbers from a key that fn captures", f"`{eqn.primitive.name}`{where}: dropout, or noise", pure,
                 f"{switch}; or pass the key with every batch")
-        if mark & _LEAVES and eqn.primitive.name in ("dot_general", "conv_general_dilated"):
+        if mark & LEAVES and eqn.primitive.name in ("dot_general", "conv_general_dilated"):
             dtype = eqn.invars[0].aval.dtype
             if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits <= 8:
                 raise _refusal(
                     "a quantized product inside fn", f"{dtype} into `{eqn.primitive.name}`{where}",
                     "products of floating-point numbers: rounding to integers breaks every continuous symmetry",
                     "pass the model before quantization")
-    return [(eqn, where) for eqn, mark, where in marked if mark & _LEAVES], closed.consts
+    return [(eqn, where) for eqn, mark, where in marked if mark & LEAVES], closed.consts
 
 
-def _mark(jaxpr: core.Jaxpr, marks: Sequence[int], marked: list[tuple[Any, int, str]], within: str = "") -> list[int]:
+def mark_equations(
+    jaxpr: core.Jaxpr, marks: Sequence[int], marked: list[tuple[Any, int, str]], within: str = ""
+) -> list[int]:
     """Adds every equation to `marked`, with the mark of its inputs and its source line; returns the outputs' marks.
 
     Args:
       jaxpr: the jaxpr.
-      marks: the marks of its inputs: which of `_LEAVES`, `_BATCH` and `_DRAWN` each depends on.
+      marks: the marks of its inputs: which of `LEAVES`, `BATCH` and `_DRAWN` each depends on.
       marked: the list to which equations are added.
       within: the source line of the call of this jaxpr.
+
+    >>> marked = []
+    >>> mark_equations(jax.make_jaxpr(lambda p, x: p * jnp.sin(x))(1.0, 2.0).jaxpr, [LEAVES, BATCH], marked)
+    [3]
+    >>> [(eqn.primitive.name, mark) for eqn, mark, _ in marked]
+    [('sin', 2), ('mul', 3)]
     """
 
     def equation(eqn: Any, ins: list[int]) -> list[int]:
@@ -175,16 +183,16 @@ def _mark(jaxpr: core.Jaxpr, marks: Sequence[int], marked: list[tuple[Any, int, 
         where = source(eqn) or within  # an equation inside a function of JAX gets the line of its call
         marked.append((eqn, mark, where))
         if call := called(eqn, ins):
-            return _mark(call[0], call[2], marked, where)
+            return mark_equations(call[0], call[2], marked, where)
         if name == "scan":
             body, consts, carry, rows = loop_parts(eqn, ins)
             for _ in range(2):  # the second turn sees the marks that the first adds to the carry
-                outs = _mark(body.jaxpr, [*consts, *carry, *rows], marked, where)
+                outs = mark_equations(body.jaxpr, [*consts, *carry, *rows], marked, where)
                 carry = [a | b for a, b in zip(carry, outs, strict=False)]
             return outs
         for inner in core.jaxprs_in_params(eqn.params):
-            _mark(inner, [mark] * len(inner.invars), marked, where)
-        drawn = name in _DRAWS and not mark & (_LEAVES | _BATCH)
+            mark_equations(inner, [mark] * len(inner.invars), marked, where)
+        drawn = name in _DRAWS and not mark & (LEAVES | BATCH)
         return [mark | _DRAWN * drawn] * len(eqn.outvars)
 
     return interpret(jaxpr, jaxpr.constvars, marks, lambda _: 0, equation)

@@ -110,6 +110,7 @@ class Report(Mappings):
     census: Callable[[], Census] | None = dataclasses.field(default=None, repr=False, compare=False)
     axes: LeafAxes = LeafAxes()  # noqa: RUF009  it is frozen
     outputs: Outputs | None = None
+    _assumed: bool = False  # whether a softmax of the outputs was assumed, and not stated by the caller
 
     @functools.cached_property
     def certificate(self) -> Census:
@@ -215,6 +216,8 @@ class Report(Mappings):
             ("axes that the function does not decide", [f"{path}: {why}" for path, why in self.undecided.items()]),
             ("the function does not show what its outputs are, so that every change of them counted",
              [asked] * (self.outputs is None)),
+            ("outputs taken for logits, as many per token as its table has rows",
+             ["pass outputs='predictions' if no softmax follows: then their shift is a change"] * self._assumed),
         ):
             rows += [title] * bool(items) + [f"  {item}" for item in items]
         return "\n".join(rows)
@@ -234,11 +237,11 @@ def discover(
       batches: at least two values that `fn` accepts; together they should reach what training reaches.
       outputs: what `fn` returns. With "logits", outputs count as unchanged if one number is added to all entries along
         the last axis, because a softmax follows; with "predictions" (of a regression, or of a sigmoid's logit),
-        "logprobs" or "loss", every change counts. By default `discover` looks at the function. If each token looks up
-        one of V rows of a table and has V outputs, these are logits, unless the rows are V long too. If the outputs
-        come from a softmax or are single numbers, every change counts. Other arrays, such as `model(x)` of images, may
-        be logits or predictions. Then every change counts, so that no gauge is false, and the report asks you to pass
-        `outputs`.
+        "logprobs" or "loss", every change counts. By default `discover` looks at the function. If each token of a batch
+        looks up one of V rows of a table and has V outputs, these are taken for logits, unless the rows are V long too,
+        and the report says so. If the outputs come from a softmax or are single numbers, every change counts. Other
+        arrays, such as `model(x)` of images, may be logits or predictions. Then every change counts, so that no gauge
+        is false, and the report asks you to pass `outputs`.
       near: a move is tested as nearly a symmetry if, by the gradients, it changes the outputs by less than this,
         relative to the change if its leaves moved each on its own.
       seed: seed of the random points, projections of outputs, and moves.
@@ -312,6 +315,7 @@ def _discovered(
     leaves = checks.double_leaves(tree, seed)
     bar.set_postfix_str("tracing")
     double = _in_double(searched, tree, leaves, batches[0])
+    asked = outputs is None
     outputs = outputs or checks.shown_outputs(double, leaves, batches[0])
     by_leaves = _comparable(double, outputs)
     trace = walked(by_leaves, leaves, batches[0])
@@ -326,7 +330,8 @@ def _discovered(
     with checks.loops_named():
         report = _searched(on_few, tree, leaves, given, trace, near, seed, bar)
     census = functools.partial(certified, on_few, tree, leaves, given, report.whole, seed, not bar.disable)
-    report = dataclasses.replace(report, census=census, axes=axes, outputs=outputs)
+    assumed = asked and outputs == "logits"
+    report = dataclasses.replace(report, census=census, axes=axes, outputs=outputs, _assumed=assumed)
     if small is None and shallow is None:
         return report
     del leaves

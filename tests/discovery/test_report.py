@@ -147,6 +147,17 @@ def entropy(p: Any, x: Any) -> Any:
     return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(mlp(p, x)), labels[:, None], 1))
 
 
+@pytest.mark.parametrize("outputs", [None, "logits"])
+def test_logits_that_the_caller_has_not_named_are_said(outputs: Any) -> None:
+    """Here each of the numbers of the batch looks up one of five rows. The indices of all rows are no tokens."""
+    params, tokens = drawn({"table": (5, 4), "head": (4, 5)}), [np.arange(5), np.arange(5)[::-1]]
+    report = go.discover(lambda p, t: jnp.tanh(p["table"][t]) @ p["head"], params, tokens, outputs, progress=False)
+    assert report.outputs == "logits" and ("outputs taken for logits" in str(report)) == (outputs is None)
+    links = go.discover(lambda p, x: x @ jnp.tanh(p["table"][jnp.arange(5)]) @ p["head"], params, inputs(2, 5, 5),
+                        outputs, progress=False)
+    assert links.outputs == outputs and "outputs taken for" not in str(links)
+
+
 @pytest.mark.parametrize(("fn", "outputs", "shown", "last"), [
     (mlp, "logits", "logits", "_ token"), (mlp, "predictions", "predictions", "_ neuron"), (mlp, None, None, None),
     (lambda p, x: jax.nn.softmax(mlp(p, x)), None, "logprobs", "_ token"), (entropy, None, "loss", "_ token"),

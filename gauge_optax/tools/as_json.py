@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import BlockGauge, Gauge, Gauges, product
 
 FORMAT = 1
+_REMEDY = "pass what go.tools.to_json returned, with this version of the library or an older one"
 
 
 def to_json(gauges: Gauges) -> str:
@@ -63,8 +64,8 @@ def from_json(
       The gauges, in their order.
 
     Raises:
-      ValueError: the text does not have this format, names a constructor that does not exist, or its gauges do not fit
-        `shapes`.
+      ValueError: the text does not have this format, names a constructor that does not exist, lacks an argument or has
+        one of another type, or its gauges do not fit `shapes`.
 
     >>> gauges = [go.rescale({"{i}/up": "_ channel"}, {"{i}/down": "channel _"})]
     >>> shapes = {"0/up": (4, 8), "0/down": (8, 4)}
@@ -78,7 +79,7 @@ def from_json(
         entries = None
     if not isinstance(entries, list):
         raise binding_error(
-            "from_json", "no list of gauges", repr(text[:60]), f'JSON with "format": {FORMAT} and "gauges"',
+            "from_json", "no list of gauges", repr(text)[:60], f'JSON with "format": {FORMAT} and "gauges"',
             "pass what go.tools.to_json returned, with a version of this library that knows its format")
     own = {of.__name__: of for of in classes}
     gauges = [_gauge(entry, own) for entry in entries]
@@ -111,12 +112,24 @@ def _entry_of_blocks(gauge: BlockGauge) -> dict[str, Any]:
 def _gauge(entry: Any, own: Mapping[str, type[Gauge]]) -> Gauge:
     """Makes the gauge of one JSON entry; `own` is name → class for the user's classes."""
     if not isinstance(entry, dict) or "class" not in entry:
-        return _call(entry).gauge()
-    if entry["class"] not in own:
+        return _made(str(entry.get("kind")) if isinstance(entry, dict) else "", lambda: _call(entry).gauge())
+    name = str(entry["class"])
+    if name not in own:
         raise binding_error(
-            "from_json", f"no class {entry['class']!r}", f"classes {sorted(own)}", f"{entry['class']} among classes=",
-            f"write go.tools.from_json(text, classes=[{entry['class']}])")
-    return own[entry["class"]](**{name: _tuples(value) for name, value in entry.items() if name != "class"})
+            "from_json", f"no class {name!r}", f"classes {sorted(own)}", f"{name} among classes=",
+            f"write go.tools.from_json(text, classes=[{name}])")
+    fields = {field: _tuples(value) for field, value in entry.items() if field != "class"}
+    return _made(name, lambda: own[name](**fields))
+
+
+def _made(name: str, make: Callable[[], Gauge]) -> Gauge:
+    """Makes a gauge; an argument that is lacking, or of another type, is an error with the gauge's name."""
+    try:
+        return make()
+    except (TypeError, AttributeError) as error:
+        raise binding_error(
+            "from_json", f"'{name}' cannot be made", str(error).splitlines()[0], f"the arguments of '{name}'",
+            _REMEDY) from error
 
 
 def _tuples(value: Any) -> Any:
@@ -131,17 +144,16 @@ def _call(entry: Any) -> Call:
     kind = str(entry.get("kind")) if isinstance(entry, dict) else ""
     parameters = inspect.signature(CONSTRUCTORS[kind]).parameters if kind in CONSTRUCTORS else {}
     unknown = sorted(set(entry) - {"kind", *parameters}) if parameters else []
-    remedy = "pass what go.tools.to_json returned, with this version of the library or an older one"
     if not parameters:
         names = ", ".join(sorted(CONSTRUCTORS))
-        raise binding_error("from_json", f"no constructor for {kind!r}", repr(kind), names, remedy)
+        raise binding_error("from_json", f"no constructor for {kind!r}", repr(kind), names, _REMEDY)
     if unknown:
         problem, argument = f"'{kind}' takes no '{unknown[0]}'", f"the argument '{unknown[0]}'"
-        raise binding_error("from_json", problem, argument, ", ".join(parameters), remedy)
+        raise binding_error("from_json", problem, argument, ", ".join(parameters), _REMEDY)
     needed = (name for name, argument in parameters.items() if argument.default is argument.empty)
     if missing := [name for name in needed if name not in entry]:
         problem, found = f"'{kind}' without its '{missing[0]}'", f"only {', '.join(sorted(set(entry) - {'kind'}))}"
-        raise binding_error("from_json", problem, found, ", ".join(parameters), remedy)
+        raise binding_error("from_json", problem, found, ", ".join(parameters), _REMEDY)
     roles: dict[str, dict[str, Axes]] = {}
     for name in parameters:
         if isinstance(entry.get(name), dict) and name != "sizes":

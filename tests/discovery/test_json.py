@@ -56,8 +56,12 @@ test_errors = each_refused([
     (lambda: go.tools.from_json('{"format": 2, "gauges": []}'), "no list of gauges"),
     (lambda: read({"kind": "turn"}), "no constructor for 'turn'"),
     (lambda: read({"kind": "rescale", "upp": {}}), "'rescale' takes no 'upp'"),
-    (lambda: read({"kind": "rescale", "up": {"a": "_ c"}}), "'rescale' without its 'down'"),
     (lambda: read({"kind": "logit_shift", "blocks": {"w": "_"}}), "out of place"),
+    (lambda: read({"kind": "rescale", "up": {"w": "_ channel"}}), "'rescale' without its 'down'"),
+    (lambda: read({"kind": "logit_shift", "blocks": {"w": 3}}), "logit_shift"),
+    (lambda: read({"class": ["Rows"]}), "no class"), (lambda: go.tools.from_json(None), "no list of gauges"),  # type: ignore[arg-type]
+    (lambda: go.tools.from_json(json.dumps({"format": 1, "gauges": [{"class": "Rows"}]}), classes=[Rows]),
+     "'Rows' cannot be made"),
     (lambda: go.tools.from_json(go.tools.to_json(Rows("a", "b"))), r"(?s)no class 'Rows'.*classes=\[Rows\]"),
     (lambda: go.tools.to_json(Rows("a", "b", [0])), "(?s)Rows has arguments .* not keep.*tuples for lists"),
     (lambda: go.tools.to_json(Bare(object())), "Bare has arguments that JSON does not keep"),

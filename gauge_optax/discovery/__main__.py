@@ -32,20 +32,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args(arguments)
     name, _, function = chosen.build.partition(":")
-    if not function:
+    if not function or not all(part.isidentifier() for part in name.split(".")):
         parser.error(f"{chosen.build!r}: write module:function, as in my.module:build")
     sys.path.insert(0, os.getcwd())
     try:
-        build = getattr(importlib.import_module(name), function)
-    except (ImportError, AttributeError) as error:
+        module = importlib.import_module(name)
+    except ImportError as error:
         parser.error(f"{chosen.build!r}: {error}")
+    build = getattr(module, function, None)
+    if not callable(build):
+        problem = f"{name} has no attribute {function!r}" if build is None else f"{name}.{function} is no function"
+        parser.error(f"{chosen.build!r}: {problem}; write one that returns (fn, params, batches)")
+    built = build()
+    if not isinstance(built, tuple | list) or len(built) != 3:
+        count = f"{len(built)} values" if isinstance(built, tuple | list) else f"a {type(built).__name__}"
+        parser.error(f"{chosen.build!r}: it returns {count}, not (fn, params, batches)")
+    fn, params, batches = built
     try:
-        fn, params, batches = build()
         report = discover(
             fn, params, batches, outputs=chosen.outputs, near=chosen.near, seed=chosen.seed,
             progress=sys.stderr.isatty(),
         )
     except ValueError as error:
+        if "\n  remedy:" not in str(error):
+            raise  # an error of the user's function, whose traceback says where it is
         sys.stderr.write(f"{error}\n")
         return 1
     lists = f"gauges = {report.code()}\n\nwhole = {report.code(report.whole)}"

@@ -264,7 +264,7 @@ test_what_is_given_by_mistake_is_named = each_refused([
     (lambda: DDC.init(PARAMS | {"act": jax.nn.relu}), f"ddc_adamw: {NO_ARRAY}"),
     (lambda: lm_sharding.make_mesh(64, 2), r"a mesh of 64x2 devices(.|\n)*jax_num_cpu_devices"),
     (lambda: go.discover(_sum, PARAMS, INPUTS * 2, seed=jax.random.key(3)),  # type: ignore[arg-type]
-     r"discover: seed is no integer(.|\n)*seed=0"),
+     r"discover: bad seed(.|\n)*seed=0"),
     (lambda: go.links.compress_second_moments([SGD]),
      r"compress_second_moments: inner is no transformation(.|\n)*optax.chain\(\*optimizers\)"),
     (lambda: go.quotient(optax.adam, RESCALE), NOT_CALLED),

@@ -229,8 +229,7 @@ def census(
 
     Raises:
       ValueError: no batches, or too few outputs; another `outputs`; one probe, which has no standard error, or no
-        number of them.
-      ImportError: probes without `matfree`.
+        number of them; a negative seed; a function without gradients.
 
     >>> def fn(p, x):
     ...     return jax.nn.relu(x @ p["up"]) @ p["down"]
@@ -257,6 +256,7 @@ def census(
         raise binding_error(
             "census", "too few probes", f"probes={probes}", "0, or at least 2, for a standard error", "pass probes=2"
         )
+    checks.check_seed("census", seed)
     params, batches = unseen((params, batches))
     dtypes = {p: jnp.result_type(x) for p, x in real_leaves("census", params).items() if checks.is_float(x)}
     with own_settings(wide=True):
@@ -274,7 +274,8 @@ def census(
         rng, point = np.random.default_rng(seed), with_leaves(params, stored)
         counted = _in_blocks if total > whole else _whole
         deadline = time.monotonic() + seconds
-        result = counted(double, stored, point, batches, parts, cutoff, block, rng, progress, deadline)
+        with checks.gradients_named("census"):
+            result = counted(double, stored, point, batches, parts, cutoff, block, rng, progress, deadline)
         if probes:
             whole_fn = with_constants(double, result.constant)
             result = result._replace(bound=upper_bound(whole_fn, stored, batches, probes, _STEPS, rng, progress))

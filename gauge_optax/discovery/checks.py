@@ -114,11 +114,23 @@ def checked_batches(batches: Any, outputs: str | None, near: float, seed: int) -
             "pass a list of batches: whatever a single batch does not reach looks like a symmetry")
     if not 0 <= near < 1:
         raise _refusal(f"bad near {near!r}", repr(near), "a number from 0 to 1", "leave it at 1e-3")
-    if not isinstance(seed, int | np.integer):
-        raise _refusal(
-            "seed is no integer", f"a {type(seed).__name__}", "an int, because NumPy draws the points",
-            "write seed=0")
+    check_seed("discover", seed)
     return batches
+
+
+def check_seed(function: str, seed: Any) -> None:
+    """Raises for a seed that NumPy does not take; `function` is the name of the function that the user called.
+
+    >>> try:
+    ...     check_seed("census", -1)
+    ... except ValueError as error:
+    ...     print(str(error).splitlines()[0])
+    census: bad seed -1
+    """
+    if not isinstance(seed, int | np.integer) or seed < 0:
+        raise binding_error(
+            function, f"bad seed {seed!r}", f"{seed!r}, of type {type(seed).__name__}",
+            "an int from 0 on, because NumPy draws the points", "write seed=0")
 
 
 def is_float(x: Any) -> bool:
@@ -237,6 +249,10 @@ def compared(out: Any, outputs: Outputs | None) -> list[jax.Array]:
             "no floating-point outputs", f"{len(jax.tree.leaves(out))} leaves of other types",
             "an array of floating-point numbers", "return the logits, log-probabilities or loss from fn")
     shapes = [x.shape for x in leaves]
+    if not sum(x.size for x in leaves):
+        raise _refusal(
+            "outputs without entries", f"shapes {', '.join(map(str, shapes))}", "at least one number per batch",
+            "leave out batches without examples, and return the logits, log-probabilities or loss from fn")
     if outputs == "logits" and any(not shape or shape[-1] == 1 for shape in shapes):
         raise _refusal(
             "outputs that are no logits", f"shapes {', '.join(map(str, shapes))}",
@@ -318,17 +334,25 @@ def check_finite(out: Sequence[np.ndarray], fn: Callable[..., Any], *args: Any) 
 
 
 @contextlib.contextmanager
-def loops_named() -> Iterator[None]:
-    """Turns JAX's error about a `while_loop` without a known number of steps into one that says what to write."""
+def gradients_named(function: str) -> Iterator[None]:
+    """Turns JAX's errors about operations without a derivative into one that says what to write.
+
+    Args:
+      function: the name of the function that the user called.
+    """
     try:
         yield
-    except ValueError as error:
-        if not str(error).startswith("Reverse-mode differentiation does not work"):
+    except (ValueError, NotImplementedError) as error:
+        said = str(error).split(". ")[0].splitlines()[0] if str(error) else ""
+        if said.startswith("Reverse-mode differentiation does not work"):
+            said = "a loop whose number of steps is not known: lax.while_loop, or lax.fori_loop with computed limits"
+            remedy = "write the loop as jax.lax.fori_loop(0, 10, ...) with numbers of Python, or as jax.lax.scan"
+        elif any(text in said for text in ("do not support JVP", "cannot be differentiated", "Differentiation rule")):
+            remedy = "compute this with jax.numpy, or give it a derivative by jax.custom_jvp"
+        else:
             raise
-        raise _refusal(
-            "fn has no gradients", "a loop whose number of steps is not known: lax.while_loop, or lax.fori_loop with "
-            "limits that are computed", "a function that jax.grad differentiates",
-            "write the loop as jax.lax.fori_loop(0, 10, ...) with numbers of Python, or as jax.lax.scan") from error
+        raise binding_error(
+            function, "fn has no gradients", said, "a function that jax.grad differentiates", remedy) from error
 
 
 def check_gradients(count: int, needed: int) -> None:

@@ -120,12 +120,13 @@ class Report(Mappings):
         minute for 6,000. In larger trees it counts the directions inside blocks of entries, a lower bound. After ten
         minutes it counts no further block. If `discover` searched a small instance of the tree, the directions of that
         instance are counted. The inputs are the batches, and new ones drawn from the numbers in them. It shows a bar if
-        `discover` does. Raises what `go.measure.census` raises.
+        `discover` does. Raises what `go.measure.census` raises, and a ValueError if `discover` did not make the report.
         """
         if self.census is None:
             raise binding_error(
-                "certificate", "a report that discover did not make", "no function of the parameters",
-                "a report of go.discover", "write go.measure.census(fn, params, batches, report.gauges)")
+                "certificate", "no function whose directions could be counted",
+                "a report of rebind, which proves nothing, or one that discover did not make", "the report of discover",
+                "write go.measure.census(fn, params, batches, report.whole)")
         return self.census()
 
     @property
@@ -161,7 +162,14 @@ class Report(Mappings):
         return tuple(held.gauge for held in self.held)
 
     def code(self, gauges: Gauges | None = None) -> str:
-        """A list of gauges, by default `report.gauges`, as a Python expression that uses the library as `go`."""
+        """A list of gauges as a Python expression that uses the library as `go`.
+
+        Args:
+          gauges: a gauge or several; None for `report.gauges`.
+
+        Returns:
+          The source of a list.
+        """
         listed = self.gauges if gauges is None else [gauges] if isinstance(gauges, Gauge) else gauges
         return "\n".join(["[", *(textwrap.indent(repr(gauge), "  ") + "," for gauge in listed), "]"])
 
@@ -327,7 +335,7 @@ def _discovered(
     if small is not None:
         tree, leaves, given, on_few = with_leaves(tree, small.leaves), small.leaves, small.batches, small.fn
         trace = walked(on_few, leaves, given[0])
-    with checks.loops_named():
+    with checks.gradients_named("discover"):
         report = _searched(on_few, tree, leaves, given, trace, near, seed, bar)
     census = functools.partial(certified, on_few, tree, leaves, given, report.whole, seed, not bar.disable)
     assumed = asked and outputs == "logits"

@@ -14,6 +14,7 @@ import optax
 import pytest
 
 import gauge_optax as go
+from gauge_optax.discovery.__main__ import main
 from gauge_optax.discovery.calls import Call
 from gauge_optax.discovery.report import Report
 from models import lm
@@ -78,6 +79,12 @@ def test_lengths_that_a_larger_instance_needs_are_named(given: dict[str, int], r
         of_heads.rebind(grouped(24, 12, 4, 6), **given)
 
 
+def test_one_gauge_is_a_list_and_a_rebound_report_has_no_certificate(of_heads: Report) -> None:
+    assert of_heads.code(of_heads.gauges[0]) == of_heads.code(of_heads.gauges[:1])
+    with refused("certificate: ", "go.measure.census"):
+        _ = of_heads.rebind(grouped(24, 12, 4, 6), basis=6, head=4).certificate
+
+
 def test_a_larger_instance_of_flat_kernels(of_heads: Report) -> None:
     assert "sizes={'basis': 4, 'head': 2}" in of_heads.code()
     large = grouped(24, 12, 4, 6)
@@ -136,6 +143,22 @@ def test_the_command_line_prints_source_that_runs(tmp_path: Path) -> None:
     for argument, complaint in (("net", "write module:function"), ("net:none", "no attribute 'none'")):
         failed = run(argument, tmp_path)
         assert failed.returncode == 2 and complaint in failed.stderr and "Traceback" not in failed.stderr
+
+
+@pytest.mark.parametrize(("body", "said"), [
+    ("return 1, 2", "it returns 2 values, not (fn, params, batches)"), ("return 3", "it returns a int"),
+    ("raise ValueError('mine')", None), ("return (lambda p, x: undefined), {'a': np.ones(2)}, [1.0, 2.0]", None)])
+def test_the_command_line_says_what_build_must_return(
+    body: str, said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An error of the user's own code keeps its traceback."""
+    (tmp_path / "built.py").write_text(f"import numpy as np\ndef build():\n    {body}\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "built", raising=False)
+    with pytest.raises(SystemExit if said else (ValueError, NameError)):
+        main(["built:build"])
+    assert (said or "") in capsys.readouterr().err
 
 
 def mlp(p: Any, x: Any) -> Any:

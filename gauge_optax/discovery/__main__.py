@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"{chosen.build!r}: {problem}; write one that returns (fn, params, batches)")
     built = build()
     if not isinstance(built, tuple | list) or len(built) != 3:
-        count = f"{len(built)} values" if isinstance(built, tuple | list) else f"a {type(built).__name__}"
+        count = f"{len(built)} values" if isinstance(built, tuple | list) else type(built).__name__
         parser.error(f"{chosen.build!r}: it returns {count}, not (fn, params, batches)")
     fn, params, batches = built
     try:

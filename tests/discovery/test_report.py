@@ -146,7 +146,7 @@ def test_the_command_line_prints_source_that_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("body", "said"), [
-    ("return 1, 2", "it returns 2 values, not (fn, params, batches)"), ("return 3", "it returns a int"),
+    ("return 1, 2", "it returns 2 values, not (fn, params, batches)"), ("return 3", "it returns int, not"),
     ("raise ValueError('mine')", None), ("return (lambda p, x: undefined), {'a': np.ones(2)}, [1.0, 2.0]", None)])
 def test_the_command_line_says_what_build_must_return(
     body: str, said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -135,6 +135,8 @@ class Census(NamedTuple):
             ]
         if self.constant:
             rows += [f"held constant, because gradients do not show how outputs change: {', '.join(self.constant)}"]
+        if wrong := [g.name for g in self.gauges if g.seen > _SEEN]:
+            rows += [f"no symmetries here, because outputs change along their orbits: {'; '.join(wrong)}"]
         if self.bound is not None:
             rows += [f"at most {self.bound[0]:.0f} ± {self.bound[1]:.0f} dead directions, by random probes"]
         leaves = sorted(((x, path) for path, x in self.by_leaf.items() if x > 0.01), reverse=True)
@@ -230,6 +232,7 @@ def census(
     Raises:
       ValueError: no batches, or too few outputs; another `outputs`; one probe, which has no standard error, or no
         number of them; a negative seed; a function without gradients.
+      ImportError: probes without `matfree`.
 
     >>> def fn(p, x):
     ...     return jax.nn.relu(x @ p["up"]) @ p["down"]

@@ -199,6 +199,7 @@ def test_an_orbit_along_which_outputs_change_explains_nothing(whole: int) -> Non
         counted = go.measure.census(
             fn, params, [draw(size=(200, 3))], gauge, outputs="loss", whole=whole, block=8, progress=False)
         assert counted.explained == explained and counted.unreached == 0 and counted.dead <= 4
+        assert ("no symmetries here" in str(counted)) == (explained == 0)
 
 
 def test_rows_are_shared_out_over_batches() -> None:

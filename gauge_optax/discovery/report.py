@@ -2,8 +2,8 @@
 
 The function is traced, and `trace` finds the axes on which groups could act. At random points `search` and `offsets`
 look for moves that no gradient of the outputs sees. `write` makes each a `Call` of a gauge's constructor. A gauge holds
-if a random finite move of it changes the outputs by no more than roundoff (`prove`). If a function is large, a small
-instance of it is searched, and the gauges are proved again on the large one.
+if a random finite move of it changes the outputs by no more than roundoff (`prove`). `instance` does all this in
+stages. If a function is large, a small instance of it is searched, and the gauges are proved again on the large one.
 """
 
 from __future__ import annotations
@@ -14,73 +14,35 @@ import functools
 import gc
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 from tqdm import tqdm
 
 from gauge_optax.binding import leaves_by_path, with_leaves
-from gauge_optax.discovery import checks, offsets, scaled_products, search
+from gauge_optax.discovery import checks
 from gauge_optax.discovery.axes import LeafAxes, Mappings, read_axes
-from gauge_optax.discovery.calls import Call, merge_layers
 from gauge_optax.discovery.census import Census
 from gauge_optax.discovery.certificate import certified
 from gauge_optax.discovery.checks import Outputs
 from gauge_optax.discovery.cut import Unlike
-from gauge_optax.discovery.groups import STILL, ZERO, Symmetry, independent
+from gauge_optax.discovery.groups import STILL
+from gauge_optax.discovery.instance import REST, TRAINING, in_order, refuted, search_instance
 from gauge_optax.discovery.layers import Shallow, shallower
 from gauge_optax.discovery.lift import in_double
 from gauge_optax.discovery.prove import Held, Prover
+from gauge_optax.discovery.reach import Uncovered, unreached, without_gradient
 from gauge_optax.discovery.shrink import LARGE, smaller
-from gauge_optax.discovery.sketch import (
-    DRAWS,
-    Function,
-    Gradients,
-    Leaves,
-    generic_point,
-    positive_kernels,
-    root_mean_square,
-    squared_gradients,
-)
-from gauge_optax.discovery.stream import passed, rotation_call, stream_rotations
-from gauge_optax.discovery.trace import Trace, traced_once, walked
-from gauge_optax.discovery.write import Unwritable, shift_call, write_shift_calls, written
+from gauge_optax.discovery.sketch import DRAWS, Function, Leaves, generic_point, squared_gradients
+from gauge_optax.discovery.trace import traced_once, walked
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauge, Gauges, product
 from gauge_optax.transformation import own_settings, require_no_tracers
 from gauge_optax.xla import unseen
 
-_POINTS = 5  # points with gradients: at one alone, units may be dead, and their moves only seem to be symmetries
-_CLOSE = 12  # by their gradients many symmetries nearly hold; at most so many are tried by a finite move
 _REACH = 2  # gradients at so many points, at most, show which entries of a large instance its batches reach
-_ROWS = 1.5  # gradients per column of `search`: fewer gradients than columns leave null vectors by chance
 _STILL_AT_SIZE = 10 * STILL  # sums are longer at full size: outputs of a GPT of 124 million parameters move by 1.3e-12
-_DEAD = 1e-11  # an entry of a leaf has no effect if its gradient, relative to the median of all entries, is smaller
-# The order in which a report lists gauges: first those that optimizers take, then those that make a step dearer.
-_TRAINING = ("norm_scale", "scale_invariant", "head_rotation", "head_linear", "rope_torus", "rope_linear", "rescale",
-             "logit_shift")
-_REST = ("residual_rotation", "norm_read_shift", "norm_write_shift", "embedding_shift", "key_bias", "bias_absorption")
-
-
-class Uncovered(NamedTuple):
-    """How many of a leaf's entries no batch reaches (`entries` of `of`), such as rows of an embedding or experts.
-
-    >>> Uncovered("table", 3, 7).entries
-    3
-    """
-
-    path: str
-    entries: int
-    of: int
-
-
-class _Claim(NamedTuple):
-    """A gauge before its proof; `exponents` and `residual` are those of `Held`."""
-
-    call: Call
-    exponents: Mapping[str, float]
-    residual: float
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -148,7 +110,7 @@ class Report(Mappings):
 
     @property
     def _trained(self) -> list[Held]:
-        held = [one for one in self.held if one.call.kind in _TRAINING]
+        held = [one for one in self.held if one.call.kind in TRAINING]
         return [part for one in held for part in (
             [one._replace(call=call, gauge=call.gauge()) for call in one.call.trained] or [one])]
 
@@ -208,7 +170,7 @@ class Report(Mappings):
         return str(self)
 
     def __str__(self) -> str:
-        rest = [held for held in self.held if held.call.kind in _REST]
+        rest = [held for held in self.held if held.call.kind in REST]
         count = len(self._trained)
         rows = [f"{count} gauge{'s' * (count != 1)}"] + [f"  {held}" for held in self._trained]
         asked = "pass outputs='logits' if a softmax of them follows, which hides a shift; else outputs='predictions'"
@@ -336,7 +298,8 @@ def _discovered(
         tree, leaves, given, on_few = with_leaves(tree, small.leaves), small.leaves, small.batches, small.fn
         trace = walked(on_few, leaves, given[0])
     with checks.gradients_named("discover"):
-        report = _searched(on_few, tree, leaves, given, trace, near, seed, bar)
+        found = search_instance(on_few, tree, leaves, given, trace, near, seed, bar)
+    report = Report(*found._replace(held=_readable(found.held, tree)))
     census = functools.partial(certified, on_few, tree, leaves, given, report.whole, seed, not bar.disable)
     assumed = asked and outputs == "logits"
     report = dataclasses.replace(report, census=census, axes=axes, outputs=outputs, _assumed=assumed)
@@ -389,125 +352,6 @@ def _comparable(double: Function, outputs: Outputs | None) -> Function:
     return traced_once(lambda leaves, batch: checks.compared(double(leaves, batch), outputs))
 
 
-def _searched(
-    fn: Function, params: Any, leaves: Leaves, batches: Sequence[Any], trace: Trace, near: float, seed: int, bar: Any
-) -> Report:
-    """Searches one instance, large or small, and proves its gauges.
-
-    Args:
-      fn: (leaves, batch) to a list of outputs, in float64.
-      params: the tree that gauges bind to.
-      leaves: its float64 leaves by path.
-      batches: at least two.
-      trace: the walk over fn.
-      near: as in `discover`.
-      seed: seed of everything random.
-      bar: the progress bar.
-
-    Returns:
-      The report.
-    """
-
-    def rng(*purpose: int) -> np.random.Generator:
-        return np.random.default_rng([seed, *purpose])
-
-    prover = Prover(fn, params, batches)
-    prover.check_outputs(leaves)
-    signed = positive_kernels(fn, leaves, batches[0], rng(21))
-    prover.place_at((generic_point(leaves, rng(1, k), signed) for k in range(100, 100 + DRAWS)), own=leaves)
-
-    bar.set_postfix_str("gradients")
-    tried = search.candidates(trace, leaves)
-    flows, shifts = offsets.flows(trace, leaves), offsets.Shifts(trace, leaves)
-    gradients = Gradients(fn, batches)
-    columns = max([*(len(one.columns) for one in tried), *(flow.columns for flow in flows)])
-    rows = max(24, int(_ROWS * columns) + 8)
-    # At one point no more gradients are independent than the batches have outputs: a scalar loss needs more points.
-    at_once = min(-(-rows // _POINTS), gradients.outputs(leaves) * len(batches))
-    bar.total = bar.n + 3 + (count := -(-rows // at_once))
-    untrue = prover.untrue(gradients, at_once, rng(26))
-    if untrue:
-        gradients.compute_unfused()
-        untrue = prover.untrue(gradients, at_once, rng(27))
-    squares = {path: np.zeros(leaf.shape) for path, leaf in leaves.items()}
-
-    def point_at(number: int) -> Leaves:
-        bar.set_postfix_str(f"gradients at point {number + 1} of {count}, for {len(tried)} groups of motions")
-        bar.update(number < count)
-        return generic_point(leaves, rng(1, number), signed)
-
-    def observe(points: Callable[[int], Leaves], first: int, purposes: tuple[int, int]) -> None:
-        for k, point, gradient in search.sketched(tried, gradients, at_once, rows, points, squares, rng, purposes):
-            shifts.observe(gradient)
-            for n, flow in enumerate(flows):
-                flow.observe(point, gradient, rng(9, first + k, n))
-
-    observe(point_at, 0, (2, 3))
-    # Units that are dead at every point would look free to move; with other signs of their kernels they live.
-    masks = _without_gradient(squares, prover.points[0])
-    if hidden := {path for path, mask in masks.items() if mask.any() and leaves[path].ndim > 1
-                  if prover.change_of_entries(path, mask, rng(22), turn=True) > STILL}:
-        observe(lambda number: generic_point(leaves, rng(23, number), signed | hidden), 1000, (24, 25))
-
-    bar.set_postfix_str("null spaces")
-    masks, dead, uncovered, rejected = _unreached(prover, squares, rng(4))
-    if untrue := [path for path in untrue if not masks[path].all()]:
-        rejected.append(
-            f"{', '.join(untrue)}: gradients that are not the derivatives of the outputs (a straight-through "
-            "estimator, stop_gradient?), so that symmetries that move these leaves may be missing")
-    symmetries = [symmetry for one in tried for symmetry in one.solve(squares, masks, near)]
-    point = generic_point(leaves, rng(1, 0), signed)
-    exact = independent([s for s in symmetries if s.residual < ZERO], point, rng(7), dead=masks)
-    close = [s for s in symmetries if s.residual >= ZERO]
-    limit = sorted([*(s.residual for s in close), *[np.inf] * _CLOSE])[_CLOSE - 1]
-    close = independent([s for s in close if s.residual <= limit], point, rng(8), exact)
-    bar.update()
-
-    bar.set_postfix_str("finite moves")
-    # A norm's gauge is to have the norm's scale as its anchor, and not the bias, which may be zero.
-    positive = {path for path, x in leaves.items() if (x > 0).all() or path not in trace.added}
-    claims, unwritten = _claims(exact, trace, positive)
-    ungauged = dict[str, list[str]]()
-    for reason, symmetry in unwritten:
-        if prover.change([symmetry.moved(point, rng(20)) for point in prover.points]) <= STILL:
-            ungauged.setdefault(reason, []).append(", ".join(sorted(symmetry.paths)))
-    for places, residual in shifts.solve(softmax=True):
-        claims.append(_Claim(shift_call(places), {view.path: 1.0 for view, _ in places}, residual))
-    proved, failed = _proved(prover, claims, STILL, rng(5))
-    # The gradients show these gauges as exact, but a finite move changes the outputs. If it changes them a little, the
-    # gauges are tried again as near symmetries.
-    almost = [claim for claim in claims if any(claim.call is call and change <= 10 * near for call, change in failed)]
-    rejected += [_refuted(call, change, prover) for call, change in failed if change > 10 * near]
-    larger, _ = _claims(close, trace, positive)
-    almost = [claim for claim in almost if not any(claim.call.within(one.call) for one in larger)]
-    nearly, _ = _proved(prover, [*almost, *larger], 10 * near, rng(6))
-    matrices = [set(symmetry.paths) for symmetry in exact if symmetry.family == "linear"]
-    additions = _additions(trace, masks, flows, shifts, prover.points[0], matrices)
-    norms = passed([one.call for one in proved if one.call.kind == "norm_scale"], params)
-    turns = _rotations_of_stream(trace, leaves, gradients, at_once, norms, params, exact, masks, rng, ungauged)
-    calls = offsets.merged_reads([addition.call for addition in additions if addition.call is not None])
-    flat = [_Claim(call, dict.fromkeys(call.paths, 1.0), 0.0) for call in calls]
-    more, failed = _proved(prover, [*turns, *flat], STILL, rng(17))
-    rejected += [_refuted(call, change, prover) for call, change in failed if np.isfinite(change)]
-    proved += more
-    local = [call for call, _ in failed if not any(call is one for one, _ in prover.clipped)]  # no clip ends these
-    additions = [one for one in additions if one.call is None or any(one.call.within(call) for call in local)]
-    held, refused = prover.together(_sorted(proved))
-    along_orbits = prover.along_orbits(held)
-    for addition in additions:
-        where = ungauged.get(addition.kind, [])
-        vectors = ungauged.get(offsets.ON_STREAM, []) if addition.kind == offsets.PAST_NORMS else []
-        if addition.where in (*where, *vectors):
-            continue  # an addition of any vector to these leaves is listed, and includes that of a constant
-        moved = [addition.move(point) for point in prover.points] if addition.move is not None else []
-        if not moved or (prover.change(moved) <= STILL and not along_orbits(moved[0])):
-            ungauged[addition.kind] = [*where, addition.where]
-    bar.update()
-    kinds = {kind: tuple(where) for kind, where in ungauged.items()}
-    return Report(
-        _readable(held, params), tuple(nearly), (*rejected, *refused), tuple(dead), tuple(uncovered), kinds)
-
-
 def _readable(held: Sequence[Held], params: Any) -> tuple[Held, ...]:
     """The gauges with what optimizers take in place of those whose elements cannot be read from the leaves.
 
@@ -516,102 +360,13 @@ def _readable(held: Sequence[Held], params: Any) -> tuple[Held, ...]:
       params: the tree that they bind to; shapes are enough.
     """
     found = [one._replace(call=dataclasses.replace(one.call, trained=one.call.readable(params))) for one in held]
-    trained = [call.gauge() for one in found if one.call.kind in _TRAINING for call in one.call.trained or (one.call,)]
+    trained = [call.gauge() for one in found if one.call.kind in TRAINING for call in one.call.trained or (one.call,)]
     if any(one.call.trained for one in found):
         try:
             product(trained)._bound(params).slice.check_norms()
         except ValueError:  # the other gauges leave these no anchor
             return tuple(one._replace(call=dataclasses.replace(one.call, trained=())) for one in held)
     return tuple(found)
-
-
-def _sorted(held: Sequence[Held]) -> list[Held]:
-    return sorted(held, key=lambda one: (*_TRAINING, *_REST).index(one.call.kind))
-
-
-class _Addition(NamedTuple):
-    """An addition to leaves that norms or biases hide (`offsets`).
-
-    Attributes:
-      kind: what it is, in words.
-      where: the leaves that it moves, in words.
-      call: the call of its gauge; None if there is none.
-      move: point → the point after a finite move; None if gradients are proof enough.
-    """
-
-    kind: str
-    where: str
-    call: Call | None
-    move: Callable[[Leaves], Leaves] | None
-
-
-def _additions(
-    trace: Trace, dead: Mapping[str, np.ndarray], flows: Sequence[offsets.Flow], shifts: offsets.Shifts,
-    point: Leaves, matrices: Sequence[set[str]],
-) -> list[_Addition]:
-    """The additions to leaves that no gradient sees.
-
-    Args:
-      trace: the walk.
-      dead: by path, masks of entries without effect.
-      flows: kinds of additions, which have observed the gradients.
-      shifts: constants along an axis, which have observed the gradients.
-      point: any point; an addition is made there to see which leaves it moves.
-      matrices: for each symmetry under all invertible matrices, the leaves that it moves. A shift of a stream's mean
-        that moves exactly these leaves is left out, because the symmetry contains it.
-    """
-    additions = []
-    for places, _ in shifts.solve(softmax=False):
-        kind = "a constant along an axis that only centred norms read"
-        additions += [_Addition(kind, call.paths[0], call, None) for call in write_shift_calls(places)]
-        additions += [_Addition(scaled_products.KIND, where, None, move)
-                      for where, move in scaled_products.turned_products(shifts, places)]
-    for k, flow in enumerate(flows):
-        for row in flow.solve():
-            if flow.kind == offsets.PAST_NORMS and set(flow.paths(row, point)) in matrices:
-                continue
-            call = None
-            with contextlib.suppress(Unwritable):
-                call = flow.call(row)
-            where = " + ".join(flow.paths(row, point))
-            additions.append(_Addition(flow.kind, where, call, functools.partial(flow.moved, row, seed=k)))
-    hidden = {path for one in additions if one.call is not None and one.call.kind == "norm_write_shift"
-              for path in one.call.paths}
-    traded = [one.call.paths for one in additions if one.call is not None and one.call.kind == "embedding_shift"]
-    for path, axes in shifts.constants():
-        if any(path in paths and hidden & set(paths) for paths in traded):
-            continue  # two gauges make this move: one moves the constant to a second leaf, and there a norm hides it
-        kind = "one constant on all entries of a table, which a centred norm and a softmax hide"
-        call = Call("norm_write_shift", {"tied": {path: axes}}) if axes else None
-        additions.append(_Addition(kind, path, call, functools.partial(_raised, path)))
-    unread = [offsets.unread_bias_call(trace, path, mask) for path, mask in dead.items() if mask.any()]
-    additions += [_Addition("a bias without effect", one.paths[0], one, None) for one in unread if one is not None]
-    return additions
-
-
-def _raised(path: str, point: Leaves) -> Leaves:
-    """A point at which one constant, the leaf's root mean square, is added to all entries of a leaf."""
-    return {**point, path: point[path] + np.sqrt(np.mean(np.square(point[path])))}
-
-
-def _rotations_of_stream(
-    trace: Trace, leaves: Leaves, gradients: Gradients, at_once: int, norms: Sequence[Call], params: Any,
-    before: Sequence[Symmetry], dead: Mapping[str, np.ndarray], rng: Callable[..., np.random.Generator],
-    ungauged: dict[str, list[str]],
-) -> list[_Claim]:
-    """Claims for the rotations of the residual stream (`stream`); adds those without a gauge to `ungauged`."""
-    claims = []
-    matrices = {path for one in before if one.family not in ("diagonal", "per_plane") for path in one.paths}
-    for symmetry in stream_rotations(trace, leaves, gradients, at_once, _ROWS, norms, params, before, dead, rng):
-        try:
-            call = rotation_call(symmetry, trace, norms, params)
-            if not call.norms and symmetry.family == "orthogonal" and matrices.isdisjoint(symmetry.paths):
-                call = written(symmetry, trace.layer_spaces(), ())  # no stream, but one rotation of a few leaves
-        except Unwritable as reason:
-            ungauged.setdefault(str(reason), []).append(", ".join(sorted(symmetry.paths)))
-        else:
-            claims.append(_Claim(call, dict.fromkeys(sorted(symmetry.paths), 1.0), symmetry.residual))
-    return claims
 
 
 def _carried(
@@ -653,10 +408,10 @@ def _carried(
         asked = [path for path in prover.points[0] if path in doubtful]
         for path, square in squared_gradients(fn, batches, prover.points[0], rng, asked).items():
             squares[path] = squares[path] + square if path in squares else square
-        doubtful = [path for path, mask in _without_gradient(squares, prover.points[0]).items() if mask.any()]
+        doubtful = [path for path, mask in without_gradient(squares, prover.points[0]).items() if mask.any()]
         if not doubtful:
             break
-    _, dead, uncovered, _ = _unreached(prover, squares, rng)
+    _, dead, uncovered, _ = unreached(prover, squares, rng)
     del squares
     nearly, proved, failed = list[Held](), list[Held](), list[str]()
     for claims, limit, kept in ((report.held, _STILL_AT_SIZE, proved), (report.nearly, 10 * near, nearly)):
@@ -667,101 +422,11 @@ def _carried(
             if change <= limit:
                 kept.append(one._replace(gauge=call.gauge(), call=call, change=change, parts=()))
             elif limit == _STILL_AT_SIZE:
-                failed.append(_refuted(call, change, prover))
-    held, refused = prover.together(_sorted(proved))
+                failed.append(refuted(call, change, prover))
+    held, refused = prover.together(in_order(proved))
     rejected = [*report.rejected, *failed, *refused]
     return dataclasses.replace(
         report, held=_readable(held, params), nearly=tuple(nearly), rejected=tuple(rejected), dead=tuple(dead),
         uncovered=tuple(uncovered))
 
 
-def _unreached(
-    prover: Prover, squares: Leaves, noise: np.random.Generator
-) -> tuple[dict[str, np.ndarray], list[str], list[Uncovered], list[str]]:
-    """Classifies the entries without a gradient, by whether new values of them change the outputs all the same.
-
-    Args:
-      prover: measures how much new values change the outputs.
-      squares: sums of squared gradients by leaf.
-      noise: source of the new values.
-
-    Returns:
-      Masks of these entries by path; leaves without effect on the outputs; entries that no batch reaches; and, as text,
-      leaves whose new values do change the outputs.
-    """
-    masks = _without_gradient(squares, prover.points[0])
-    dead, uncovered, rejected = list[str](), list[Uncovered](), list[str]()
-    for path, mask in masks.items():
-        if not mask.any():
-            continue
-        change = prover.change_of_entries(path, mask, noise, turn=bool(mask.all()))
-        if change > STILL:  # for example, stop_gradient hides a value from gradients and not from the outputs
-            which = "" if mask.all() else f" at {mask.sum()} of {mask.size} entries"
-            why = "stop_gradient?" if mask.all() else "dead units, stop_gradient?"
-            rejected.append(f"{path}: no gradient{which} ({why}), but its values move the outputs by {change:.1e}")
-        elif mask.all():
-            dead.append(path)
-        else:
-            uncovered.append(Uncovered(path, int(mask.sum()), mask.size))
-    return masks, dead, uncovered, rejected
-
-
-def _without_gradient(squares: Leaves, point: Leaves) -> dict[str, np.ndarray]:
-    """Masks, by path, of the entries whose gradients are roundoff compared with the median over all entries.
-
-    Args:
-      squares: sums of squared gradients by leaf.
-      point: a point. Gradients are taken with respect to entries divided by the leaf's size there: that of a number of
-        1e12, which the function divides by as much, is no roundoff.
-    """
-    sizes = {path: root_mean_square(np.asarray(point[path])) or 1.0 for path in squares}
-    step = 1 + sum(x.size for x in squares.values()) // 4_000_000  # a sample of the entries gives the median
-    sample = np.concatenate([sizes[path] * np.sqrt(x.ravel()[::step]) for path, x in squares.items()])
-    typical = np.median(sample[sample > 0]) if (sample > 0).any() else 0.0
-    return {path: np.sqrt(x) <= _DEAD * typical / sizes[path] for path, x in squares.items()}
-
-
-def _refuted(call: Call, change: float, prover: Prover) -> str:
-    where = next((f" {where}: a clip ends it" for one, where in prover.clipped if one is call), "")
-    return f"{call.kind} of {', '.join(call.paths)}: moves the outputs by {change:.1e}{where}"
-
-
-def _claims(
-    symmetries: Sequence[Symmetry], trace: Trace, positive: set[str]
-) -> tuple[list[_Claim], list[tuple[str, Symmetry]]]:
-    """Symmetries as claims, and those that have no gauge, each with the reason."""
-    claims, unwritten = [], list[tuple[str, Symmetry]]()
-    for symmetry in symmetries:
-        signs = {"covector": -1.0}
-        exponents = {t.piece.path: round(t.exponent * signs.get(t.mode, 1.0), 6) for t in symmetry.terms}
-        try:
-            call = written(symmetry, trace.layer_spaces(), positive)
-        except Unwritable as reason:
-            unwritten.append((str(reason), symmetry))
-        else:
-            claims.append(_Claim(call, exponents, symmetry.residual))
-    return claims, unwritten
-
-
-def _proved(
-    prover: Prover, claims: Sequence[_Claim], most: float, rng: np.random.Generator
-) -> tuple[list[Held], list[tuple[Call, float]]]:
-    """Gauges whose finite moves change the outputs by at most `most`, and the calls of the others with their change.
-
-    Claims for several layers are merged into one gauge first. If this fails, they are proved one by one.
-    """
-    evidence = {id(claim.call): claim for claim in claims}
-
-    def held(call: Call, group: Sequence[Call], change: float) -> Held:
-        merged = [evidence[id(one)] for one in group]
-        exponents = {path: exponent for claim in merged for path, exponent in claim.exponents.items()}
-        parts = tuple(held(one, [one], change) for one in group) if len(group) > 1 else ()
-        return Held(call.gauge(), call, exponents, max(claim.residual for claim in merged), change, parts)
-
-    merged = merge_layers([claim.call for claim in claims], prover.same_leaves)
-    changes = prover.changes([call for call, _ in merged], rng)
-    again = [call for (_, group), change in zip(merged, changes, strict=True) if change > most for call in group]
-    retried = list(zip(again, prover.changes(again, rng), strict=True))
-    proved = [held(*pair, change) for pair, change in zip(merged, changes, strict=True) if change <= most]
-    proved += [held(call, [call], change) for call, change in retried if change <= most]
-    return proved, [(call, change) for call, change in retried if change > most]

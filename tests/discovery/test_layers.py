@@ -86,8 +86,8 @@ BATCHES = list(np.random.default_rng(1).integers(0, 11, (2, 6, 8)))
 @pytest.fixture
 def search(monkeypatch: pytest.MonkeyPatch) -> Search:
     """`discover` on trees that count as large or as small, with the number of blocks in each instance searched."""
-    searched = Mock(wraps=reports._searched)
-    monkeypatch.setattr(reports, "_searched", searched)
+    searched = Mock(wraps=reports.search_instance)
+    monkeypatch.setattr(reports, "search_instance", searched)
 
     def found(fn: Any, tree: Any, large: bool) -> tuple[reports.Report, list[int]]:
         searched.reset_mock()

@@ -1,0 +1,74 @@
+"""Which entries of the leaves have an effect on the outputs, by their gradients and by new values.
+
+What is done with the others is not here: `instance` leaves them out of the search, `report` lists them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from gauge_optax.discovery.groups import STILL
+from gauge_optax.discovery.prove import Prover
+from gauge_optax.discovery.sketch import Leaves, root_mean_square
+
+_DEAD = 1e-11  # an entry of a leaf has no effect if its gradient, relative to the median of all entries, is smaller
+
+
+class Uncovered(NamedTuple):
+    """How many of a leaf's entries no batch reaches (`entries` of `of`), such as rows of an embedding or experts.
+
+    >>> Uncovered("table", 3, 7).entries
+    3
+    """
+
+    path: str
+    entries: int
+    of: int
+
+
+def unreached(
+    prover: Prover, squares: Leaves, noise: np.random.Generator
+) -> tuple[dict[str, np.ndarray], list[str], list[Uncovered], list[str]]:
+    """Classifies the entries without a gradient, by whether new values of them change the outputs all the same.
+
+    Args:
+      prover: measures how much new values change the outputs.
+      squares: sums of squared gradients by leaf.
+      noise: source of the new values.
+
+    Returns:
+      Masks of these entries by path; leaves without effect on the outputs; entries that no batch reaches; and, as text,
+      leaves whose new values do change the outputs.
+    """
+    masks = without_gradient(squares, prover.points[0])
+    dead, uncovered, rejected = list[str](), list[Uncovered](), list[str]()
+    for path, mask in masks.items():
+        if not mask.any():
+            continue
+        change = prover.change_of_entries(path, mask, noise, turn=bool(mask.all()))
+        if change > STILL:  # for example, stop_gradient hides a value from gradients and not from the outputs
+            which = "" if mask.all() else f" at {mask.sum()} of {mask.size} entries"
+            why = "stop_gradient?" if mask.all() else "dead units, stop_gradient?"
+            rejected.append(f"{path}: no gradient{which} ({why}), but its values move the outputs by {change:.1e}")
+        elif mask.all():
+            dead.append(path)
+        else:
+            uncovered.append(Uncovered(path, int(mask.sum()), mask.size))
+    return masks, dead, uncovered, rejected
+
+
+def without_gradient(squares: Leaves, point: Leaves) -> dict[str, np.ndarray]:
+    """Masks, by path, of the entries whose gradients are roundoff compared with the median over all entries.
+
+    Args:
+      squares: sums of squared gradients by leaf.
+      point: a point. Gradients are taken with respect to entries divided by the leaf's size there: that of a number of
+        1e12, which the function divides by as much, is no roundoff.
+    """
+    sizes = {path: root_mean_square(np.asarray(point[path])) or 1.0 for path in squares}
+    step = 1 + sum(x.size for x in squares.values()) // 4_000_000  # a sample of the entries gives the median
+    sample = np.concatenate([sizes[path] * np.sqrt(x.ravel()[::step]) for path, x in squares.items()])
+    typical = np.median(sample[sample > 0]) if (sample > 0).any() else 0.0
+    return {path: np.sqrt(x) <= _DEAD * typical / sizes[path] for path, x in squares.items()}

@@ -276,6 +276,10 @@ class Slice:
                     f"{block.shape}, the parameter's",
                     "pass gradients or updates of the very parameters that are passed as params",
                 )
+            if isinstance(leaves[block.path], jax.ShapeDtypeStruct):
+                raise binding_error(
+                    "gauges", f"a shape without values for '{block.path}'", "a jax.ShapeDtypeStruct", "an array",
+                    "pass arrays; jax.eval_shape(function, tree) computes shapes of results from shapes")
             if jnp.iscomplexobj(leaves[block.path]):  # a cast would drop the imaginary part
                 raise binding_error(
                     "gauges", f"a complex update for '{block.path}'", str(jnp.result_type(leaves[block.path])),

@@ -299,9 +299,10 @@ def at_once(function: Callable[..., Tree], static: tuple[Any, ...], *arrays: Any
     Run operation by operation, `init` would compile a hundred programs. On several devices the function runs like that
     all the same, so that every result is placed on the devices of its operands.
     """
-    leaves = [leaf for leaf in jax.tree.leaves(arrays) if isinstance(leaf, jax.Array)]
-    # Inside `jit` a new array is a tracer, even where `arrays` are constants.
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in (placeholder(), *leaves)):
+    leaves = [leaf for leaf in jax.tree.leaves(arrays) if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)]
+    # Inside `jit` a new array is a tracer, even where `arrays` are constants. Shapes without values, which no program
+    # takes, are named by what reads them.
+    if any(isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct) for leaf in (placeholder(), *leaves)):
         return function(*static, *arrays)
     if len({device for leaf in leaves for device in leaf.devices()}) > 1:
         return function(*static, *arrays)
@@ -553,6 +554,22 @@ def require_no_tracers(function: str, *trees: Any) -> None:
         raise binding_error(
             function, "called inside jit, vmap or grad", "tracers", "arrays, whose values it looks at",
             f"call {function} outside jit, with arrays")
+
+
+def require_no_shapes(function: str, *trees: Any) -> None:
+    """Raises ValueError for `jax.ShapeDtypeStruct` leaves, for a function that reads the values of arrays."""
+    for path, leaf in jax.tree.leaves_with_path(trees):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            where = jax.tree_util.keystr(path[1:], simple=True, separator="/")
+            raise binding_error(
+                function, f"a shape without values at '{where}'", "a jax.ShapeDtypeStruct", "an array",
+                f"call {function} with arrays")
+
+
+def require_arrays(function: str, *trees: Any) -> None:
+    """Raises ValueError for tracers and shapes, for a function that decides by the values of arrays."""
+    require_no_tracers(function, *trees)
+    require_no_shapes(function, *trees)
 
 
 def overflow_check(function: str, leaves: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], None]:

@@ -328,6 +328,9 @@ test_odd_arguments_are_refused = each_refused({
        for name in ("effective_rank", "smallest_singular_value", "dead_units", "axis_alignment")},
     "gram_evolution": (lambda: m.gram_evolution(Z, Z.real, Z.real, Z.real), "left.*complex64|complex numbers in left"),
     "gauge_fraction": (lambda: m.gauge_fraction(NET, G, {**STEP, "up": STEP["up"] * 1j}), "complex update for 'up'"),
+    **{f"{name} of shapes": (functools.partial(tool, jax.eval_shape(lambda: NET)), f"{name}: a shape without values")
+       for name, tool in (("canonicalize", lambda s: orbit.canonicalize(s, G)), ("gauges", lambda s: UNIT.read(s)),
+                          ("align", lambda s: orbit.align(NET, s, G)))},
     "untie": (lambda: orbit.untie({0: {"e": NET["up"]}, 1: NET["down"]}, "0/e", "head"), "keys that are no strings"),
 })  # fmt: skip
 

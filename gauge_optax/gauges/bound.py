@@ -20,7 +20,7 @@ from gauge_optax.errors import binding_error
 from gauge_optax.gauges.copies import Copy
 from gauge_optax.linalg import real_dtype, safe_divide
 from gauge_optax.parts.constants import ReadShift
-from gauge_optax.parts.part import Arrays, Part, changed
+from gauge_optax.parts.part import Arrays, Part, changed, name_of
 from gauge_optax.parts.stream import Stream
 from gauge_optax.slice import Elements, Frame, Slice
 from gauge_optax.transformation import require_key
@@ -385,3 +385,25 @@ def require_nonzero_norms(name: str, s: Slice, leaves: Mapping[str, Any]) -> Non
                 name, f"a norm that hides a channel, '{block.path}'", "a scale of zero", "scales that are not zero",
                 "take residual_rotation and norm_read_shift out of the list, or give the channel a small scale",
             )
+
+
+def require_readings_without_turns(name: str, s: Slice) -> None:
+    """Raises ValueError if a size is read from kernels behind a norm's scale that is not divided out of them.
+
+    A rotation of the stream changes the sizes of such kernels: γ⁻¹·Rᵀ·γ·W has other norms than W. Twins would have
+    different slice points.
+
+    Args:
+      name: the name of the public function, for messages.
+      s: the slice.
+    """
+    for turn, path in s.without_norm_scale:
+        behind = {block.path for scale, readers in turn.scales if scale.path == path for block in readers}
+        for part, anchor, _ in s.sizes:
+            if found := [block.path for block in anchor if block.path in behind]:
+                raise binding_error(
+                    name, f"the size of '{found[0]}' behind the norm's scale '{path}', which no norm_scale makes 1",
+                    f"{name_of(turn)}, and {name_of(part)} that is read from '{found[0]}'",
+                    f"a norm_scale that is read from '{path}'",
+                    f"add go.norm_scale of '{path}', and bind no scale_invariant of '{path}' but of a reader",
+                )

@@ -27,10 +27,14 @@ def unread(part: Part[Any], x: Arrays) -> jax.Array | None:
 
 @unread.register
 def _of_two_deficient_factors(part: Stretch, x: Arrays) -> jax.Array:
-    factors = [side.stacked(x) for side in (part.left, part.right)]
-    deficient = [~full_rank(triangular_factor(rows)) for rows in factors]
-    filled = [jnp.any(rows != 0, (-2, -1)) for rows in factors]
-    return jnp.sum(deficient[0] & deficient[1] & (filled[0] | filled[1]))
+    filled = [jnp.any(side.stacked(x) != 0, (-2, -1)) for side in (part.left, part.right)]
+    return jnp.sum(deficient(part, x) & (filled[0] | filled[1]))
+
+
+def deficient(part: Stretch, x: Arrays) -> jax.Array:
+    """Whether both factors of a head have less than full rank, (*shape): they determine no matrix."""
+    left, right = (~full_rank(triangular_factor(side.stacked(x))) for side in (part.left, part.right))
+    return left & right
 
 
 def heads_without_frame(

@@ -40,7 +40,7 @@ from gauge_optax.measure._metric import (
     require_frame,
     tangent_of,
 )
-from gauge_optax.transformation import require_count, require_key, require_no_tracers, require_scalar
+from gauge_optax.transformation import require_arrays, require_count, require_key, require_scalar
 from gauge_optax.xla import summed_apart
 
 _PER_DIMENSION = 100  # labels per parameter by default: the DDC paper asks for N ≥ 100·d labels
@@ -427,7 +427,7 @@ class Operator:
 
     def _finite(self, matrix: jax.Array) -> np.ndarray:
         """A matrix on the host. Raises ValueError under `jit`, and if there is a NaN or an infinity in it."""
-        require_no_tracers(self.name, matrix)
+        require_arrays(self.name, matrix)
         if not np.all(np.isfinite(host := np.asarray(matrix))):
             raise binding_error(
                 self.name, "a matrix that is not finite", "NaN or infinity", "numbers",
@@ -576,7 +576,7 @@ class Fisher(Operator):
             )
         if samples is not None:
             require_count("Fisher", "samples", samples, 1)
-        require_no_tracers("Fisher", params, batches, key)
+        require_arrays("Fisher", params, batches, key)
         arrays = _arrays("Fisher", params, batches, only)
         size = sum(x.size for x in arrays.leaves.values())
         if samples is not None and samples < _PER_DIMENSION * size:

@@ -19,10 +19,10 @@ from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.linalg import real_dtype
 from gauge_optax.testing import describe, tolerance
 from gauge_optax.transformation import (
+    require_arrays,
     require_count,
     require_differentiable,
     require_key,
-    require_no_tracers,
     require_scalar,
 )
 
@@ -118,7 +118,7 @@ def gauge_sensitivity(
     require_count(_NAME, "num_samples", num_samples, 1)
     require_count(_NAME, "steps", steps, 1)
     require_key(_NAME, key)
-    require_no_tracers(_NAME, params, key)
+    require_arrays(_NAME, params, key)
     require_differentiable(_NAME, params)
     twins = jax.jit(functools.partial(_twins, group, num_samples=num_samples, scale=scale))(params, key)
     value, motion, value_changes, motion_changes = _compare(tx, loss_fn, represent, steps, params, twins)

@@ -25,9 +25,10 @@ import jax
 import jax.numpy as jnp
 
 from gauge_optax.binding import leaf_shape, leaves_by_path, overlap
-from gauge_optax.errors import binding_error
-from gauge_optax.gauges.bound import require_nonzero_norms
+from gauge_optax.errors import binding_error, warn
+from gauge_optax.gauges.bound import require_nonzero_norms, require_readings_without_turns
 from gauge_optax.gauges.gauge import Element, Gauges, bind
+from gauge_optax.gauges.unread import no_frame, unread
 from gauge_optax.linalg import real_dtype, roundoff
 from gauge_optax.orbit.kinds import Stage, is_compact, is_constant, stage
 from gauge_optax.orbit.nearest import nearest
@@ -35,7 +36,7 @@ from gauge_optax.orbit.renumber import carried, matched, renumbers, responses
 from gauge_optax.parts.part import Arrays, Part, changed
 from gauge_optax.slice import Elements, Slice
 from gauge_optax.states.statistics import require_no_statistics_behind
-from gauge_optax.transformation import on_any_mesh, require_no_tracers
+from gauge_optax.transformation import on_any_mesh, require_arrays
 
 Fn = Callable[[Any, Any], Any]
 
@@ -84,7 +85,7 @@ def align(a: Any, b: Any, gauges: Gauges, batches: Sequence[Any] | None = None, 
     Reference: Git Re-Basin, §3.1 (activations) and §3.2 (weights). Deviations: not only permutations are aligned, but
       also rotations, scales and all other gauges; units are matched by derivatives in place of activations.
     """
-    require_no_tracers("align", a, b)
+    require_arrays("align", a, b)
     on_tree = bind(gauges, a)
     check_same_tree("align", a, b)
     for name, tree in (("a", a), ("b", b)):
@@ -97,8 +98,12 @@ def align(a: Any, b: Any, gauges: Gauges, batches: Sequence[Any] | None = None, 
     check_fn("align", batches, fn)
     s = on_tree.whole
     require_no_statistics_behind("align", s, b)
+    require_readings_without_turns("align", s)
     for params in (a, b):
         require_nonzero_norms("align", s, leaves_by_path(params))
+    for part in {part.label: part for part, _, _ in s.sizes}.values():
+        if count := max(int(unread(part, s.values(params)) or 0) for params in (a, b)):
+            warn(no_frame("align", part, count, "align does not move these heads"))
     known = _by_responses(s, a, b, list(batches or ()), fn) if fn is not None else {}
     reached = _from_slice(s, a, b, known)
     if reached.distance > _roundoff(reached.target):  # otherwise both compute one function: nothing can be nearer

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from gauge_optax.binding import leaves_by_path, shared_leaves, with_leaves
 from gauge_optax.errors import binding_error, warn
-from gauge_optax.gauges.bound import require_nonzero_norms
+from gauge_optax.gauges.bound import require_nonzero_norms, require_readings_without_turns
 from gauge_optax.gauges.gauge import Gauges, bind
 from gauge_optax.gauges.unread import no_frame, unread
 from gauge_optax.linalg import matmul, roundoff, unit_and_size
@@ -27,7 +27,7 @@ from gauge_optax.parts.permutation import Permutation
 from gauge_optax.parts.sizes import Factor, Stretch
 from gauge_optax.slice import Elements, Slice
 from gauge_optax.states.statistics import require_no_statistics_behind
-from gauge_optax.transformation import on_any_mesh, overflow_check
+from gauge_optax.transformation import on_any_mesh, overflow_check, require_no_shapes
 
 Params = TypeVar("Params")
 Basis = Literal["eigenbasis", "anchor", "stored"]
@@ -112,7 +112,9 @@ def canonicalize(
             )
 
     s, leaves = bind(gauges, params).whole, leaves_by_path(params)
+    require_no_shapes(_NAME, params)
     require_nonzero_norms(_NAME, s, leaves)
+    require_readings_without_turns(_NAME, s)
     require_no_statistics_behind(_NAME, s, params)
     s = s if signs else _without_signs(s)
     shared = shared_leaves(leaves) if donate else ()

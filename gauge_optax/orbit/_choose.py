@@ -25,7 +25,7 @@ from gauge_optax.gauges.gauge import Element, Gauge, Gauges, product
 from gauge_optax.linalg import real_dtype
 from gauge_optax.orbit.rotations import checked_element
 from gauge_optax.states.statistics import require_no_statistics_behind
-from gauge_optax.transformation import require_key, require_no_tracers, require_transformation
+from gauge_optax.transformation import require_arrays, require_key, require_transformation
 
 _NAME = "choose"
 _SMOOTHING = 0.9  # the weight of the old value in the running average by which a stochastic objective is judged
@@ -117,7 +117,7 @@ def choose(
     rotations.
     """
     group = product(gauges)
-    require_no_tracers(_NAME, params, state)
+    require_arrays(_NAME, params, state)
     if key is not None:
         require_key(_NAME, key)
     require_nonzero_norms(_NAME, group._bound(params).whole, leaves_by_path(params))

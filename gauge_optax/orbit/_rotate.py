@@ -27,7 +27,7 @@ from gauge_optax.gauges.gauge import Element, Gauges, product
 from gauge_optax.orbit.rotations import checked_element, on_leaf, random_rotation, with_blocks
 from gauge_optax.parts.part import changed
 from gauge_optax.slice import Elements
-from gauge_optax.transformation import on_any_mesh, overflow_check, own_settings, require_key, require_no_tracers
+from gauge_optax.transformation import on_any_mesh, overflow_check, own_settings, require_arrays, require_key
 from gauge_optax.xla import unseen
 
 Params = TypeVar("Params")
@@ -90,7 +90,7 @@ def rotate(
     Reference: QuaRot, §4, stages 1a and 1b; `Q = diag(±1)·H/√d`.
     """
     group = product(gauges)
-    require_no_tracers(_NAME, params)
+    require_arrays(_NAME, params)
     if key is not None:
         require_key(_NAME, key)
     before = None if fn is None else jax.tree.map(np.asarray, fn(params, batch))

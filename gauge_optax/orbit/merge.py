@@ -11,7 +11,7 @@ from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.orbit._align import align, check_same_tree
 from gauge_optax.states.statistics import require_no_statistics, require_no_statistics_behind
-from gauge_optax.transformation import in_computing_dtype, in_dtype_of, on_any_mesh, require_no_tracers
+from gauge_optax.transformation import in_computing_dtype, in_dtype_of, on_any_mesh, require_arrays
 
 Params = TypeVar("Params")
 
@@ -41,7 +41,7 @@ def distance(a: Any, b: Any, gauges: Gauges) -> float:
     >>> round(go.orbit.distance(a, b, gauge), 4)  # one function
     0.0
     """
-    require_no_tracers("distance", a, b)
+    require_arrays("distance", a, b)
     check_same_tree("distance", a, b)
     group = product(gauges)
     require_no_statistics_behind("distance", group._bound(a).whole, a)

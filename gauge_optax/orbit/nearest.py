@@ -17,6 +17,7 @@ import numpy as np
 
 from gauge_optax.binding import Block, overlap
 from gauge_optax.gauges.by_action import OfUser
+from gauge_optax.gauges.unread import deficient
 from gauge_optax.linalg import (
     inverse,
     matmul,
@@ -105,10 +106,12 @@ def _nearest_stretch(part: Stretch, target: Arrays, point: Arrays, others: Seque
     It is found by Gauss–Newton steps, each with a line search, from the best of three starts.
 
     The starts are the identity, the least-squares solution of the left side alone, and that of the right side alone.
-    Starts at other rotations are not needed, because `align` has rotated the same heads before.
+    Starts at other rotations are not needed, because `align` has rotated the same heads before. A head that determines
+    no matrix (`deficient`) stays: a least-squares solution would have entries of any size.
     """
     grams = [side.gram(point, x) for side in (part.left, part.right) for x in (point, target)]
-    return _nearest_matrix(*grams)
+    stays = (deficient(part, point) | deficient(part, target))[..., None, None, None]
+    return jnp.where(stays, part.identity(), _nearest_matrix(*grams))
 
 
 @nearest.register

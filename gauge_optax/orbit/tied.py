@@ -14,7 +14,7 @@ import numpy as np
 
 from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error
-from gauge_optax.transformation import overflow_check, require_no_tracers
+from gauge_optax.transformation import overflow_check, require_arrays
 
 _NAME = "untie"
 
@@ -53,7 +53,7 @@ def untie(
     Reference: SpinQuant (Liu et al. 2024), §3, unties the head before it rotates; QuaRot, §4, folds norms' scales.
     """
     leaves = leaves_by_path(params)
-    require_no_tracers(_NAME, params)
+    require_arrays(_NAME, params)
     for argument, path in (("table", table), ("scale", scale), ("bias", bias)):
         if path is not None and path not in leaves:
             raise binding_error(

@@ -32,6 +32,7 @@ from gauge_optax.transformation import (
     on_any_mesh,
     own_settings,
     recording,
+    require_arrays,
     require_gradients,
     require_no_tracers,
     require_params,
@@ -147,7 +148,8 @@ def check(
     require_params("check", params)
     require_values("check", params)
     require_gradients("check", grads)
-    require_no_tracers("check", params, grads, state)
+    require_arrays("check", params, grads)
+    require_no_tracers("check", state)
     jax.block_until_ready((state, params, grads))
     _require_finite(grads)
     _require_seen(tx, state)

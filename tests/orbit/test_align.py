@@ -181,3 +181,14 @@ test_errors_say_what_to_write = each_refused([
     (lambda: go.orbit.average(TREE, UNIT), "average: no list of trees"),
     (lambda: align(TREE, TREE), "no gauges"),
 ])
+
+
+def test_heads_that_determine_no_matrix_stay(x64: None) -> None:
+    """Heads of six dimensions on a stream of four: the matrix had entries of any size, and the distance was NaN."""
+    gauge = go.head_linear({"v": "_ basis", "b": "basis"}, {"o": "basis _"})
+    a = {"v": np.ones((4, 6)) + np.eye(4, 6), "b": np.ones(6), "o": np.ones((6, 4)) - np.eye(6, 4)}
+    b = gauge.act(gauge.sample(jax.random.key(0), a, 0.3), a)
+    with pytest.warns(UserWarning, match=r"(?s)align: no frame for heads of 'v'.*align does not move these heads"):
+        back = gauge.act(go.orbit.align(a, b, gauge), b)
+    for name in ("v", "b"):
+        np.testing.assert_allclose(back[name] @ back["o"], a[name] @ a["o"], rtol=1e-9)

@@ -51,6 +51,8 @@ HEADS = {"query": "_ head basis", "key": "_ head basis"}
     pytest.param("rescale/channel", go.rescale(UP, DOWN), "up/kernel, down", id="a bias left behind"),
     pytest.param("rescale/degree_2", go.rescale(UP | {"up/bias": "channel"}, DOWN), "up/kernel, up/bias, down",
                  id="another degree"),
+    pytest.param("rescale/channel", go.norm_scale(UP | {"up/bias": "channel"}, DOWN), "up/kernel, up/bias, down",
+                 id="negative factors before a ReLU"),
     pytest.param("scale_invariant/kernel", go.logit_shift({"kernel": "_ _ vocab"}), "kernel", id="no softmax"),
 ])
 @pytest.mark.parametrize("dtype", ["float64", "float32"])

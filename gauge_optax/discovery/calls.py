@@ -137,6 +137,10 @@ class Call:
             blocks[path] = joined(blocks.get(path), axes)
         return dataclasses.replace(self, kind=_TURNING[self.kind], roles={"blocks": blocks})
 
+    def positive(self) -> Call:
+        """The call of a `norm_scale`, whose factors may be negative, as one whose factors are positive."""
+        return Call("rescale", {"up": self.roles["scale"], "down": self.roles["into"]}, {}, self.sizes)
+
     def readable(self, params: Any) -> tuple[Call, ...]:
         """Calls for the part of the group that can be read from the leaves; () if this is the whole group.
 

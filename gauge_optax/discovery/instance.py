@@ -172,7 +172,7 @@ class _Search:
         prover, trace, near = self._prover, self._trace, self._near
         # A norm's gauge is to have the norm's scale as its anchor, and not the bias, which may be zero.
         positive = {path for path, x in self._leaves.items() if (x > 0).all() or path not in trace.added}
-        claims, unwritten = _claims(exact, trace, positive)
+        claims, unwritten = _claims(exact, trace, positive, prover)
         for reason, symmetry in unwritten:
             if prover.change([symmetry.moved(point, self._rng(20)) for point in prover.points]) <= STILL:
                 self.ungauged.setdefault(reason, []).append(", ".join(sorted(symmetry.paths)))
@@ -184,7 +184,7 @@ class _Search:
         little = [call for call, change in failed if change <= 10 * near]
         almost = [claim for claim in claims if any(claim.call is call for call in little)]
         self.rejected += [refuted(call, change, prover) for call, change in failed if change > 10 * near]
-        larger, _ = _claims(close, trace, positive)
+        larger, _ = _claims(close, trace, positive, prover)
         almost = [claim for claim in almost if not any(claim.call.within(one.call) for one in larger)]
         nearly, _ = _proved(prover, [*almost, *larger], 10 * near, self._rng(6))
         return proved, nearly
@@ -294,7 +294,7 @@ def _additions(
     for path, axes in shifts.constants():
         if any(path in paths and hidden & set(paths) for paths in traded):
             continue  # two gauges make this move: one moves the constant to a second leaf, and there a norm hides it
-        kind = "one constant on all entries of a table, which a centred norm and a softmax hide"
+        kind = "one constant on all entries, which norms that subtract a mean, or a softmax, hide"
         call = Call("norm_write_shift", {"tied": {path: axes}}) if axes else None
         additions.append(_Addition(kind, path, call, functools.partial(_raised, path)))
     unread = [offsets.unread_bias_call(trace, path, mask) for path, mask in dead.items() if mask.any()]
@@ -334,7 +334,7 @@ def refuted(call: Call, change: float, prover: Prover) -> str:
 
 
 def _claims(
-    symmetries: Sequence[Symmetry], trace: Trace, positive: set[str]
+    symmetries: Sequence[Symmetry], trace: Trace, positive: set[str], prover: Prover
 ) -> tuple[list[_Claim], list[tuple[str, Symmetry]]]:
     """Symmetries as claims, and those that have no gauge, each with the reason."""
     claims, unwritten = [], list[tuple[str, Symmetry]]()
@@ -345,8 +345,11 @@ def _claims(
             call = written(symmetry, trace.layer_spaces(), positive)
         except Unwritable as reason:
             unwritten.append((str(reason), symmetry))
-        else:
+            continue
+        if (misfit := prover.misfit(call)) is None:
             claims.append(_Claim(call, exponents, symmetry.residual))
+        else:  # for example a recurrent kernel, whose two axes have one scale
+            unwritten.append((f"a move that no gauge can bind ({misfit})", symmetry))
     return claims, unwritten
 
 
@@ -355,7 +358,8 @@ def _proved(
 ) -> tuple[list[Held], list[tuple[Call, float]]]:
     """Gauges whose finite moves change the outputs by at most `most`, and the calls of the others with their change.
 
-    Claims for several layers are merged into one gauge first. If this fails, they are proved one by one.
+    Claims for several layers are merged into one gauge first. If this fails, they are proved one by one. A norm's scale
+    in front of a ReLU takes positive factors alone.
     """
     evidence = {id(claim.call): claim for claim in claims}
 
@@ -371,4 +375,11 @@ def _proved(
     retried = list(zip(again, prover.changes(again, rng), strict=True))
     proved = [held(*pair, change) for pair, change in zip(merged, changes, strict=True) if change <= most]
     proved += [held(call, [call], change) for call, change in retried if change <= most]
-    return proved, [(call, change) for call, change in retried if change > most]
+    failed = [(call, change) for call, change in retried if change > most]
+    if scales := [call for call, _ in failed if call.kind == "norm_scale"]:
+        positive = [evidence[id(call)]._replace(call=call.positive()) for call in scales]
+        more, still = _proved(prover, positive, most, rng)
+        refused = {id(call) for call, _ in still}
+        kept = {id(call) for call, claim in zip(scales, positive, strict=True) if id(claim.call) not in refused}
+        proved, failed = proved + more, [(call, change) for call, change in failed if id(call) not in kept]
+    return proved, failed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -20,6 +21,7 @@ from gauge_optax.discovery.calls import Call, bound_copies
 from gauge_optax.discovery.groups import STILL
 from gauge_optax.discovery.sketch import Function, Gradients, Leaves, finite_points, masked, root_mean_square
 from gauge_optax.gauges.gauge import Gauge, product
+from gauge_optax.gauges.scale import with_signs
 from gauge_optax.xla import quick_options
 
 _NOTICED = 1e-5  # a move proves something only if noise of its size changes the outputs by more than this, relatively
@@ -201,7 +203,7 @@ class Prover:
                 e = gauge.sample(k, tree)
                 if gauge.name in _FACTORS:
                     e = jax.tree.map(lambda x: jnp.where(far == 0.0, x, jnp.copysign(math.log(_FAR), x) * far), e)
-                before, moved = leaves_by_path(tree), leaves_by_path(gauge.act(e, tree))
+                before, moved = leaves_by_path(tree), leaves_by_path(gauge.act(with_signs(gauge, e), tree))
                 out.append({path: moved[path] for path in leaves if moved[path] is not before[path]})
             return out
 
@@ -270,14 +272,17 @@ class Prover:
 
         return along
 
+    def misfit(self, call: Call) -> str | None:
+        """Why the gauge of a call does not fit the tree; None where it does."""
+        try:
+            call.gauge().dim(self._params)
+        except ValueError as error:
+            return str(error).splitlines()[0]
+        return None
+
     def _bound(self, call: Call) -> Gauge | None:
         """The gauge of a call; None where it does not fit the tree."""
-        try:
-            gauge = call.gauge()
-            gauge.dim(self._params)
-        except ValueError:
-            return None
-        return gauge
+        return None if self.misfit(call) else call.gauge()
 
     def same_leaves(self, merged: Call, group: Sequence[Call]) -> bool:
         """Whether a merged call binds the same leaves, and as often, as the calls that it replaces."""
@@ -304,7 +309,7 @@ class Prover:
         # both move the query's kernel.
         for k in sorted(range(len(held)), key=lambda k: (not _is_one_matrix(held[k].call), -k)):
             one, before, after = held[k], held[:k], held[k + 1 :]
-            for other in _with_other_anchors(one):
+            for other in itertools.chain(_with_other_anchors(one), _on_readers(one, [*before, *after])):
                 if self._refusal([*before, other, *after]) is None:
                     return [*before, other, *after], []
             if dropped is None and self._refusal([*before, *after]) is None:
@@ -367,3 +372,20 @@ def _is_one_matrix(call: Call) -> bool:
 def _with_other_anchors(one: Held) -> Iterator[Held]:
     for call in one.call.alternatives():
         yield one._replace(call=call, gauge=call.gauge())
+
+
+def _on_readers(one: Held, others: Sequence[Held]) -> Iterator[Held]:
+    """The scale of a norm's parameters as a whole, as that of the kernels that read the norm instead.
+
+    With the norm's own gauge among `others` both are the same. A rotation of the stream needs this one, because the
+    norm's gauge is read from the norm's scale.
+    """
+    if one.call.kind != "scale_invariant":
+        return
+    whole = dict.fromkeys(one.call.paths, "_")
+    for norm in (other.call for other in others if other.call.kind == "norm_scale"):
+        if whole == dict(one.call.roles["blocks"]) and whole.keys() == norm.roles["scale"].keys():
+            blocks = {path: str(axes).replace("channel", "_") for path, axes in norm.roles["into"].items()}
+            call = Call("scale_invariant", {"blocks": blocks}, {}, norm.sizes)
+            with contextlib.suppress(ValueError):
+                yield one._replace(call=call, gauge=call.gauge(), exponents=dict.fromkeys(blocks, 1.0))

@@ -395,9 +395,10 @@ def _thinned(rows: np.ndarray, i: int, j: int) -> bool:
 
 
 def _moved_along(terms: Sequence[Term], asleep: Sequence[Column]) -> tuple[Term, ...]:
-    """Terms for pieces without effect that should move along with a live piece, as a key bias with its kernel.
+    """Terms for pieces without effect that should move along with a live kernel, as a key bias does.
 
-    The two are in one module, and the group acts on the same part of their axes.
+    The two are in one module, and the group acts on the same part of their axes. If a kernel has the space on a second
+    axis too, as between two layers of a stream, a bias before a BatchNorm may belong to either, and stays.
     """
 
     def parent(piece: Piece) -> tuple[Any, ...]:
@@ -406,7 +407,13 @@ def _moved_along(terms: Sequence[Term], asleep: Sequence[Column]) -> tuple[Term,
         parts = [(w.start, w.stop, *((atom.size, atom.pick, atom.span) for atom in w.atoms)) for w in windows]
         return piece.view.module, *parts
 
-    exponents = {(parent(t.piece), t.mode): t.exponent for t in terms}
+    def on_one_axis(piece: Piece) -> bool:
+        moved = {axis for axis, _ in piece.places}
+        spaces = [{atom.space for k, w in enumerate(piece.view.windows) if (k in moved) == on for atom in w.atoms}
+                  for on in (True, False)]
+        return not (spaces[0] & spaces[1]) - {None}
+
+    exponents = {(parent(t.piece), t.mode): t.exponent for t in terms if not t.piece.vector and on_one_axis(t.piece)}
     taken = {(t.piece.path, parent(t.piece)) for t in terms}
     out: dict[Piece, Term] = {}
     for piece, mode in asleep:

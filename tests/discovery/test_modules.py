@@ -20,7 +20,7 @@ MLP = [
 ]
 SHIFT = go.logit_shift({"down/kernel": "_ vocab", "down/bias": "vocab"})
 NET = [go.rescale({"up/kernel": "_ channel", "up/bias": "channel"}, {"down/kernel": "channel _"}), SHIFT]
-NORMED = [go.norm_scale({"norm/scale": "channel", "norm/bias": "channel"}, {"down/kernel": "channel _"}), SHIFT]
+NORMED = [go.rescale({"norm/scale": "channel", "norm/bias": "channel"}, {"down/kernel": "channel _"}), SHIFT]
 split: Any = nnx.split  # mypy cannot unpack its results
 
 

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import gauge_optax as go
-from gauge_optax.discovery import checks, prove, report, sketch
+from gauge_optax.discovery import checks, instance, prove, reach, report, sketch
 from gauge_optax.discovery.report import Report
 from tests import refusals
 from tests.discovery.axes_nets import attention, flat
@@ -137,7 +137,7 @@ def test_a_maximum_behind_a_norm_has_gradients(shape: tuple[int, ...]) -> None:
     params = {"in": normal(D, 5), "scale": np.ones(5), "bias": 0.1 * normal(5), "out": normal(5, 3)}
     batches = list(RNG.normal(size=(2, *shape, D)))
     report = found(fn, params, batches)
-    assert [own.gauge.name for own in report.held] == ["norm_scale", "norm_write_shift"] and not report.rejected
+    assert [own.gauge.name for own in report.held] == ["rescale", "norm_write_shift"] and not report.rejected
     with jax.enable_x64(True):
         tx, key = go.quotient(optax.adamw(1e-2), report.gauges), jax.random.key(0)
         loss = lambda p: jnp.mean(jnp.square(fn(p, batches[0])))  # noqa: E731
@@ -219,7 +219,7 @@ def test_an_encoder_as_wide_as_its_table_is_long_says_nothing_of_logits() -> Non
 def test_a_start_of_zeros_or_ones_makes_no_symmetry(start: float, monkeypatch: pytest.MonkeyPatch) -> None:
     params = {"up": {"kernel": normal(D, 5), "bias": np.zeros(5)}, "down": {"kernel": np.full((5, 3), start)}}
     check(mlp, params, BATCHES, [RELU], outputs="loss")
-    monkeypatch.setattr(report, "generic_point", lambda leaves, rng, signed=(): dict(leaves))
+    monkeypatch.setattr(instance, "generic_point", lambda leaves, rng, signed=(): dict(leaves))
     blind = found(mlp, params)
     assert blind.dead or blind.rejected or blind.ungauged or blind.gauges != [RELU]
 
@@ -253,7 +253,7 @@ def test_rows_that_no_batch_reaches_are_uncovered_and_not_dead(monkeypatch: pyte
     got = found(fn, params | {"unused": normal(4)}, batches)
     assert [(u.path, u.entries, u.of) for u in got.uncovered] == [("embed", (V - 4) * D, V * D)]
     assert got.dead == ("unused",) and "56 of 88 entries of embed" in str(got)
-    monkeypatch.setattr(report, "_DEAD", -1.0)
+    monkeypatch.setattr(reach, "_DEAD", -1.0)
     assert not found(fn, params, batches).uncovered
 
 
@@ -295,6 +295,74 @@ def test_eps_is_nearly_with_its_figure() -> None:
     assert not found(fn, params, near=0).nearly
     exact = check(lambda p, x: fn(p, x, 0.0), params, BATCHES, [go.scale_invariant({"w": "_ _"}), turn], outputs="loss")
     assert not exact.nearly and not exact.rejected
+
+
+def test_a_scale_before_a_relu_takes_no_negative_factor() -> None:
+    """`norm_scale` has negative ones: the canonical form of a negative scale was another function."""
+
+    def fn(p: Any, x: Any, act: Any = jax.nn.relu) -> jax.Array:
+        y = x @ p["w"]
+        return act(y / jnp.sqrt(jnp.mean(y * y, -1, keepdims=True)) * p["scale"] + p["bias"]) @ p["out"]
+
+    params = {"w": normal(D, 5), "scale": np.array([1, -2, 1, -1, 2.0]), "bias": normal(5), "out": normal(5, 3)}
+    got, linear = found(fn, params), found(lambda p, x: fn(p, x, lambda y: y), params)
+    assert [gauge.name for gauge in got.gauges] == ["scale_invariant", "rescale"] and not got.rejected
+    assert "norm_scale" in [gauge.name for gauge in linear.gauges]
+    moved = go.orbit.canonicalize(params, got.gauges)
+    np.testing.assert_allclose(fn(moved, BATCHES[0]), fn(params, BATCHES[0]), rtol=1e-5)
+
+
+def test_a_dead_bias_between_two_layers_of_a_stream_stays() -> None:
+    """In front of a BatchNorm that trains. It moved with the inputs of its kernel, and an evaluation noticed."""
+
+    def norm(y: jax.Array, p: Any) -> jax.Array:
+        y = y - y.mean((0, 1), keepdims=True)
+        return y / jnp.sqrt((y * y).mean((0, 1), keepdims=True)) * p["scale"]
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        x = jax.nn.relu(norm(x @ p["in"], p["norm"]))
+        return jax.nn.relu(x + norm(x @ p["b"]["kernel"] + p["b"]["bias"], p["b"])).mean(1) @ p["out"]
+
+    block = {"kernel": normal(4, 4), "bias": normal(4), "scale": normal(4)}
+    params = {"in": normal(3, 4), "norm": {"scale": normal(4)}, "b": block, "out": normal(4, 5)}
+    report = found(fn, params, list(RNG.normal(size=(2, 6, 5, 3))))
+    assert "b/bias" in report.dead
+    assert go.rescale({"b/scale": "channel", "norm/scale": "channel"},
+                      {"b/kernel": "channel _", "out": "channel _"}) in report.gauges
+
+
+def test_a_rotation_of_a_stream_beside_a_scale_of_its_readers() -> None:
+    """As in CLIP. The scale was that of the norm's scale as a whole, with which no rotation could be read."""
+    params, batches = {"emb": normal(9, 6), "g": normal(6), "w": normal(6, 4)}, list(RNG.integers(0, 9, (2, 8, 4)))
+
+    def fn(p: Any, t: Any) -> jax.Array:
+        x = p["emb"][t] - p["emb"][t].mean(-1, keepdims=True)
+        y = (x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True)) * p["g"]) @ p["w"]
+        return y / jnp.sqrt(jnp.mean(y * y, -1, keepdims=True)) @ jnp.asarray(ROWS)
+
+    report = found(fn, params, batches)
+    assert "residual_rotation" in [g.name for g in report.whole] and not report.rejected
+    assert go.scale_invariant({"w": "_ _"}) in report.gauges
+    wrong = [go.scale_invariant({"g": "_"}), *(g for g in report.whole if g.name != "scale_invariant")]
+    for tool in (lambda: go.orbit.canonicalize(params, wrong), lambda: go.orbit.align(params, params, wrong)):
+        with pytest.raises(ValueError, match="the size of 'w' behind the norm's scale 'g'"):
+            tool()
+
+
+ROWS = normal(4, 7)
+
+
+def test_units_that_feed_themselves_have_a_scale_without_a_gauge() -> None:
+    """It was rejected, as if it moved the outputs by infinity."""
+    params = {"in": normal(D, 5), "again": normal(5, 5), "out": normal(5, 3)}
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        h = jax.nn.relu(x @ p["in"])
+        return jax.nn.relu(h @ p["again"] + x @ p["in"]) @ p["again"] @ p["out"]
+
+    report = found(fn, params)
+    assert not report.gauges and not report.rejected
+    assert list(report.ungauged.values()) == [("again, in, out",)] and "overlapping blocks on 'again'" in str(report)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -18,8 +18,8 @@ import optax
 
 from gauge_optax.binding import leaves_by_path, match
 from gauge_optax.errors import binding_error
+from gauge_optax.gauges.disconnected import disconnected
 from gauge_optax.gauges.gauge import Gauge, Gauges, Product, product
-from gauge_optax.gauges.scale import with_signs
 from gauge_optax.parts.part import Arrays
 from gauge_optax.transformation import require_arrays, require_differentiable, require_key
 from gauge_optax.xla import quick_options, unfused_options
@@ -66,8 +66,9 @@ def assert_invariant(
 ) -> None:
     """Asserts that a random element of every gauge, and of their product, does not change the loss.
 
-    Half of the factors of a `norm_scale` are negative. If an element moves no weight, another one is drawn, up to 20
-    times. A gauge passes if none of them moves a weight, such as a permutation of one head.
+    Half of the factors of a `norm_scale` are negative, and half of the matrices of a `head_rotation` are reflections.
+    If an element moves no weight, another one is drawn, up to 20 times. A gauge passes if none of them moves a weight,
+    such as a permutation of one head.
 
     Args:
       loss_fn: a function of params that returns a scalar, or an array or tree of outputs. Logits show more errors than
@@ -119,11 +120,11 @@ def assert_invariant(
 
 
 def _random_twin(gauge: Gauge, scale: float, key: jax.Array, params: Any) -> Any:
-    """Weights moved by a random element, with negative factors where a gauge has them."""
+    """Weights moved by a random element that is not connected with the identity, where a gauge has such."""
     element = gauge.sample(key, params, scale)
     if not isinstance(gauge, Product):
-        return gauge.act(with_signs(gauge, element), params)
-    signed = (with_signs(one, x) for one, x in zip(gauge.gauges, element, strict=True))
+        return gauge.act(disconnected(gauge, element), params)
+    signed = (disconnected(one, x) for one, x in zip(gauge.gauges, element, strict=True))
     return gauge.act(tuple(signed), params)
 
 

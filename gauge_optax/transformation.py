@@ -299,12 +299,12 @@ def at_once(function: Callable[..., Tree], static: tuple[Any, ...], *arrays: Any
     Run operation by operation, `init` would compile a hundred programs. On several devices the function runs like that
     all the same, so that every result is placed on the devices of its operands.
     """
-    leaves = [leaf for leaf in jax.tree.leaves(arrays) if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)]
+    leaves = jax.tree.leaves(arrays)
     # Inside `jit` a new array is a tracer, even where `arrays` are constants. Shapes without values, which no program
     # takes, are named by what reads them.
     if any(isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct) for leaf in (placeholder(), *leaves)):
         return function(*static, *arrays)
-    if len({device for leaf in leaves for device in leaf.devices()}) > 1:
+    if len({device for leaf in leaves if isinstance(leaf, jax.Array) for device in leaf.devices()}) > 1:
         return function(*static, *arrays)
     return _program(function)(static, *arrays)
 

@@ -137,9 +137,25 @@ class Call:
             blocks[path] = joined(blocks.get(path), axes)
         return dataclasses.replace(self, kind=_TURNING[self.kind], roles={"blocks": blocks})
 
-    def positive(self) -> Call:
-        """The call of a `norm_scale`, whose factors may be negative, as one whose factors are positive."""
-        return Call("rescale", {"up": self.roles["scale"], "down": self.roles["into"]}, {}, self.sizes)
+    def connected(self, params: Any) -> Call | None:
+        """The call for the elements that are connected with the identity; None where no gauge has these alone.
+
+        A factor of `norm_scale` may be negative, and an element of `head_rotation` may be a reflection.
+
+        Args:
+          params: the tree that the gauge binds to; shapes are enough.
+
+        >>> call = Call("head_rotation", {"blocks": {"re_and_im": "_ basis"}})
+        >>> call.connected({"re_and_im": jnp.ones((3, 2))}).kind
+        'rope_torus'
+        """
+        if self.kind == "norm_scale":
+            return Call("rescale", {"up": self.roles["scale"], "down": self.roles["into"]}, {}, self.sizes)
+        if self.kind != "head_rotation":
+            return None
+        blocks = [block for _, _, blocks in bound_copies(self.gauge(), params) for block in blocks]
+        planar = all(block.view_shape[block.labels.index(BASIS)] == 2 for block in blocks)
+        return dataclasses.replace(self, kind="rope_torus", options={"pairing": "half"}) if planar else None
 
     def readable(self, params: Any) -> tuple[Call, ...]:
         """Calls for the part of the group that can be read from the leaves; () if this is the whole group.

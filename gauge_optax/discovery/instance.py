@@ -174,8 +174,7 @@ class _Search:
         positive = {path for path, x in self._leaves.items() if (x > 0).all() or path not in trace.added}
         claims, unwritten = _claims(exact, trace, positive, prover)
         for reason, symmetry in unwritten:
-            if prover.change([symmetry.moved(point, self._rng(20)) for point in prover.points]) <= STILL:
-                self.ungauged.setdefault(reason, []).append(", ".join(sorted(symmetry.paths)))
+            self._without_gauge(reason, symmetry)
         for places, residual in self._shifts.solve(softmax=True):
             claims.append(_Claim(shift_call(places), {view.path: 1.0 for view, _ in places}, residual))
         proved, failed = _proved(prover, claims, STILL, self._rng(5))
@@ -183,11 +182,22 @@ class _Search:
         # the gauges are tried again as near symmetries.
         little = [call for call, change in failed if change <= 10 * near]
         almost = [claim for claim in claims if any(claim.call is call for call in little)]
-        self.rejected += [refuted(call, change, prover) for call, change in failed if change > 10 * near]
+        turning = {id(claim.call): claim.symmetry for claim in claims if claim.call.kind == "head_rotation"}
+        self.rejected += [
+            refuted(call, change, prover) for call, change in failed if change > 10 * near
+            if not self._without_gauge("rotations whose reflections are no symmetries", turning.get(id(call)))]
         larger, _ = _claims(close, trace, positive, prover)
         almost = [claim for claim in almost if not any(claim.call.within(one.call) for one in larger)]
         nearly, _ = _proved(prover, [*almost, *larger], 10 * near, self._rng(6))
         return proved, nearly
+
+    def _without_gauge(self, reason: str, symmetry: Symmetry | None) -> bool:
+        """Lists a symmetry in `ungauged` if a finite move confirms it; returns whether."""
+        points = self._prover.points
+        if symmetry is None or self._prover.change([symmetry.moved(x, self._rng(20)) for x in points]) > STILL:
+            return False
+        self.ungauged.setdefault(reason, []).append(", ".join(sorted(symmetry.paths)))
+        return True
 
     def proved_of_stream(
         self, proved: Sequence[Held], exact: Sequence[Symmetry], masks: Mapping[str, np.ndarray]
@@ -230,11 +240,12 @@ class _Search:
 
 
 class _Claim(NamedTuple):
-    """A gauge before its proof; `exponents` and `residual` are those of `Held`."""
+    """A gauge before its proof; `exponents` and `residual` are those of `Held`. It is written for `symmetry`."""
 
     call: Call
     exponents: Mapping[str, float]
     residual: float
+    symmetry: Symmetry | None = None
 
 
 def in_order(held: Sequence[Held]) -> list[Held]:
@@ -347,7 +358,7 @@ def _claims(
             unwritten.append((str(reason), symmetry))
             continue
         if (misfit := prover.misfit(call)) is None:
-            claims.append(_Claim(call, exponents, symmetry.residual))
+            claims.append(_Claim(call, exponents, symmetry.residual, symmetry))
         else:  # for example a recurrent kernel, whose two axes have one scale
             unwritten.append((f"a move that no gauge can bind ({misfit})", symmetry))
     return claims, unwritten
@@ -358,8 +369,8 @@ def _proved(
 ) -> tuple[list[Held], list[tuple[Call, float]]]:
     """Gauges whose finite moves change the outputs by at most `most`, and the calls of the others with their change.
 
-    Claims for several layers are merged into one gauge first. If this fails, they are proved one by one. A norm's scale
-    in front of a ReLU takes positive factors alone.
+    Claims for several layers are merged into one gauge first. If this fails, they are proved one by one, and then for
+    the elements that are connected with the identity: a norm's scale in front of a ReLU takes positive factors alone.
     """
     evidence = {id(claim.call): claim for claim in claims}
 
@@ -376,10 +387,9 @@ def _proved(
     proved = [held(*pair, change) for pair, change in zip(merged, changes, strict=True) if change <= most]
     proved += [held(call, [call], change) for call, change in retried if change <= most]
     failed = [(call, change) for call, change in retried if change > most]
-    if scales := [call for call, _ in failed if call.kind == "norm_scale"]:
-        positive = [evidence[id(call)]._replace(call=call.positive()) for call in scales]
-        more, still = _proved(prover, positive, most, rng)
+    if smaller := {id(call): one for call, _ in failed if (one := prover.connected(call)) is not None}:
+        more, still = _proved(prover, [evidence[k]._replace(call=one) for k, one in smaller.items()], most, rng)
         refused = {id(call) for call, _ in still}
-        kept = {id(call) for call, claim in zip(scales, positive, strict=True) if id(claim.call) not in refused}
+        kept = {k for k, one in smaller.items() if id(one) not in refused}
         proved, failed = proved + more, [(call, change) for call, change in failed if id(call) not in kept]
     return proved, failed

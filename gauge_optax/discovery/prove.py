@@ -20,8 +20,8 @@ from gauge_optax.discovery import checks
 from gauge_optax.discovery.calls import Call, bound_copies
 from gauge_optax.discovery.groups import STILL
 from gauge_optax.discovery.sketch import Function, Gradients, Leaves, finite_points, masked, root_mean_square
+from gauge_optax.gauges.disconnected import disconnected
 from gauge_optax.gauges.gauge import Gauge, product
-from gauge_optax.gauges.scale import with_signs
 from gauge_optax.xla import quick_options
 
 _NOTICED = 1e-5  # a move proves something only if noise of its size changes the outputs by more than this, relatively
@@ -203,7 +203,7 @@ class Prover:
                 e = gauge.sample(k, tree)
                 if gauge.name in _FACTORS:
                     e = jax.tree.map(lambda x: jnp.where(far == 0.0, x, jnp.copysign(math.log(_FAR), x) * far), e)
-                before, moved = leaves_by_path(tree), leaves_by_path(gauge.act(with_signs(gauge, e), tree))
+                before, moved = leaves_by_path(tree), leaves_by_path(gauge.act(disconnected(gauge, e), tree))
                 out.append({path: moved[path] for path in leaves if moved[path] is not before[path]})
             return out
 
@@ -279,6 +279,10 @@ class Prover:
         except ValueError as error:
             return str(error).splitlines()[0]
         return None
+
+    def connected(self, call: Call) -> Call | None:
+        """`Call.connected`, of a call that fits the tree."""
+        return None if self.misfit(call) else call.connected(self._params)
 
     def _bound(self, call: Call) -> Gauge | None:
         """The gauge of a call; None where it does not fit the tree."""

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from gauge_optax.binding import Axes, Matched
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.copies import Copy, Effect, drawn, part_label
-from gauge_optax.gauges.gauge import BlockGauge, Gauge, block_gauge
+from gauge_optax.gauges.gauge import BlockGauge, block_gauge
 from gauge_optax.parts.sizes import Factor
 
 
@@ -242,22 +242,3 @@ class StreamScale(Scale):
 
     joined: ClassVar[bool] = True
     breaks: ClassVar[str] = "the eps of a norm, a writer that is not listed, or a reader that is no norm"
-
-
-def with_signs(gauge: Gauge, element: Any) -> Any:
-    """An element of `norm_scale` with every other factor negative; the element of another gauge as it is.
-
-    `sample` draws positive factors. A proof needs negative ones: behind a ReLU only positive ones hold.
-
-    >>> gauge = go.norm_scale({"scale": "channel"}, {"kernel": "channel _"})
-    >>> from_log(with_signs(gauge, {"": jnp.log(jnp.array([2.0, 4.0]))})[""]).round(3).tolist()
-    [-2.0, 4.0]
-    """
-    if gauge.name != "norm_scale":
-        return element
-
-    def signed(log: jax.Array) -> jax.Array:
-        turned = jnp.arange(log.size).reshape(log.shape) % 2 == 0
-        return jax.lax.complex(log, jnp.where(turned, math.pi, 0.0).astype(log.dtype))
-
-    return jax.tree.map(signed, element)

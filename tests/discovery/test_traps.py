@@ -309,7 +309,23 @@ def test_a_scale_before_a_relu_takes_no_negative_factor() -> None:
     assert [gauge.name for gauge in got.gauges] == ["scale_invariant", "rescale"] and not got.rejected
     assert "norm_scale" in [gauge.name for gauge in linear.gauges]
     moved = go.orbit.canonicalize(params, got.gauges)
-    np.testing.assert_allclose(fn(moved, BATCHES[0]), fn(params, BATCHES[0]), rtol=1e-5)
+    np.testing.assert_allclose(fn(moved, BATCHES[0]), fn(params, BATCHES[0]), rtol=1e-5, atol=1e-5)
+
+
+def test_rotations_without_reflections() -> None:
+    """Of vectors in a plane they are a `rope_torus`; of vectors in space they are named. They were rejected."""
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        a, b = x @ p["a"], x @ p["b"]
+        if a.shape[-1] == 2:
+            return jnp.stack([(a * b).sum(-1), a[:, 0] * b[:, 1] - a[:, 1] * b[:, 0]], -1)
+        c = x @ p["c"]
+        return jnp.stack([(a * b).sum(-1), (a * a).sum(-1), (b * c).sum(-1), (jnp.cross(a, b) * c).sum(-1)], -1)
+
+    plane = found(fn, {"a": normal(D, 2), "b": normal(D, 2)})
+    assert "rope_torus" in [gauge.name for gauge in plane.gauges] and not plane.rejected
+    space = found(fn, {"a": normal(D, 3), "b": normal(D, 3), "c": normal(D, 3)})
+    assert ("a, b, c",) in space.ungauged.values() and not space.gauges and not space.rejected
 
 
 def test_a_dead_bias_between_two_layers_of_a_stream_stays() -> None:

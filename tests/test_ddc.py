@@ -188,6 +188,36 @@ def test_refusals(make: Callable[..., Any], gauge: Any, options: dict[str, str],
         make(gauges=gauge, **options).init(UNIT_PARAMS | more)
 
 
+@pytest.mark.parametrize("make", [
+    lambda g: go.ddc_adamw(0.05, g, scale_floor=0.9), lambda g: go.ddc_muon(0.05, g, scale="rms"),
+    lambda g: optax.chain(go.links.scale_by_relative_rms(g), optax.scale(-0.1))], ids=["floor", "muon", "relative"])
+def test_layers_of_a_stack_step_as_layers_of_their_own(make: Callable[[Any], Any], x64: None) -> None:
+    """Sizes of 0.1, 1 and 3: all layers of a stack had one floor, and one factor."""
+    rng, sizes = np.random.default_rng(0), np.array([0.1, 1, 3])[:, None, None]
+    draw = lambda: {"up": sizes * rng.normal(size=(3, 6, 4)), "down": sizes * rng.normal(size=(3, 4, 3))}  # noqa: E731
+    own, start, grads = [], draw(), [draw() for _ in range(4)]
+    gauges = (go.rescale({"up": "layer _ channel"}, {"down": "layer channel _"}),
+              go.rescale({"{i}/up": "_ channel"}, {"{i}/down": "channel _"}))
+    layers = lambda t: {f"{k}": {name: x[k] for name, x in t.items()} for k in range(3)}  # noqa: E731
+    for gauge, form in zip(gauges, (dict, layers), strict=True):
+        tx, params = make(gauge), jax.tree.map(jnp.asarray, form(start))
+        state = tx.init(params)
+        for gradient in grads:
+            updates, state = tx.update(jax.tree.map(jnp.asarray, form(gradient)), state, params)
+            params = optax.apply_updates(params, updates)
+        own.append(params)
+    chex.assert_trees_all_close(layers(own[0]), own[1], rtol=1e-12)
+
+
+def test_entries_beside_the_heads_of_a_fused_leaf_get_adam(x64: None) -> None:
+    params = {"qkv": jax.random.normal(jax.random.key(0), (6, 3, 2, 3))}
+    gauge = go.head_rotation({"qkv": ("_ part=0 head basis", "_ part=1 head basis")})
+    for mode in ("per_head_matrix", "per_head_scalar"):
+        tx = go.ddc_adamw(1.0, gauge, v_mode=mode, weight_decay=0.0)
+        updates, _ = tx.update(jax.tree.map(lambda x: 1e-3 * x, params), tx.init(params), params)
+        np.testing.assert_allclose(jnp.abs(updates["qkv"][:, 2]), 1.0, rtol=1e-2)
+
+
 def test_matrices_keep_no_second_moment() -> None:
     case = CASES["product/gpt"]
     params = case.params(jax.random.key(0))

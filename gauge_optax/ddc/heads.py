@@ -266,7 +266,7 @@ def divided(
     nu = {p: adam.second(squares[p], x) for p, x in nu.items()}
     step = {p: mean[p] / adam.root(x) for p, x in nu.items()}
     if mode == "per_head_matrix":
-        by_matrix, outer = _by_matrix(s, heads.outer, adam, mean, gradient, options.paper)
+        by_matrix, outer = _by_matrix(s, heads.outer, adam, mean, step, gradient, options.paper)
         return step | by_matrix, nu, heads._replace(outer=outer)
     for turn, alive in live.items():
         # In directions that are not live, `mean` is divided by the root of the head's mean second moment; in the paper,
@@ -320,10 +320,14 @@ def _turned(matrices: Mapping[Any, jax.Array], leaves: Arrays) -> Arrays:
 
 
 def _by_matrix(
-    s: Slice, outer: tuple[jax.Array, ...], adam: Adam, mean: Arrays, gradient: Arrays, paper: bool
+    s: Slice, outer: tuple[jax.Array, ...], adam: Adam, mean: Arrays, step: Arrays, gradient: Arrays, paper: bool
 ) -> tuple[Arrays, tuple[jax.Array, ...]]:
-    """Returns the first moments of heads with rows multiplied by (V̂ + floor)^(−1/2), and the new V of every block."""
-    out, fresh, past = {p: mean[p] for turn in s.heads for p in turn.paths}, [], iter(outer)
+    """Returns the first moments of heads with rows multiplied by (V̂ + floor)^(−1/2), and the new V of every block.
+
+    Entries of a fused leaf that are in no head keep Adam's `step`. Under Muon a leaf has none: all of it is in `mean`.
+    """
+    out, fresh = {p: step.get(p, mean[p]) for turn in s.heads for p in turn.paths}, []
+    past = iter(outer)
     for turn in s.heads:
         products = [turn.block_gram(b, gradient[b.path], gradient[b.path]) / turn.row_count(b) for b in turn.blocks]
         moments = [adam.second(square, next(past)) for square in products]

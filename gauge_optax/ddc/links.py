@@ -164,8 +164,8 @@ def scale_by_ddc(
         zero whatever the gradient is (docs/design.md §4).
       radial_scale: a factor of the steps of lengths. With 1, the length of a vector of n entries moves by up to lr·√n a
         step, as far as Adam's steps of the entries could move it.
-      scale_floor: a share of a gauge's mean length at `init`; a shorter length is made to grow. With 0, channels can
-        become zero.
+      scale_floor: a share of a gauge's mean length in a layer at `init`; a shorter length is made to grow. With 0,
+        channels can become zero.
       live_threshold: with "body_frame_topk", eigendirections whose eigenvalue is below this share of the largest have
         no second moments per entry; their head's mean second moment divides them.
       refresh_drift: if more than this share of a head's Gram matrix is off the diagonal in the current eigenbasis, a

@@ -42,7 +42,7 @@ from gauge_optax.gauges.gauge import Product
 from gauge_optax.linalg import direction_tolerance, root_mean_square, safe_divide
 from gauge_optax.optimizers.muon import polar_rules
 from gauge_optax.optimizers.polar import Polar
-from gauge_optax.parts.matrices import Reading, within
+from gauge_optax.parts.matrices import COUNTING, Reading, within
 from gauge_optax.parts.part import Anchor, Arrays, Part, name_of
 from gauge_optax.parts.sizes import Factor, Stretch
 from gauge_optax.slice import Slice
@@ -213,7 +213,8 @@ def _init_moments(
     point = s.vectors(bound)
     lengths = [jnp.sqrt(channels.dot(point, point)) for channels in carriers]
     mus, nus = (tuple(jnp.zeros_like(length) for length in lengths) for _ in range(2))
-    least = tuple(scale_floor * jnp.mean(length) for length in lengths)
+    pairs = zip(carriers, lengths, strict=True)
+    least = tuple(scale_floor * channels.in_layer(jnp.mean, length) for channels, length in pairs)
     return GaugeMoments(mus, nus, least, init_heads(s, point, v_mode), init_vertical(s, vertical, point))
 
 
@@ -246,6 +247,11 @@ class Channels:
         """Returns the inner product ⟨a, b⟩ of every channel's vectors, shaped like the scale's named axes."""
         totals = [block.total(self.part.named, a[block.path] * b[block.path]) for block in self.blocks]
         return sum(totals[1:], totals[0])
+
+    def in_layer(self, reduce: Callable[..., jax.Array], lengths: jax.Array) -> jax.Array:
+        """Returns the mean or the largest number over the channels of each layer or expert, which broadcasts to all."""
+        axes = tuple(k for k, name in enumerate(self.part.named) if name not in COUNTING)
+        return reduce(lengths, axis=axes, keepdims=len(axes) < lengths.ndim)
 
     def times(self, point: Arrays, rates: jax.Array) -> Arrays:
         """Returns path → leaf: the point's entries times their channel's rate, and zero outside the blocks."""
@@ -336,14 +342,14 @@ def radial_step(
     for each, square, pairing, (mu, nu, least) in zip(channels, squares, pairings, moments, strict=True):
         length = jnp.sqrt(square)
         # ∂/∂s is ⟨θ̂, ĝ⟩/s, and the step is along θ̂/s. Both factors 1/s are bounded for channels that are nearly zero.
-        unit = jnp.maximum(length, _LEAST_SHARE * jnp.mean(length)) if linear else jnp.ones_like(length)
+        unit = jnp.maximum(length, _LEAST_SHARE * each.in_layer(jnp.mean, length)) if linear else jnp.ones_like(length)
         inverse = inverse_of(unit)
         derivative = pairing * inverse
         mu = adam.first(derivative, mu)
         if muon:
             nu = root_mean_square(adam.b2, nu, jnp.abs(derivative))
             root = adam.without_bias(nu)
-            move = safe_divide(adam.mean(mu, derivative), root + adam.eps * jnp.max(root))
+            move = safe_divide(adam.mean(mu, derivative), root + adam.eps * each.in_layer(jnp.max, root))
         else:
             nu = adam.second(jnp.square(derivative), nu)
             move = adam.mean(mu, derivative) / adam.root(nu)

@@ -25,7 +25,7 @@ def scale_by_relative_rms(gauges: Gauges, min_scale: float | jax.Array = 0.1) ->
     """Multiplies the update of every kernel that a gauge binds by max(RMS(kernel)·√fan-in, min_scale).
 
     If gauges bind ranges of a fused kernel, each range has a factor of its own, and entries outside all ranges keep
-    their updates.
+    their updates. Each layer of a stack has a factor of its own.
 
     Args:
       gauges: a gauge or a sequence of gauges. They determine which leaves are kernels, and which of their axes are
@@ -63,7 +63,9 @@ def scale_by_relative_rms(gauges: Gauges, min_scale: float | jax.Array = 0.1) ->
             if stack.heads is not None and stack.heads[1] == stack.rows:
                 # This kernel reads heads and sums over all of them: its inputs are heads times entries per head.
                 inputs *= stack.split[stack.heads[0]]
-            rms = jnp.sqrt(jnp.mean(jnp.square(in_single_or_better(kernel))))
+            # A layer of a stack has a factor of its own; the heads of a kernel share one.
+            heads = [k for k, axis in enumerate(stack.batch) if stack.heads is not None and axis == stack.heads[0]]
+            rms = jnp.sqrt(jnp.mean(jnp.square(in_single_or_better(kernel)), (-2, -1, *heads), keepdims=True))
             factor = jnp.maximum(rms * math.sqrt(inputs), min_scale)
             step = scaled.get(path, steps[path])
             scaled[path] = stack.write(step, factor * stack.view(in_single_or_better(step)))

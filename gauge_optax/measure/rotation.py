@@ -15,7 +15,7 @@ import optax
 
 from gauge_optax.binding import Axes, leaves_by_path
 from gauge_optax.errors import binding_error
-from gauge_optax.linalg import safe_divide
+from gauge_optax.linalg import safe_divide, unit_and_size
 from gauge_optax.measure._recording import recorded
 from gauge_optax.measure.live import Figures
 from gauge_optax.norms import vectors
@@ -171,7 +171,8 @@ def _figures(
 ) -> tuple[jax.Array, ...]:
     """Returns the fields of `Rotation` from `norm` on, for the vectors of one selection.
 
-    All fields are computed from sums over a vector, so that every leaf is read only once.
+    All fields are computed from sums over vectors, each divided by its largest entry: squares of gradients of 1e-20 or
+    1e20 are no float32.
     """
     path, weights, step = selection.block.path, selection.value(leaves), selection.view(moves)
     gradient = selection.view(gradients) if path in gradients else jnp.full_like(weights, jnp.nan)
@@ -180,21 +181,24 @@ def _figures(
     def dot(a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.sum(a * b, selection.axes)
 
-    def direction(product: jax.Array, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns sine and cosine of the angle between two vectors, from their inner product and squared norms a, b."""
-        cosine = safe_divide(product, jnp.sqrt(a) * jnp.sqrt(b))
+    def direction(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns sine and cosine of the angle between two vectors."""
+        squares = dot(a, a), dot(b, b)
+        cosine = safe_divide(dot(a, b), jnp.sqrt(squares[0]) * jnp.sqrt(squares[1]))
         rest = (1.0 - cosine) * (1.0 + cosine)
-        apart = (rest > _ROUNDOFF * jnp.finfo(rest.dtype).eps) & (a > 0) & (b > 0)
+        apart = (rest > _ROUNDOFF * jnp.finfo(rest.dtype).eps) & (squares[0] > 0) & (squares[1] > 0)
         return jnp.sqrt(jnp.where(apart | jnp.isnan(rest), rest, 0.0)), cosine
 
-    weights_square, step_square, gradient_square = dot(weights, weights), dot(step, step), dot(gradient, gradient)
-    norm, step_norm, radial = jnp.sqrt(weights_square), jnp.sqrt(step_square), dot(weights, gradient)
-    sine, cosine = direction(dot(weights, step), weights_square, step_square)
+    units, sizes = zip(*(unit_and_size(x, selection.axes) for x in (weights, step, gradient, moment)), strict=True)
+    most = [jnp.squeeze(size, selection.axes) for size in sizes]
+    norm, step_norm = (most[k] * jnp.sqrt(dot(units[k], units[k])) for k in range(2))
+    sine, cosine = direction(units[0], units[1])
+    radial = safe_divide(dot(units[0], units[2]), dot(units[0], units[0]))
     return (
         norm,
         jnp.arctan2(step_norm * sine, norm + step_norm * cosine),
         step_norm,
-        jnp.arctan2(*direction(radial, weights_square, gradient_square)),
-        jnp.arctan2(*direction(dot(gradient, moment), gradient_square, dot(moment, moment))),
-        safe_divide(radial, weights_square),
+        jnp.arctan2(*direction(units[0], units[2])),
+        jnp.arctan2(*direction(units[2], units[3])),
+        radial * safe_divide(most[2], most[0]),
     )

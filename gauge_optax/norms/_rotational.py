@@ -18,7 +18,7 @@ import optax
 
 from gauge_optax.binding import Axes, leaves_by_path
 from gauge_optax.errors import binding_error
-from gauge_optax.linalg import safe_divide
+from gauge_optax.linalg import root_mean_square, safe_divide, unit_and_size
 from gauge_optax.norms import vectors
 from gauge_optax.norms.equilibrium import predict_equilibrium
 from gauge_optax.norms.links import require_beta
@@ -43,7 +43,8 @@ class RotationalState(NamedTuple):
       tracked: the number of steps whose learning rate was not zero.
       length: leaf path → axes string → norms at `init`, shaped like the named axes. `update` raises an error for other
         paths or strings.
-      square: in the same form, the average ν of ‖Δ‖², see `rotational`.
+      square: in the same form, −√ν, where ν is the average of ‖Δ‖², see `rotational`; ν itself may be no float32. A
+        positive number is ν, as states of earlier versions have it.
       gain: in the same form, the trained factor of each norm; () without `gain`.
       gain_state: the state of the optimizer that trains these factors; () without `gain`.
     """
@@ -206,36 +207,38 @@ def named_rotational(
             lengths = jax.tree.map(jnp.multiply, lengths, gains)
 
         def turned(x: Selection, point: jax.Array, step: jax.Array, length: jax.Array, square: jax.Array) -> Any:
-            """Returns the chord from p to the turned p, and the new ν."""
+            """Returns the chord from p to the turned p, and what the state keeps of ν."""
 
             def total(entries: jax.Array) -> jax.Array:
                 return jnp.sum(entries, x.axes, keepdims=True)
 
-            # Δ is not stored as an array, to save memory traffic. Five sums decide the step, and the chord is a
-            # combination of p, the inner update and 1: both arrays are read once for the sums and once for the chord.
+            # Five sums of p and of the inner update, over its largest entry, decide the step; Δ is not stored as an
+            # array, to save memory traffic. The chord is a combination of p, this direction and 1.
+            direction, most = unit_and_size(step, x.axes)
             share, roundoff = 1.0 / x.length if center else 0.0, _ROUNDOFF * float(jnp.finfo(point.dtype).eps)
             least = max(roundoff, vectors.rounding(x, given) ** 2)
-            point_mean, step_mean = share * total(point), share * total(step)
-            point_square, step_square = total(point * point), total(step * step)
+            point_mean, direction_mean = share * total(point), share * total(direction)
+            point_square, direction_square = total(point * point), total(direction * direction)
             # ‖p‖² without the mean. For a constant vector this is roundoff, and the vector has no direction to keep.
             size = point_square - x.length * point_mean * point_mean
             size = jnp.where(size > roundoff * point_square, size, 0.0)
-            along = safe_divide(total(point * step) - x.length * point_mean * step_mean, size)
-            # ‖ηΔ‖². For an update along p and 1, such as decay, this is roundoff, which must not turn p.
-            across = step_square - x.length * step_mean * step_mean - along * along * size
-            across = jnp.where(across > least * step_square, across, 0.0)
-            average = now.memory * x.spread(square) + (1.0 - now.memory) * (across * now.inverse**2)
-            usual = jnp.sqrt(average / now.correction + eps)
-            pace = jnp.where(across > 0, angle * now.inverse * safe_divide(jnp.ones_like(usual), usual), 0.0)
-            # q/n is p/‖p‖ + pace·ηΔ. Both terms are orthogonal, so that the norm of q/n is this root.
+            along = safe_divide(total(point * direction) - x.length * point_mean * direction_mean, size)
+            # ‖ηΔ/most‖². For an update along p and 1, such as decay, this is roundoff, which must not turn p.
+            across = direction_square - x.length * direction_mean * direction_mean - along * along * size
+            across = jnp.where(across > least * direction_square, across, 0.0)
+            before = jnp.where(square > 0, jnp.sqrt(jnp.abs(square)), -square)
+            average = root_mean_square(now.memory, x.spread(before), most * now.inverse * jnp.sqrt(across))
+            usual = jnp.hypot(average / jnp.sqrt(now.correction), jnp.sqrt(eps))
+            pace = jnp.where(across > 0, angle * safe_divide(most * now.inverse, usual), 0.0)
+            # q/n is p/‖p‖ + pace·ηΔ/most. Both terms are orthogonal, so that the norm of q/n is this root.
             reach = x.spread(length) / jnp.sqrt(1.0 + pace * pace * across)
             b = reach * pace
             a = reach * safe_divide(jnp.ones_like(size), jnp.sqrt(size)) - b * along
-            chord = (a - 1.0) * point + b * step - (a * point_mean + b * step_mean)
+            chord = (a - 1.0) * point + b * direction - (a * point_mean + b * direction_mean)
             # A vector that has no direction or no norm gets inner's update. Without an update, as in a leaf that
             # `inner` freezes, it stays.
-            turns = (size > 0) & (x.spread(length) != 0) & (step_square > 0)
-            return jnp.where(turns, chord, step), average.reshape(jnp.shape(square))
+            turns = (size > 0) & (x.spread(length) != 0) & (most > 0)
+            return jnp.where(turns, chord, step), -average.reshape(jnp.shape(square))
 
         moves, square = vectors.moved(name, selections, turned, given, params, lengths, state.square)
         count = optax.safe_increment(state.count)

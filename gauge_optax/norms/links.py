@@ -186,14 +186,13 @@ def kept_below(selection: Selection, point: jax.Array, step: jax.Array, bound: S
     """Returns the step changed so that no vector ends longer than max(bound, its norm less its step's length)."""
 
     def norm(x: jax.Array) -> jax.Array:
-        return jnp.sqrt(jnp.sum(x * x, selection.axes, keepdims=True))
+        unit, size = unit_and_size(x, selection.axes)
+        return size * jnp.sqrt(jnp.sum(unit * unit, selection.axes, keepdims=True))
 
     moved = point + step
     after, most = norm(moved), jnp.maximum(bound, norm(point) - norm(step))
-    # `excess` is 1 minus the factor that scales back. Within the bound it is exactly 0, so that the step gets no
-    # roundoff.
-    excess = jnp.where(after > most, 1.0 - safe_divide(most, after), 0.0)
-    return step - excess * moved
+    # Within the bound the step gets no roundoff.
+    return jnp.where(after > most, safe_divide(most, after) * moved - point, step)
 
 
 def require_bound(name: str, bound: Scalar) -> None:

@@ -202,6 +202,14 @@ def test_the_size_of_gradients_does_not_matter(size: float, dtype: str) -> None:
         assert moved > 0.05 and np.linalg.norm(one - other) <= close * moved
 
 
+@pytest.mark.parametrize("size", [1e6, 1e30])
+def test_a_huge_step_ends_on_the_bound_in_its_direction(size: float) -> None:
+    point, step = jnp.asarray([[1.0, 2.0]]), jnp.asarray([[4.0, -3.0]])
+    tx = go.links.keep_norms_below({"w": "neuron _"}, 2.0)
+    moves, _ = tx.update({"w": size * step}, tx.init({"w": point}), {"w": point})
+    np.testing.assert_allclose(point + moves["w"], [[1.6, -1.2]], rtol=1e-5)
+
+
 # max_norm_muon ------------------------------------------------------------------------------------------
 
 CONFIG = lm.llama_config(vocab=7, d_model=8, layers=2, heads=2, kv_heads=2, d_head=4, d_ff=12, max_len=5)

@@ -21,7 +21,7 @@ from gauge_optax.errors import binding_error
 from gauge_optax.gauges.disconnected import disconnected
 from gauge_optax.gauges.gauge import Gauge, Gauges, Product, product
 from gauge_optax.parts.part import Arrays
-from gauge_optax.transformation import require_arrays, require_differentiable, require_key
+from gauge_optax.transformation import require_arrays, require_differentiable, require_key, require_traceable
 from gauge_optax.xla import quick_options, unfused_options
 
 LossFn = Callable[[Any], jax.Array]
@@ -82,7 +82,7 @@ def assert_invariant(
 
     Raises:
       AssertionError: a gauge is no symmetry; the message names it, the leaves that it moves and the relative change.
-      ValueError: no gauges, or a loss that returns no array.
+      ValueError: no gauges, a leaf that is no array, or a loss that returns no array.
 
     >>> params = {"up": jnp.ones((2, 3)), "down": jnp.ones((3, 1))}
     >>> relu = go.rescale({"up": "_ channel"}, {"down": "channel _"})
@@ -91,6 +91,7 @@ def assert_invariant(
     """
     require_key("assert_invariant", key)
     require_arrays("assert_invariant", params)
+    require_traceable("assert_invariant", params)
     group = product(gauges)
     rtol = tolerance("invariant", params) if rtol is None else rtol
     before = loss_fn(params)
@@ -145,12 +146,14 @@ def assert_horizontal(
     Raises:
       AssertionError: the tangent has a vertical part; the message names the gauge, the leaf with the largest vertical
         part and the relative error.
+      ValueError: a leaf that is no array.
 
     >>> params = {"w": jnp.ones((1, 2))}
     >>> shift = go.logit_shift({"w": "_ vocab"})
     >>> go.testing.assert_horizontal({"w": jnp.array([[1.0, -1.0]])}, params, shift)
     """
     require_arrays("assert_horizontal", updates, params)
+    require_traceable("assert_horizontal", updates, params)
     group = product(gauges)
     rtol = tolerance("horizontal", params) if rtol is None else rtol
     shapes = [{path: jnp.shape(x) for path, x in leaves_by_path(tree).items()} for tree in (updates, params)]

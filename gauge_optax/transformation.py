@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from gauge_optax.binding import is_empty, leaves_by_path, with_leaves
+from gauge_optax.binding import has_dtype, is_empty, leaf_shape, leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.linalg import real_dtype
 from gauge_optax.xla import quick_options
@@ -503,9 +503,9 @@ def require_gradients(transformation: str, updates: Any) -> None:
 
 def updates_at(transformation: str, paths: Iterable[str], updates: Any, params: Any) -> dict[str, Any]:
     """Returns path → update. Raises ValueError if one of these paths has no update, or one of another shape."""
-    leaves, shapes = leaves_by_path(updates), {path: jnp.shape(leaf) for path, leaf in leaves_by_path(params).items()}
+    leaves, shapes = leaves_by_path(updates), {path: leaf_shape(leaf) for path, leaf in leaves_by_path(params).items()}
     for path in paths:
-        shape = jnp.shape(leaves[path]) if path in leaves else None
+        shape = leaf_shape(leaves[path]) if path in leaves else None
         if shape != shapes[path]:
             raise binding_error(
                 transformation, f"{'no update' if shape is None else 'an update of another shape'} for '{path}'",
@@ -516,11 +516,22 @@ def updates_at(transformation: str, paths: Iterable[str], updates: Any, params: 
     return leaves
 
 
+def require_traceable(function: str, *trees: Any) -> None:
+    """Raises ValueError for a leaf that JAX cannot trace: a module of equinox may have functions and strings."""
+    for path, leaf in jax.tree.leaves_with_path(trees):
+        if not has_dtype(leaf):
+            where = jax.tree_util.keystr(path[1:], simple=True, separator="/")
+            raise binding_error(
+                function, f"a leaf that is no array, '{where}'", type(leaf).__name__, "a tree of arrays",
+                "write params, static = eqx.partition(model, eqx.is_inexact_array), and pass params; a function of "
+                "them calls eqx.combine(params, static)")
+
+
 def require_numbers(function: str, params: Any) -> None:
     """Raises ValueError for a leaf that holds no numbers, such as a function, a string or a typed PRNG key."""
     for path, leaf in jax.tree.leaves_with_path(params):
         dtype = getattr(leaf, "dtype", None)
-        if jnp.issubdtype(dtype, jax.dtypes.extended) if dtype else not isinstance(leaf, bool | int | float | complex):
+        if not has_dtype(leaf) or (dtype is not None and jnp.issubdtype(dtype, jax.dtypes.extended)):
             where = jax.tree_util.keystr(path, simple=True, separator="/")
             raise binding_error(
                 function, f"a leaf that is no array of numbers, '{where}'",

@@ -21,7 +21,7 @@ import optax
 import pytest
 
 import gauge_optax as go
-from gauge_optax.binding import leaves_by_path
+from gauge_optax.binding import has_dtype, inexact_leaves, leaves_by_path
 from tests.cases import DISCRETE_CASES, FLAT_CASES, GAUGE_CASES, TRANSFORM_CASES, with_masks
 from tests.refusals import each_refused
 from tests.tolerances import tolerance
@@ -58,9 +58,9 @@ BESIDE: dict[str, Any] = {
     "float8": jnp.ones(3, jnp.float8_e4m3fn), "mask": jnp.array([True, False]), "none": None, "integer": 3,
     "float": 0.5, "numpy": np.ones(2, np.float32), "scalar": np.float32(2), "empty": jnp.zeros((0, 2)),
     "keys": {0: ONE, 1: jnp.ones((1, 1))}, "shared": [ONE, ONE], "nan": jnp.array([1.0, jnp.nan]),
-    "complex": jnp.array([3 + 4j]), "python complex": 1j, "key": jax.random.key(7),
+    "complex": jnp.array([3 + 4j]), "python complex": 1j, "key": jax.random.key(7), "function": jax.nn.relu,
 }  # fmt: skip
-ALONE = {name: BESIDE.pop(name) for name in ("nan", "complex", "python complex", "key")}  # some functions refuse them
+ALONE = {name: BESIDE.pop(name) for name in ("nan", "complex", "python complex", "key", "function")}  # some refuse them
 FLOATS = {name: x for name, x in BESIDE.items() if name not in ("counter", "mask", "integer")}
 CROWDS = {"all": BESIDE, "floats": FLOATS, **ALONE}
 INSIDE: dict[str, Callable[[jax.Array], Any]] = {
@@ -85,9 +85,10 @@ def state(p: Tree, g: Tree, tx: Any) -> Any:
 
 
 def adam(mu: Tree, nu: Tree) -> optax.ScaleByAdamState:
-    """A state; Optax makes none for a key."""
-    sizes = jax.tree.map(lambda x: x if jnp.issubdtype(jnp.result_type(x), jax.dtypes.extended) else jnp.abs(x), nu)
-    return optax.ScaleByAdamState(jnp.int32(1), jax.tree.map(jnp.asarray, mu), sizes)
+    """A state; Optax makes none for a key or a function."""
+    numbers = lambda x: has_dtype(x) and not jnp.issubdtype(jnp.result_type(x), jax.dtypes.extended)  # noqa: E731
+    mu, nu = (jax.tree.map(lambda x: jnp.asarray(x) if numbers(x) else x, tree) for tree in (mu, nu))
+    return optax.ScaleByAdamState(jnp.int32(1), mu, jax.tree.map(lambda x: jnp.abs(x) if numbers(x) else x, nu))
 
 
 def recorded(p: Tree) -> None:
@@ -107,7 +108,8 @@ def calls(p: Tree, q: Tree, g: Tree) -> dict[str, Callable[[], Any]]:
         "choose": lambda: orbit.choose(lambda p: -loss(p) ** 2 - p["down"].sum(), p, UNIT, steps=2, progress=False),
         "distance": lambda: orbit.distance(p, p, G), "restart": lambda: orbit.restart(TX, TX.init(p), p).frame,
         "transport": lambda: orbit.transport(state(p, g, TX), p, G, go.product(G).sample(KEY, p)),
-        "from_state": lambda: orbit.from_state(optax.sgd(0.1, 0.9).init(p), optax.sgd(0.1, 0.9), UNIT, p).frame,
+        "from_state": lambda: orbit.from_state(
+            (optax.TraceState(adam(p, p).mu), optax.EmptyState()), optax.sgd(0.1, 0.9), UNIT, p).frame,
         **dict.fromkeys(("pack", "packed_dot"), lambda: orbit.packed_dot(X, orbit.pack(p, LINEAR)["value"])),
         "packed_rows": lambda: orbit.packed_rows(orbit.pack(p, LINEAR)), "drift": lambda: m.drift(p, q, G),
         "by_path": lambda: go.tools.by_path({"up": 1}, default=0)(p)["up"], "redundancy": lambda: m.redundancy(G, p),
@@ -217,7 +219,7 @@ def test_leaves_beside_the_gauges(name: str, kind: str) -> None:
         return
     same_numbers(name, found, 2e-4, 2e-5, kind == "nan")
     for path, x in leaves_by_path({"odd": leaf}).items() if name in PARAMETERS else ():
-        if name in ("average", "interpolate") and jnp.issubdtype(jnp.result_type(x), jnp.inexact):
+        if name in ("average", "interpolate") and inexact_leaves({"odd": x}):
             x = jnp.asarray(x)  # a mean is an array
         assert same(leaves_by_path(found)[path], x), path
 
@@ -258,12 +260,13 @@ def updated(name: str, params: Tree, _: Tree, gradient: Tree) -> Tree:
 @pytest.mark.slow_rows(*SLOW)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_take_leaves_beside_the_gauges(name: str) -> None:
-    """Traced alone, which compiles nothing. All refuse a key, and some a complex leaf."""
+    """Traced alone, which compiles nothing. All refuse a key and a function, and some a complex leaf."""
     for odd, leaf in CROWDS.items():
         trees = beside(leaf)
         traced = functools.partial(jax.eval_shape, functools.partial(updated, name, *trees))
         updates = refused_by_name(traced, "odd")
-        assert updates is not None or odd == "key" or ("complex" in odd and ("ddc" in name or "scaled_polar" in name))
+        assert updates is not None or odd in ("key", "function") or (
+            "complex" in odd and ("ddc" in name or "scaled_polar" in name))
         assert updates is None or structure(updates) == structure(trees[0])
 
 

@@ -121,8 +121,7 @@ def real_leaves(name: str, tree: Any) -> dict[str, Any]:
     >>> list(real_leaves("llc", {"w": jnp.ones(2), "count": 3}))
     ['w']
     """
-    numbers = {path: leaf for path, leaf in leaves_by_path(tree).items()
-               if hasattr(leaf, "dtype") or isinstance(leaf, bool | int | float | complex)}
+    numbers = {path: leaf for path, leaf in leaves_by_path(tree).items() if has_dtype(leaf)}
     for path, leaf in numbers.items():
         if jnp.iscomplexobj(leaf):
             raise binding_error(
@@ -133,6 +132,22 @@ def real_leaves(name: str, tree: Any) -> dict[str, Any]:
                 "over it",
             )
     return {path: leaf for path, leaf in numbers.items() if jnp.issubdtype(jnp.result_type(leaf), jnp.floating)}
+
+
+def inexact_leaves(tree: Any) -> dict[str, Any]:
+    """Leaves of real or complex numbers by path, without integers, bools, keys, and objects such as functions.
+
+    >>> from gauge_optax.binding.leaves import inexact_leaves
+    >>> list(inexact_leaves({"w": jnp.ones(2), "count": 3, "activation": jax.nn.relu}))
+    ['w']
+    """
+    numbers = {path: leaf for path, leaf in leaves_by_path(tree).items() if has_dtype(leaf)}
+    return {path: leaf for path, leaf in numbers.items() if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)}
+
+
+def has_dtype(leaf: Any) -> bool:
+    """Whether a leaf is an array, a shape or a Python number. Modules may have functions and strings as leaves."""
+    return hasattr(leaf, "dtype") or isinstance(leaf, bool | int | float | complex)
 
 
 def in_single_or_better(leaf: Any) -> jax.Array:

@@ -407,7 +407,12 @@ def _orbit(gauge: Gauge, params: Any, stored: Mapping[str, np.ndarray], rng: np.
     @jax.jit
     def along(leaves: Any, directions: Any) -> jax.Array:
         point = with_leaves(params, leaves)
-        vertical = jax.vmap(lambda t: leaves_by_path(gauge.vertical(point, with_leaves(params, t))))(directions)
+
+        def of(t: Any) -> dict[str, Any]:
+            parts = leaves_by_path(gauge.vertical(point, with_leaves(params, t)))
+            return {path: parts[path] for path in stored}
+
+        vertical = jax.vmap(of)(directions)
         return jnp.concatenate([vertical[path].reshape(count, -1) for path in stored], 1)
 
     directions = {path: rng.standard_normal((count, *x.shape)) for path, x in stored.items()}

@@ -36,6 +36,7 @@ from gauge_optax.binding import (
     copy_key,
     frozen_sizes,
     group_axes,
+    has_dtype,
     leaves_by_path,
     with_leaves,
 )
@@ -220,11 +221,13 @@ class Gauge(abc.ABC):
           tangent: an update or a difference of parameters, same structure.
 
         Returns:
-          The vertical part; zero on leaves that the gauge does not bind.
+          The vertical part; zero on leaves that the gauge does not bind. A leaf that is no array, such as a
+          function, stays.
         """
         horizontal, leaves = leaves_by_path(self.horizontal(params, tangent)), leaves_by_path(tangent)
         paths = self._bound(params).whole.added
-        parts = {p: x - horizontal[p] if p in paths else jnp.zeros_like(x) for p, x in leaves.items()}
+        parts = {p: x - horizontal[p] if p in paths else jnp.zeros_like(x)
+                 for p, x in leaves.items() if has_dtype(x)}
         return with_leaves(tangent, parts)
 
     def horizontal(self, params: Any, tangent: Params) -> Params:

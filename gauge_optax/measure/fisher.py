@@ -40,7 +40,7 @@ from gauge_optax.measure._metric import (
     require_frame,
     tangent_of,
 )
-from gauge_optax.transformation import require_arrays, require_count, require_key, require_scalar
+from gauge_optax.transformation import require_arrays, require_count, require_key, require_scalar, require_traceable
 from gauge_optax.xla import summed_apart
 
 _PER_DIMENSION = 100  # labels per parameter by default: the DDC paper asks for N ≥ 100·d labels
@@ -841,6 +841,7 @@ def _arrays(name: str, params: Any, batches: Sequence[Any], only: str | Sequence
     """Collects the arrays of an operator, with an empty list of labels; `only` selects the leaves."""
     if not batches:
         raise binding_error(name, "no batches", "an empty list", "at least one batch", "pass a list of batches")
+    require_traceable(name, params)
     leaves = {path: in_single_or_better(x) for path, x in real_leaves(name, params).items()}
     patterns = [only] if isinstance(only, str) else only
     selected = leaves

@@ -33,7 +33,7 @@ from gauge_optax.binding import in_single_or_better, real_leaves, with_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.measure._metric import Leaves, stored, ways
-from gauge_optax.transformation import require_count, require_key, require_scalar
+from gauge_optax.transformation import require_count, require_key, require_scalar, require_traceable
 
 _LARGE = 10**7  # with more parameters, chains run one after the other; all at once would need several times the memory
 
@@ -122,6 +122,7 @@ def llc(
     estimates.
     """
     require_key("llc", key)
+    require_traceable("llc", params)
     batches = list(batches)
     if not jax.tree.leaves(batches) or any(
         jax.tree.map(jnp.shape, x) != jax.tree.map(jnp.shape, batches[0]) for x in batches[1:]

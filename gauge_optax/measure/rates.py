@@ -25,7 +25,7 @@ from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.measure._metric import check_at, perpendicular, read_elements, require_frame, stored, ways
 from gauge_optax.orbit._align import check_same_tree
 from gauge_optax.slice import Elements
-from gauge_optax.transformation import on_any_mesh, require_arrays
+from gauge_optax.transformation import on_any_mesh, require_arrays, require_traceable
 
 _LEAST_POINTS = 8  # with fewer points, two halves cannot be compared
 _NORMAL = 3.0  # the exponents of two halves may differ by this many standard errors by chance
@@ -138,6 +138,7 @@ def quotient_arc_length(points: Sequence[Any], gauges: Gauges, end: Any = None, 
             "quotient_arc_length", "no way", f"{len(points)} points", "at least two", "record more of the trajectory"
         )
     require_arrays("quotient_arc_length", points)
+    require_traceable("quotient_arc_length", *points)
     group = product(gauges)
     for point in points:
         check_same_tree("quotient_arc_length", points[0], point)

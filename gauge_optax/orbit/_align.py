@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.binding import leaf_shape, leaves_by_path, overlap
+from gauge_optax.binding import inexact_leaves, leaf_shape, leaves_by_path, overlap
 from gauge_optax.errors import binding_error, warn
 from gauge_optax.gauges.bound import require_nonzero_norms, require_readings_without_turns
 from gauge_optax.gauges.gauge import Element, Gauges, bind
@@ -89,8 +89,8 @@ def align(a: Any, b: Any, gauges: Gauges, batches: Sequence[Any] | None = None, 
     on_tree = bind(gauges, a)
     check_same_tree("align", a, b)
     for name, tree in (("a", a), ("b", b)):
-        for path, leaf in leaves_by_path(tree).items():
-            if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) and not jnp.isfinite(leaf).all():
+        for path, leaf in inexact_leaves(tree).items():
+            if not jnp.isfinite(leaf).all():
                 raise binding_error(
                     "align", f"'{path}' of {name} is not finite", "NaN or an infinity", "finite weights",
                     "align an earlier checkpoint: this run has diverged",

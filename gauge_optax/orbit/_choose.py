@@ -25,7 +25,7 @@ from gauge_optax.gauges.gauge import Element, Gauge, Gauges, product
 from gauge_optax.linalg import real_dtype
 from gauge_optax.orbit.rotations import checked_element
 from gauge_optax.states.statistics import require_no_statistics_behind
-from gauge_optax.transformation import require_arrays, require_key, require_transformation
+from gauge_optax.transformation import require_arrays, require_key, require_traceable, require_transformation
 
 _NAME = "choose"
 _SMOOTHING = 0.9  # the weight of the old value in the running average by which a stochastic objective is judged
@@ -101,9 +101,9 @@ def choose(
 
     Raises:
       ValueError: a `start` that is no element of these gauges; an objective that does not take these arguments, or
-        returns no scalar or no finite number; a step without a batch; gauges that do not fit `params`, or have no
-        `algebra`; a zero in a norm's scale that a gauge divides by; running statistics of BatchNorm in `params` that
-        would not fit the moved weights.
+        returns no scalar or no finite number; a step without a batch; a leaf that is no array; gauges that do not fit
+        `params`, or have no `algebra`; a zero in a norm's scale that a gauge divides by; running statistics of
+        BatchNorm in `params` that would not fit the moved weights.
 
     >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
     >>> params = {"up": jnp.full((1, 2), 4.0), "down": jnp.ones((2, 1))}
@@ -118,6 +118,7 @@ def choose(
     """
     group = product(gauges)
     require_arrays(_NAME, params, state)
+    require_traceable(_NAME, params)
     if key is not None:
         require_key(_NAME, key)
     require_nonzero_norms(_NAME, group._bound(params).whole, leaves_by_path(params))

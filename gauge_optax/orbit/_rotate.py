@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gauge_optax.binding import Block, leaves_by_path, shared_leaves, with_leaves
+from gauge_optax.binding import Block, inexact_leaves, leaves_by_path, shared_leaves, with_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.bound import Bound, require_nonzero_norms
 from gauge_optax.gauges.copies import Copy
@@ -141,7 +141,7 @@ def _require_same_function(before: Any, after: Any, params: Any) -> None:
     with np.errstate(invalid="ignore"):  # another infinity makes the change NaN, which is refused
         change = np.max([
             np.max(np.abs(b - a), initial=0.0) / max(np.max(np.abs(a), initial=0.0), 1e-30) for a, b in numbers])
-    dtypes = [jnp.result_type(x) for x in (*jax.tree.leaves(params), *jax.tree.leaves(after))]
+    dtypes = [jnp.result_type(x) for tree in (params, after) for x in inexact_leaves(tree).values()]
     limit = max(float(jnp.finfo(x).eps) for x in dtypes if jnp.issubdtype(x, jnp.floating)) ** 0.5
     if not change <= limit:
         raise binding_error(

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.binding import leaves_by_path, with_leaves
+from gauge_optax.binding import inexact_leaves, leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.orbit._align import align, check_same_tree
@@ -57,7 +57,8 @@ def average(trees: Sequence[Params], gauges: Gauges) -> Params:
       gauges: a gauge, or a sequence of them.
 
     Returns:
-      Parameters, every leaf in the dtype of the first tree; leaves of integers or bools are those of the first.
+      Parameters, every leaf in the dtype of the first tree; leaves that are no real or complex numbers are those of the
+      first.
 
     Raises:
       ValueError: no trees; the errors of `align`.
@@ -86,7 +87,7 @@ def average(trees: Sequence[Params], gauges: Gauges) -> Params:
 def _average(first: Params, *others: Params, group: Product) -> Params:
     aligned = [first, *(group.act(align(first, tree, group), tree) for tree in others)]
     leaves = [leaves_by_path(tree) for tree in aligned]
-    same = {path: jnp.stack([in_computing_dtype(tree[path]) for tree in leaves]) for path in _inexact(first)}
+    same = {path: jnp.stack([in_computing_dtype(tree[path]) for tree in leaves]) for path in inexact_leaves(first)}
     means = {path: jnp.mean(stack, 0) for path, stack in same.items()}
     return in_dtype_of(first, means)
 
@@ -100,7 +101,7 @@ def interpolate(a: Params, b: Params, t: float | jax.Array) -> Params:
       t: 0 for a, 1 for b; a number or an array without axes.
 
     Returns:
-      Parameters, every leaf in the dtype that it has in a; leaves of integers or bools are those of a.
+      Parameters, every leaf in the dtype that it has in a; leaves that are no real or complex numbers are those of a.
 
     Raises:
       ValueError: trees that differ in structure or shapes; a `t` that is no real number, or has axes.
@@ -117,16 +118,14 @@ def interpolate(a: Params, b: Params, t: float | jax.Array) -> Params:
             "a real number, or an array of one without axes",
             "pass one number, such as 0.5, and call it once for each",
         )
-    end = leaves_by_path(b)
-    between = {
-        path: (1.0 - t) * in_computing_dtype(x) + t * in_computing_dtype(end[path]) for path, x in _inexact(a).items()
-    }
+    start, end = inexact_leaves(a), leaves_by_path(b)
+    between = {path: (1.0 - t) * in_computing_dtype(x) + t * in_computing_dtype(end[path]) for path, x in start.items()}
     return in_dtype_of(a, between)
 
 
 def relative_difference(value: Any, expected: Any) -> float:
     """‖value − expected‖/‖expected‖ over all leaves of real or complex numbers; ‖value‖ if `expected` is zero."""
-    leaves = {path: in_computing_dtype(x) for path, x in _inexact(expected).items()}
+    leaves = {path: in_computing_dtype(x) for path, x in inexact_leaves(expected).items()}
     pairs = leaves_by_path(value)
     apart, size = _norm([in_computing_dtype(pairs[p]) - x for p, x in leaves.items()]), _norm([*leaves.values()])
     return apart / size if size else apart
@@ -136,11 +135,6 @@ def _norm(arrays: Sequence[jax.Array]) -> float:
     """The root of the sum of squares, taken of the entries over the largest, so that no square overflows."""
     most = max((float(jnp.max(jnp.abs(x), initial=0.0)) for x in arrays), default=0.0)
     return most * sum(float(jnp.sum(jnp.square(jnp.abs(x / most)))) for x in arrays) ** 0.5 if most else 0.0
-
-
-def _inexact(tree: Any) -> dict[str, Any]:
-    """Path → leaf, for the leaves of real or complex numbers."""
-    return {path: x for path, x in leaves_by_path(tree).items() if jnp.issubdtype(jnp.result_type(x), jnp.inexact)}
 
 
 def _slice_point(group: Any, params: Any) -> Any:

@@ -12,7 +12,7 @@ from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.optimizers._quotient import QuotientState, no_offset
 from gauge_optax.slice import Frame
 from gauge_optax.states.transport import transport
-from gauge_optax.transformation import layout
+from gauge_optax.transformation import layout, require_traceable
 
 
 def from_state(
@@ -43,7 +43,8 @@ def from_state(
       A state of `quotient(inner, gauges, pin=pin)`.
 
     Raises:
-      ValueError: a state that is not `inner`'s; moments without a rule; bindings that do not fit.
+      ValueError: a leaf that is no array; a state that is not `inner`'s; moments without a rule; bindings that do not
+        fit.
 
     >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
     >>> params = {"up": jnp.full((4, 1), 2.0), "down": jnp.ones((1, 2))}
@@ -59,6 +60,7 @@ def from_state(
     Reference: docs/design.md §1 for how moments move.
     """
     group = product(gauges)
+    require_traceable("from_state", params)
     b, sharding = group._bound(params), layout(params)
     s = b.slice
     require_nonzero_norms("from_state", s, leaves_by_path(params))

@@ -18,12 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gauge_optax.binding import leaves_by_path
+from gauge_optax.binding import leaf_shape, leaves_by_path
 from gauge_optax.discovery.calls import bound_copies, template
 from gauge_optax.errors import binding_error, warn
 from gauge_optax.gauges.gauge import Gauge, product
 from gauge_optax.parts.matrices import matrices_of
-from gauge_optax.transformation import GaugeTransformation, LeafRule, own_settings
+from gauge_optax.transformation import GaugeTransformation, LeafRule, own_settings, require_traceable
 from gauge_optax.wrapped import walk
 from gauge_optax.xla import quick_options, unseen
 
@@ -182,7 +182,7 @@ def plan(
       The plan: print it, or call `markdown()` or `json()`.
 
     Raises:
-      ValueError: a gauge does not fit the tree; an optimizer has no gauges.
+      ValueError: a gauge does not fit the tree; an optimizer has no gauges, or a leaf that is no array.
 
     >>> params = {"up": jnp.ones((2, 3)), "down": jnp.ones((3, 4)), "bias": jnp.ones(4)}
     >>> gauges = [go.rescale({"up": "_ channel"}, {"down": "channel _"})]
@@ -307,7 +307,7 @@ def _joint(copies: Sequence[Sequence[Any]], leaves: Mapping[str, Any]) -> str:
     """A warning if one element of a gauge moves several leaves, or indices, that look like layers; "" otherwise."""
     nodes: dict[str, list[tuple[int, ...]]] = {}
     for path, leaf in leaves.items():
-        nodes.setdefault(path.split("/")[0], []).append(tuple(jnp.shape(leaf)))
+        nodes.setdefault(path.split("/")[0], []).append(leaf_shape(leaf))
     layers = {}  # scanned layers: top-level nodes whose leaves, stacked vectors too, have one first length
     for node, shapes in nodes.items():
         lengths, ranks = {s[0] if s else 0 for s in shapes}, {len(s) for s in shapes}
@@ -371,6 +371,7 @@ def _without_gradient(tx: Any, params: Any, compiler: Executor) -> Callable[[], 
     """
     if any(isinstance(leaf, jax.ShapeDtypeStruct | jax.core.Tracer) for leaf in jax.tree.leaves(params)):
         return None
+    require_traceable("plan", params)
 
     def double(leaf: Any) -> Any:
         return np.asarray(leaf, np.float64) if jnp.issubdtype(jnp.result_type(leaf), jnp.floating) else leaf

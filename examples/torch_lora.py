@@ -32,6 +32,7 @@ import abc
 import json
 import math
 import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -238,6 +239,12 @@ def root_and_inverse(rows: Tensor) -> tuple[Tensor, Tensor] | None:
         return None
     _, sizes, vectors = torch.linalg.svd(r)
     return vectors.T * sizes @ vectors, vectors.T / sizes @ vectors
+
+
+def without_frame(a: Tensor, b: Tensor) -> bool:
+    """Whether no S can be read from two factors that are not zero, because the columns of either depend on each other.
+    """
+    return bool(a.any() or b.any()) and root_and_inverse(a) is None and root_and_inverse(b) is None
 
 
 def rotation_of(a: Tensor, b: Tensor) -> Tensor:
@@ -496,6 +503,15 @@ class _Quotient(torch.optim.Optimizer, abc.ABC):
         # Factors with rows of length rank, one pair for each expert: A is (experts·rank, in), B is (out, rank·experts).
         of_a = [_wide(x).reshape(number, -1, math.prod(a.shape[1:])).mT for x in (a, a.grad)]
         of_b = [_wide(x).reshape(len(b), -1, number).permute(2, 0, 1) for x in (b, b.grad)]
+        fresh = [k for k in range(number) if "s" not in states[k]]
+        if count := sum(without_frame(of_a[0][k], of_b[0][k]) for k in fresh):
+            inputs, rank = of_a[0].shape[1:]
+            warnings.warn(str(_error(
+                f"no frame for {pair.a!r} and {pair.b!r}",
+                f"both factors have less than full rank in {count} of {number} pairs",
+                "a factor of full rank in every pair: these pairs train as if no gauge bound them",
+                f"lower the rank to {inputs} or less" if rank > inputs
+                else "start from an A of full rank: torch.nn.init.kaiming_uniform_(A)")), stacklevel=2)
         steps = [
             self._step_factors(states[k], of_a[0][k], of_b[0][k], (of_a[1][k], of_b[1][k]), group)
             for k in range(number)
@@ -554,7 +570,8 @@ class QuotientAdamW(_Quotient):
     Raises:
       ValueError: names that are unknown, and what `pairs_of` raises; factors in groups with other options.
 
-    Parameters that are in no pair get AdamW.
+    Parameters that are in no pair get AdamW. A pair of which neither factor has full rank at the first step, as if the
+    rank is above both dimensions, does notice how its product is split; a warning names it.
     """
 
     def __init__(
@@ -595,7 +612,7 @@ class QuotientMuon(_Quotient):
 
     Parameters that are in no pair get AdamW without decay, with Nesterov's look-ahead; with decay in a group that has a
     `weight_decay` of its own. The optimizer sees A grow and shrink, as Muon alone would. Factors of experts in two
-    matrices, and of convolutions, are refused.
+    matrices, and of convolutions, are refused. A warning names pairs as in `QuotientAdamW`.
     """
 
     matrices_alone = True

@@ -1,5 +1,6 @@
 """The PyTorch file takes the steps of the JAX functions; without torch these tests are skipped."""
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -263,6 +264,18 @@ def test_the_state_of_groups_is_saved_and_loaded(make: Any, tmp_path: Path) -> N
     torch.save(first.state_dict(), tmp_path / "state.pt")
     second.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     np.testing.assert_equal(run(model, second, 3), expected)
+
+
+@by_maker
+@pytest.mark.parametrize(("a", "b", "said"), [
+    ((8, 4), (6, 8), "lower the rank to 4 or less"), ((3, 1), (5, 3), ""), ((5, 4), (4, 5), "to 4 or less")])
+def test_a_pair_without_a_factor_of_full_rank_is_told_once(make: Any, a: Any, b: Any, said: str) -> None:
+    """Products of twins trained apart, without a word."""
+    named = parameters(drawn({A: a, B: b}))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        take_steps(make(named.items()), lambda: ((named[B] @ named[A] - 1.0) ** 2).sum(), named.items(), 2)
+    assert len(told) == bool(said) and all(said in str(x.message) and A in str(x.message) for x in told)
 
 
 def test_a_group_that_is_added_later_brings_its_pairs() -> None:

@@ -437,6 +437,27 @@ class _Quotient(torch.optim.Optimizer, abc.ABC):
         if self._complete:
             self._pair()
 
+    def load_state_dict(self, state_dict: State) -> None:
+        """Loads a state as it was saved.
+
+        `torch.optim` converts its tensors to the dtypes of parameters. Rounded to bfloat16, S and its inverse would be
+        no inverses, and moments would lose what a run without a stop has.
+        """
+        super().load_state_dict(state_dict)
+
+        def on(device: torch.device, value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return value.to(device)
+            if isinstance(value, dict):
+                return {key: on(device, x) for key, x in value.items()}
+            return [on(device, x) for x in value] if isinstance(value, list) else value
+
+        saved, own = ([x for group in groups for x in group["params"]]
+                      for groups in (state_dict["param_groups"], self.param_groups))
+        for number, x in zip(saved, own, strict=True):
+            if number in state_dict["state"]:
+                self.state[x] = on(x.device, state_dict["state"][number])
+
     def _options(self, group: State) -> State:
         """Options of a group, in the names that the steps read."""
         return group

@@ -33,7 +33,7 @@ def parameters(values: dict[str, np.ndarray]) -> dict[str, Any]:
 
 
 def arrays(named: Iterable[tuple[str, Any]]) -> dict[str, np.ndarray]:
-    return {name: x.detach().numpy().copy() for name, x in named}
+    return {name: x.detach().double().numpy().copy() for name, x in named}
 
 
 def take_steps(optimizer: Any, loss: Callable[[], Any], named: Any, steps: int) -> dict[str, np.ndarray]:
@@ -182,7 +182,7 @@ class Model(Module):
         self.bias = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
 
     def loss(self) -> Any:
-        x = torch.linspace(-1, 1, 20, dtype=torch.float64).reshape(5, 4)
+        x = torch.linspace(-1, 1, 20, dtype=self.bias.dtype).reshape(5, 4)
         return ((self.q(x) * self.k(x) + self.bias - 1.0) ** 2).mean()
 
 
@@ -256,8 +256,10 @@ def test_a_pair_in_two_groups_needs_the_same_options(make: Any) -> None:
 
 
 @by_maker
-def test_the_state_of_groups_is_saved_and_loaded(make: Any, tmp_path: Path) -> None:
-    whole, model = Model(), Model()
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16", "float16"])
+def test_the_state_of_groups_is_saved_and_loaded(make: Any, dtype: str, tmp_path: Path) -> None:
+    """Of factors of 16 bits too, whose state has float32."""
+    whole, model = (Model().to(getattr(torch, dtype)) for _ in range(2))
     expected = run(whole, with_groups(make, whole, 0.1), 6)
     first, second = with_groups(make, model, 0.1), with_groups(make, model, 0.1, lr=3.0)
     run(model, first, 3)

@@ -536,6 +536,12 @@ class Slice:
             f[part.label], x = part.compose(f[part.label], e), part.undo(e, x)
         return f, live, _masked(x, [(part, b) for part, _, _ in self.sizes for b in part.blocks], known)
 
+    def seen(self, x: Arrays) -> Arrays:
+        """A point after its constants and sizes were undone, with zeros in channels that could not be read."""
+        for part, anchor, _ in self.constants:
+            x = part.undo(part.read(anchor, x), x)
+        return self._read_sizes(x)[2]
+
     # Vertical and horizontal ------------------------------------------------------------------------------
 
     def unturned_slice_point(self, params: Any) -> tuple[Frame, Undone]:

@@ -20,15 +20,21 @@ from gauge_optax.slice import Elements, Slice
 
 
 @functools.singledispatch
-def unread(part: Part[Any], x: Arrays) -> jax.Array | None:
-    """The number of channels or heads that are not read although they are not zero; None if there can be none."""
+def unread(part: Part[Any], x: Arrays, seen: Arrays) -> jax.Array | None:
+    """The number of channels or heads that are not read although they are not zero; None if there can be none.
+
+    Args:
+      part: the part.
+      x: bound leaves.
+      seen: the same as the slice reads them, `Slice.seen`: rows of kernels behind a norm's scale of zero have any size.
+    """
     return None
 
 
 @unread.register
-def _of_two_deficient_factors(part: Stretch, x: Arrays) -> jax.Array:
+def _of_two_deficient_factors(part: Stretch, x: Arrays, seen: Arrays) -> jax.Array:
     filled = [jnp.any(side.stacked(x) != 0, (-2, -1)) for side in (part.left, part.right)]
-    return jnp.sum(deficient(part, x) & (filled[0] | filled[1]))
+    return jnp.sum(deficient(part, seen) & (filled[0] | filled[1]))
 
 
 def deficient(part: Stretch, x: Arrays) -> jax.Array:
@@ -38,27 +44,34 @@ def deficient(part: Stretch, x: Arrays) -> jax.Array:
 
 
 def heads_without_frame(
-    name: str, s: Slice, elements: Elements, leaves: Mapping[str, Any], but: str
+    name: str, s: Slice, elements: Elements | None, leaves: Mapping[str, Any], but: str
 ) -> list[ValueError]:
     """Returns one sentence per part with heads that have no frame.
 
     Args:
       name: the name of the public function, for messages.
       s: the slice.
-      elements: what was read at `leaves`, label → element. Heads that were not read have the identity.
+      elements: what was read at `leaves`, label → element. Heads that were not read have the identity. None if the
+        stored factors count, and not what is read.
       leaves: the parameters by path. Tracers are not checked, because they have no values.
       but: what `name` does with such heads.
     """
     found = []
     for part in (part for part, _, _ in s.sizes if unread.dispatch(type(part)) is not unread.dispatch(object)):
-        e = elements[part.label]
-        known = [e, *(leaves[block.path] for block in part.blocks)]
-        if any(isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True) for x in known):
+        e = part.identity() if elements is None else elements[part.label]
+        if not _known(e, *(leaves[block.path] for block in part.blocks)):
             continue
         near = np.abs(np.asarray(e - part.identity())) <= roundoff(e.dtype)  # a head that is not read costs no more
-        if near.reshape(*part.shape, -1).all(-1).any() and (count := unread(part, s.values(leaves))):
-            found.append(no_frame(name, part, int(count), but))
+        if near.reshape(*part.shape, -1).all(-1).any():
+            values, read = s.values(leaves), elements is not None and _known(*(leaves[path] for path in s.added))
+            if count := unread(part, values, s.seen(values) if read else values):
+                found.append(no_frame(name, part, int(count), but))
     return found
+
+
+def _known(*arrays: Any) -> bool:
+    """Whether this process has the values of arrays."""
+    return not any(isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True) for x in arrays)
 
 
 def no_frame(name: str, part: Part[Any], count: int, but: str) -> ValueError:
@@ -66,7 +79,8 @@ def no_frame(name: str, part: Part[Any], count: int, but: str) -> ValueError:
     paths = " and ".join(f"'{path}'" for path in dict.fromkeys(block.path for block in part.blocks))
     return binding_error(
         name, f"no frame for heads of {paths}",
-        f"both factors have less than full rank in {count} of {math.prod(part.shape)} heads",
+        f"both factors have less than full rank in {count} of {math.prod(part.shape)} heads "
+        "(rows behind a scale of zero do not count)",
         f"a factor of full rank in every head: {but}",
         "bind go.head_rotation in place of go.head_linear, or cut the columns that pad the heads off both factors",
     )

@@ -173,8 +173,7 @@ def scale_by_opposite_gram(
         require_first_outside(_NAME, s)
         leaves = leaves_by_path(params)
         if not diagonal and isinstance(damping, int | float) and damping == 0:
-            identities = {part.label: part.identity() for part in s.parts}
-            for sentence in heads_without_frame(_NAME, s, identities, leaves, "the steps of these heads depend on S"):
+            for sentence in heads_without_frame(_NAME, s, None, leaves, "the steps of these heads depend on S"):
                 warn(sentence)
         if always:
             return ScaleByOppositeGramState((), ())

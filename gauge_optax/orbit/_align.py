@@ -102,7 +102,7 @@ def align(a: Any, b: Any, gauges: Gauges, batches: Sequence[Any] | None = None, 
     for params in (a, b):
         require_nonzero_norms("align", s, leaves_by_path(params))
     for part in {part.label: part for part, _, _ in s.sizes}.values():
-        if count := max(int(unread(part, s.values(params)) or 0) for params in (a, b)):
+        if count := max(int(unread(part, x, x) or 0) for x in (s.values(a), s.values(b))):
             warn(no_frame("align", part, count, "align does not move these heads"))
     known = _by_responses(s, a, b, list(batches or ()), fn) if fn is not None else {}
     reached = _from_slice(s, a, b, known)

@@ -145,9 +145,11 @@ def _read(
     def in_eigenbases(turns: Sequence[Any], point: Arrays) -> list[Any]:
         return eigenbases(turns[0], turns, point, weights_without_order(s.free, point))
 
-    elements = s.read(s.values(leaves), reader=reader).elements
+    values = s.values(leaves)
+    elements = s.read(values, reader=reader).elements
     refinements = {part.label: refined(part, elements[part.label]) for part, _, _ in s.sizes}
-    counts = {part.label: unread(part, s.values(leaves)) for part, _, _ in s.sizes}
+    seen = s.seen(values)
+    counts = {part.label: unread(part, values, seen) for part, _, _ in s.sizes}
     return elements | refinements, {label: count for label, count in counts.items() if count is not None}
 
 

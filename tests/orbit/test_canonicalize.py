@@ -214,6 +214,24 @@ def test_heads_without_a_frame_are_named() -> None:
         measured(turning)
 
 
+CALLS = {
+    "canonicalize": go.orbit.canonicalize, "quotient": lambda p, g: go.quotient(optax.adam(1e-3), g).init(p),
+    "quotient_arc_length": lambda p, g: go.measure.quotient_arc_length([p, p], g),
+}
+
+
+@pytest.mark.slow_rows("[!c]*")
+@pytest.mark.parametrize("name", CALLS)
+def test_rows_behind_a_scale_of_zero_determine_no_frame(name: str) -> None:
+    """Twins have rows of other sizes there. What is left of both factors has rank one."""
+    params = normal(0, {"a": (2, 1, 2), "b": (2, 1, 2)}) | {"s": jnp.array([0.0, 1.0])}
+    axes, match = "_ head basis", r"no frame for heads of 'a' and 'b'\n.*1 of 1 heads"
+    gauges = [go.norm_scale({"s": "c"}, {"a": "c _ _", "b": "c _ _"}), go.head_linear({"a": axes}, {"b": axes})]
+    with refused(match) if name == "quotient_arc_length" else pytest.warns(UserWarning, match=match):
+        CALLS[name](params, gauges)
+    CALLS[name](params, [gauges[0], go.head_rotation({"a": axes, "b": axes})])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("linear", [False, True])
 def test_dead_heads_and_channels_stay_finite(linear: bool) -> None:

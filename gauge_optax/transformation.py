@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from gauge_optax.binding import has_dtype, is_empty, leaf_shape, leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.linalg import real_dtype
-from gauge_optax.xla import quick_options
+from gauge_optax.xla import quick_options, varying_together
 
 Tree = TypeVar("Tree")
 Found = TypeVar("Found")
@@ -150,6 +150,8 @@ def transformation(
         require_params(name, params)
         require_gradients(name, updates)
         updates = jax.tree.map(jnp.asarray, updates)  # Python numbers have no dtype
+        if jax.sharding.get_abstract_mesh().manual_axes:  # inside `jax.shard_map` parameters may be the same everywhere
+            updates, params = varying_together(updates, params)
         # Not by `hasattr`: every tuple has a method `count`.
         if not set(getattr(state_type, "_fields", ())) <= set(getattr(state, "_fields", ())):
             told = conversion(state, params) if conversion else ""

@@ -7,7 +7,7 @@ wide layer (d = 2048, f = 8192), divided by AdamW's peak.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -106,14 +106,20 @@ def unseen(tree: Tree) -> Tree:
 def varying_like(tree: Tree, kinds: Any) -> Tree:
     """Returns `tree`, whose arrays also vary over the mesh axes over which those of `kinds`, arrays or shapes, vary."""
 
-    def varying(x: Any, kind: Any) -> Any:
-        axes = tuple(sorted(_varies_over(kind) - _varies_over(x)))
-        if not axes:
-            return x
-        lax: Any = jax.lax
-        return lax.pcast(x, axes, to="varying") if hasattr(lax, "pcast") else lax.pvary(x, axes)  # up to JAX 0.8
+    return jax.tree.map(lambda x, kind: _varying(x, _varies_over(kind)), tree, kinds)
 
-    return jax.tree.map(varying, tree, kinds)
+
+def varying_together(*trees: Tree) -> tuple[Tree, ...]:
+    """Returns trees whose arrays all vary over every mesh axis over which one of them varies."""
+    axes = frozenset[str]().union(*map(_varies_over, jax.tree.leaves(trees)))
+    return tuple(jax.tree.map(lambda x: _varying(x, axes), tree) for tree in trees)
+
+
+def _varying(x: Any, over: frozenset[str]) -> Any:
+    axes, lax = tuple(sorted(over - _varies_over(x))), cast(Any, jax.lax)
+    if not axes:
+        return x
+    return lax.pcast(x, axes, to="varying") if hasattr(lax, "pcast") else lax.pvary(x, axes)  # up to JAX 0.8
 
 
 def zeros_of(shapes: Any) -> Any:

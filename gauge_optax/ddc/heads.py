@@ -38,7 +38,7 @@ from gauge_optax.parts.heads import by_size, stack_heads, unstack_heads
 from gauge_optax.parts.part import Arrays
 from gauge_optax.slice import Slice
 from gauge_optax.transformation import in_dtypes_of_state
-from gauge_optax.xla import varying_like
+from gauge_optax.xla import cond, varying_like
 
 Scalar = float | jax.Array
 V_MODES = ("body_frame_topk", "body_frame", "per_head_scalar", "per_head_matrix", "none")
@@ -208,7 +208,7 @@ def refreshed(
 
     paths = [path for turn in s.heads for path in turn.paths]
     head_mu, head_nu = ({p: moments[p].astype(real_dtype()) for p in paths} for moments in (mu, nu))
-    bases, head_mu, head_nu, age = jax.lax.cond(
+    bases, head_mu, head_nu, age = cond(
         stale, renew, lambda mu, nu: (kept, mu, nu, age), head_mu, head_nu
     )
     matrices = dict(zip(turns, _unstacked(groups, bases), strict=True))

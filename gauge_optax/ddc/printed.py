@@ -251,9 +251,9 @@ def paper_ddc(
 
         def moments(params: optax.Params) -> GaugeMoments:
             point = s.vectors(params)
-            shapes = [t.channels[0].dot(point, point).shape for t in joined_tensors(s)]
+            squares = [t.channels[0].dot(point, point) for t in joined_tensors(s)]
             # Two tuples, each with buffers of its own: no buffer can be donated twice.
-            mu, nu = (tuple(jnp.zeros(shape) for shape in shapes) for _ in range(2))
+            mu, nu = (tuple(jnp.zeros_like(square) for square in squares) for _ in range(2))
             heads = init_heads(s, point, options.v_mode, paper=True)
             return GaugeMoments(mu, nu, (), heads, init_vertical(s, "frozen", point))
 

@@ -20,6 +20,7 @@ from gauge_optax.parts.constants import Mean
 from gauge_optax.parts.part import Anchor, Arrays, Constant, Part, changed
 from gauge_optax.parts.sizes import Factor
 from gauge_optax.slice import Slice
+from gauge_optax.xla import varying_like
 
 VERTICAL = ("frozen", "sgd", "adam")
 
@@ -163,7 +164,8 @@ def _derivatives(s: Slice, point: Arrays, gradient: Arrays) -> Moments:
     sizes = {p: jnp.abs(point[p] * x) for p, x in gradient.items()}
     scales = []
     for part in _scales(s):
-        logs = jnp.zeros(part.shape, real_dtype())
+        # Inside `shard_map`, the derivative by a constant would be a sum over devices.
+        logs = varying_like(jnp.zeros(part.shape, real_dtype()), point[part.blocks[0].path])
         moved, pull = jax.vjp(functools.partial(_scaled, part, point), logs)
         size = sum((b.total(part.named, sizes[b.path]) for b in part.blocks), start=jnp.zeros(()))
         cotangent = {p: gradient[p] if p in changed(part) else jnp.zeros_like(x) for p, x in moved.items()}

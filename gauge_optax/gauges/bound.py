@@ -24,6 +24,7 @@ from gauge_optax.parts.part import Arrays, Part, changed, name_of
 from gauge_optax.parts.stream import Stream
 from gauge_optax.slice import Elements, Frame, Slice
 from gauge_optax.transformation import require_key
+from gauge_optax.xla import varying_together
 
 Params = TypeVar("Params")
 
@@ -283,7 +284,8 @@ def _by_generators(gauge: Any, b: Bound, params: Any, x: Arrays) -> Callable[[Ar
     def moved(coordinates: Any) -> Arrays:
         return b.whole.act(b.elements(gauge.exponential(coordinates, params, near=True)), x)
 
-    transposed = jax.vjp(moved, zero)[1]
+    # Inside `shard_map`, the derivative by a constant would be a sum over devices.
+    transposed = jax.vjp(moved, varying_together(zero, x)[0])[1]
     return lambda covector: transposed(covector)[0]
 
 

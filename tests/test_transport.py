@@ -416,6 +416,21 @@ def test_a_state_on_the_slice_goes_on_as_it_is(x64: None) -> None:
     assert moved[0] == pytest.approx(moved[1], rel=1e-3)
 
 
+@pytest.mark.parametrize("still", ["up/kernel", "bias"])
+def test_a_state_with_frozen_leaves_goes_on(still: str) -> None:
+    """`quotient` refused it as a state that trains them."""
+    params = {"up": {"kernel": jnp.ones((2, 3))}, "down": 2.0 * jnp.ones((3, 2)), "bias": jnp.ones(2)}
+    kinds = jax.tree.map(lambda path: "still" if path == still else "moves", {
+        "up": {"kernel": "up/kernel"}, "down": "down", "bias": "bias"})
+    inner = optax.partition({"still": optax.set_to_zero(), "moves": optax.sgd(0.1, 0.9)}, kinds)
+    gauge = go.rescale({"up/kernel": "_ channel"}, {"down": "channel _"})
+    state = go.orbit.from_state(inner.init(params), inner, gauge, params)
+    tx = go.quotient(inner, gauge)
+    chex.assert_trees_all_close(state, tx.init(params))
+    updates, _ = tx.update(params, state, params)
+    assert not jnp.any(updates["up"]["kernel"] if still == "up/kernel" else updates[still]) and jnp.any(updates["down"])
+
+
 def test_heads_keep_their_basis_and_what_mixes_entries_is_refused_or_reset(x64: None) -> None:
     inner = optax.adamw(1e-2)
     params, state, _ = _plain_run(inner, noise(0))

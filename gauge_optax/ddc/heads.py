@@ -208,7 +208,9 @@ def refreshed(
 
     paths = [path for turn in s.heads for path in turn.paths]
     head_mu, head_nu = ({p: moments[p].astype(real_dtype()) for p in paths} for moments in (mu, nu))
-    bases, head_mu, head_nu, age = cond(
+    # Inside `shard_map` new bases may vary over devices over which the stored ones do not.
+    choose = cond if jax.sharding.get_abstract_mesh().manual_axes else jax.lax.cond
+    bases, head_mu, head_nu, age = choose(
         stale, renew, lambda mu, nu: (kept, mu, nu, age), head_mu, head_nu
     )
     matrices = dict(zip(turns, _unstacked(groups, bases), strict=True))

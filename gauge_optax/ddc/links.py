@@ -284,8 +284,8 @@ def scale_by_scaled_polar(
     >>> go.testing.assert_horizontal(updates, params, gauge)
 
     Reference: DDC B.10. Deviations: its scale ‖M‖_F/√rank is an option and not the default, because steps as small as
-      the gradient need other learning rates than Muon's; the part along orbits is removed before the polar factor and
-      after it; leaves of rescales are matrices too.
+      the gradient need other learning rates than Muon's; the part along orbits is removed after the polar factor, and
+      before it for scales and shifts alone; leaves of rescales are matrices too.
     """
     group = product(gauges)
     polar = polar_of("scale_by_scaled_polar", ns_coeffs, ns_steps, beta, eps, scale, labels, preset, sizes=sizes)

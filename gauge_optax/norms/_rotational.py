@@ -8,6 +8,7 @@ varies from step to step, from the update of another optimizer.
 Reference: Kosson, Messmer and Jaggi, "Rotational Equilibrium" (ICML 2024), Algorithm 1.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -133,9 +134,9 @@ def rotational(
     True
 
     Reference: Kosson et al. 2024, Algorithm 1, Table 1, App. I. Deviations: vectors are centred in the first step, not
-      before it (a transformation cannot change parameters at `init`); ν and its correction wait while the learning rate
-      is zero; a trained gain is part of the state and multiplies the vector, but in the paper it is a parameter of the
-      model.
+      before it (a transformation cannot change parameters at `init`); ν, its correction and gains wait while the
+      learning rate is zero; a trained gain is part of the state and multiplies the vector, but in the paper it is a
+      parameter of the model.
     """
     return named_rotational(
         "rotational", inner, blocks, sizes, learning_rate, weight_decay, eta_r, beta, center, gain, eps, b1, b2
@@ -202,8 +203,11 @@ def named_rotational(
                 return gradient, safe_divide(jnp.sum(point * gradient, x.axes), factor)
 
             _, slopes = vectors.moved(name, selections, slope, updates, params, gains)
-            steps, gain_state = gain.update(slopes, gain_state, gains)
-            gains = optax.apply_updates(gains, steps)
+            steps, after = gain.update(slopes, gain_state, gains)
+            trained = optax.apply_updates(gains, steps), after
+            # Where the rate is zero no vector moves, and its factor waits.
+            gains, gain_state = jax.tree.map(
+                functools.partial(jnp.where, now.inverse > 0), trained, (gains, gain_state))
             lengths = jax.tree.map(jnp.multiply, lengths, gains)
 
         def turned(x: Selection, point: jax.Array, step: jax.Array, length: jax.Array, square: jax.Array) -> Any:

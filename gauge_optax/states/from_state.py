@@ -7,7 +7,8 @@ import optax
 
 from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error
-from gauge_optax.gauges.bound import require_nonzero_norms
+from gauge_optax.frozen import frozen_leaves
+from gauge_optax.gauges.bound import bound, require_nonzero_norms
 from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.optimizers._quotient import QuotientState, no_offset
 from gauge_optax.slice import Frame
@@ -61,7 +62,8 @@ def from_state(
     """
     group = product(gauges)
     require_traceable("from_state", params)
-    b, sharding = group._bound(params), layout(params)
+    unchanged = frozen_leaves("from_state", inner, params)
+    b, sharding = bound(group.gauges, params, unchanged), layout(params)
     s = b.slice
     require_nonzero_norms("from_state", s, leaves_by_path(params))
     with sharding.left_open():
@@ -84,7 +86,8 @@ def from_state(
         cast = lambda x, like: x if x.dtype == like.dtype else x.astype(like.dtype)  # noqa: E731  # keys cannot be cast
         inner_state = jax.tree.map(cast, plain, expected)
         frame = Frame(elements | {turn.label: turn.identity() for _, turns in s.turns for turn in turns}, live)
-    frame, inner_state = sharding.restore(frame), sharding.restore(inner_state, like=state)
+    frame = sharding.restore(frame)._replace(frozen=dict.fromkeys(sorted(unchanged), ()))
+    inner_state = sharding.restore(inner_state, like=state)
     return QuotientState(frame, inner_state, {} if pin else no_offset(s))
 
 

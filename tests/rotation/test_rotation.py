@@ -175,6 +175,17 @@ def test_a_gain_is_trained_as_a_parameter_of_its_own(x64: None) -> None:
     np.testing.assert_allclose([*state.gain["w"].values()], [gain], rtol=1e-10)
 
 
+def test_a_gain_waits_while_the_rate_is_zero() -> None:
+    """It trained on, and the first step of another rate changed the norm by all that had gathered."""
+    params = {"w": jnp.asarray(PARAMS["w"], jnp.float32)}
+    tx = _rotational("_ channel", 0.05, rate=lambda t: jnp.where(t < 2, 0.0, RATE), gain=optax.sgd(1e-2))
+    state = start = tx.init(params)
+    for _ in range(2):
+        _, state = tx.update(params, state, params)
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, state.gain, start.gain))
+    assert jnp.all(tx.update(params, state, params)[1].gain["w"]["_ channel"] < 1.0)
+
+
 def test_two_numbers_a_neuron_are_kept_beside_the_inner_state() -> None:
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), PARAMS)
     state = go.norms.rotational_adamw(RATE, BLOCKS).init(params)

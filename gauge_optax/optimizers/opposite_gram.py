@@ -31,6 +31,7 @@ from gauge_optax.transformation import (
     GaugeTransformation,
     in_dtype_of,
     in_dtypes_of_state,
+    layout,
     placeholder,
     require_choice,
     require_every,
@@ -169,16 +170,18 @@ def scale_by_opposite_gram(
         return _inverses(s, s.centred(s.values(params)), damping, damping_mode == "relative", diagonal)
 
     def init(params: optax.Params) -> ScaleByOppositeGramState:
-        s = _checked_slice(group, params)
+        s, sharding = _checked_slice(group, params), layout(params)
         require_first_outside(_NAME, s)
-        leaves = leaves_by_path(params)
-        if not diagonal and isinstance(damping, int | float) and damping == 0:
-            for sentence in heads_without_frame(_NAME, s, None, leaves, "the steps of these heads depend on S"):
-                warn(sentence)
-        if always:
-            return ScaleByOppositeGramState((), ())
-        zeros = zeros_of(jax.eval_shape(lambda p: inverses_at(s, p), params))
-        return ScaleByOppositeGramState(zeros, jnp.zeros((), jnp.int32))
+        with sharding.left_open():
+            stored = sharding.drop(params)
+            if not diagonal and isinstance(damping, int | float) and damping == 0:
+                but, leaves = "the steps of these heads depend on S", leaves_by_path(stored)
+                for sentence in heads_without_frame(_NAME, s, None, leaves, but):
+                    warn(sentence)
+            if always:
+                return ScaleByOppositeGramState((), ())
+            zeros = zeros_of(jax.eval_shape(lambda p: inverses_at(s, p), stored))
+        return sharding.restore(ScaleByOppositeGramState(zeros, jnp.zeros((), jnp.int32)))
 
     def update(updates: Any, state: ScaleByOppositeGramState, params: Any, **extra: Any) -> tuple[Any, Any]:
         s = _checked_slice(group, params)

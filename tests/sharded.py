@@ -298,7 +298,7 @@ def check_tools(kind: AxisType) -> None:
     other = jax.tree.map(lambda x: 1.01 * x, alone)
     squares = jax.grad(lambda p: jnp.sum(jnp.square(jnp.einsum("ihb,hbo->iho", p["v"], p["o"]))))
     gradient = jax.tree.map(np.asarray, squares(alone))
-    opposite = go.links.scale_by_opposite_gram(gauge, every=2)
+    element, opposite = gauge.sample(jax.random.key(0), alone), go.links.scale_by_opposite_gram(gauge, every=2)
     tx, of_two = go.quotient_adamw(1e-3, gauge), (go.orbit.align, go.orbit.distance, go.measure.drift)
     tools: dict[str, Callable[..., Any]] = {
         **{f.__name__: functools.partial(f, gauges=gauge) for f in (*of_two, go.measure.vertical_motion)},
@@ -308,6 +308,10 @@ def check_tools(kind: AxisType) -> None:
         "average": lambda p, q: go.orbit.average([p, q], gauge),
         "quotient_arc_length": lambda p, q: go.measure.quotient_arc_length([p, q], gauge),
         "scale_by_opposite_gram": lambda p, q: jit(opposite.update)(q, opposite.init(p), p),
+        "transport": lambda p, q: go.orbit.transport(optax.TraceState(q), p, gauge, element),
+        "from_state": lambda p, q: go.orbit.from_state(optax.TraceState(q), optax.trace(0.9), gauge, p),
+        "evaluate": lambda p, _: go.orbit.evaluate(lambda _, point: point, tx.init(p), p),
+        "restart": lambda p, _: go.orbit.restart(tx, tx.init(p), p),
         "check": lambda p, _: str(go.check(tx, tx.init(p), p, put(gradient, dealt))),
         "plan": lambda p, _: str(go.plan(tx, p)),
     }

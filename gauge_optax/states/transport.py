@@ -18,7 +18,7 @@ from gauge_optax.gauges.gauge import Element, Gauge, Gauges, Product, product
 from gauge_optax.optimizers.compress import compressed, decompressed, dtype_of
 from gauge_optax.states.moves import Move, moving_part
 from gauge_optax.states.rules import RULES, Outgoing, Rule
-from gauge_optax.transformation import require_choice
+from gauge_optax.transformation import layout, require_choice
 
 ON_UNKNOWN = ("error", "reset", "keep")
 
@@ -77,14 +77,19 @@ def transport(opt_state: Any, params: Any, gauge: Gauges, element: Element, on_u
         return opt_state
     group = product(gauge)
     elements = (element,) if isinstance(gauge, Gauge) and not isinstance(gauge, Product) else element
-    expected = jax.tree.map(jnp.shape, jax.eval_shape(group.identity, params))
-    if not isinstance(elements, tuple) or jax.tree.map(jnp.shape, elements) != expected:
-        raise binding_error(
-            "transport", "not an element of this gauge", f"shapes {jax.tree.map(jnp.shape, elements)}", f"{expected}",
-            "pass what its sample, balance or identity returns: a dict for one gauge, a tuple for a sequence",
-        )
-    parts = tuple(moving_part(part, x, params) for part, x in zip(group.gauges, elements, strict=True))
-    return transported_state(Move(parts, params, on_unknown), opt_state)
+
+    def moved(opt_state: Any, params: Any, elements: Any) -> Any:
+        expected = jax.tree.map(jnp.shape, jax.eval_shape(group.identity, params))
+        if not isinstance(elements, tuple) or jax.tree.map(jnp.shape, elements) != expected:
+            raise binding_error(
+                "transport", "not an element of this gauge", f"shapes {jax.tree.map(jnp.shape, elements)}",
+                f"{expected}",
+                "pass what its sample, balance or identity returns: a dict for one gauge, a tuple for a sequence",
+            )
+        parts = tuple(moving_part(part, x, params) for part, x in zip(group.gauges, elements, strict=True))
+        return transported_state(Move(parts, params, on_unknown), opt_state)
+
+    return layout((opt_state, params, elements)).run(moved, opt_state, params, elements, like=opt_state)
 
 
 def transported_state(move: Move, opt_state: Any) -> Any:

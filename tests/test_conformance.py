@@ -27,6 +27,7 @@ import gauge_optax as go
 from gauge_optax.binding import leaves_by_path
 from gauge_optax.tools.plan import gauges_of
 from tests.cases import TRANSFORM_CASES, TransformCase
+from tests.programs import primitives
 from tests.quick import jit
 from tests.refusals import refused
 from tests.tolerances import tolerance
@@ -205,6 +206,10 @@ def _on_each_device(function: Callable[..., Tree]) -> Callable[..., Tree]:
     return jax.shard_map(own, mesh=mesh, in_specs=P("device"), out_specs=P("device"))
 
 
+def _ahead(params: Tree) -> Tree:
+    return jax.tree.map(lambda x: x[None], params)
+
+
 def _two_steps(case: TransformCase, params: Tree) -> Tree:
     tx = case.make(EVERY_KIND)
     state = tx.init(params)
@@ -218,14 +223,18 @@ def _two_steps(case: TransformCase, params: Tree) -> Tree:
 def test_every_device_may_have_weights_of_its_own(case: TransformCase) -> None:
     """The types of a state, which say over which devices it varies, are from `init` on those of every step.
 
-    Gradients of its own alone are enough. No step has a sum over devices.
+    No step has a sum over devices.
     """
+    each = _on_each_device(functools.partial(_two_steps, case))
+    assert not [name for name in primitives(jax.make_jaxpr(each)(_ahead(_params())).jaxpr) if "psum" in name]
+
+
+@pytest.mark.slow_rows("[a-fh-pr-z]*", "quotient*/*")
+@rows
+def test_every_device_may_have_gradients_of_its_own_alone(case: TransformCase) -> None:
     params, tx = _params(), case.make(EVERY_KIND)
-    own = jax.tree.map(lambda x: x[None], params)
-    program = jax.make_jaxpr(_on_each_device(functools.partial(_two_steps, case)))(own)
-    assert "psum" not in str(program)
     state = tx.init(params)
-    jax.eval_shape(_on_each_device(lambda gradient: tx.update(gradient, state, params)[0]), own)
+    jax.eval_shape(_on_each_device(lambda gradient: tx.update(gradient, state, params)[0]), _ahead(params))
 
 
 @pytest.mark.slow_rows("gauge_fix/*")
@@ -234,7 +243,7 @@ def test_every_device_may_have_weights_of_its_own(case: TransformCase) -> None:
 )
 def test_on_its_device_a_run_computes_the_same(case: TransformCase) -> None:
     steps = functools.partial(_two_steps, case)
-    each = jit(_on_each_device(steps))(jax.tree.map(lambda x: x[None], _params()))
+    each = jit(_on_each_device(steps))(_ahead(_params()))
     _close(jax.tree.map(lambda x: x[0], each), steps(_params()))
 
 

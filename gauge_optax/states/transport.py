@@ -40,7 +40,7 @@ def transport(opt_state: Any, params: Any, gauge: Gauges, element: Element, on_u
         twice after 290 steps. Warm up, or restart the count as well.
 
     Returns:
-      The state, with the same structure, shapes and dtypes.
+      The state, with the same structure, shapes and dtypes, and on a mesh with explicit axes the same shardings.
 
     Raises:
       ValueError: an unknown `on_unknown`; an element that is not one of this gauge's; a state of this library that was

@@ -155,8 +155,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Run]:
     args = parse(argv)
     config = lm.llama_config(
         vocab=data.VOCAB, d_model=args.width, layers=args.layers, heads=4, kv_heads=2,
-        d_head=args.width // 4, d_ff=3 * args.width, max_len=args.length,
-    )
+        d_head=args.width // 4, d_ff=3 * args.width, max_len=args.length)
     params, loss = lm.params_and_loss(config, jax.random.key(0))
     gauges = lm.gauges(config)
     group = go.product(gauges)

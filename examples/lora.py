@@ -279,8 +279,7 @@ def cells(c: Config, args: argparse.Namespace) -> Callable[[Result], harness.Cel
 
 STUDY = harness.Study(
     __doc__, "lora", cells, section, figure, config=Config(), partial=True,
-    settings=lambda c: {"steps": c.steps, "pretraining": c.pretraining, "batch": BATCH},
-)
+    settings=lambda c: {"steps": c.steps, "pretraining": c.pretraining, "batch": BATCH})
 
 if __name__ == "__main__":
     harness.main(STUDY)

@@ -64,8 +64,7 @@ def _partner(name: str) -> str:
 
 def pairs_of(
     names: Iterable[str] | Mapping[str, Tensor], gauges: str | None = None, experts: int | None = None,
-    frozen: Mapping[str, Tensor] | None = None,
-) -> list[Pair]:
+    frozen: Mapping[str, Tensor] | None = None) -> list[Pair]:
     """The pairs of factors among parameter names.
 
     Args:
@@ -242,8 +241,7 @@ def root_and_inverse(rows: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def without_frame(a: Tensor, b: Tensor) -> bool:
-    """Whether no S can be read from two factors that are not zero, because the columns of either depend on each other.
-    """
+    """Whether no S can be read from two factors that are not zero: the columns of either depend on each other."""
     return bool(a.any() or b.any()) and root_and_inverse(a) is None and root_and_inverse(b) is None
 
 
@@ -395,8 +393,7 @@ class _Quotient(torch.optim.Optimizer, abc.ABC):
 
     def __init__(
         self, params: Params, defaults: State, gauges: str | None, model: torch.nn.Module | None,
-        names: Mapping[str, Tensor] | None, experts: int | None,
-    ) -> None:
+        names: Mapping[str, Tensor] | None, experts: int | None) -> None:
         if isinstance(params, torch.nn.Module):
             model = model or params
             params = params.named_parameters()
@@ -446,17 +443,13 @@ class _Quotient(torch.optim.Optimizer, abc.ABC):
         super().load_state_dict(state_dict)
 
         def on(device: torch.device, value: Any) -> Any:
-            if isinstance(value, Tensor):
-                return value.to(device)
             if isinstance(value, dict):
                 return {key: on(device, x) for key, x in value.items()}
-            return [on(device, x) for x in value] if isinstance(value, list) else value
+            return value.to(device) if isinstance(value, Tensor) else value
 
-        saved, own = ([x for group in groups for x in group["params"]]
-                      for groups in (state_dict["param_groups"], self.param_groups))
-        for number, x in zip(saved, own, strict=True):
-            if number in state_dict["state"]:
-                self.state[x] = on(x.device, state_dict["state"][number])
+        for saved, own in zip(state_dict["param_groups"], self.param_groups, strict=True):
+            for number, x in zip(saved["params"], own["params"], strict=True):
+                self.state[x] = on(x.device, state_dict["state"].get(number, {}))
 
     def _options(self, group: State) -> State:
         """Options of a group, in the names that the steps read."""
@@ -524,15 +517,12 @@ class _Quotient(torch.optim.Optimizer, abc.ABC):
         # Factors with rows of length rank, one pair for each expert: A is (experts·rank, in), B is (out, rank·experts).
         of_a = [_wide(x).reshape(number, -1, math.prod(a.shape[1:])).mT for x in (a, a.grad)]
         of_b = [_wide(x).reshape(len(b), -1, number).permute(2, 0, 1) for x in (b, b.grad)]
-        fresh = [k for k in range(number) if "s" not in states[k]]
-        if count := sum(without_frame(of_a[0][k], of_b[0][k]) for k in fresh):
-            inputs, rank = of_a[0].shape[1:]
+        if count := sum(without_frame(of_a[0][k], of_b[0][k]) for k in range(number) if "s" not in states[k]):
             warnings.warn(str(_error(
                 f"no frame for {pair.a!r} and {pair.b!r}",
                 f"both factors have less than full rank in {count} of {number} pairs",
                 "a factor of full rank in every pair: these pairs train as if no gauge bound them",
-                f"lower the rank to {inputs} or less" if rank > inputs
-                else "start from an A of full rank: torch.nn.init.kaiming_uniform_(A)")), stacklevel=2)
+                f"lower the rank to {of_a[0].shape[1]} or less, or start from an A of full rank")), stacklevel=2)
         steps = [
             self._step_factors(states[k], of_a[0][k], of_b[0][k], (of_a[1][k], of_b[1][k]), group)
             for k in range(number)

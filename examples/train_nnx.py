@@ -46,8 +46,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
     args = common.parse(__doc__, "train_nnx", argv)
     config = lm.llama_config(
         vocab=data.VOCAB, d_model=args.width, layers=args.layers, heads=4, kv_heads=2,
-        d_head=args.width // 4, d_ff=3 * args.width, max_len=args.length,
-    )
+        d_head=args.width // 4, d_ff=3 * args.width, max_len=args.length)
     train, held_out = data.batches(args.length, args.batch, args.data)
     model, optimizer = create(config, args)
 

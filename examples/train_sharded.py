@@ -78,8 +78,7 @@ def laid_out(tx: optax.GradientTransformation, params: Any, shardings: Any, whol
 
     places = optax.tree.map_params(
         tx, like_parameter, chosen, shardings, transform_non_params=on_mesh,
-        is_leaf=lambda x: isinstance(x, optax.MaskedNode),
-    )
+        is_leaf=lambda x: isinstance(x, optax.MaskedNode))
     shapes = jax.eval_shape(tx.init, params)
     return params, jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, places)
 

@@ -188,6 +188,7 @@ def test_refusals(make: Callable[..., Any], gauge: Any, options: dict[str, str],
         make(gauges=gauge, **options).init(UNIT_PARAMS | more)
 
 
+@pytest.mark.slow_rows("muon", "floor")
 @pytest.mark.parametrize("make", [
     lambda g: go.ddc_adamw(0.05, g, scale_floor=0.9), lambda g: go.ddc_muon(0.05, g, scale="rms"),
     lambda g: optax.chain(go.links.scale_by_relative_rms(g), optax.scale(-0.1))], ids=["floor", "muon", "relative"])

@@ -303,6 +303,16 @@ def inverse(m: jax.Array) -> jax.Array:
 
 
 @jax.jit  # outside jit, the loop would be compiled anew at every call
+def determinant(m: jax.Array) -> jax.Array:
+    """Returns the determinants, (…), of square matrices; see `serial`.
+
+    >>> round(float(determinant(jnp.diag(jnp.array([2.0, -3.0])))), 3)
+    -6.0
+    """
+    return serial(jnp.linalg.det, m)
+
+
+@jax.jit  # outside jit, the loop would be compiled anew at every call
 def independent_rows(matrices: jax.Array) -> jax.Array:
     """Chooses d row numbers such that these rows are far from linearly dependent in every matrix of a group.
 

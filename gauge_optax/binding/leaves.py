@@ -146,7 +146,12 @@ def inexact_leaves(tree: Any) -> dict[str, Any]:
 
 
 def has_dtype(leaf: Any) -> bool:
-    """Whether a leaf is an array, a shape or a Python number. Modules may have functions and strings as leaves."""
+    """Whether a leaf is an array, a shape or a Python number. Modules may have functions and strings as leaves.
+
+    >>> from gauge_optax.binding.leaves import has_dtype
+    >>> has_dtype(jnp.ones(2)), has_dtype(0.5), has_dtype(jax.nn.relu)
+    (True, True, False)
+    """
     return hasattr(leaf, "dtype") or isinstance(leaf, bool | int | float | complex)
 
 

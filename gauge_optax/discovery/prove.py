@@ -392,4 +392,4 @@ def _on_readers(one: Held, others: Sequence[Held]) -> Iterator[Held]:
             blocks = {path: str(axes).replace("channel", "_") for path, axes in norm.roles["into"].items()}
             call = Call("scale_invariant", {"blocks": blocks}, {}, norm.sizes)
             with contextlib.suppress(ValueError):
-                yield one._replace(call=call, gauge=call.gauge(), exponents=dict.fromkeys(blocks, 1.0))
+                yield one._replace(call=call, gauge=call.gauge(), exponents=dict.fromkeys(blocks, 1.0), parts=())

@@ -299,7 +299,7 @@ def _discovered(
         trace = walked(on_few, leaves, given[0])
     with checks.gradients_named("discover"):
         found = search_instance(on_few, tree, leaves, given, trace, near, seed, bar)
-    report = Report(*found._replace(held=_readable(found.held, tree)))
+    report = Report(**found._replace(held=_readable(found.held, tree))._asdict())
     census = functools.partial(certified, on_few, tree, leaves, given, report.whole, seed, not bar.disable)
     assumed = asked and outputs == "logits"
     report = dataclasses.replace(report, census=census, axes=axes, outputs=outputs, _assumed=assumed)

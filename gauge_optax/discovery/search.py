@@ -409,9 +409,10 @@ def _moved_along(terms: Sequence[Term], asleep: Sequence[Column]) -> tuple[Term,
 
     def on_one_axis(piece: Piece) -> bool:
         moved = {axis for axis, _ in piece.places}
-        spaces = [{atom.space for k, w in enumerate(piece.view.windows) if (k in moved) == on for atom in w.atoms}
-                  for on in (True, False)]
-        return not (spaces[0] & spaces[1]) - {None}
+        of_moved, of_others = set[Any](), set[Any]()
+        for axis, window in enumerate(piece.view.windows):
+            (of_moved if axis in moved else of_others).update(atom.space for atom in window.atoms)
+        return not (of_moved & of_others) - {None}
 
     exponents = {(parent(t.piece), t.mode): t.exponent for t in terms if not t.piece.vector and on_one_axis(t.piece)}
     taken = {(t.piece.path, parent(t.piece)) for t in terms}

@@ -407,5 +407,5 @@ def require_readings_without_turns(name: str, s: Slice) -> None:
                     name, f"the size of '{found[0]}' behind the norm's scale '{path}', which no norm_scale makes 1",
                     f"{name_of(turn)}, and {name_of(part)} that is read from '{found[0]}'",
                     f"a norm_scale that is read from '{path}'",
-                    f"add go.norm_scale of '{path}', and bind no scale_invariant of '{path}' but of a reader",
+                    f"add go.norm_scale of '{path}'; if scale_invariant binds '{path}', bind '{found[0]}' there",
                 )

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from gauge_optax.gauges.gauge import Gauge
-from gauge_optax.linalg import serial
+from gauge_optax.linalg import determinant
 
 
 def disconnected(gauge: Gauge, element: Any) -> Any:
@@ -41,6 +41,6 @@ def _with_negative_factors(log: jax.Array) -> jax.Array:
 
 
 def _with_reflections(matrices: jax.Array) -> jax.Array:
-    turned = (serial(jnp.linalg.det, matrices) > 0) == _every_other(matrices.shape[:-2])
+    turned = (determinant(matrices) > 0) == _every_other(matrices.shape[:-2])
     columns = turned[..., None, None] & (jnp.arange(matrices.shape[-1]) == 0)
     return jnp.where(columns, -matrices, matrices)

@@ -230,6 +230,7 @@ def named_rotational(
             # ‖ηΔ/most‖². For an update along p and 1, such as decay, this is roundoff, which must not turn p.
             across = direction_square - x.length * direction_mean * direction_mean - along * along * size
             across = jnp.where(across > least * direction_square, across, 0.0)
+            # States of earlier versions have ν, which is positive.
             before = jnp.where(square > 0, jnp.sqrt(jnp.abs(square)), -square)
             average = root_mean_square(now.memory, x.spread(before), most * now.inverse * jnp.sqrt(across))
             usual = jnp.hypot(average / jnp.sqrt(now.correction), jnp.sqrt(eps))

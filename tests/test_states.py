@@ -204,12 +204,12 @@ def test_a_state_of_another_optimizer(name: str, state: Any) -> None:
     assert ("from_state" in text) == (name == "quotient" and type(state) is tuple)  # only there it applies
 
 
-@pytest.mark.parametrize("pin", [True, False])
-def test_the_conversion_that_an_error_names_works(pin: bool) -> None:
+@pytest.mark.parametrize(("pin", "frozen"), [(True, None), (False, None), (True, lambda p: {"up": True, "down": False})])
+def test_the_conversion_that_an_error_names_works(pin: bool, frozen: Any) -> None:
     inner, gauges, params = optax.adam(0.1), RESCALE, PARAMS  # the names that the remedy has
-    tx, state = go.quotient(inner, gauges, pin=pin), inner.init(params)
+    tx, state = go.quotient(inner, gauges, pin=pin, frozen=frozen), inner.init(params)
     (call,) = re.findall(r"go\.orbit\.from_state\(.*?\)", complaint(lambda: tx.update(params, state, params)))
-    names = {"go": go, "state": state, "inner": inner, "gauges": gauges, "params": params}
+    names = {"go": go, "state": state, "inner": inner, "gauges": gauges, "params": params, "frozen": frozen}
     tx.update(params, eval(call, names), params)
 
 

@@ -206,7 +206,7 @@ def quotient_for(
         structure, wanted = (str(jax.tree.structure(x)) for x in (state, jax.eval_shape(inner.init, params)))
         if structure != wanted:
             return ""
-        option = "" if pin else ", pin=False"
+        option = ("" if pin else ", pin=False") + ("" if frozen is None else ", frozen=frozen")
         return f"go.orbit.from_state(state, inner, gauges, params{option}) converts the state of the optimizer inside"
 
     of_both = with_gauges_of(inner, group.gauges)

@@ -7,7 +7,7 @@ import optax
 
 from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error
-from gauge_optax.frozen import frozen_leaves
+from gauge_optax.frozen import frozen_leaves, said_to_be_frozen
 from gauge_optax.gauges.bound import bound, require_nonzero_norms
 from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.optimizers._quotient import QuotientState, no_offset
@@ -24,6 +24,7 @@ def from_state(
     on_unknown: str = "error",
     *,
     pin: bool = True,
+    frozen: Any = None,
 ) -> QuotientState:
     """Converts a plain optimizer state, so that training continues under `quotient(inner, gauges)`.
 
@@ -39,13 +40,14 @@ def from_state(
       on_unknown: what to do with moments without a rule, as in `transport`: second moments of entries that
         `head_linear` or `rope_linear` mixes, and arrays in states that `transport` has no rule for.
       pin: the same value as in the `quotient` that continues.
+      frozen: the same value as there.
 
     Returns:
-      A state of `quotient(inner, gauges, pin=pin)`.
+      A state of `quotient(inner, gauges, pin=pin, frozen=frozen)`, with any `hold` and `rest`.
 
     Raises:
-      ValueError: a leaf that is no array; a state that is not `inner`'s; moments without a rule; bindings that do not
-        fit.
+      ValueError: a leaf that is no array; a state that is not `inner`'s; moments without a rule; bindings or `frozen`
+        that do not fit.
 
     >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
     >>> params = {"up": jnp.full((4, 1), 2.0), "down": jnp.ones((1, 2))}
@@ -62,7 +64,8 @@ def from_state(
     """
     group = product(gauges)
     require_traceable("from_state", params)
-    unchanged = frozen_leaves("from_state", inner, params)
+    said = said_to_be_frozen("from_state", frozen, params)
+    unchanged = said | frozen_leaves("from_state", inner, params, said=frozen is not None)
     b, sharding = bound(group.gauges, params, unchanged), layout(params)
     s = b.slice
     require_nonzero_norms("from_state", s, leaves_by_path(params))

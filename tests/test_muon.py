@@ -177,6 +177,7 @@ OF_FUSED = {"gauges": latent.gauges(FUSED), "labels": latent.muon_labels(FUSED)}
 MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"gauges": GAUGE, "heads_per_matrix": 3}, "heads_per_matrix=3 at '"),
     ({"gauges": GAUGE, "heads_per_matrix": 0}, "heads_per_matrix=0 at '"),
+    ({"gauges": GAUGE, "heads_per_matrix": 2.0}, "heads_per_matrix is no integer"),
     (OF_LATENT | {"sizes": {"heads": 2}}, "unknown axis in sizes 'heads'"),
     (OF_FUSED | {"sizes": {"head": 3}}, "head=3 from sizes"),
     (OF_LATENT | {"labels": {"attn/gate/kernel": "head _ size"}}, "describes no matrices"),

@@ -41,6 +41,33 @@ def _parts() -> list[tuple[Any, Any, Tree]]:
     return list(found.values())
 
 
+# The axes of a kernel, its shape, and which of its axes are inputs.
+KERNELS: list[tuple[Any, str, tuple[int, ...], tuple[int, ...]]] = [
+    (go.rescale, "_ channel", (5, 6), (0,)), (go.rescale, "channel _", (6, 5), (1,)),
+    (go.rescale, "_ _ _ channel", (3, 3, 4, 6), (0, 1, 2)), (go.rescale, "channel _ _ _", (6, 4, 3, 3), (1, 2, 3)),
+    (go.rescale, "expert _ channel", (2, 5, 6), (1,)), (go.rescale, "head _ _", (2, 5, 3), (1,)),
+    (go.rescale, "_ head _", (5, 2, 3), (0,)), (go.rescale, "(head _) _", (6, 5), (1,)),
+    (go.rescale, "_ (head _) _", (5, 4, 3), (0,)), (go.rescale, "layer _ _", (2, 5, 3), (1,)),
+    (go.rope_linear, "_ head basis", (5, 2, 8), (0,)), (go.rope_linear, "_ (head _) basis", (5, 6, 4), (0,)),
+]
+
+
+@pytest.mark.parametrize(("make", "axes", "shape", "inputs"), KERNELS)
+def test_columns_of_norm_one_stay_on_the_slice(make: Any, axes: str, shape: Any, inputs: Any, x64: None) -> None:
+    """At the usual start the optimizer inside starts as itself, in any layout, and beside a bias, which is zero."""
+    kernel = jax.random.normal(jax.random.key(0), shape, float)
+    outputs = [k for k in range(len(shape)) if k not in inputs]
+    bias_axes = " ".join(re.findall(r"\(.*?\)|\S+", axes)[k] for k in outputs)
+    params = {
+        "up": kernel / jnp.sqrt(jnp.sum(kernel**2, inputs, keepdims=True)),
+        "bias": jnp.zeros([shape[k] for k in outputs]), "down": jnp.ones([*(shape[k] for k in outputs), 7]),
+    }
+    sizes = {"sizes": {"head": 2}} if "(" in axes else {}
+    gauge = make({"up": axes, "bias": bias_axes}, {"down": f"{bias_axes} _"}, **sizes)
+    norms = [jax.tree.map(jnp.linalg.norm, tree) for tree in (go.bind(gauge, params).slice_point(params), params)]
+    assert furthest(*norms) <= 1e-12  # of leaves, because planes are turned too
+
+
 @pytest.mark.slow
 def test_steps_and_gradients_follow_from_the_action(x64: None) -> None:
     """`push` is the difference of two points, `pull` the transpose of the derivative, `undo` the inverse."""

@@ -204,7 +204,8 @@ def test_a_state_of_another_optimizer(name: str, state: Any) -> None:
     assert ("from_state" in text) == (name == "quotient" and type(state) is tuple)  # only there it applies
 
 
-@pytest.mark.parametrize(("pin", "frozen"), [(True, None), (False, None), (True, lambda p: {"up": True, "down": False})])
+@pytest.mark.parametrize(
+    ("pin", "frozen"), [(True, None), (False, None), (True, lambda p: {"up": True, "down": False})])
 def test_the_conversion_that_an_error_names_works(pin: bool, frozen: Any) -> None:
     inner, gauges, params = optax.adam(0.1), RESCALE, PARAMS  # the names that the remedy has
     tx, state = go.quotient(inner, gauges, pin=pin, frozen=frozen), inner.init(params)

@@ -60,11 +60,12 @@ def scale_by_relative_rms(gauges: Gauges, min_scale: float | jax.Array = 0.1) ->
         scaled: dict[str, jax.Array] = {}
         for path, stack in ((path, piece) for path, reading in read.items() for piece in reading.pieces):
             kernel, inputs = stack.view(leaves[path]), stack.fan_in
-            if stack.heads is not None and stack.heads[1] == stack.rows:
+            counting, of_head = stack.heads or ((), ())
+            if of_head == stack.rows:
                 # This kernel reads heads and sums over all of them: its inputs are heads times entries per head.
-                inputs *= stack.split[stack.heads[0]]
+                inputs *= math.prod(stack.split[k] for k in counting)
             # A layer of a stack has a factor of its own; the heads of a kernel share one.
-            heads = [k for k, axis in enumerate(stack.batch) if stack.heads is not None and axis == stack.heads[0]]
+            heads = [k for k, axis in enumerate(stack.batch) if axis in counting]
             rms = jnp.sqrt(jnp.mean(jnp.square(in_single_or_better(kernel)), (-2, -1, *heads), keepdims=True))
             factor = jnp.maximum(rms * math.sqrt(inputs), min_scale)
             step = scaled.get(path, steps[path])

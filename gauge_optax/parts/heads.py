@@ -96,6 +96,11 @@ class PlaneBlock(Block):
         """See `Block.total`. The sum for a plane includes both of its coordinates."""
         return self.row_sums(named, self.rows(leaf)) if PLANE in named else super().total(named, leaf)
 
+    def entries(self, named: tuple[str, ...]) -> int:
+        """See `Block.entries`. A plane has both of its coordinates."""
+        planes = self.view_shape[self.labels.index(BASIS)] // 2 if PLANE in named and BASIS not in named else 1
+        return super().entries(named) // planes
+
     def ids_along(self, label: str, length: int, names: Collection[str]) -> np.ndarray | None:
         """See `Block.ids_along`. Both coordinates of a plane have the plane's index."""
         if label == BASIS and PLANE in names and BASIS not in names:

@@ -19,23 +19,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import numpy as np
 
 from gauge_optax.binding import Block
 from gauge_optax.binding.axes import Ranges
 from gauge_optax.errors import binding_error
 from gauge_optax.parts.heads import BASIS, PLANE, HeadTurn
 from gauge_optax.parts.part import Part, blocks_by_path
-from gauge_optax.parts.sizes import Factor
+from gauge_optax.parts.sizes import CHANNEL, COUNTING, DIVIDED, HEAD, Factor
 
-HEAD, TOKEN = "head", "token"
-COUNTING = ("layer", "expert")  # names of the axes that count matrices in `neurons_reading`
+TOKEN = "token"
 
 
 @dataclasses.dataclass(frozen=True)
 class Matrices:
     """How a leaf, or a range of it, is read as matrices, (*batch, rows, columns).
 
-    Rows count as inputs, columns as outputs. Unless a function says otherwise, rows come first in the leaf.
+    Rows count as inputs, columns as outputs. A scale says which they are: the side that it multiplies has its channels
+    as outputs, the side that it divides as inputs. A rotation does not: the rows come first in the leaf.
 
     Attributes:
       shape: the leaf's shape.
@@ -44,7 +45,8 @@ class Matrices:
       batch: the axes of `split` that count matrices.
       rows: the axes of `split` that one matrix has as rows.
       columns: the axes of `split` that one matrix has as columns.
-      heads: the axis of `split` that counts heads, and the axes of one head's basis or channels; None without heads.
+      heads: the axes of `split` that count heads, two for the grouped queries `(head _)`, and the axes of one head's
+        basis or channels; None without heads.
       block: the range; None for a whole leaf.
     """
 
@@ -54,7 +56,7 @@ class Matrices:
     batch: tuple[int, ...]
     rows: tuple[int, ...]
     columns: tuple[int, ...]
-    heads: tuple[int, tuple[int, ...]] | None = None
+    heads: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     block: Block | None = None
 
     @property
@@ -70,35 +72,49 @@ class Matrices:
           count: how many heads, a Python integer. With 1, or for a leaf without heads, the reading stays as it is.
 
         Raises:
-          ValueError: a `count` that does not divide the number of heads.
+          ValueError: no integer; a `count` that does not divide the number of heads, or the heads of a group.
         """
-        if isinstance(count, jax.Array):
+        if not isinstance(count, int | np.integer):
+            traced = isinstance(count, jax.Array)
             raise binding_error(
-                "quotient_muon", "heads_per_matrix is traced", "an array", "a Python integer",
-                'write inject_hyperparams(..., static_args=("heads_per_matrix",))',
+                "quotient_muon", f"heads_per_matrix is {'traced' if traced else 'no integer'}",
+                "an array" if traced else repr(count), "a Python integer",
+                'write inject_hyperparams(..., static_args=("heads_per_matrix",))' if traced
+                else "write heads_per_matrix=2",
             )
         if count == 1 or self.heads is None:
             return self
-        (at, side), total = self.heads, self.split[self.heads[0]]
-        if count < 1 or total % count:
+        axes, side = self.heads
+        total, left, joined = math.prod(self.split[k] for k in axes), int(count), list[int]()
+        at, inside = axes[-1], 1
+        for at in reversed(axes):  # the last axis has the nearest neighbours
+            inside = math.gcd(left, self.split[at])
+            left //= inside
+            if inside < self.split[at] or left == 1:
+                break
+            joined.append(at)
+        if count < 1 or left > 1:
+            lengths = " × ".join(str(self.split[k]) for k in axes)
             raise binding_error(
-                "quotient_muon", f"heads_per_matrix={count} at '{path}'", f"{total} heads",
-                "a divisor of the number of heads", "write heads_per_matrix=1",
+                "quotient_muon", f"heads_per_matrix={count} at '{path}'", f"{lengths} heads",
+                f"a divisor of the number of heads, {total}" + (
+                    ", that fills groups of queries, or parts of one, evenly" if len(axes) > 1 else ""),
+                "write heads_per_matrix=1",
             )
 
-        # The axis `at` of heads is split in two: groups, which count matrices, and the heads of a group, which become
-        # part of the side that has one head's entries.
-        def after(axes: tuple[int, ...]) -> tuple[int, ...]:
+        # The axis `at` is split in two: one that counts matrices, and the heads of a matrix, which become part of the
+        # side that has one head's entries. So do the axes behind it.
+        def after(axes: Iterable[int]) -> tuple[int, ...]:
             return tuple(k + (k > at) for k in axes)
 
-        joined = tuple(sorted((at + 1, *after(side))))
+        of_matrix = tuple(sorted((at + 1, *after((*side, *joined)))))
         return Matrices(
             self.shape,
-            (*self.split[:at], total // count, count, *self.split[at + 1 :]),
+            (*self.split[:at], self.split[at] // inside, inside, *self.split[at + 1 :]),
             tuple(tuple(x for k in group for x in ((at, at + 1) if k == at else after((k,)))) for group in self.groups),
-            after(self.batch),
-            joined if set(side) == set(self.rows) else after(self.rows),
-            joined if set(side) == set(self.columns) else after(self.columns),
+            after(k for k in self.batch if k not in joined),
+            of_matrix if set(side) == set(self.rows) else after(self.rows),
+            of_matrix if set(side) == set(self.columns) else after(self.columns),
             block=self.block,
         )
 
@@ -352,7 +368,9 @@ def head_matrices(block: Block) -> Matrices | None:
     # A free part that shares its parentheses with a name counts matrices: `(head _)` are heads of grouped queries.
     counting = {k for group in whole.groups for k in group if any(labels[j] not in ("_", "", BASIS) for j in group)}
     free = [k for k, label in enumerate(labels) if label == "_" and k not in counting]
-    return _between(whole, [labels.index(BASIS)], free)
+    basis = [labels.index(BASIS)]
+    rows, columns = sorted((basis, free))
+    return _between(whole, rows, columns, of_head=basis)
 
 
 def channel_matrices(block: Block, names: tuple[str, ...]) -> Matrices | None:
@@ -360,12 +378,16 @@ def channel_matrices(block: Block, names: tuple[str, ...]) -> Matrices | None:
     whole = _widened(block)
     labels = whole.split_labels
     free = [k for k, label in enumerate(labels) if label == "_"]
-    named = "channel" if "channel" in names else next(reversed(names), None)
+    named = CHANNEL if CHANNEL in names else next(reversed(names), None)
     at = None if named is None else labels.index(named)
     # The last free axis is the outputs if there are no channels, or if a named axis between free axes counts matrices.
-    if at is None or (named != "channel" and free and free[0] < at < free[-1]):
-        return _between(whole, free[-1:], free[:-1])
-    return _between(whole, [at], free)
+    if at is None or (named != CHANNEL and free and free[0] < at < free[-1]):
+        return _between(whole, free[:-1], free[-1:], of_head=free[-1:])
+    if block.argument not in DIVIDED:
+        return _between(whole, free, [at], of_head=[at])
+    # Free axes in front of input channels are the window of a convolution, if the outputs are behind them.
+    behind = [k for k in free if k > at]
+    return _between(whole, sorted({at, *free} - {*behind}) if behind else [at], behind or free, of_head=[at])
 
 
 def labelled_matrices(block: Block) -> Matrices | None:
@@ -379,12 +401,9 @@ def labelled_matrices(block: Block) -> Matrices | None:
     sides = [free for group in whole.groups if (free := [k for k in group if labels[k] == "_"])]
     if len(sides) != 2:
         return None
-    made = _between(whole, *sides)
-    if made is None or made.heads is None:
-        return made
+    rows, columns = sides
     # The side that comes after the axis of heads has the entries of one head.
-    entries = made.rows if made.heads[0] < made.rows[0] else made.columns
-    return dataclasses.replace(made, heads=(made.heads[0], entries))
+    return _between(whole, rows, columns, of_head=rows if HEAD in labels[: rows[0]] else columns)
 
 
 def neurons_reading(blocks: Sequence[Block]) -> Reading | None:
@@ -421,25 +440,33 @@ def _neuron_matrices(block: Block, at_index: bool) -> Matrices | None:
     labels = whole.split_labels
     inputs = [k for k, label in enumerate(labels) if label == "_"]
     neurons = [k for k, label in enumerate(labels) if label not in ("_", "", *COUNTING)]
-    made = _between(whole, inputs, neurons)
-    # The axes say which side is the inputs, so that a leaf may have its outputs first.
-    return None if made is None else dataclasses.replace(made, rows=tuple(inputs), columns=tuple(neurons), heads=None)
+    return _between(whole, inputs, neurons)
 
 
-def _between(block: Block, one: Sequence[int], other: Sequence[int]) -> Matrices | None:
-    """Returns the block as matrices: the axes `one` of `block.split` are one side, the axes `other` the opposite one.
+def _between(
+    block: Block, rows: Sequence[int], columns: Sequence[int], of_head: Sequence[int] = ()
+) -> Matrices | None:
+    """Returns the block as matrices.
 
-    The side that comes first in the leaf becomes the rows. If an axis counts heads, the side `one` has the entries of a
-    head. The result is None if a side is empty, or if both sides lie in a single axis of the leaf.
+    Args:
+      block: the block.
+      rows: the axes of `block.split` that are inputs.
+      columns: those that are outputs.
+      of_head: those of them that have the entries of one head, if an axis counts heads; () if none does.
+
+    Returns:
+      The matrices; None if a side is empty, or if both sides lie in a single axis of the leaf.
     """
-    if len({k for k, group in enumerate(block.groups) if set(group) & {*one, *other}}) < 2 or not one or not other:
+    used, labels = {*rows, *columns}, block.split_labels
+    if len({k for k, group in enumerate(block.groups) if set(group) & used}) < 2 or not rows or not columns:
         return None
-    rows, columns = sorted((tuple(one), tuple(other)))
-    batch = tuple(k for k in range(len(block.split)) if k not in rows + columns)
-    counting = [k for k in batch if block.split_labels[k] == HEAD]
-    heads = (counting[0], tuple(one)) if counting else None
+    batch = tuple(k for k in range(len(block.split)) if k not in used)
+    # Free parts in parentheses with heads count heads too.
+    counting = tuple(k for group in block.groups if HEAD in (labels[j] for j in group)
+                     for k in group if k in batch and labels[k] in (HEAD, "_"))
+    heads = (counting, tuple(of_head)) if counting and of_head else None
     whole = None if block.whole else block
-    return Matrices(block.shape, block.view_shape, block.groups, batch, rows, columns, heads, whole)
+    return Matrices(block.shape, block.view_shape, block.groups, batch, tuple(rows), tuple(columns), heads, whole)
 
 
 def optax_axes(matrices: Mapping[str, Reading]) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from gauge_optax.binding import Block
 from gauge_optax.linalg import (
     full_rank,
     matmul,
@@ -23,7 +24,7 @@ from gauge_optax.linalg import (
     transpose,
     triangular_factor,
 )
-from gauge_optax.parts.heads import Heads
+from gauge_optax.parts.heads import BASIS, PLANE, Heads
 from gauge_optax.parts.part import Anchor, Arrays, Size
 
 # `fix` reaches the slice exactly if, after the step, the smallest eigenvalue of an anchor's Gram matrix H is at least
@@ -31,6 +32,8 @@ from gauge_optax.parts.part import Anchor, Arrays, Size
 _LEAST = 1e-4
 
 
+CHANNEL, HEAD = "channel", "head"
+COUNTING = ("layer", "expert")  # names of the axes that count matrices
 MULTIPLIED, DIVIDED = ("up", "left"), ("down", "right")
 """Names of the constructors' arguments whose blocks an element α multiplies, and of those whose blocks it divides."""
 
@@ -40,9 +43,9 @@ class Factor(Size[jax.Array]):
     """Multiplies one side by α and the other by α⁻ᵖ, per channel: up·α and down·α⁻ᵖ.
 
     An element is α itself, not its logarithm, and may be negative. A channel to which n columns of the anchor belong
-    reads as their joint norm divided by √n; for an anchor on the down side, as this number to the power −1/p. On the
-    slice a kernel's columns have norm 1, a norm's scale is +1 and multipliers have root mean square 1: about their
-    usual initial values.
+    (`columns`) reads as their joint norm divided by √n; for an anchor on the down side, as this number to the power
+    −1/p. On the slice a kernel's columns have norm 1, a norm's scale is +1 and multipliers have root mean square 1:
+    about their usual initial values.
 
     A kernel and the biases beside it are one anchor, so that a column has norm 1 together with its bias. If the kernel
     were read alone and lost its norm to decay, every fix would multiply the biases, without bound.
@@ -104,14 +107,7 @@ class Factor(Size[jax.Array]):
     def read(self, anchor: Anchor, x: Arrays, within: jax.Array, near: bool) -> tuple[jax.Array, jax.Array]:
         totals = [b.total(self.named, jnp.square(x[b.path])) for b in anchor]
         square = sum(totals[1:], totals[0])
-        # On the slice a channel's squared norm is `natural`. This adds up, over kernels, the number of the channel's
-        # entries divided by the number of inputs, which is 1 for a column of an (inputs, channels) kernel. All free
-        # axes but the last are inputs; so is a single one.
-        # Biases, which have no free axis or are the only blocks with one, add nothing, because they start at zero.
-        free = [[n for n, label in zip(b.view_shape, b.labels, strict=True) if label not in self.named] for b in anchor]
-        kernels = [lengths for lengths in free if len(lengths) >= min(2, max(map(len, free)))]
-        inputs = (1 if self.by_entry else max(1, math.prod(lengths[:-1] or lengths)) for lengths in kernels)
-        natural = sum(math.prod(lengths) / n for lengths, n in zip(kernels, inputs, strict=True))
+        natural = sum(b.entries(self.named) for b in anchor) if self.by_entry else columns(anchor, self.named)
         read = within & (square > 0)
         size = jnp.sqrt(jax.lax.select(read, square / natural, jnp.ones_like(square)))
         size = size if anchor[0].argument in MULTIPLIED else size ** (-1.0 / self.degree)
@@ -144,6 +140,50 @@ class Factor(Size[jax.Array]):
         most = max(bits.values(), default=0)  # a Python number has no dtype, and rounds nothing away
         precise = max(bits.get(b.path, most) for b in self.anchors[0])
         return min(bits.get(b.path, most) for b in self.blocks) < precise
+
+
+def columns(anchor: Anchor, named: tuple[str, ...]) -> int:
+    """How many columns of kernels belong to one channel of an anchor: its squared norm at the usual start.
+
+    A column of a kernel has one entry per input, each of variance 1/inputs, and so norm 1. A channel has several
+    columns if it is a head, a rotary plane, or a whole kernel. These free axes count them:
+
+    * those in parentheses with a named axis, `(head _) _`, and the two coordinates of a plane;
+    * where channels are outputs, those behind the named axes, if others are in front of them: `_ head _`;
+    * of several axes behind all names, without an axis called `channel`, the last one: `head _ _`, `layer _ _`. Of a
+      head that is divided, all but the last one.
+
+    All other free axes are inputs, those of a convolution's window included. A bias has none, and adds nothing, because
+    it starts at zero.
+
+    >>> from gauge_optax.binding import BlockSpec, bind_leaf
+    >>> def count(axes, shape, name):
+    ...     return columns((bind_leaf("rescale", BlockSpec("up", "w", axes), "w", shape, {}),), (name,))
+    >>> count("_ _ _ channel", (3, 3, 5, 8), "channel"), count("_ head _", (6, 2, 4), "head")
+    (1, 4)
+    """
+    sides = [_free_axes(block, named) for block in anchor]
+    # The one axis of a bias (head, _) counts columns, as the axes of its kernel show.
+    least = min(2 if any(parted for _, _, parted in sides) else 1, max(rest for rest, _, _ in sides))
+    return sum(count for rest, count, _ in sides if rest >= least)
+
+
+def _free_axes(block: Block, named: tuple[str, ...]) -> tuple[int, int, bool]:
+    """The number of free axes apart from named ones, the number of columns, and whether these axes count columns."""
+    labels, held = block.split_labels, {*named, BASIS} if PLANE in named else {*named}
+    last = max((k for k, label in enumerate(labels) if label in held), default=-1)
+    beside = {k for group in block.groups if any(labels[j] in held for j in group) for k in group}
+    lengths = dict(zip((k for k, label in enumerate(labels) if label), block.view_shape, strict=True))
+    free = {k: n for k, n in lengths.items() if labels[k] not in held}
+    front = [n for k, n in free.items() if k not in beside and k < last]
+    behind = [n for k, n in free.items() if k not in beside and k > last]
+    outputs, parted = block.argument in MULTIPLIED, list[int]()
+    if front and (outputs or HEAD in named):
+        parted = behind
+    elif len(behind) > 1 and CHANNEL not in named:
+        parted = behind[:-1] if HEAD in named and not outputs else behind[-1:]
+    own = [n for k, n in free.items() if k in beside] + [2] * (PLANE in named)
+    return len(front) + len(behind), math.prod(own + parted), bool(parted)
 
 
 @dataclasses.dataclass(frozen=True)

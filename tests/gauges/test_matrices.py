@@ -83,7 +83,10 @@ READINGS: dict[str, Reading] = {
     "convolutions": Reading(  # the free axes of `down` lie on both sides of its channels
         [go.rescale({"up": "_ _ _ channel", "bias": "channel"}, {"down": "_ _ channel _"})],
         {"up": (3, 3, 2, 5), "bias": (5,), "down": (3, 3, 5, 4)},
-        {"up": Numbers((0, 1, 2), (3,)), "down": Numbers((0, 1, 3), (2,))}),
+        dict.fromkeys(("up", "down"), Numbers((0, 1, 2), (3,)))),
+    "outputs first": Reading(
+        [go.rescale({up: "channel _"}, {down: "_ channel"}) for up, down in (("up", "mid"), ("mid", "down"))],
+        {"up": (5, 6), "mid": (4, 5), "down": (3, 4)}, dict.fromkeys(("up", "mid", "down"), Numbers((1,), (0,)))),
     "a norm stored less one": Reading(  # under QK-norm no rotation splits a query into heads
         [go.norm_scale({"norm": "1+ channel", "bias": "channel"}, {"query": "channel _ _", "up": "channel _"})],
         {"norm": (6,), "bias": (6,), "query": (6, 2, 4), "up": (6, 5)}, {"query": Numbers((0,), (1, 2)), "up": FLAT}),
@@ -146,6 +149,23 @@ def test_leaves_are_read_as_these_matrices(name: str) -> None:
             assert theirs.size == leaf.size and min(theirs.shape[1:]) > 1
     if all(isinstance(own, Numbers) for own in row.numbers.values()):
         assert group.muon_dimension_numbers(jax.eval_shape(lambda: params)) == numbers
+
+
+@pytest.mark.parametrize(("count", "order"), [(2, [[0, 1], [2, 3]]), (4, [[0, 1, 2, 3]])])
+def test_neighbouring_queries_share_a_matrix(count: int, order: list[list[int]]) -> None:
+    """Not those at one place of their groups, as (0, 2)."""
+    query = jnp.arange(72.0).reshape(6, 4, 3)
+    own = _read(READINGS["grouped queries"].gauges, _params(READINGS["grouped queries"].shapes))["query"]
+    found = _stack(own.grouped("query", count), query)
+    np.testing.assert_array_equal(found, [query[:, heads].reshape(6, -1) for heads in np.array(order)])
+
+
+def test_relative_steps_of_grouped_queries_have_one_factor() -> None:
+    row = READINGS["grouped queries"]
+    params, tx = _params(row.shapes), go.links.scale_by_relative_rms(row.gauges, 0.0)
+    steps, _ = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params), params)
+    for name, inputs in {"query": 6, "out": 12}.items():
+        np.testing.assert_allclose(steps[name], jnp.sqrt(inputs * jnp.mean(params[name] ** 2)), rtol=1e-5)
 
 
 TURNS = ("head_rotation", "rope_torus")

@@ -133,7 +133,8 @@ def quotient_muon(
       scale: see `scale_by_scaled_polar`.
       labels: see `scale_by_scaled_polar`.
       sizes: see `scale_by_scaled_polar`.
-      heads_per_matrix: how many neighbouring heads make one matrix; 1 by default. It must not be traced.
+      heads_per_matrix: how many neighbouring heads make one matrix; 1 by default. Of grouped queries, `(head _)`, all
+        heads count, so that a group of them or a part of one makes a matrix. It must not be traced.
       hold: see `quotient`.
       pin: see `quotient`.
       rest: see `quotient`.

@@ -217,6 +217,18 @@ def test_an_argument_that_trains_a_frozen_leaf_is_refused(name: str, net: Any) -
     assert not np.any(said.update(jax.grad(net_loss)(net), said.init(net), net, open=1.0)[0]["up"])
 
 
+@pytest.mark.parametrize("make", [go.quotient_muon, go.ddc_muon], ids=["quotient", "fused ddc"])
+def test_muon_without_adam_leaves_vectors(make: Any, net: Any) -> None:
+    """The bias is of the channels that the polar factors scale, so that the growth of an anchor could move into it."""
+    params = net | {"bias": jnp.ones(4)}
+    gauge = go.rescale({"up": "_ channel", "bias": "channel"}, {"down": "channel _"})
+    tx, training = make(0.02, gauge, adam_learning_rate=0.0), make(0.02, gauge)
+    end = trained(tx, net_loss, params)
+    assert stayed(params, end, "bias") and not stayed(params, end, "up")
+    with refused("frozen leaves, at 'bias'", "run trains 'bias'", "which freezes it"):
+        tx.update(params, training.init(params), params)
+
+
 @pytest.mark.parametrize("name", [name for name in WRAPPERS if name not in ("rotational", "max_norm")])
 def test_a_state_of_other_frozen_leaves_is_refused(name: str, net: Any) -> None:
     """The stored set held a leaf still that this optimizer trains, without a word. A rate of zero is no other set."""

@@ -14,7 +14,7 @@ from gauge_optax.ddc.printed import PaperOptions, paper_ddc, paper_options
 from gauge_optax.gauges.bound import bound
 from gauge_optax.gauges.gauge import Gauges, Product
 from gauge_optax.linalg import Coefficients
-from gauge_optax.optimizers._quotient import group_of, quotient_for
+from gauge_optax.optimizers._quotient import group_of, leaves_that_never_change, quotient_for
 from gauge_optax.optimizers.decay import Decay, decay
 from gauge_optax.optimizers.polar import Labels, Polar, polar_of
 from gauge_optax.optimizers.rest import RESTS
@@ -270,8 +270,10 @@ def _ddc_optimizer(
     require_choice(name, "rest", rest, RESTS if options.vertical == "frozen" else RESTS[:1])
     if options.vertical != "frozen":  # `inner` moves along orbits, so its steps must not return to the slice
         return link(name, inner, group, without_shifts=False)
-    plain = quotient_for(name, inner, group, hold=False, rest=rest)  # DDC's steps rotate no head: nothing to hold
+    frozen = leaves_that_never_change(name, inner)
+    # DDC's steps rotate no head: nothing to hold.
+    plain = quotient_for(name, inner, group, hold=False, rest=rest, never_changing=frozen)
     if rest != "anchor":
         return plain
     # The same step with less memory, computed from stored leaves in place of slice points (see ddc.fused).
-    return fused_ddc(name, plain, group, options, polar, optax.chain(*tail))
+    return fused_ddc(name, plain, group, options, polar, optax.chain(*tail), frozen)

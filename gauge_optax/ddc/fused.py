@@ -12,7 +12,7 @@ For an update of one wide layer (d = 2048, f = 8192) its peak memory is 1.27 tim
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -63,21 +63,24 @@ def fused_ddc(
     options: Options,
     polar: Polar | None,
     tail: optax.GradientTransformationExtraArgs,
+    never_changing: Callable[..., frozenset[str]],
 ) -> GaugeTransformation:
     """Returns a transformation with the steps and states of `plain` that needs less memory.
 
     Args:
       name: name of the public function, for messages.
-      plain: `quotient` around a chain of `ddc` and the links of `tail`; it runs if `_applies` is False.
+      plain: `quotient` around a chain of `ddc` and the links of `tail`; it runs if `_applies` is False, and if some
+        leaf never changes, because it then drops the gauges that would move that leaf.
       group: the gauges.
       options: the settings of `ddc`.
       polar: settings of the polar factors; None for Adam everywhere.
       tail: a chain of the links that follow DDC: the decay and the learning rate.
+      never_changing: params → the paths of the leaves that never change.
     """
 
     def update(updates: Any, state: QuotientState, params: Any, **extra: Any) -> tuple[Any, QuotientState]:
         s = bound(group.gauges, params).slice
-        if not _applies(s):
+        if state.frame.frozen or never_changing(params) or not _applies(s):
             return plain.update(updates, state, params, **extra)
         record_gradient(updates)
         updates_at(name, leaves_by_path(params), updates, params)  # raises where one is missing

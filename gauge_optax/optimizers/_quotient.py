@@ -7,7 +7,7 @@ slice without changing the function.
 
 import contextvars
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -144,15 +144,15 @@ def quotient_for(
     pin: bool = True,
     rest: str = "anchor",
     frozen: Any = None,
+    never_changing: Callable[..., frozenset[str]] | None = None,
 ) -> GaugeTransformation:
-    """Returns `quotient`, with messages that name the public function `name`."""
+    """Returns `quotient`, with messages that name the public function `name`.
+
+    A caller that has `leaves_that_never_change(name, inner, frozen)` passes it on, so that `inner` is traced only once.
+    """
     given, inner = inner, checked_inner(name, inner)
     group = product(gauges)
-
-    @once_per_tree
-    def never_changing(params: Any) -> frozenset[str]:
-        said = said_to_be_frozen(name, frozen, params)
-        return said | frozen_leaves(name, inner, params, said=frozen is not None)
+    never_changing = never_changing or leaves_that_never_change(name, inner, frozen)
 
     def update(updates: Any, state: QuotientState, params: Any, **extra: Any) -> tuple[Any, QuotientState]:
         s = bound(group.gauges, params, frozenset(state.frame.frozen)).slice
@@ -213,6 +213,19 @@ def quotient_for(
     tx = transformation(name, init, update, QuotientState, empty, of_both, inner.rules, preflight, conversion)
     tx.inner = given
     return resting(name, tx, group, rest)
+
+
+def leaves_that_never_change(
+    name: str, inner: optax.GradientTransformation, frozen: Any = None
+) -> Callable[..., frozenset[str]]:
+    """Returns a function with a cache: params → paths that `frozen` names or that `inner` never changes."""
+
+    @once_per_tree
+    def never_changing(params: Any) -> frozenset[str]:
+        said = said_to_be_frozen(name, frozen, params)
+        return said | frozen_leaves(name, inner, params, said=frozen is not None)
+
+    return never_changing
 
 
 # The slices of the `quotient`s whose `inner` is being initialized, in this thread alone.

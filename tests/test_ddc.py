@@ -171,6 +171,7 @@ UNIT_PARAMS = {"up": jnp.array([[0.6], [0.8]]), "down": jnp.full((1, 4), 1.5)}
 LINEAR = go.head_linear({"up": "_ basis"}, {"down": "basis _"})
 CONSTANTS = go.bias_absorption({"b": "channel"}, {"down": "channel _"}, {"c": "_"})
 TRANSLATION = CASES["user_gauge/translation"].gauges()
+STREAM = go.residual_rotation({"down": "_ basis"}, {"c": "basis"})
 
 
 @pytest.mark.parametrize(("make", "gauge", "options", "says", "word"), [
@@ -181,6 +182,7 @@ TRANSLATION = CASES["user_gauge/translation"].gauges()
     (functools.partial(go.ddc_muon, 0.1), LINEAR, {}, r"head_linear on 'up'", "go.quotient"),
     (functools.partial(go.ddc_adamw, 0.1), CONSTANTS, {"vertical": "adam"}, "", 'write vertical="frozen"'),
     (functools.partial(go.ddc_adamw, 0.1), TRANSLATION, {"vertical": "sgd"}, "", 'write vertical="frozen"'),
+    (functools.partial(go.ddc_adamw, 0.1), STREAM, {"vertical": "adam"}, "gauge residual_rotation", 'vertical="frozen"'),
 ])
 def test_refusals(make: Callable[..., Any], gauge: Any, options: dict[str, str], says: str, word: str) -> None:
     more = CASES["user_gauge/translation"].params(jax.random.key(0)) | {"b": jnp.ones(1), "c": jnp.zeros(4)}
@@ -301,6 +303,12 @@ def test_a_penalty_moves_the_coordinates_unless_frozen(vertical: str, name: str)
     change = float(penalty(moved) / penalty(params))
     print(f"{name} {vertical}: {change:.3f}")
     assert change < 0.98 if vertical != "frozen" else abs(change - 1.0) < 1e-4
+
+
+def test_a_scale_with_one_side_moves_by_its_derivative() -> None:
+    params, tx = {"up": UNIT_PARAMS["up"]}, go.scale_by_ddc(go.scale_invariant({"up": "_ channel"}), vertical="sgd")
+    step, _ = tx.update(params, tx.init(params), params)  # a gradient along the channel, of derivative 1
+    np.testing.assert_allclose(step["up"], params["up"], rtol=1e-6)
 
 
 @pytest.mark.slow_rows("*-rope_linear/half")

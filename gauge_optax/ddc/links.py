@@ -157,7 +157,8 @@ def scale_by_ddc(
       mu_dtype: dtype of the first moment; by default that of slice coordinates, at least float32.
       nesterov: whether to use Nesterov momentum, as in `optax.adam`.
       vertical: "frozen" for no motion along orbits; "sgd" or "adam" for losses that change along orbits, because they
-        contain a penalty on weights.
+        contain a penalty on weights. Both refuse `residual_rotation`, constants of several leaves, and gauges that
+        users define.
       v_mode: the kind of second moments of leaves that rotations bind: "body_frame_topk", "body_frame",
         "per_head_scalar", "per_head_matrix" or "none"; `ddc/heads.py` defines them.
       radial: "linear" for Adam on the length s of a channel; "log" for Adam on log s, where a large decay shrinks s to

@@ -450,8 +450,8 @@ def _cannot_step_matrices(part: Stretch) -> bool:
 def check_ddc(s: Slice, options: Options, params: optax.Params) -> None:
     """Raises ValueError for what DDC has no rule for: complex leaves, and gauges of all invertible matrices, GL(d).
 
-    Unless `options.vertical` is "frozen", it also raises for gauges along whose orbit `vertical_step` cannot step, such
-    as gauges that a user defined.
+    Unless `options.vertical` is "frozen", it also raises for gauges along whose orbit `vertical_step` cannot step:
+    `residual_rotation`, constants of several leaves, and gauges that a user defined.
 
     Args:
       s: the slice.
@@ -463,8 +463,8 @@ def check_ddc(s: Slice, options: Options, params: optax.Params) -> None:
             raise binding_error(
                 "scale_by_ddc", f"vertical={options.vertical!r} with the gauge {name_of(part)}",
                 "a gauge without orbit coordinates to step",
-                "scales, rotations, tori, rope_linear, permutations, and shifts of single leaves",
-                'write vertical="frozen"',
+                "scales, rotations and tori of heads, rope_linear, permutations, and shifts of single leaves",
+                'write vertical="frozen", or leave this gauge out of the list',
             )
         if not can_step(part):
             raise binding_error(

@@ -19,6 +19,7 @@ from gauge_optax.linalg import direction_tolerance, real_dtype, skew
 from gauge_optax.parts.constants import Mean
 from gauge_optax.parts.part import Anchor, Arrays, Constant, Part, changed
 from gauge_optax.parts.sizes import Factor
+from gauge_optax.parts.stream import Stream
 from gauge_optax.slice import Slice
 from gauge_optax.xla import varying_like
 
@@ -108,6 +109,7 @@ def has_orbit_coordinates(part: Part[Any]) -> bool:
 
 @has_orbit_coordinates.register(OfUser)  # of a user's part only the action is known
 @has_orbit_coordinates.register(Constant)
+@has_orbit_coordinates.register(Stream)  # its rotation passes through leaves that rotations of heads turn too
 def _has_none(part: Part[Any]) -> bool:
     return False
 
@@ -119,13 +121,16 @@ def _means_have(part: Mean) -> bool:
 
 @functools.singledispatch
 def log_step(part: Part[Any]) -> float:
-    """How far a scale of degree p moves the logs of its two sides per unit of log α: |(1, −p)|. 0 for other parts."""
+    """How far a scale of degree p moves the logs of its sides per unit of log α: |(1, −p)|, 1 with one side.
+
+    0 for other parts.
+    """
     return 0.0
 
 
 @log_step.register
 def _log_step_of_factor(part: Factor) -> float:
-    return math.hypot(1.0, part.degree)
+    return math.hypot(1.0, part.degree if part.down else 0.0)
 
 
 @functools.singledispatch
@@ -169,7 +174,7 @@ def _derivatives(s: Slice, point: Arrays, gradient: Arrays) -> Moments:
         moved, pull = jax.vjp(functools.partial(_scaled, part, point), logs)
         size = sum((b.total(part.named, sizes[b.path]) for b in part.blocks), start=jnp.zeros(()))
         cotangent = {p: gradient[p] if p in changed(part) else jnp.zeros_like(x) for p, x in moved.items()}
-        # log α = 1 changes the logs of both sides by (1, −p). The coefficient of the projection on this vector:
+        # log α = 1 changes the logs of both sides by (1, −p), of a single side by 1. The coefficient of the projection on this vector:
         scales.append(_above_noise(pull(cotangent)[0], size) / log_step(part) ** 2)
     absolute = {p: jnp.abs(x) for p, x in gradient.items()}
     shifts = [jax.tree.map(_above_noise, i.read(a, gradient), i.read(a, absolute)) for i, a in _shifts(s)]

@@ -309,6 +309,15 @@ def test_mistakes_are_named(options: dict[str, Any], said: str) -> None:
         tx.update(params, tx.init(params), params)
 
 
+def test_a_cap_holds_for_logits_in_bfloat16() -> None:
+    """The bound is 100; the logit grows by the product of both sides."""
+    params, gauge = {"q": jnp.full((2, 2), 10.0), "k": jnp.full((2, 2), 10.0)}, go.rescale({"q": "_ _"}, {"k": "_ _"})
+    tx = go.orbit.hold_products(optax.sgd(0.0), gauge, "cap", cap=100.0)
+    updates, _ = tx.update(params, tx.init(params), params, max_logits={"": jnp.asarray(150.0, jnp.bfloat16)})
+    moved = optax.apply_updates(params, updates)
+    assert 99.0 < 150.0 * float(moved["q"][0, 0] * moved["k"][0, 0]) / 100.0 <= 100.0
+
+
 LOGITS = {"": jnp.array([30.0, 0.1])}
 NESTED = "one entry for each of rescale of 'up', multiplier_balance of 'query'"
 

@@ -169,9 +169,9 @@ def hold_products(
         smooth bound that changes nothing far below it. "decay": (1 − `decay`) times the product after the step.
       cap: the bound, a positive number. A product above it at the start is below it after one step. If `update` is
         called with `max_logits=`, the bound is on attention logits in place of products: a smooth QK-clip. `max_logits`
-        is the largest logit of each channel at `params`, shaped like the gauge's element. For several gauges, in one
-        "cap" or in nested ones, it is a tuple with an entry per gauge, those of the outermost wrapper first, and None
-        for a gauge whose product is bounded.
+        is the largest logit of each channel at `params`, shaped like the gauge's element. One that is infinite or not a
+        number leaves its channel as it is. For several gauges, in one "cap" or in nested ones, it is a tuple with an
+        entry per gauge, those of the outermost wrapper first, and None for a gauge whose product is bounded.
       decay: the share that the product loses in a step, a number between 0 and 1.
       alone: path → axes of further blocks, with the gauge's named axes. They are multiplied by the square of the
         factor. Use it if several channels share the other side, which must not change: in latent attention, all heads
@@ -260,8 +260,9 @@ def hold_products(
                 # Logits of the new parameters are not known before the next forward pass. Here they are taken to grow
                 # by the factor by which the product grew.
                 growth = jax.tree.map(jnp.subtract, after_logs, before_logs)
-                largest = {key: jnp.maximum(jnp.asarray(x), 0.0) for key, x in max_logits[number].items()}
-                before_logs = jax.tree.map(lambda x, g: jnp.log(x).astype(g.dtype), largest, growth)
+                # They may be in bfloat16, whose logs would be too coarse to keep the bound.
+                largest = {key: jnp.asarray(x, growth[key].dtype) for key, x in max_logits[number].items()}
+                before_logs = {key: jnp.log(jnp.maximum(x, 0.0)) for key, x in largest.items()}
                 after_logs = jax.tree.map(jnp.add, before_logs, growth)
                 init_logs = after_logs
             factors = jax.tree.map(functools.partial(_factor, kind, cap, decay), before_logs, after_logs, init_logs)

@@ -182,7 +182,7 @@ STREAM = go.residual_rotation({"down": "_ basis"}, {"c": "basis"})
     (functools.partial(go.ddc_muon, 0.1), LINEAR, {}, r"head_linear on 'up'", "go.quotient"),
     (functools.partial(go.ddc_adamw, 0.1), CONSTANTS, {"vertical": "adam"}, "", 'write vertical="frozen"'),
     (functools.partial(go.ddc_adamw, 0.1), TRANSLATION, {"vertical": "sgd"}, "", 'write vertical="frozen"'),
-    (functools.partial(go.ddc_adamw, 0.1), STREAM, {"vertical": "adam"}, "gauge residual_rotation", 'vertical="frozen"'),
+    (functools.partial(go.ddc_adamw, 0.1), STREAM, {"vertical": "adam"}, "residual_rotation", 'vertical="frozen"'),
 ])
 def test_refusals(make: Callable[..., Any], gauge: Any, options: dict[str, str], says: str, word: str) -> None:
     more = CASES["user_gauge/translation"].params(jax.random.key(0)) | {"b": jnp.ones(1), "c": jnp.zeros(4)}

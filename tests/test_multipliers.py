@@ -280,6 +280,8 @@ ROTATION = go.head_rotation({"query": "head basis", "key": "head basis"})
 OTHER = go.rescale({"query": "(head _) _"}, {"kernel": "head"})
 SQUARED = go.rescale({"query": "(head _) _"}, {"key": "head _"}, degree=2)
 ROTARY = {"kind": "cap", "cap": 1.0, "gauges": PAIR}
+LATE = go.rescale({"query": "(head _) _"}, {"key": "head _"})
+"""Its length of `head` comes from the key."""
 
 
 @pytest.mark.parametrize(("options", "said"), [
@@ -297,6 +299,8 @@ ROTARY = {"kind": "cap", "cap": 1.0, "gauges": PAIR}
     (ROTARY | {"gauges": [PAIR, UNITS], "alone": {"query": "head _"}}, "nest two hold_products"),
     ({"alone": {"query": "head _"}}, "write kind='cap'"),
     (ROTARY | {"alone": {}}, "alone= that cannot be bound"),
+    (ROTARY | {"alone": {"nothing": "head"}}, "no leaf matches 'nothing'"),
+    (ROTARY | {"alone": {"rotary": "(head _) _"}, "gauges": LATE}, "write sizes={'head': 2} in the gauge of hold_"),
     (ROTARY | {"alone": {"rotary": "_ head"}}, "name the same axes"),
     (ROTARY | {"alone": {"rotary": "channel _"}}, "name the same axes"),
     (ROTARY | {"alone": {"query": "(head _) _", "rotary": "head _"}}, "a range of entries that the gauge leaves"),

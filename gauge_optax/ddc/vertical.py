@@ -174,7 +174,8 @@ def _derivatives(s: Slice, point: Arrays, gradient: Arrays) -> Moments:
         moved, pull = jax.vjp(functools.partial(_scaled, part, point), logs)
         size = sum((b.total(part.named, sizes[b.path]) for b in part.blocks), start=jnp.zeros(()))
         cotangent = {p: gradient[p] if p in changed(part) else jnp.zeros_like(x) for p, x in moved.items()}
-        # log α = 1 changes the logs of both sides by (1, −p), of a single side by 1. The coefficient of the projection on this vector:
+        # log α = 1 changes the logs of both sides by (1, −p), and the log of a single side by 1. The coefficient of the
+        # projection on this vector:
         scales.append(_above_noise(pull(cotangent)[0], size) / log_step(part) ** 2)
     absolute = {p: jnp.abs(x) for p, x in gradient.items()}
     shifts = [jax.tree.map(_above_noise, i.read(a, gradient), i.read(a, absolute)) for i, a in _shifts(s)]

@@ -173,10 +173,10 @@ def hold_products(
         number leaves its channel as it is. For several gauges, in one "cap" or in nested ones, it is a tuple with an
         entry per gauge, those of the outermost wrapper first, and None for a gauge whose product is bounded.
       decay: the share that the product loses in a step, a number between 0 and 1.
-      alone: path → axes of further blocks, with the gauge's named axes. They are multiplied by the square of the
-        factor. Use it if several channels share the other side, which must not change: in latent attention, all heads
-        share the rotary key, so that only the rotary queries of a head can shrink. It needs one gauge, kind="cap" and
-        `max_logits`.
+      alone: path → axes of further blocks, with the gauge's named axes and `sizes`. They are multiplied by the square
+        of the factor. Use it if several channels share the other side, which must not change: in latent attention, all
+        heads share the rotary key, so that only the rotary queries of a head can shrink. It needs one gauge, kind="cap"
+        and `max_logits`.
       transport: whether the moments of `inner` move along, as they would if the function stayed; see `gauge_fix`.
         A `quotient` inside moves its frame alone, which does not contain the blocks of `alone`. With `alone`, put this
         function inside the `quotient`.
@@ -365,23 +365,37 @@ def _squared(kind: str, gauges: Sequence[Any], alone: Mapping[str, Axes]) -> Blo
     try:
         return scale_invariant(alone, sizes=dict(gauges[0].sizes))
     except (ValueError, TypeError, AttributeError) as error:
-        raise _bad_alone(error) from error
+        raise _bad_alone(error, dict(gauges[0].sizes)) from error
 
 
-def _bad_alone(error: Exception) -> ValueError:
-    return binding_error(
-        _NAME, "alone= that cannot be bound", str(error).splitlines()[0], "path → axes, as a gauge takes them",
-        "write alone={'attn/q_b/kernel': '_ head _=128:192'}, with your path and range",
-    )
+def _bad_alone(error: Exception, lengths: Mapping[str, int]) -> ValueError:
+    """The error for an `alone` that makes no gauge, with the lines of the error that says why.
+
+    Args:
+      error: what the gauge of the blocks raised.
+      lengths: named axis → length, of the gauge whose factor the blocks take.
+    """
+    title, *lines = str(error).replace("scale_invariant", "alone=").splitlines()
+    title = title.removeprefix("alone=: ")
+    if len(lines) != 3 or title == "no blocks in 'up'":  # not about one of the blocks
+        return binding_error(
+            _NAME, "alone= that cannot be bound", title.removesuffix(" in 'up'"),
+            "path → axes, as a gauge takes them",
+            "write alone={'attn/q_b/kernel': '_ head _=128:192'}, with your path and range",
+        )
+    found, expected, remedy = (line.partition(":")[2].strip() for line in lines)
+    if "sizes=" in remedy or "in sizes" in title:  # they are those of the gauge
+        remedy = f"write sizes={lengths} in the gauge of hold_products, and in alone= its named axes and no others"
+    return binding_error(_NAME, f"alone= that cannot be bound: {title}", found, expected, remedy)
 
 
 def _require_channels(gauge: Gauge, squared: Gauge, params: Any) -> None:
     """Raises ValueError unless both gauges have the same channels and share no entry of a leaf."""
+    (copies,) = gauge._bound(params).copies
     try:
         (others,) = squared._bound(params).copies
     except ValueError as error:
-        raise _bad_alone(error) from error
-    (copies,) = gauge._bound(params).copies
+        raise _bad_alone(error, dict(zip(copies[0].named, copies[0].shape, strict=True))) from error
     expected, actual = ({copy.key: (copy.named, copy.shape) for copy in x} for x in (copies, others))
     if expected != actual:
         raise binding_error(

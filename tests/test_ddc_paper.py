@@ -5,10 +5,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import gauge_optax as go
 from tests import appendix_b
+from tests.refusals import each_refused, refused
 from tests.twins import driven
 
 Tree = Any
@@ -74,11 +76,26 @@ def test_heads_follow_the_pseudocode(v_mode: str, x64: None) -> None:
 
 
 @pytest.mark.parametrize("other", [
-    {"mask": True}, {"vertical": "adam"}, {"weight_decay": {"up": 0.1, "down": 0.0}}, {"preset": "nonsense"}
+    {"mask": True}, {"vertical": "adam"}, {"weight_decay": {"up": 0.1, "down": 0.0}}, {"preset": "nonsense"},
+    {"radial_scale": 2.0}, {"match": "horizontal"}, {"radial": "log", "max_log_step": 0.1},
+    {"radial": "log", "scale_floor": 0.1},
 ])
 def test_arguments_that_appendix_b_does_not_have(other: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="'paper'" if "preset" in other else "preset='paper' does not take"):
+    with refused("'paper'" if "preset" in other else "preset='paper' does not take"):
         go.ddc_adamw(0.1, CHAIN, **{"preset": "paper"} | other)
+
+
+test_arguments_that_would_change_nothing = each_refused([
+    (lambda: go.scale_by_ddc(CHAIN, preset="paper", scale_floor=0.1), "does not take"),
+    (lambda: go.ddc_adamw(0.1, CHAIN, max_log_step=0.1), "max_log_step without preset"),
+    (lambda: go.ddc_muon(0.1, CHAIN, max_log_step=0.1), "max_log_step without preset"),
+])
+
+
+def test_hyperparameters_that_optax_injects_are_the_defaults() -> None:
+    for preset in (None, "paper"):
+        tx, params = optax.inject_hyperparams(go.ddc_adamw)(0.1, CHAIN, preset=preset), normal(0, **FOUR)
+        jax.jit(tx.update)(params, jax.jit(tx.init)(params), params)
 
 
 def test_polar_factors_are_sharp(x64: None) -> None:

@@ -10,7 +10,7 @@ from gauge_optax.binding import is_empty, leaves_by_path, with_leaves
 from gauge_optax.ddc.fused import fused_ddc
 from gauge_optax.ddc.links import link
 from gauge_optax.ddc.plain import Options, checked_options, ddc
-from gauge_optax.ddc.printed import PaperOptions, paper_ddc, paper_options
+from gauge_optax.ddc.printed import PaperOptions, paper_ddc, paper_options, require_no_clamp
 from gauge_optax.gauges.bound import bound
 from gauge_optax.gauges.gauge import Gauges, Product
 from gauge_optax.linalg import Coefficients
@@ -78,17 +78,18 @@ def ddc_adamw(
       refresh_drift: see `scale_by_ddc`.
       refresh_every: see `scale_by_ddc`.
       preset: "paper" for appendix B to the letter; None for the version that trains best, which deviates from it
-        (`ddc/plain.py`, and a table in docs/design.md §4).
-      max_log_step: with `preset="paper"`, the largest change in a step of log s, where s is the product of norms that a
-        scale gauge leaves as it is (`ddc/printed.py`).
+        (`ddc/plain.py`, and a table in docs/design.md §4). The preset takes no `mask`, `match` or `radial_scale`, and
+        it takes `scale_floor`, as a share of the length at which decay and steps balance, only with radial="linear".
+      max_log_step: with `preset="paper"` and radial="linear", the largest change in a step of log s, where s is the
+        product of norms that a scale gauge leaves as it is (`ddc/printed.py`).
       rest: see `quotient`. The preset accepts only "anchor"; its steps do not return to the slice.
 
     Returns:
       The optimizer. Its `update` needs `params`.
 
     Raises:
-      ValueError: an unknown mode; a preset with a mask or a decay per role; bindings that do not fit; `update` without
-        params.
+      ValueError: an unknown mode; an argument that the preset does not take, such as a mask or a decay per role;
+        `max_log_step` without the preset; bindings that do not fit; `update` without params.
 
     >>> gauge = go.rescale(up={"up": "_ channel"}, down={"down": "channel _"})
     >>> params = {"up": jnp.ones((2, 3)), "down": jnp.full((3, 1), 0.5)}
@@ -116,9 +117,10 @@ def ddc_adamw(
     )
     group = group_of("ddc_adamw", learning_rate, gauges)
     if preset is not None:
-        options = paper_options("ddc_adamw", preset, options, weight_decay, mask, rest)
+        options = paper_options("ddc_adamw", preset, options, weight_decay, mask, rest, match, max_log_step)
         paper = PaperOptions(learning_rate, weight_decay, max_log_step=max_log_step, **_floor(scale_floor))
         return link("ddc_adamw", paper_ddc(group, options, paper), group)
+    require_no_clamp("ddc_adamw", max_log_step)
     tail = (decay(weight_decay, group, match, mask, on_slice=True), optax.scale_by_learning_rate(learning_rate))
     return _ddc_optimizer("ddc_adamw", group, options, None, tail, rest)
 
@@ -192,7 +194,7 @@ def ddc_muon(
       The optimizer. Its `update` needs `params`.
 
     Raises:
-      ValueError: as `scale_by_scaled_polar`; `consistent_rms` with another `scale`.
+      ValueError: as `scale_by_scaled_polar`; `consistent_rms` with another `scale`; as `ddc_adamw` for the preset.
 
     >>> gauge = go.rescale(up={"up": "_ channel"}, down={"down": "channel _"})
     >>> params = {"up": jnp.ones((2, 3)), "down": jnp.full((3, 1), 0.5)}
@@ -219,11 +221,14 @@ def ddc_muon(
     adam_rate = learning_rate if adam_learning_rate is None else adam_learning_rate
     if preset is not None:
         for given in (weight_decay, adam_weight_decay):
-            options = paper_options("ddc_muon", preset, options, given, weight_decay_mask, rest)
+            options = paper_options(
+                "ddc_muon", preset, options, given, weight_decay_mask, rest, match, max_log_step
+            )
         paper = PaperOptions(
             adam_rate, adam_weight_decay, learning_rate, weight_decay, max_log_step, **_floor(scale_floor)
         )
         return link("ddc_muon", paper_ddc(group, options, paper, polar), group)
+    require_no_clamp("ddc_muon", max_log_step)
     matrices = polar.matrices
 
     def others(s: Slice, params: Any) -> set[str]:

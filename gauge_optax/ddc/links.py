@@ -173,14 +173,15 @@ def scale_by_ddc(
         new basis is computed. The share is a ratio of Frobenius norms.
       refresh_every: number of steps after which a new basis is computed in any case; None for never.
       preset: "paper" for appendix B to the letter, but to first order in the learning rate and without decay, because a
-        link knows neither number; `ddc_adamw` follows all of it.
+        link knows neither number; `ddc_adamw` follows all of it. It takes neither `radial_scale` nor `scale_floor`.
 
     Returns:
       A transformation of gradients (cotangents) into a tangent, which the learning rate scales and `gauge_retract`
       turns into a step. If `vertical` is "frozen", the tangent is horizontal.
 
     Raises:
-      ValueError: an unknown mode; bindings that do not fit; `update` without params.
+      ValueError: an unknown mode; an argument that the preset does not take; bindings that do not fit; `update` without
+        params.
 
     >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
     >>> params = {"up": jnp.ones((2, 3)), "down": jnp.ones((3, 2))}
@@ -197,7 +198,7 @@ def scale_by_ddc(
         live_threshold, refresh_drift, refresh_every,
     )
     if preset is not None:
-        options = paper_options("scale_by_ddc", preset, options, 0.0, None)
+        options = paper_options("scale_by_ddc", preset, options, None)
         return link("scale_by_ddc", paper_ddc(group, options, PaperOptions(None, 0.0)), group)
     return link("scale_by_ddc", ddc(group, options), group, without_shifts=vertical == "frozen")
 
@@ -295,7 +296,7 @@ def scale_by_scaled_polar(
         "per_head_scalar", radial, radial_scale, scale_floor,
     )
     if preset is not None:
-        options = paper_options("scale_by_scaled_polar", preset, options, 0.0, None)
+        options = paper_options("scale_by_scaled_polar", preset, options, None)
         inner = paper_ddc(group, options, PaperOptions(None, 0.0), polar)
         return link("scale_by_scaled_polar", inner, group)
     return link("scale_by_scaled_polar", ddc(group, options, polar), group, without_shifts=vertical == "frozen")

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from gauge_optax.binding import Block, leaves_by_path, overlap, with_leaves
@@ -68,6 +69,7 @@ from gauge_optax.transformation import (
 
 Scalar = float | jax.Array
 _RESET_EVERY = 1000  # steps after which eigenbases are computed anew in any case; the text gives no number
+_MAX_LOG_STEP = 0.5
 
 
 class PaperOptions(NamedTuple):
@@ -80,20 +82,27 @@ class PaperOptions(NamedTuple):
         gauge binds, and the entries of all other leaves.
       matrix_rate: the learning rate of matrices under Muon.
       matrix_decay: the decay of these matrices.
-      max_log_step: the largest change of log s in a step.
-      scale_floor: the derivative by s is divided by s or by this share of s*, if that is larger.
+      max_log_step: the largest change of log s in a step with radial="linear".
+      scale_floor: with radial="linear", the derivative by s is divided by s or by this share of s*, if that is larger.
     """
 
     learning_rate: Any
     weight_decay: Any
     matrix_rate: Any = None
     matrix_decay: Any = 0.0
-    max_log_step: Scalar = 0.5
+    max_log_step: Scalar = _MAX_LOG_STEP
     scale_floor: Scalar = 1e-3
 
 
 def paper_options(
-    name: str, preset: str, options: Options, weight_decay: Any, mask: Any, rest: str = "anchor"
+    name: str,
+    preset: str,
+    options: Options,
+    weight_decay: Any,
+    mask: Any = None,
+    rest: str = "anchor",
+    match: str = "adamw",
+    max_log_step: Scalar = _MAX_LOG_STEP,
 ) -> Options:
     """Returns the settings under a preset.
 
@@ -103,24 +112,47 @@ def paper_options(
       name: name of the transformation, for messages.
       preset: "paper".
       options: the settings without the preset.
-      weight_decay: the decay of the optimizer.
+      weight_decay: the decay of the optimizer; None for a link, which knows no decay and therefore no s*.
       mask: the mask of this decay.
       rest: as in `quotient`.
+      match: as in `add_gauge_decay`.
+      max_log_step: see `PaperOptions`.
     """
     require_choice(name, "preset", preset, ("paper",))
-    if options.vertical != "frozen" or mask is not None or isinstance(weight_decay, Mapping) or rest != "anchor":
-        refused = (
-            f"vertical={options.vertical!r}" if options.vertical != "frozen"
-            else "a mask of the decay" if mask is not None
-            else f"rest={rest!r}" if rest != "anchor" else f"weight_decay={weight_decay!r}"
-        )
+    without_floor = weight_decay is None or options.radial == "log"
+    given = {
+        f"vertical={options.vertical!r}": options.vertical != "frozen",
+        "a mask of the decay": mask is not None,
+        f"rest={rest!r}": rest != "anchor",
+        f"weight_decay={weight_decay!r}": isinstance(weight_decay, Mapping),
+        f"match={match!r}": match != "adamw",
+        f"radial_scale={options.radial_scale!r}": _is_another(options.radial_scale, 1.0),
+        f"scale_floor={options.scale_floor!r}": without_floor and _is_another(options.scale_floor, 0.0),
+        f"max_log_step={max_log_step!r}": options.radial == "log" and _is_another(max_log_step, _MAX_LOG_STEP),
+    }
+    for refused in (argument for argument, is_given in given.items() if is_given):
         raise binding_error(
             name, "an argument that preset='paper' does not take", refused,
-            "vertical='frozen', rest='anchor', no mask, and a number or a schedule as weight_decay",
+            "vertical='frozen', rest='anchor', match='adamw', radial_scale=1.0, no mask, and a number or a schedule as "
+            "weight_decay; scale_floor and max_log_step only in a whole optimizer with radial='linear'",
             "drop the preset, or this",
         )
     every = _RESET_EVERY if options.refresh_every is None else options.refresh_every
     return options._replace(paper=True, refresh_every=every)
+
+
+def require_no_clamp(name: str, max_log_step: Scalar) -> None:
+    """Raises ValueError for a `max_log_step` without the preset, whose steps alone it bounds."""
+    if _is_another(max_log_step, _MAX_LOG_STEP):
+        raise binding_error(
+            name, "max_log_step without preset='paper'", f"max_log_step={max_log_step!r}",
+            "no bound: without the preset, steps of lengths have none", "write preset='paper', or drop this",
+        )
+
+
+def _is_another(value: Any, default: float) -> bool:
+    """Whether a number is not its default. A tracer passes: `inject_hyperparams` traces numbers."""
+    return not isinstance(value, jax.core.Tracer) and bool(np.any(np.asarray(value) != default))
 
 
 @dataclasses.dataclass(frozen=True)

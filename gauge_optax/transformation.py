@@ -54,7 +54,7 @@ class GaugeTransformation(optax.GradientTransformationExtraArgs):
       rules: a function of params that returns leaf path → `LeafRule`; None if unknown.
       preflight: a function of params that returns what `go.check` finds before training: errors that it raises, and
         sentences for its report.
-      inner: the optimizer that it runs on the slice; None if it is not `quotient`.
+      inner: the optimizer that it runs on the slice; None if it is neither a `quotient` nor a link of DDC.
     """
 
     gauges: tuple[Any, ...] = ()

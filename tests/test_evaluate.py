@@ -166,6 +166,17 @@ def test_compressed_moments_are_numbers_where_users_see_them_and_compressed_agai
         assert nu(new, "bias")[0] == (0.0 if choose is None else nu(state, "bias")[0])
 
 
+@pytest.mark.parametrize("tx", [
+    go.ddc_adamw(0.1, RELU, vertical="adam"), go.ddc_adamw(0.1, RELU, preset="paper"),
+    optax.chain(go.scale_by_ddc(RELU), optax.scale(-0.1), go.gauge_retract(RELU)),
+], ids=["vertical", "paper", "chain of links"])
+def test_links_of_ddc_restart(tx: Any) -> None:
+    """Their states hold one quotient, so that `evaluate` took them and `restart` found no optimizer for it."""
+    _, state = tx.update(PARAMS | {"down": jnp.arange(6.0).reshape(3, 2)}, tx.init(PARAMS), PARAMS)
+    fresh = optax.tree.get(go.orbit.restart(tx, state, PARAMS), "inner_state")
+    assert not any(np.any(x) for x in jax.tree.leaves(fresh)) and np.any(optax.tree.get(state, "mu")["down"])
+
+
 def test_a_restart_keeps_the_frame(x64: None) -> None:
     case: Any = CASES["product/llama"]
     tx = go.quotient(SCHEDULE_FREE[0], case.gauges())

@@ -53,7 +53,7 @@ def link(
       group: the gauges.
       without_shifts: if True, gradients lose their part along constants; False for an `inner` that moves along orbits.
     """
-    inner = checked_inner(name, inner)
+    given, inner = inner, checked_inner(name, inner)
 
     def update(updates: Any, state: QuotientState, params: Any, **extra: Any) -> tuple[Any, QuotientState]:
         s = bound(group.gauges, params).slice
@@ -71,7 +71,9 @@ def link(
         return QuotientState(placeholder(), inner.init(params), {})
 
     gauges = with_gauges_of(inner, group.gauges)
-    return transformation(name, init, update, QuotientState, empty, gauges=gauges, rules=inner.rules)
+    tx = transformation(name, init, update, QuotientState, empty, gauges=gauges, rules=inner.rules)
+    tx.inner = given  # `restart` looks for it, as in a `quotient`
+    return tx
 
 
 class GaugeRetractState(NamedTuple):

@@ -349,6 +349,15 @@ def test_logits_of_nested_caps_reach_their_gauges(nest: Any, alone: Any, max_log
         assert moved == [entry is not None for entry in max_logits]
 
 
+@pytest.mark.parametrize("max_logits", [jnp.ones(2), {"i=0": jnp.ones(2)}])
+def test_logits_of_copies_have_the_names_of_copies(max_logits: Any) -> None:
+    params = {"0": _pair(), "1": _pair()}
+    gauge = go.multiplier_balance({"{i}/query": "(head _) _"}, {"{i}/key": "head _"})
+    tx = go.orbit.hold_products(optax.sgd(1.0), gauge, "cap", cap=20.0)
+    with refused("max_logits", "write max_logits={'i=0': largest, 'i=1': largest}"):
+        tx.update(params, tx.init(params), params, max_logits=max_logits)
+
+
 def test_a_held_product_moves_with_its_gauge_and_with_no_other(x64: None) -> None:
     """A move that changes what is held has no rule: the next step would undo it, and change the function."""
     params, tx = _pair(), go.orbit.gauge_fix(go.orbit.hold_products(optax.adam(1e-2), PAIR, "init"), PAIR)

@@ -120,11 +120,11 @@ class _Capped:
         if not isinstance(entries, tuple | list) or len(entries) != len(every):
             names = ", ".join(f"{gauge.name} of '{gauge.specs[0].pattern}'" for gauge in every)
             found = f"{len(entries)} entries" if isinstance(entries, tuple | list) else f"a {type(entries).__name__}"
-            typed = ", ".join(["{'': largest}", *["None"] * (len(every) - 1)])
+            typed = ", ".join([_typed(every[0], params), *["None"] * (len(every) - 1)])
             raise binding_error(
                 _NAME, "max_logits that do not tell their gauges", found, f"one entry for each of {names}",
                 f"write max_logits=({typed}), in this order, with None where the product is bounded"
-                if len(every) > 1 else "write max_logits={'': largest}",
+                if len(every) > 1 else f"write max_logits={typed}",
             )
         for gauge, entry in zip(self.gauges, entries, strict=False):
             (copies,) = gauge._bound(params).copies
@@ -135,8 +135,8 @@ class _Capped:
                     _NAME, f"max_logits of other channels than {gauge.name} of '{gauge.specs[0].pattern}'",
                     f"shapes {actual}" if actual else f"a {type(entry).__name__}",
                     f"shapes {expected}, the largest logit of every channel",
-                    "write max_logits={'': jnp.max(logits, axes)}, over all axes but the channels; with several "
-                    "gauges, one entry each, the outermost wrapper's first",
+                    f"write max_logits={_typed(gauge, params)}, where largest is jnp.max(logits, axes) over all axes "
+                    "but the channels; with several gauges, one entry each, the outermost wrapper's first",
                 )
         own = [None if entry is None else dict(entry) for entry in entries[: len(self.gauges)]]
         return own, tuple(entries[len(self.gauges) :])
@@ -243,10 +243,11 @@ def hold_products(
             max_logits, further = capped.split(extra.pop("max_logits"), inner, params)
             extra |= {"max_logits": further} if further else {}
         if squared is not None and max_logits[0] is None:
+            typed = _typed(group.gauges[0], params)
             raise binding_error(
                 _NAME, "alone= without logits", "update without max_logits", "the largest logit of every channel",
-                "write tx.update(grads, state, params, max_logits={'': largest}); with a cap around this one, "
-                "max_logits=(None, {'': largest})",
+                f"write tx.update(grads, state, params, max_logits={typed}); with a cap around this one, "
+                f"max_logits=(None, {typed})",
             )
         keeping = "; tx.init(params)._replace(inner_state=state.inner_state) keeps the moments"
         require_still_frozen(_NAME, inner, state.frozen, (), never_changing(params), params, extra, keeping)
@@ -291,6 +292,13 @@ def hold_products(
     return transformation(
         _NAME, init, update, HoldProductsState, empty, gauges=held, preflight=preflight_of(given)
     )
+
+
+def _typed(gauge: Gauge, params: Any) -> str:
+    """How to write `max_logits` for a gauge: one entry per copy, of which the first four are shown."""
+    (copies,) = gauge._bound(params).copies
+    entries = [f"{copy.key!r}: largest" for copy in copies]
+    return "{" + ", ".join([*entries[:4], *["..."] * (len(entries) > 4)]) + "}"
 
 
 def log_products(gauge: Gauge, params: Any) -> Element:

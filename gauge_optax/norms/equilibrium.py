@@ -26,6 +26,7 @@ Reference: Kosson, Messmer and Jaggi, "Rotational Equilibrium" (ICML 2024).
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -90,14 +91,15 @@ def predict_equilibrium(
       shape: (rows, columns) of Muon's matrix; the vector is the whole matrix.
       update_norm: Frobenius norm S of Muon's update before η; by default that of a polar factor, √min(rows, columns).
       nesterov: whether Muon's n has Nesterov momentum; other kinds ignore it.
-      second_order: if True, keeps the term λ²η² of decay, Eq. (18); Table 1 leaves it out.
+      second_order: if True, keeps the term λ²η² of decay, Eq. (18), which Table 1 leaves out; not for Adam + ℓ₂.
 
     Returns:
       The steady state. Each field has the shape to which the arguments that it depends on broadcast.
 
     Raises:
-      ValueError: an unknown kind; an argument that this kind needs is missing; a decay that is not positive, without
-        which norms have no steady state.
+      ValueError: an unknown kind; an argument that this kind needs is missing; a rate or a decay that is not positive,
+        a momentum outside [0, 1), a negative size, a `shape` of no matrix; `second_order` with Adam + ℓ₂, or with a
+        decay so large that no norm settles. Values of JAX's arrays are not looked at.
 
     >>> rest = go.measure.predict_equilibrium(
     ...     "adamw", learning_rate=1.25e-2, weight_decay=8e-2, dim=128
@@ -126,14 +128,36 @@ def predict_equilibrium(
             )
         return value
 
-    known = isinstance(weight_decay, int | float | np.ndarray | np.generic)  # arrays of JAX may be traced
-    if known and not np.all(np.asarray(weight_decay) > 0):
+    if _known(weight_decay) and not np.all(np.asarray(weight_decay) > 0):
         raise binding_error(
             "predict_equilibrium", "no decay", f"weight_decay={weight_decay!r}", "a positive number",
             "give the decay of the optimizer: without decay the norm of a scale-invariant vector grows for ever",
         )
     lr, decay = learning_rate, weight_decay
     b1 = (0.95 if kind == "muon" else 0.9) if b1 is None else b1
+    rate = "give the rate of the optimizer, without steps at which it is zero"
+    _refuse("learning_rate", lr, lambda x: x <= 0, "a positive number", rate)
+    for argument, momentum in {"b1": b1, "b2": b2}.items():
+        momentum_of = "give the momentum of the optimizer"
+        _refuse(argument, momentum, lambda x: (x < 0) | (x >= 1), "a number from 0 to below 1", momentum_of)
+    measured = {
+        "gradient_norm": gradient_norm, "gradient_roots": gradient_roots, "sign_alignment": sign_alignment,
+        "update_norm": update_norm,
+    }
+    for argument, size in measured.items():  # which may be 0, or NaN
+        _refuse(argument, size, lambda x: x < 0, "a size, which is not negative", f"see {argument} in the docstring")
+    _refuse("dim", dim, lambda x: x <= 0, "a positive number", "give the number of entries of the vector")
+    if second_order and kind == "adam_l2":
+        raise binding_error(
+            "predict_equilibrium", "second_order with 'adam_l2'", "second_order=True",
+            "a decay that is the same for all entries, as that of the other kinds", "write second_order=False",
+        )
+    if second_order:
+        most = 2 * (1 - b1) if kind == "sgdm" else 2.0
+        _refuse(
+            "learning_rate·weight_decay", lr * decay, lambda x: x >= most, f"less than {most}, or no norm settles",
+            "give a smaller rate or decay",
+        )
     # `step` is the length of Δ and `total` that of u/η; for SGDM both are at weights of norm 1.
     if kind == "sgdm":
         gradient = needed("gradient_norm", gradient_norm)
@@ -146,7 +170,13 @@ def predict_equilibrium(
             step = needed("dim", dim) ** 0.5
             alignment = math.sqrt(2 / math.pi) if sign_alignment is None else sign_alignment
         else:
-            rows, columns = needed("shape", shape)
+            matrix = needed("shape", shape)
+            if len(matrix) != 2 or min(matrix) < 1:
+                raise binding_error(
+                    "predict_equilibrium", "a shape of no matrix", f"shape={shape!r}", "(rows, columns)",
+                    "give the matrix that Muon takes a polar factor of; predict stacked matrices one at a time",
+                )
+            rows, columns = matrix
             step = min(rows, columns) ** 0.5 if update_norm is None else update_norm
             alignment = polar_alignment(rows, columns) if sign_alignment is None else sign_alignment
             # Muon's m weights past gradients as Lion's n with β₁ = β₂ = β does. With Nesterov, n = β·m + (1 − β)·g
@@ -165,6 +195,19 @@ def predict_equilibrium(
     else:
         norm = (lr / (2 * decay - squared_decay)) ** 0.5 * total
     return Equilibrium(norm, lr * step, lr * step / norm, lr * total, lr * total / norm)
+
+
+def _known(value: Any) -> bool:
+    """Whether values can be looked at: arrays of JAX may be traced."""
+    return isinstance(value, int | float | np.ndarray | np.generic)
+
+
+def _refuse(
+    argument: str, value: Any, bad: Callable[[Any], Any], expected: str, remedy: str, name: str = "predict_equilibrium"
+) -> None:
+    """Raises ValueError for an argument that is known and for which `bad` is True anywhere."""
+    if _known(value) and _known(found := bad(value)) and np.any(found):
+        raise binding_error(name, f"bad {argument}", f"{argument}={value!r}", expected, remedy)
 
 
 def polar_alignment(rows: int, columns: int) -> float:
@@ -198,6 +241,9 @@ def corrected(prediction: Equilibrium, *, decay_ratio: Number = 1.0, gradient_sq
       The corrected prediction: the norm is multiplied by √(C_err/λ_err), both rotations by √λ_err, and `rms_update` and
       `rms_diffusion` by √C_err.
 
+    Raises:
+      ValueError: a ratio that is not positive, for which there is no steady state, or a negative square.
+
     >>> plain = go.measure.predict_equilibrium(
     ...     "adamw", learning_rate=0.01, weight_decay=0.1, dim=100
     ... )
@@ -207,6 +253,11 @@ def corrected(prediction: Equilibrium, *, decay_ratio: Number = 1.0, gradient_sq
     Reference: Kosson et al., Eq. (96) to (98). Deviation: the paper defines C_err by E‖g/√v‖, but its derivation uses
       E‖g/√v‖².
     """
+    for argument, ratio, bad in (
+        ("decay_ratio", decay_ratio, lambda x: x <= 0), ("gradient_square", gradient_square, lambda x: x < 0)
+    ):
+        nowhere = "leave out vectors that the gradient makes longer than decay makes them shorter: they do not settle"
+        _refuse(argument, ratio, bad, "a positive number", nowhere, name="corrected")
     norm, update, rotation, diffusion, rotational = prediction
     size, turn = gradient_square**0.5, decay_ratio**0.5
     return Equilibrium(norm * size / turn, update * size, rotation * turn, diffusion * size, rotational * turn)

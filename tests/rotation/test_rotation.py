@@ -386,6 +386,12 @@ def test_everything_broadcasts() -> None:
     ("sgdm", {}, "'sgdm' without gradient_norm"), ("adamw", {}, "'adamw' without dim"), ("adagrad", {}, "adagrad"),
     ("lion", {}, "'lion' without dim"), ("muon", {}, "'muon' without shape"), ("adam_l2", {}, "'adam_l2' without dim"),
     ("sgdm", {"weight_decay": 0.0, "gradient_norm": 1.0}, "no decay"),  # without which no norm settles
+    ("adamw", {"dim": C, "learning_rate": -ETA}, "bad learning_rate"),  # the norm was a complex number
+    ("adamw", {"dim": C, "learning_rate": 2 / LAMBDA, "second_order": True}, "less than 2"),
+    ("sgdm", {"gradient_norm": 1.0, "learning_rate": np.ones(2), "second_order": True}, "less than 0.1"),
+    ("adam_l2", {"dim": C, "gradient_roots": 5.0, "second_order": True}, "second_order with 'adam_l2'"),
+    ("adamw", {"dim": C, "b1": 1.0}, "bad b1"), ("lion", {"dim": np.array([C, -1])}, "bad dim"),
+    ("muon", {"shape": (3,)}, "a shape of no matrix"), ("muon", {"shape": (0, 3)}, "a shape of no matrix"),
 ])
 def test_what_is_missing_or_unknown_is_named(kind: str, given: dict[str, Any], said: str) -> None:
     with refused(said):
@@ -398,5 +404,7 @@ def test_corrections_are_those_of_appendix_g() -> None:
     assert found.norm == pytest.approx(plain.norm * 0.5 / 1.2, rel=1e-12)
     assert found.rotation == pytest.approx(plain.rotation * 1.2, rel=1e-12)
     assert found.rms_update / found.norm == pytest.approx(found.rotation, rel=1e-12)
+    with refused("corrected: bad decay_ratio"):
+        go.measure.corrected(plain, decay_ratio=-0.1)
     wanted = predict("adamw", dim=C * 0.25)._replace(rotation=plain.rotation)
     assert go.measure.corrected(plain, gradient_square=0.25).norm == pytest.approx(wanted.norm)

@@ -81,6 +81,42 @@ def test_a_state_of_other_gauges_or_shapes_is_refused(name: str, other: str) -> 
         TAKERS[name](gauges).update(params, TAKERS[name](GAUGES).init(_params()), params)
 
 
+class Unit(go.Gauge):
+    """The scale of one hidden unit, by its action: a class that is no dataclass."""
+
+    name, effect = "unit", "diagonal"
+
+    def __init__(self, unit: int) -> None:
+        self.unit = unit
+
+    def act(self, element: Any, params: Any) -> Any:
+        alpha = jnp.exp(element * (jnp.arange(4) == self.unit))
+        return params | {"up": params["up"] * alpha, "down": params["down"] / alpha[:, None]}
+
+    def read(self, params: Any) -> Any:
+        return jnp.log(jnp.linalg.norm(params["up"][:, self.unit]))
+
+
+def _parts(part: int) -> Gauge:
+    axes = "(part=0 head _) _"
+    return go.rescale({"u": axes}, {"d": axes}, sizes={"part": part, "head": 2})
+
+
+def _paired(first: str, second: str) -> Gauge:
+    return go.bias_absorption({"gate_bias": "_i"}, {"up": "_i _", "gate": "_i _"}, {first: "_", second: "_"})
+
+
+@pytest.mark.parametrize(("gauge", "other"), [
+    (_parts(3), _parts(2)), (Unit(0), Unit(3)), (_paired("c", "e"), _paired("e", "c")),
+], ids=["sizes", "attributes", "pairs"])
+def test_a_state_of_the_same_leaves_read_in_another_way_is_refused(gauge: Gauge, other: Gauge) -> None:
+    """A label stands for one part. `evaluate` finds parts by it among all that the process has bound."""
+    params = _params(u=(24, 3), d=(24, 3), gate_bias=(3,), c=(4,), e=(4,))
+    tx, wrong = (go.quotient(optax.adam(0.1), x) for x in (gauge, other))
+    with refused("a state of other gauges"):
+        wrong.update(params, tx.init(params), params)
+
+
 def test_a_record_of_the_same_list_in_another_order_is_refused() -> None:
     """It would give the figures of one `rescale` under the name of another."""
     track, params = TAKERS["track"], _params()

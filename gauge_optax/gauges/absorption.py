@@ -91,7 +91,9 @@ class BiasAbsorption(Copy):
                 raise binding_error(
                     found.gauge, f"'{target.path}' does not follow '{kernel.path}'", f"{target.view_shape}",
                     f"the last free axes of \"{kernel.axes}\", {free}", "pair every kernel with its own bias")
-        part = Absorption(part_label(found), found.named, found.shape, (*source, *targets, *carried), kernels)
+        pairs = sorted((w.path, w.axes, c.path, c.axes) for w, c in zip(kernels, targets, strict=True))
+        name, moved = part_label(found, pairs=pairs), (*source, *targets, *carried)
+        part = Absorption(name, found.named, found.shape, moved, kernels)
         return cls(found.key, (part,))
 
 

@@ -32,11 +32,14 @@ A "shift" adds a constant to points; a "still" move changes neither tangents nor
 def part_label(found: Matched, **options: Any) -> str:
     """The label of a part: the gauge, its captures, a checksum of what it binds, and the version of states.
 
+    Two parts of different blocks have different labels. Blocks of equal axes strings on equal shapes differ if the
+    gauge's `sizes` split an axis in another way, as those of 2 and of 4 heads do.
+
     Args:
       found: what the patterns of the gauge match for this copy.
-      **options: further arguments of the gauge.
+      **options: whatever else two parts can differ by, such as arguments of the gauge, or which blocks belong together.
     """
-    bound = sorted((b.path, b.argument, b.axes, b.shape) for b in found.blocks)
+    bound = sorted(str((b.path, b.argument, b.axes, b.shape, b.split, b.picks, b.window)) for b in found.blocks)
     checksum = zlib.crc32(f"{bound} {sorted(options.items())}".encode())
     return f"{found.gauge}[{found.key}].{checksum:08x}.v{VERSION}"
 

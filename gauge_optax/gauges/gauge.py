@@ -311,8 +311,13 @@ class Gauge(abc.ABC):
         return self.name
 
     def _checksum(self, blocks: Iterable[Block]) -> str:
-        """A checksum of a user's gauge and its blocks. By it, labels of parts differ for two gauges of one class."""
-        text = repr(self) if dataclasses.is_dataclass(self) else type(self).__qualname__
+        """A checksum of a user's gauge and its blocks. By it, labels of parts differ for two gauges of one class.
+
+        For a class that is no dataclass, the attributes that are numbers or strings count. Others, such as functions,
+        may print differently in another process, and do not count.
+        """
+        plain = sorted((k, v) for k, v in vars(self).items() if isinstance(v, bool | int | float | str))
+        text = repr(self) if dataclasses.is_dataclass(self) else f"{type(self).__qualname__} {plain}"
         return f"{zlib.crc32(f'{text} {[(b.path, b.shape) for b in blocks]}'.encode()):08x}"
 
     @property

@@ -88,7 +88,8 @@ class NormReadShift(WriteShift):
                 raise binding_error(
                     found.gauge, f"'{target.path}' does not follow '{kernel.path}'", f"{target.view_shape}",
                     f"the axes of \"{kernel.axes}\" without channel, {outputs}", "pair every kernel with its own bias")
-        name = part_label(found, kernels=[(b.path, b.axes) for b in kernels])  # elements have this order
+        # Elements have the order of the kernels, and every kernel has its own bias behind it.
+        name = part_label(found, kernels=[(b.path, b.axes) for b in (*kernels, *behind)])
         part = ReadShift(name, found.named, found.shape, (*kernels, *behind), scale, bias, len(kernels))
         return cls(found.key, (part,))
 

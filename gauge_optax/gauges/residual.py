@@ -130,7 +130,8 @@ class ResidualRotation(HeadRotation):
             scales.append((scale, tuple(behind)))
         bound = found._replace(key="", blocks=(*moved, *(scale for scale, _ in scales)))
         held = bool(options.get("hold"))
-        name, size, turned = part_label(bound, centred=centred), found.sizes[BASIS], tuple(moved)
+        passed = sorted((scale.path, scale.axes, sorted((b.path, b.axes) for b in behind)) for scale, behind in scales)
+        name, size, turned = part_label(bound, centred=centred, norms=passed), found.sizes[BASIS], tuple(moved)
         part = Stream(name, (), (), turned, size, tuple(scales), centred, held, turned)
         return cls("", (part,))
 

@@ -14,7 +14,7 @@ import optax
 from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.bound import slice_of_frame
-from gauge_optax.optimizers._quotient import QuotientState, no_offset
+from gauge_optax.optimizers._quotient import QuotientState
 from gauge_optax.optimizers.compress import compressed_like, with_numbers
 from gauge_optax.slice import Elements, Slice, Undone
 from gauge_optax.transformation import cast_like, layout, require_params
@@ -123,7 +123,8 @@ def restart(
             "restart", "another structure of the inner state", str(jax.tree.structure(made.inner_state))[:200],
             str(jax.tree.structure(inside.inner_state))[:200], "give restart the optimizer that made the state")
     if choose is None and inside.offset:  # a fresh inner optimizer starts at the slice point, without an offset
-        made = made._replace(offset=no_offset(_slice(inside, params)))
+        parts = (part for part in _slice(inside, params).parts if part.label in inside.offset)
+        made = made._replace(offset={part.label: part.identity() for part in parts})
     renewed = jax.tree.map(lambda node: made if _is_quotient(node) else node, state, is_leaf=_is_quotient)
     return compressed_like(stored, renewed)
 

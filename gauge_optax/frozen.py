@@ -1,11 +1,12 @@
 """Finds the leaves that an Optax transformation never changes, whatever the gradients are, from its jaxpr.
 
 Optax freezes leaves in many ways: `set_to_zero` in a partition, `freeze`, `selective_transform`, a learning rate of
-zero. In all of them the update is zero by construction. One abstract run of the jaxpr is therefore enough, in which
-every array is either known to be zero or unknown.
+zero, a mask in `jnp.where`. In all of them the update is zero by construction. One abstract run of the jaxpr is
+therefore enough, in which every array is either unknown or known to be one number everywhere, such as zero or True.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,22 +14,33 @@ import jax.numpy as jnp
 import numpy as np
 
 from gauge_optax.binding import leaves_by_path, mask_by_path, values_at, with_leaves
-from gauge_optax.errors import binding_error
+from gauge_optax.errors import binding_error, warn
 from gauge_optax.traced import loop_counts
 
 _SEARCHED = {"value", "grad", "value_fn"}  # arguments of line searches, for which `init` tries some loss
 _HYPERPARAMETERS = "hyperparams"  # the field of Optax's states whose numbers users change between steps
-# Names of primitives whose result is zero if the first operand is zero, if any operand is, or if all are.
+# Names of primitives whose result has the numbers of the first operand, and of others whose result is zero if the first
+# operand is zero, if any operand is, or if all are.
+_SAME = frozenset(
+    "copy copy_p stop_gradient broadcast_in_dim reshape transpose squeeze expand_dims slice rev reduce_max reduce_min "
+    "reduce_and reduce_or sharding_constraint reshard".split()
+)
 _ZERO_OF_FIRST = frozenset(
     "neg sign abs sqrt tanh sin asin atan sinh asinh atanh expm1 log1p square cbrt erf real imag conj floor ceil round "
-    "convert_element_type bitcast_convert_type reduce_precision copy copy_p stop_gradient optimization_barrier "
-    "broadcast_in_dim reshape transpose squeeze expand_dims slice dynamic_slice gather rev reduce_sum reduce_max "
-    "reduce_min reduce_prod cumsum cummax cummin cumprod integer_pow div sharding_constraint reshard".split()
+    "bitcast_convert_type reduce_precision dynamic_slice gather reduce_sum reduce_prod cumsum cummax cummin cumprod "
+    "integer_pow div".split()
 )
 _ZERO_OF_ANY = frozenset(("mul", "dot_general", "conv_general_dilated", "and"))
 _ZERO_OF_ALL = frozenset(
     ("add", "add_any", "sub", "max", "min", "concatenate", "pad", "or", "dynamic_update_slice", "atan2", "scatter")
 )
+# Primitives of masks and bounds. Their result is known if both operands are.
+_OF_NUMBERS: Mapping[str, Callable[[Any, Any], Any]] = {
+    "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
+    "max": max, "min": min, "and": lambda a, b: int(a) & int(b), "or": lambda a, b: int(a) | int(b),
+}
+_Known = float | None
+"""The number that an array has everywhere; None if that is not known."""
 
 
 def frozen_leaves(
@@ -38,7 +50,8 @@ def frozen_leaves(
 
     An array of the state counts as zero if it is zero after `init` and every `update` leaves it zero, as Adam's moments
     behind `optax.freeze` do. The learning rate 0.0 counts as zero. One from a schedule, from `optax.inject_hyperparams`
-    or in a JAX array without axes does not, because later steps may have another one.
+    or in a JAX array without axes does not, because later steps may have another one. If such an array makes the
+    updates of some leaves zero and not of others, it may also be a mask's entry, and a warning names a leaf.
 
     Args:
       name: name of the public function, for messages.
@@ -66,17 +79,33 @@ def frozen_leaves(
     step = _traced(name, inner, shapes, state, extra, said)
     if step is None:
         return frozenset()
-    unknown = [False] * len(paths)
+    unknown: list[_Known] = [None] * len(paths)
     fixed = [_HYPERPARAMETERS not in jax.tree_util.keystr(keys) for keys, _ in jax.tree.leaves_with_path(state)]
-    at_first = _zero_outputs(start.jaxpr, start.consts, unknown)
-    zeros = [a and b for a, b in zip(at_first, fixed, strict=True)]
-    while True:
-        out = _zero_outputs(step.jaxpr, step.consts, [*unknown, *zeros, *unknown])
-        updates, after = out[: len(paths)], out[len(paths) :]
-        both = [a and b for a, b in zip(zeros, after, strict=True)]
-        if both == zeros:
-            return frozenset(path for path, zero in zip(paths, updates, strict=True) if zero)
-        zeros = both
+
+    def found(consts: Sequence[Any]) -> frozenset[str]:
+        at_first = _outputs(start.jaxpr, start.consts, unknown)
+        kept = [0.0 if a == 0.0 and b else None for a, b in zip(at_first, fixed, strict=True)]
+        while True:
+            out = _outputs(step.jaxpr, consts, [*unknown, *kept, *unknown])
+            updates, after = out[: len(paths)], out[len(paths) :]
+            both = [_either(a, b) for a, b in zip(kept, after, strict=True)]
+            if both == kept:
+                return frozenset(path for path, value in zip(paths, updates, strict=True) if value == 0.0)
+            kept = both
+
+    frozen = found(step.consts)
+    if extra is None and not said and any(map(_may_change, step.consts)):
+        others = found([np.asarray(x) if _may_change(x) else x for x in step.consts])
+        for path in sorted(beside_others(others, params) - frozen)[:1]:
+            by_frozen = (
+                f"; or say it: quotient(..., frozen=go.tools.by_path({{'{path}': True}}, default=False)); frozen=False "
+                "says that all leaves train")
+            warn(binding_error(
+                name, f"'{path}' trains, although its updates are zero now",
+                "a JAX array without axes that is 0.0, such as a rate that later steps may change, or a mask's entry",
+                "Python numbers for what never changes",
+                "write a mask's entries as 0.0 or False, without jnp" + (by_frozen if name == "quotient" else "")))
+    return frozen
 
 
 def beside_others(found: frozenset[str], params: Any) -> frozenset[str]:
@@ -197,36 +226,52 @@ def _sum(x: Any) -> Any:
     return jax.numpy.sum(x)
 
 
-def _zero_outputs(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[bool]) -> list[bool]:
-    """Returns which outputs of a jaxpr are known to be zero, given which inputs are."""
+def _outputs(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[_Known]) -> list[_Known]:
+    """Returns what is known of the outputs of a jaxpr, given what is known of its inputs."""
     from jax.extend.core import Literal  # here, because it imports Pallas
 
-    zero = dict(zip(jaxpr.invars, inputs, strict=True))
-    zero |= {var: _is_zero(value) for var, value in zip(jaxpr.constvars, consts, strict=True)}
+    known = dict(zip(jaxpr.invars, inputs, strict=True))
+    known |= {var: _number(value) for var, value in zip(jaxpr.constvars, consts, strict=True)}
 
-    def of(atom: Any) -> bool:
-        return _is_zero(atom.val) if isinstance(atom, Literal) else zero[atom]
+    def of(atom: Any) -> _Known:
+        return _number(atom.val) if isinstance(atom, Literal) else known[atom]
 
     for equation in jaxpr.eqns:
         given = [of(atom) for atom in equation.invars]
-        zero |= dict(zip(equation.outvars, _zeros_of(equation, given), strict=True))
+        known |= dict(zip(equation.outvars, _results(equation, given), strict=True))
     return [of(atom) for atom in jaxpr.outvars]
 
 
-def _zeros_of(equation: Any, given: list[bool]) -> list[bool]:
-    """Returns which results of one equation are known to be zero, given which of its operands are."""
+def _results(equation: Any, given: list[_Known]) -> list[_Known]:
+    """Returns what is known of the results of one equation, given what is known of its operands."""
     kind, options, count = equation.primitive.name, equation.params, len(equation.outvars)
+    if kind == "optimization_barrier":
+        return given
+    if kind in _SAME:
+        return [given[0]]
+    if kind == "convert_element_type":
+        with np.errstate(all="ignore"):  # a bound that is infinite in the new dtype
+            return [None if given[0] is None else float(np.real(np.asarray(given[0]).astype(options["new_dtype"])))]
+    if kind == "not":
+        return [None if given[0] is None or equation.outvars[0].aval.dtype != bool else 1.0 - given[0]]
+    if kind in _OF_NUMBERS and given[0] is not None and given[1] is not None:
+        return [float(_OF_NUMBERS[kind](*given))]
     if kind in _ZERO_OF_FIRST:
-        return given[:count] if kind == "optimization_barrier" else [given[0]] * count
+        return [_zero_if(given[0] == 0.0)] * count
     if kind in _ZERO_OF_ANY:
-        return [any(given)]
+        return [_zero_if(0.0 in given)]
     if kind in _ZERO_OF_ALL:
-        return [all(given)]
+        return [_zero_if(all(x == 0.0 for x in given))]
+    if kind == "clamp":
+        low, x, high = given
+        inside = x is not None and low is not None and high is not None
+        return [min(max(x, low), high) if inside else None]
     if kind == "select_n":
-        return [all(given[1:])]
+        return [_either(*given[1:]) if given[0] is None else given[1 + int(given[0])]]
     if kind == "cond":
-        of_branches = [_closed(branch, given[1:]) for branch in options["branches"]]
-        return [all(of_branch) for of_branch in zip(*of_branches, strict=True)]
+        branches = options["branches"]
+        taken = branches if given[0] is None else [branches[min(max(int(given[0]), 0), len(branches) - 1)]]
+        return [_either(*results) for results in zip(*(_closed(branch, given[1:]) for branch in taken), strict=True)]
     if kind == "scan":
         return _repeated(options["jaxpr"], given, *loop_counts(options))
     if kind == "while":
@@ -235,36 +280,54 @@ def _zeros_of(equation: Any, given: list[bool]) -> list[bool]:
     inside = next((options[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in options), None)
     if inside is not None and len(getattr(inside, "jaxpr", inside).invars) == len(given):
         return _closed(inside, given)
-    return [False] * count
+    return [None] * count
 
 
-def _repeated(closed: Any, given: list[bool], constants: int, carried: int) -> list[bool]:
-    """Returns which results of a loop are known to be zero.
+def _repeated(closed: Any, given: list[_Known], constants: int, carried: int) -> list[_Known]:
+    """Returns what is known of the results of a loop.
 
-    A carried array is zero if it is zero at first and one iteration leaves it zero.
+    A carried array is known if it is known at first and one iteration leaves it as it is.
 
     Args:
       closed: the body of the loop.
-      given: which inputs of the loop are zero: constants, carried arrays, then scanned arrays.
+      given: what is known of the inputs of the loop: constants, carried arrays, then scanned arrays.
       constants: number of constants.
       carried: number of carried arrays.
     """
     fixed, carry, rest = given[:constants], given[constants : constants + carried], given[constants + carried :]
     while True:
         out = _closed(closed, [*fixed, *carry, *rest])
-        both = [a and b for a, b in zip(carry, out, strict=False)]
+        both = [_either(a, b) for a, b in zip(carry, out, strict=False)]
         if both == carry:
             return out
         carry = both
 
 
-def _closed(closed: Any, given: list[bool]) -> list[bool]:
-    return _zero_outputs(getattr(closed, "jaxpr", closed), getattr(closed, "consts", ()), given)
+def _closed(closed: Any, given: list[_Known]) -> list[_Known]:
+    return _outputs(getattr(closed, "jaxpr", closed), getattr(closed, "consts", ()), given)
 
 
-def _is_zero(value: Any) -> bool:
+def _either(first: _Known, *others: _Known) -> _Known:
+    """What is known of an array that is one of these."""
+    return first if all(x == first for x in others) else None
+
+
+def _zero_if(condition: bool) -> _Known:
+    return 0.0 if condition else None
+
+
+def _may_change(value: Any) -> bool:
+    """Whether a constant may be another number at later steps, as a rate that `inject_hyperparams` holds."""
+    known = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
+    return known and value.ndim == 0 and jnp.issubdtype(value.dtype, jnp.number)
+
+
+def _number(value: Any) -> _Known:
+    """What is known of a constant."""
     if isinstance(value, jax.core.Tracer) or jnp.issubdtype(getattr(value, "dtype", bool), jax.dtypes.extended):
-        return False  # an unknown number, or a typed key of random numbers
-    if isinstance(value, jax.Array) and value.ndim == 0:
-        return False  # a rate, say, that `inject_hyperparams` holds and that later steps change
-    return not np.any(np.asarray(value))
+        return None  # an unknown number, or a typed key of random numbers
+    if _may_change(value):
+        return None
+    array = np.asarray(value)
+    first = array.flat[0] if array.size else 0.0
+    return float(first) if np.isreal(first) and np.all(array == first) else None

@@ -28,6 +28,14 @@ def _partition(of_b: optax.GradientTransformation, of_others: Any = None) -> opt
 
 
 ZERO = optax.set_to_zero()
+TRAINED = {"a": True, "b": False, "c": True}
+
+
+def _masked(gradient: Callable[[Any, Any], Any], *masks: Any) -> Any:
+    """A link that maps every leaf's gradient with the leaf's entries of masks."""
+    return optax.stateless(lambda updates, _: jax.tree.map(gradient, updates, *masks))
+
+
 FREEZING: dict[str, Callable[[], Any]] = {
     "partition": lambda: _partition(ZERO),
     "rate zero": lambda: _partition(optax.adamw(0.0)),
@@ -41,6 +49,16 @@ FREEZING: dict[str, Callable[[], Any]] = {
     "behind noise": lambda: optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), _partition(ZERO)),
     "in MultiSteps": lambda: optax.MultiSteps(_partition(ZERO), 4),
     "in apply_if_finite": lambda: optax.apply_if_finite(_partition(ZERO), 3),
+    "freeze, clip, adam": lambda: optax.chain(optax.freeze(ON_B), optax.clip(1.0), optax.adam(1e-3)),
+    "freeze, clamp": lambda: optax.chain(optax.freeze(ON_B), optax.stateless(
+        lambda u, _: jax.tree.map(lambda g: jax.lax.clamp(-1.0, g, 1.0), u))),
+    "where": lambda: _masked(lambda g, m: jnp.where(m, g, 0.0), TRAINED),
+    "where, the other way round": lambda: _masked(lambda g, m: jnp.where(m, 0.0, g), ON_B),
+    "where not": lambda: _masked(lambda g, m: jnp.where(~m, g, 0.0), jax.tree.map(np.bool_, ON_B)),
+    "where, of arrays": lambda: _masked(
+        lambda g, m: jnp.where(m > 0, g, 0.0), {path: m * np.ones_like(TREE[path]) for path, m in TRAINED.items()}),
+    "cond": lambda: _masked(lambda g, m: jax.lax.cond(m, jnp.zeros_like, lambda x: x, g), ON_B),
+    "times booleans of JAX": lambda: _masked(lambda g, m: g * m, jax.tree.map(jnp.bool_, TRAINED)),
     "line search": lambda: optax.chain(
         optax.freeze(ON_B), optax.sgd(1.0), optax.scale_by_backtracking_linesearch(5)),
 }
@@ -51,17 +69,34 @@ MOVING: dict[str, Callable[[], Any]] = {
     "a rate that a wrapper outside injects": lambda: _partition(optax.adamw(jnp.zeros(()))),
     "freeze, and then decay": lambda: optax.chain(optax.freeze(ON_B), optax.adamw(1e-3)),
     "muon": lambda: optax.contrib.muon(1e-3),
+    "clipped from below": lambda: optax.chain(optax.freeze(ON_B), _masked(lambda g: jnp.clip(g, 0.1, 1.0))),
+    "a mask of entries": lambda: _masked(
+        lambda g, m: jnp.where(m, g, 0.0), TREE | {"b": jnp.arange(8).reshape(4, 2) > 3}),
     "lbfgs": lambda: optax.lbfgs(),
     "a mask that passes gradients on": lambda: optax.masked(optax.adamw(1e-3), {"a": True, "b": False, "c": True}),
 }
 
 
+AMBIGUOUS = "ignore:quotient. 'b' trains, although its updates are zero now:UserWarning"
+
+
+@pytest.mark.filterwarnings(AMBIGUOUS)
 @pytest.mark.parametrize("name", [*FREEZING, *MOVING])
 def test_what_never_changes_is_found(name: str) -> None:
     expected = {"b"} if name in FREEZING else set()
     assert frozen_leaves("quotient", (FREEZING | MOVING)[name](), TREE) == expected
 
 
+def test_a_mask_of_jax_numbers_asks_for_python_numbers() -> None:
+    """A rate that later steps change looks the same."""
+    inner = _masked(lambda g, m: g * m, jax.tree.map(jnp.float32, TRAINED))
+    unit = go.rescale({"a": "_ k"}, {"b": "k _"})
+    with pytest.warns(UserWarning, match=r"'b' trains, although.*\n.*\n.*\n.*without jnp; or say it: quotient"):
+        go.quotient(inner, unit).init(TREE)
+    assert go.quotient(inner, unit, frozen=ON_B).init(TREE).frame.frozen == {"b": ()}
+
+
+@pytest.mark.filterwarnings(AMBIGUOUS)
 @pytest.mark.parametrize("make", [
     go.quotient_adamw, functools.partial(go.ddc_adamw, rest="balanced"),
     lambda rate, gauges: go.quotient(_partition(optax.sgd(rate)), gauges),

@@ -93,10 +93,11 @@ def quotient(
         in its place, for ReLU. (The anchor grows only if another leaf of the scale is stored less precisely.) With
         "balanced", both sides share the growth, see `optimizers/rest.py`.
       frozen: leaves that never change: a tree or prefix of booleans, or a callable from parameters to one. Leaves that
-        `inner` never changes (`set_to_zero` in a partition, `freeze`, a learning rate of zero) need no mention. Name
-        every leaf that must not move although `inner` would move it, as weight decay moves a leaf behind
-        `stop_gradient`. A gauge that acts on a frozen leaf is read only at `init`, or dropped, so that it never moves a
-        change of one leaf to another.
+        `inner` never changes (`set_to_zero` in a partition, `freeze`, a learning rate of zero, a mask in `jnp.where`)
+        need no mention; where a JAX array without axes makes updates zero, which may be a rate that later steps change,
+        a warning asks. Name every leaf that must not move although `inner` would move it, as weight decay moves a leaf
+        behind `stop_gradient`. A gauge that acts on a frozen leaf is read only at `init`, or dropped, so that it never
+        moves a change of one leaf to another.
 
     Returns:
       The transformation. Its `update` needs `params`. Line searches take the extra arguments `grad` and `value_fn`,

@@ -382,7 +382,11 @@ class Slice:
         """
         for part, anchor, _ in self.constants:
             if part.label not in (*self.not_fixed, *left):
-                x = part.undo(part.read(anchor, x), x)
+                # A norm's scale γ that was zero at `init` grows from 0, not from 1. It counts as zero here, because a
+                # constant that it divides would be many times the step.
+                used = tuple(b for b in anchor if b in part.passes)
+                seen = _masked(x, others_of(part, used, [q for q, _, _ in self.sizes]), live)
+                x = part.undo(part.read(anchor, seen), x)
         growth: Elements = {}
         for part, anchor, _ in self.sizes:
             if part.label not in self.not_fixed:

@@ -17,7 +17,7 @@ from tests.cases import FLAT_CASES, with_masks
 from tests.gauges.user_gauges import Translation
 from tests.quick import jit
 from tests.refusals import complaint
-from tests.twins import structure, trained
+from tests.twins import furthest, stepper, structure, train, trained
 
 RELU = go.rescale({"up/kernel": "_ channel", "up/bias": "channel"}, {"down/kernel": "channel _"})
 NET = {
@@ -201,8 +201,25 @@ def test_what_would_divide_by_a_norms_scale_of_zero_says_so(name: str, leaf: str
         lambda: go.orbit.average([params, hidden], gauges), lambda: go.orbit.canonicalize(hidden, gauges),
         lambda: go.gauge_project(gauges).update(step, optax.EmptyState(), hidden),
         lambda: go.measure.drift(params, hidden, gauges), lambda: go.measure.vertical_motion(hidden, step, gauges),
-        lambda: go.quotient(optax.sgd(0.1), gauges).init(hidden),
+        lambda: go.quotient(optax.sgd(0.1), gauges).init(hidden), lambda: bound.asymmetry(hidden, step),
+        lambda: go.check(go.quotient(optax.sgd(0.1), gauges), jax.jit(optax.sgd(0.1).init)(hidden), hidden, step),
         lambda: go.orbit.from_state(optax.sgd(0.1).init(hidden), optax.sgd(0.1), gauges, hidden),
     ):
         with pytest.raises(ValueError, match=f"(?s)hides a channel, '{leaf}'.*found:    a scale of zero"):
             call()
+
+
+@pytest.mark.slow
+def test_a_read_shift_does_nothing_at_a_norms_scale_of_zero_that_jit_hides(x64: None) -> None:
+    """Twins had other outputs, and W grew by u/γ, where γ had made its first step from zero."""
+    (case,) = (case for case in FLAT_CASES if case.name == "norm_read_shift/one_plus_bias")
+    start, (shift, norm) = case.params(jax.random.key(0)), case.gauges()
+    hidden = with_leaves(start, {"scale": leaves_by_path(start)["scale"].at[0].set(-1.0)})
+    twin = jax.jit(lambda p: go.bind(shift, p).random_twin(jax.random.key(2), p))(hidden)
+    assert case.loss(twin) == pytest.approx(float(case.loss(hidden)), rel=1e-12)
+
+    def after(gauges: Any) -> Any:
+        tx = go.quotient(optax.adam(0.01), gauges)
+        return train(jax.jit(tx.init), stepper(tx, case.loss), hidden, 4)[0]
+
+    assert furthest(after([shift, norm]), after([norm])) < 1e-9

@@ -237,6 +237,7 @@ def slice_of_frame(frame: Frame, params: Any) -> Slice:
 def _asymmetry(gauge: Any, params: Any, grads: Any) -> dict[str, jax.Array]:
     b = gauge._bound(params)
     s, (copies,) = b.whole, b.copies
+    require_nonzero_norms("asymmetry", s, leaves_by_path(params))
     # The squares of gradients of 1e-20 or 1e20 are out of the range of float32. The asymmetry does not depend on the
     # size of gradients, so that they are divided by the largest entry.
     real = [y for y in map(jnp.asarray, leaves_by_path(grads).values()) if jnp.issubdtype(y.dtype, jnp.floating)]

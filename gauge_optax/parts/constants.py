@@ -219,7 +219,8 @@ class ReadShift(Sum):
 
     The norm's output before γ sums to zero over channels, and so hides u. But β·W grows by Σ(β/γ)·u, a sum over
     channels, which the bias c behind W loses: c ↦ c − Σ(β/γ)·u. Elements are tuples of one array u per kernel. `act`
-    takes γ and β from the point that it moves, because they may be trained.
+    takes γ and β from the point that it moves, because they may be trained. With a zero in γ the norm hides nothing:
+    such a point reads as zero, and no element moves it.
 
     Attributes:
       scale: the block of γ; () for a norm without a scale.
@@ -274,20 +275,33 @@ class ReadShift(Sum):
             outputs = [label for label in b.labels if label != CHANNEL]
             yield c, -shift.squeeze(b.labels.index(CHANNEL)) * self._laid(jnp.sum(to_bias, -1), outputs)
 
+    @staticmethod
+    def _whole(scale: jax.Array) -> jax.Array:
+        """1 where γ has no zero in any channel, else 0, (*named, 1)."""
+        return jnp.all(scale != 0.0, -1, keepdims=True).astype(scale.dtype)
+
     def added(self, e: Any, x: Arrays) -> Iterable[tuple[Block, jax.Array]]:
         scale, bias = self._of_norm(x, 1.0)
-        return self._times(e, safe_divide(jnp.ones((), scale.dtype), scale), safe_divide(bias, scale))
+        inverse = safe_divide(self._whole(scale), scale)
+        return self._times(e, inverse, bias * inverse)
 
     def push(self, e: Any, u: Arrays, at: Arrays) -> Arrays:
-        """act(e, at + u) − act(e, at). As `act` is not affine in γ, it uses 1/γ′ − 1/γ = −dγ/(γγ′) with γ′ = γ + dγ."""
+        """act(e, at + u) − act(e, at). As `act` is not affine in γ, it uses 1/γ′ − 1/γ = −dγ/(γγ′) with γ′ = γ + dγ.
+
+        If γ or γ′ has a zero, where `act` does nothing, the one of the two terms that remains has no such roundoff.
+        """
         (scale, bias), (ds, db) = self._of_norm(at, 1.0), self._of_norm(u, 0.0)
-        after = scale + ds
-        to_bias = safe_divide(db - safe_divide(bias, scale) * ds, after)
-        return plus(u, self._times(e, -safe_divide(ds, scale * after), to_bias))
+        after, before_whole, after_whole = scale + ds, self._whole(scale), self._whole(scale + ds)
+        before_inverse, after_inverse = safe_divide(before_whole, scale), safe_divide(after_whole, after)
+        both = before_whole * after_whole > 0.0
+        to_kernel = jnp.where(both, -safe_divide(ds, scale * after), after_inverse - before_inverse)
+        moved = safe_divide(db - safe_divide(bias, scale) * ds, after)
+        to_bias = jnp.where(both, moved, (bias + db) * after_inverse - bias * before_inverse)
+        return plus(u, self._times(e, to_kernel, to_bias))
 
     def read(self, anchor: Anchor, x: Arrays) -> tuple[jax.Array, ...]:
         scale, _ = self._of_norm(x, 1.0)
-        whole = jnp.all(scale != 0.0, -1).astype(scale.dtype)  # with a zero in γ, the norm hides nothing
+        whole = self._whole(scale).squeeze(-1)
         read = []
         for b in self.kernels:
             rows = b.view(x[b.path]) * self._laid(scale, b.labels)

@@ -19,7 +19,7 @@ from gauge_optax.binding.paths import natural_key
 from gauge_optax.discovery.lift import in_double
 from gauge_optax.errors import binding_error
 from gauge_optax.frozen import frozen_leaves, require_still_frozen
-from gauge_optax.gauges.bound import bound
+from gauge_optax.gauges.bound import bound, require_nonzero_norms
 from gauge_optax.gauges.by_action import broken_law
 from gauge_optax.linalg import real_dtype
 from gauge_optax.parts.part import changed
@@ -259,6 +259,8 @@ def _shares(
     gauges: Sequence[Any], params: Any, grads: Any, frozen: frozenset[str], loss_fn: Any, batch: Any
 ) -> list[dict[str, _Share]]:
     """Per gauge: copy → its `_Share` of the gradient. Copies with a frozen leaf are left out."""
+    for gauge in gauges:  # inside `jit`, `init` cannot see them
+        require_nonzero_norms("check", bound((gauge,), params, frozen).slice, leaves_by_path(params))
     none = {p for p, g in leaves_by_path(grads).items() if not np.any(np.asarray(g))}
     empty = {p for p, x in leaves_by_path(params).items() if _is_real(x) and not np.any(np.asarray(x))}
     zero = none - frozen

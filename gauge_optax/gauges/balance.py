@@ -3,7 +3,9 @@
 A scale of degree p is balanced where ‖up‖² = p·‖down‖², and a linear gauge where both of its factors have the same
 Gram matrix (Kempf–Ness). While all other parts stay as they are, the element that balances one part has a closed form.
 Parts that share leaves are balanced one after the other, again and again, until none changes. Rotations change no norm.
-A constant is balanced where its mean is zero. Reference: docs/design.md §6.
+A shift is balanced where its mean is zero. Constants that are not read as means (a vector between two tables, or from a
+bias into others, and what a norm hides from its readers) stay as they are: where they are read as zero, the norm is not
+least. Reference: docs/design.md §6.
 """
 
 import functools
@@ -16,6 +18,7 @@ import jax.numpy as jnp
 
 from gauge_optax.gauges.by_action import OfUser
 from gauge_optax.linalg import balance, real_dtype, triangular_factor
+from gauge_optax.parts.constants import Mean
 from gauge_optax.parts.order import others_of
 from gauge_optax.parts.part import Anchor, Arrays, Part, changed
 from gauge_optax.parts.sizes import Factor, Stretch
@@ -103,14 +106,17 @@ def balance_beside(gauge: Any, params: Any, frozen: frozenset[str] = frozenset()
     b = gauge._bound(params)
     s = Slice.of([part for part in b.whole.acting if not frozen & set(changed(part))]) if frozen else b.slice
     elements = b.public(balanced_elements(s, s.values(params)))
-    return gauge.inverse(jax.tree.map(jnp.real, elements))  # sizes are positive here, so their logarithms are real
+    return gauge._balancing(jax.tree.map(jnp.real, elements))  # sizes are positive here, so their logarithms are real
 
 
 def balanced_elements(s: Slice, x: Arrays) -> Elements:
-    """The elements f, by label, with x = f·y, where y is the point of least norm on the orbit of x."""
+    """The elements f, by label, with x = f·y, where y is the point of least norm on the orbit of x.
+
+    Constants that are no `Mean` have the identity, and y is the point of least norm that the other parts reach.
+    """
     f: Elements = {}
     for part, anchor, _ in s.constants:
-        f[part.label] = part.read(anchor, x)
+        f[part.label] = part.read(anchor, x) if isinstance(part, Mean) else part.identity()
         x = part.undo(f[part.label], x)
     return f | dict(zip([part.label for part, _, _ in s.sizes], _rounds(s, x), strict=True))
 

@@ -68,8 +68,8 @@ class Gauge(abc.ABC):
       effect: what a move does to tangents, the differences of weights. "shift": nothing, because the move adds a
         constant to weights. "diagonal": it multiplies entries. "permutation": it renumbers entries. "orthogonal": it
         rotates bases. "linear": any other linear map.
-      balancing: the same for the move of `balance`, to the smallest weights that moves reach; "still" if the gauge has
-        no such move.
+      balancing: the same for the move of `balance`, to the smallest weights that moves reach; "still" if `balance`
+        returns the identity.
       breaks: the usual reasons why the leaves that a user bound do not have this symmetry, for messages.
       commutes: for a subclass with its own `act`. True declares that its moves commute with those of all other gauges.
         Only then may it share leaves with them.
@@ -157,7 +157,9 @@ class Gauge(abc.ABC):
 
         Returns:
           An element. It is the identity for rotations, and for channels and heads without such a point, one of whose
-          two sides is zero or has less than full rank. For `head_linear` it is (H_A⁻¹ # H_B)^{1/2}, where H_A and H_B
+          two sides is zero or has less than full rank. It is also the identity for `embedding_shift`,
+          `bias_absorption` and `norm_read_shift`, whose moves to least norm are not computed: in a product, the norm is
+          the least that the other gauges reach. For `head_linear` it is (H_A⁻¹ # H_B)^{1/2}, where H_A and H_B
           are the Gram matrices of its left and its right factor and # is the geometric mean.
         """
         return self.identity(params)
@@ -368,6 +370,10 @@ class SliceGauge(Gauge):
 
     def balance(self, params: Any) -> Element:
         return balance_beside(self, params)
+
+    def _balancing(self, element: Element) -> Element:
+        """The inverse of an element that is the identity for gauges whose `balancing` is "still"."""
+        return self.inverse(element)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -641,6 +647,12 @@ class Product(SliceGauge):
         self._require_elements_that_compose("inverse")
         plain = tuple(gauge.inverse(x) for gauge, x in zip(self.gauges, element, strict=True))
         return tuple(gauge._conjugated(x, self._pairs(plain)) for gauge, x in self._pairs(plain))
+
+    def _balancing(self, element: Element) -> Element:
+        plain = tuple(gauge.inverse(x) for gauge, x in zip(self.gauges, element, strict=True))
+        moving = [pair for pair in self._pairs(plain) if pair[0].balancing != "still"]
+        # An identity changes no shift, and no move changes an identity.
+        return tuple(x if g.balancing == "still" else g._conjugated(x, moving) for g, x in self._pairs(plain))
 
     def compose(self, a: Element, b: Element) -> Element:
         self._require_elements_that_compose("compose")

@@ -131,6 +131,23 @@ def test_groups_are_balanced_by_root_mean_squares(x64: None) -> None:
     np.testing.assert_allclose(_ratio(sums.act(sums.balance(params), params)), 2**-0.5, rtol=1e-12)
 
 
+def test_gauges_without_a_balance_stay_as_they_are_beside_others(x64: None) -> None:
+    """They moved to where they read as zero, with norms of up to twice the least, and no product had a balance."""
+    tables = normal(0, {"tok": (50, 6), "pos": (4, 6), "b": (6,), "w": (6, 8), "c": (8,), "v": (8, 3)})
+    params = tables | {"tok": tables["tok"] + 1.0, "pos": tables["pos"] + 1.0, "s": jnp.ones(6)}
+    reader, bias, behind = {"w": "channel _"}, {"b": "channel"}, {"c": "_"}
+    still = [
+        go.embedding_shift({"tok": "_ channel"}, {"pos": "_ channel"}), go.bias_absorption(bias, reader, behind),
+        go.norm_read_shift(reader, {"s": "channel"}, bias, behind),
+    ]
+    others = [go.norm_scale({"s": "channel", "b": "channel"}, reader), go.logit_shift({"v": "_ vocab"})]
+    together, alone = (gauge.act(gauge.balance(params), params) for gauge in map(go.product, (still + others, others)))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-12), together, alone)
+    for gauge in still:
+        assert gauge.balancing == "still"
+        jax.tree.map(np.testing.assert_array_equal, gauge.act(gauge.balance(params), params), params)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_zeros_stay_and_signs_are_kept(dtype: str) -> None:
     params = _multipliers(dtype)

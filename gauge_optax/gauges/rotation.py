@@ -88,7 +88,9 @@ class HeadRotation(Orthogonal, Compact):
 def rotation_of(coordinates: jax.Array, near: bool) -> jax.Array:
     """The rotations exp(A), (…, d, d), where A is the antisymmetric part of the coordinates; 1 + A if `near`."""
     generator = skew(coordinates)
-    return jnp.eye(generator.shape[-1], dtype=generator.dtype) + generator if near else matrix_exponential(generator)
+    if not near:
+        return matrix_exponential(generator)
+    return jnp.broadcast_to(jnp.eye(generator.shape[-1], dtype=generator.dtype), generator.shape) + generator
 
 
 def random_rotation(key: jax.Array, shape: tuple[int, ...], scale: float) -> jax.Array:

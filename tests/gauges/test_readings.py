@@ -97,6 +97,12 @@ def test_all_writers_of_a_stream_are_read_together() -> None:
     np.testing.assert_allclose(sum(float(jnp.sum(x**2)) for x in on_slice.values()), 8.0, rtol=1e-6)
 
 
+def test_the_asymmetry_of_heads_adds_arrays_of_one_rank() -> None:
+    gauge, params = go.head_rotation({"q": "_ head basis"}), normal(0, {"q": (5, 2, 4)}, "float32")
+    with jax.numpy_rank_promotion("raise"):
+        assert go.bind(gauge, params).asymmetry(params, params)
+
+
 # Multipliers of queries and keys ------------------------------------------------------------------
 
 GROUPED = go.multiplier_balance({"query": "(head _) _"}, {"key": "head _"})

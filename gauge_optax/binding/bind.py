@@ -49,6 +49,16 @@ class Matched(NamedTuple):
         """Per argument of the constructor, its blocks."""
         return tuple(tuple(b for b in self.blocks if b.argument == argument) for argument in arguments)
 
+    def require_as_many(self, argument: str, number: int) -> None:
+        """Raises ValueError if a pattern of this argument, such as one with `**`, matches more or fewer leaves."""
+        (blocks,) = self.of_argument(argument)
+        if len(blocks) != number:
+            paths = [block.path for block in blocks]
+            raise binding_error(
+                self.gauge, f"{len(blocks)} leaves of `{argument}` in one copy", ", ".join(f"'{p}'" for p in paths[:3]),
+                f"{number}, one for each that it belongs to",
+                "write a capture such as {i} for what counts layers, in every pattern, in place of ** or of a name")
+
     def require_named(self, *arguments: str) -> None:
         """Raises ValueError if a block of these arguments, which must be vectors, has an axis without a name."""
         for block in (b for blocks in self.of_argument(*arguments) for b in blocks):

@@ -95,7 +95,7 @@ def check_specs(
       specs: the specs of all arguments of the constructor.
       sizes: the constructor's `sizes`, as `frozen_sizes` returns them.
       joined: True if all captures belong to one copy, so that specs may have different ones.
-      partial: arguments whose blocks may lack named axes.
+      partial: arguments whose blocks may lack named axes, but have no others.
 
     Raises:
       ValueError: a capture or a named axis that some of the specs lack, a name in `sizes` that no axes string has.
@@ -117,6 +117,13 @@ def check_specs(
                     gauge, f"dangling {kind} {missing[0]}, absent from {where}", ", ".join(table[spec]) or "none",
                     f"{', '.join(table[other])}, as in '{other.pattern}': \"{other.axes}\"",
                     f"write {missing[0]} in both, or in neither")
+    shared = {name for spec in specs if spec.argument not in partial for name in axes[spec]}
+    for spec in specs:
+        for name in [name for name in axes[spec] if name not in shared][:1]:
+            raise binding_error(
+                gauge, f"dangling axis {name} in \"{spec.axes}\" of '{spec.pattern}'",
+                f"a name that only `{spec.argument}` has", f"names of the other arguments: {', '.join(sorted(shared))}",
+                f"write '_' in place of '{name}'")
     names = {part.name for spec in specs for part in parse_axes(gauge, spec.pattern, spec.axes).items} - {"_"}
     for name, _ in sizes:
         if name not in names:

@@ -85,6 +85,8 @@ class BiasAbsorption(Copy):
     def of(cls, found: Matched, **options: Any) -> "BiasAbsorption":
         found.require_named("bias", "residual")
         source, kernels, targets, carried = found.of_argument("bias", "through", INTO, "residual")
+        found.require_as_many("bias", 1)
+        found.require_as_many(INTO, len(kernels))
         for kernel, target in zip(kernels, targets, strict=True):
             free, of_target = (_free(block, found.named) for block in (kernel, target))
             if free[len(free) - len(of_target) :] != of_target:

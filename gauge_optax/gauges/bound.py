@@ -17,6 +17,7 @@ from gauge_optax.binding.bind import require_no_absent_leaf
 from gauge_optax.binding.leaves import shown_and_hidden
 from gauge_optax.binding.paths import match
 from gauge_optax.errors import binding_error
+from gauge_optax.gauges.by_action import UserCopy
 from gauge_optax.gauges.copies import Copy
 from gauge_optax.linalg import real_dtype, safe_divide
 from gauge_optax.parts.constants import ReadShift
@@ -144,12 +145,20 @@ class Bound:
         return self.slice if kept == {part.label for part in parts} else Slice.of(parts)
 
     def elements(self, element: Any) -> Elements:
-        """Splits a public element into the elements of the parts, by label; together they make the same move."""
+        """Splits a public element into the elements of the parts, by label; together they make the same move.
+
+        Raises ValueError for an element of other gauges, or of other shapes.
+        """
         out: Elements = {}
         alone = self.single or (len(self.gauges) == 1 and isinstance(element, Mapping))
-        for gauge, copies, value in zip(
-            self.gauges, self.copies, (element,) if alone else tuple(element), strict=True
-        ):
+        values = (element,) if alone else element
+        if not isinstance(values, tuple | list) or len(values) != len(self.gauges):
+            raise binding_error(
+                "gauges", "an element of another list of gauges",
+                f"a {type(values).__name__}" + (f" of {len(values)}" if isinstance(values, tuple | list) else ""),
+                f"a tuple of {len(self.gauges)}, one element per gauge", _REMEDY)
+        for gauge, copies, value in zip(self.gauges, self.copies, values, strict=True):
+            _require_element(gauge, copies, value)
             for copy, own in zip(copies, gauge._split(copies, value), strict=True):
                 out |= {part.label: e for part, e in zip(copy.parts, copy.split(own), strict=True)}
         return out
@@ -179,6 +188,27 @@ class Bound:
         leaves, added = leaves_by_path(params), self.whole.added
         values = {p: y - added[p] if np.any(added[p]) else y for p, y in x.items()}
         return with_leaves(params, {p: y.astype(jnp.result_type(leaves[p])) for p, y in values.items()})
+
+
+_REMEDY = "take an element from identity(params), read(params) or sample(key, params) of the same gauges"
+
+
+def _require_element(gauge: Any, copies: Sequence[Copy], element: Any) -> None:
+    """Raises ValueError unless the element has the keys and shapes of the gauge's identity; a user's may have any."""
+    if any(isinstance(copy, UserCopy) for copy in copies):
+        return
+
+    def shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+        return {jax.tree_util.keystr(keys): np.shape(x) for keys, x in jax.tree.leaves_with_path(tree)}
+
+    identity = jax.eval_shape(lambda: gauge._join(copies, [copy.identity() for copy in copies]))
+    found, expected = shapes(element), shapes(identity)
+    if found != expected:
+        keys = [key for key in {**expected, **found} if found.get(key) != expected.get(key)]
+        raise binding_error(
+            gauge.name, "an element of other copies or shapes",
+            *(", ".join(f"{k or 'an array'} {own[k]}" if k in own else f"no {k}" for k in keys[:3])
+              for own in (found, expected)), _REMEDY)
 
 
 def _of_copy(copy: Copy, elements: Mapping[str, Any]) -> list[Any]:

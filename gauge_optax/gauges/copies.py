@@ -178,7 +178,7 @@ class Compact(Copy):
         return element
 
 
-def drawn(key: jax.Array, shape: tuple[int, ...], scale: float) -> jax.Array:
+def drawn(key: jax.Array, shape: tuple[int, ...], scale: float | jax.Array) -> jax.Array:
     """Numbers uniform in [−scale, scale]."""
     return jax.random.uniform(key, shape, real_dtype(), -scale, scale)
 

@@ -82,9 +82,19 @@ class NormReadShift(WriteShift):
     def of(cls, found: Matched, **options: Any) -> "NormReadShift":
         found.require_named(SCALE, BIAS)
         kernels, scale, bias, behind = found.of_argument(READ, SCALE, BIAS, INTO)
+        for argument, blocks, number in ((SCALE, scale, 1), (BIAS, bias, 1), (INTO, behind, len(kernels))):
+            found.require_as_many(argument, number if blocks else 0)
+        for block in (*scale, *bias):
+            for name in [name for name in found.named if name not in block.labels][:1]:
+                raise binding_error(
+                    found.gauge, f"an axis '{name}' that '{block.path}' lacks", f'"{block.axes}"',
+                    "a norm that has all named axes of its readers, as an axis of layers",
+                    f"write '_' in place of '{name}' in `{READ}` and in `{INTO}`")
         for kernel, target in zip(kernels, behind, strict=bool(behind)):
             outputs = tuple(n for n, x in zip(kernel.view_shape, kernel.labels, strict=True) if x != CHANNEL)
-            if outputs != target.view_shape:
+            labels = [x for x in kernel.labels if x != CHANNEL]
+            named = [x in ("_", y) for x, y in zip(target.labels, labels, strict=False)]
+            if outputs != target.view_shape or not all(named):
                 raise binding_error(
                     found.gauge, f"'{target.path}' does not follow '{kernel.path}'", f"{target.view_shape}",
                     f"the axes of \"{kernel.axes}\" without channel, {outputs}", "pair every kernel with its own bias")

@@ -98,7 +98,9 @@ def random_rotation(key: jax.Array, shape: tuple[int, ...], scale: float) -> jax
 
     For a scale of 1 or more they are from the Haar measure; the smaller the scale, the nearer they are to the identity.
     """
-    if scale >= 1:
+    traced = isinstance(scale, jax.core.Tracer)
+    if not traced and scale >= 1:
         return haar(key, shape)
     drawn = normal(key, shape, 1.0)
-    return matrix_exponential(scale * (drawn - transpose(drawn)) / math.sqrt(2 * shape[-1]))
+    near = matrix_exponential(scale * (drawn - transpose(drawn)) / math.sqrt(2 * shape[-1]))
+    return jnp.where(scale >= 1, haar(key, shape), near) if traced else near

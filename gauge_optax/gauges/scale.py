@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gauge_optax.binding import Axes, Matched
 from gauge_optax.errors import binding_error
@@ -52,6 +53,7 @@ def rescale(
 
     Reference: DDC §3.2, B.4; Rotational Equilibrium Eq. (99). Not a symmetry of GELU or SiLU units.
     """
+    degree = degree.item() if isinstance(degree, np.integer | np.floating) else degree
     if isinstance(degree, bool) or not isinstance(degree, int | float) or not 0 < degree < math.inf:
         raise binding_error(
             "rescale", "bad degree", repr(degree), "a positive number, the homogeneity of the unit",

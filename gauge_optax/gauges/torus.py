@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 
 from gauge_optax.binding import Axes, Matched
 from gauge_optax.errors import binding_error
@@ -61,9 +62,13 @@ def in_planes(found: Matched, pairing: str) -> Matched:
     """`found` with the basis split into rotary planes. They are a further axis of elements, named `plane`.
 
     Raises:
-      ValueError: an odd basis.
+      ValueError: an odd basis, or an axis that the user calls `plane`.
     """
     size = found.sizes[BASIS]
+    if PLANE in found.named:
+        raise binding_error(
+            found.gauge, f"reserved name '{PLANE}' at '{found.blocks[0].path}'", f'"{found.blocks[0].axes}"',
+            "other names: it is the axis of elements that counts rotary planes", "rename the axis, or write '_'")
     if size % 2:
         raise binding_error(
             found.gauge, f"odd basis at '{found.blocks[0].path}'", f"basis of length {size}",
@@ -97,4 +102,5 @@ class Torus(Compact):
 
 def random_angles(key: jax.Array, shape: tuple[int, ...], scale: float) -> jax.Array:
     """Random angles in radians, uniform between −π·min(scale, 1) and π·min(scale, 1)."""
-    return drawn(key, shape, math.pi * min(scale, 1.0))
+    at_most = jnp.minimum(scale, 1.0) if isinstance(scale, jax.core.Tracer) else min(scale, 1.0)
+    return drawn(key, shape, math.pi * at_most)

@@ -4,6 +4,7 @@ from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import gauge_optax as go
@@ -74,6 +75,16 @@ test_what_cannot_be_a_gauge_is_refused = each_refused({
         lambda: go.logit_shift({"kernel": ("_ vocab=0:3", "_ vocab=3:6")}).dim(LOGITS),
         r"(?s)two ranges of vocab.*one logit_shift per range"),
     "cycle of scales": (lambda: go.product(RING).coordinates(SQUARES), "(?s)cyclic.*'w0'"),
+    "a name of its own axis": (
+        lambda: go.rope_torus({"q": "plane basis"}).dim({"q": jnp.ones((6, 4))}), "reserved name 'plane' at 'q'"),
+    **{f"an element that is {name}": (
+        lambda element=element: go.bind([SHIFT, ACROSS], HEADS | LOGITS).act(element, HEADS | LOGITS), said)
+        for name, element, said in (
+            ("too short", ({},), r"(?s)found: +a tuple of 1.*a tuple of 2.*remedy: +take an element"),
+            ("a dict", {"": 0.0}, "found: +a dict"),
+            ("of another key", ({"": {"kernel": jnp.ones(6)}}, {"i=0": jnp.ones((2, 4))}), r"(?s)no \[''\].*\[''\]"),
+            ("of another shape", ({"": {"kernel": jnp.ones(6)}}, {"": 1.0}), r"(?s)\[''\] \(\).*\[''\] \(2, 4\)"),
+    )},
     "odd basis of rope_linear": (
         lambda: go.rope_linear({"q": "_ basis"}, {"k": "_ basis"}).dim(dict.fromkeys("qk", jnp.ones((4, 3)))),
         "rope_linear: odd basis at 'q'"),
@@ -90,3 +101,8 @@ test_what_cannot_be_a_gauge_is_refused = each_refused({
     **{f"no basis in {axes}": (partial(go.head_rotation, {"q": axes}), "head_rotation: .*basis")
        for axes in ("_ head", "_ head _", "_ basis=1 head")},
 })
+
+
+def test_a_degree_may_be_a_number_of_numpy() -> None:
+    up, down = {"up": "_ channel"}, {"down": "channel _"}
+    assert repr(untyped.rescale(up, down, np.int64(2))) == repr(go.rescale(up, down, 2))

@@ -123,6 +123,7 @@ CHANNEL, READER = {"b": "channel"}, {"w": "channel _"}
 LEAVES = {"b": jnp.zeros(3), "table": jnp.zeros((2, 3)), "w": jnp.zeros((3, 4)), "c": jnp.zeros(4), "d": jnp.zeros(5)}
 NAMELESS = r"(?s)'table' has an axis without a name.*name every axis"
 STREAM, OTHER = ({"w": "basis _"}, {"table": "_ basis"}), go.norm_scale({"c": "channel"}, {"w": "_ channel"})
+LAYERS = {"l": [{"b": jnp.zeros(6), "w": jnp.zeros((6, 6)), "c": jnp.zeros(6)} for _ in range(2)]}
 # What is typed, and the words of the error.
 test_lists_that_do_not_fit_are_refused = each_refused({
     "neither writers nor tables": (lambda: go.norm_write_shift(), "takes either `write` or `tied`"),
@@ -149,6 +150,18 @@ test_lists_that_do_not_fit_are_refused = each_refused({
     "a norm of two axes": (lambda: go.norm_read_shift(READER, {"table": "_ channel"}).dim(LEAVES), NAMELESS),
     "a norm's bias of two axes": (
         lambda: go.norm_read_shift(READER, CHANNEL, {"table": "_ channel"}, {"c": "_"}).dim(LEAVES), NAMELESS),
+    "several biases of one **": (
+        lambda: go.bias_absorption({"**/b": "channel"}, {"**/w": "channel _"}, {"**/c": "_"}).dim(LAYERS),
+        "(?s)2 leaves of `bias` in one copy.*a capture such as {i}"),
+    "more kernels than biases": (
+        lambda: go.bias_absorption({"l/0/b": "channel"}, {"**/w": "channel _"}, {"l/0/c": "_"}).dim(LAYERS),
+        "1 leaves of `into`"),
+    "several norms": (
+        lambda: go.norm_read_shift({"**/w": "channel _"}, {"**/b": "channel"}).dim(LAYERS), "2 leaves of `scale`"),
+    "an axis that only a bias has": (
+        lambda: go.bias_absorption(CHANNEL, {"w": "channel _"}, {"c": "head"}), "(?s)dangling axis head.*write '_'"),
+    "an axis that only a reader has": (
+        lambda: go.norm_read_shift({"w": "channel head"}, CHANNEL).dim(LEAVES), "(?s)'head' that 'b' lacks.*write '_'"),
 })
 
 

@@ -16,6 +16,7 @@ from tests.twins import normal, trained
 
 rows = pytest.mark.parametrize("case", (*GAUGE_CASES, *FLAT_CASES), ids=lambda case: case.name)
 CASES = {case.name: case for case in GAUGE_CASES}
+HEADS = {"q": "_ head basis"}
 LARGE = 2.303  # condition 100 of linear gauges, factors of 10 of scales
 
 
@@ -101,6 +102,16 @@ def test_the_asymmetry_of_heads_adds_arrays_of_one_rank() -> None:
     gauge, params = go.head_rotation({"q": "_ head basis"}), normal(0, {"q": (5, 2, 4)}, "float32")
     with jax.numpy_rank_promotion("raise"):
         assert go.bind(gauge, params).asymmetry(params, params)
+
+
+@pytest.mark.parametrize(
+    "gauge", [go.head_rotation(HEADS), go.rope_torus(HEADS), go.rope_linear(HEADS, {"k": "_ head basis"})],
+    ids=lambda gauge: gauge.name)
+@pytest.mark.parametrize("scale", [0.5, 2.0])
+def test_a_random_element_may_have_a_traced_size(gauge: go.Gauge, scale: float) -> None:
+    params, key = normal(0, {"q": (5, 2, 4), "k": (5, 2, 4)}, "float32"), jax.random.key(0)
+    traced, known = jax.jit(lambda s: gauge.sample(key, params, s))(scale), gauge.sample(key, params, scale)
+    np.testing.assert_allclose(traced[""], known[""], rtol=1e-4, atol=1e-5)
 
 
 # Multipliers of queries and keys ------------------------------------------------------------------

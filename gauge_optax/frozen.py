@@ -264,8 +264,7 @@ def _results(equation: Any, given: list[_Known]) -> list[_Known]:
         return [_zero_if(all(x == 0.0 for x in given))]
     if kind == "clamp":
         low, x, high = given
-        inside = x is not None and low is not None and high is not None
-        return [min(max(x, low), high) if inside else None]
+        return [None if x is None or low is None or high is None else min(max(x, low), high)]
     if kind == "select_n":
         return [_either(*given[1:]) if given[0] is None else given[1 + int(given[0])]]
     if kind == "cond":

@@ -31,7 +31,7 @@ ZERO = optax.set_to_zero()
 TRAINED = {"a": True, "b": False, "c": True}
 
 
-def _masked(gradient: Callable[[Any, Any], Any], *masks: Any) -> Any:
+def _masked(gradient: Callable[..., Any], *masks: Any) -> Any:
     """A link that maps every leaf's gradient with the leaf's entries of masks."""
     return optax.stateless(lambda updates, _: jax.tree.map(gradient, updates, *masks))
 

@@ -205,10 +205,11 @@ def _require_element(gauge: Any, copies: Sequence[Copy], element: Any) -> None:
     found, expected = shapes(element), shapes(identity)
     if found != expected:
         keys = [key for key in {**expected, **found} if found.get(key) != expected.get(key)]
-        raise binding_error(
-            gauge.name, "an element of other copies or shapes",
-            *(", ".join(f"{k or 'an array'} {own[k]}" if k in own else f"no {k}" for k in keys[:3])
-              for own in (found, expected)), _REMEDY)
+        wrong, right = (
+            ", ".join(f"{key or 'an array'} {own[key]}" if key in own else f"no {key}" for key in keys[:3])
+            for own in (found, expected)
+        )
+        raise binding_error(gauge.name, "an element of other copies or shapes", wrong, right, _REMEDY)
 
 
 def _of_copy(copy: Copy, elements: Mapping[str, Any]) -> list[Any]:

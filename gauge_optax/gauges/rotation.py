@@ -93,7 +93,7 @@ def rotation_of(coordinates: jax.Array, near: bool) -> jax.Array:
     return jnp.broadcast_to(jnp.eye(generator.shape[-1], dtype=generator.dtype), generator.shape) + generator
 
 
-def random_rotation(key: jax.Array, shape: tuple[int, ...], scale: float) -> jax.Array:
+def random_rotation(key: jax.Array, shape: tuple[int, ...], scale: float | jax.Array) -> jax.Array:
     """Random orthogonal matrices of shape (…, d, d).
 
     For a scale of 1 or more they are from the Haar measure; the smaller the scale, the nearer they are to the identity.

@@ -53,7 +53,7 @@ def rescale(
 
     Reference: DDC §3.2, B.4; Rotational Equilibrium Eq. (99). Not a symmetry of GELU or SiLU units.
     """
-    degree = degree.item() if isinstance(degree, np.integer | np.floating) else degree
+    degree = degree.item() if isinstance(degree, np.number) else degree  # type: ignore[unreachable]
     if isinstance(degree, bool) or not isinstance(degree, int | float) or not 0 < degree < math.inf:
         raise binding_error(
             "rescale", "bad degree", repr(degree), "a positive number, the homogeneity of the unit",

@@ -100,7 +100,7 @@ class Torus(Compact):
         return dict(zip(named, element.shape, strict=False)) | {BASIS: 2 * element.shape[-1]}
 
 
-def random_angles(key: jax.Array, shape: tuple[int, ...], scale: float) -> jax.Array:
+def random_angles(key: jax.Array, shape: tuple[int, ...], scale: float | jax.Array) -> jax.Array:
     """Random angles in radians, uniform between −π·min(scale, 1) and π·min(scale, 1)."""
     at_most = jnp.minimum(scale, 1.0) if isinstance(scale, jax.core.Tracer) else min(scale, 1.0)
     return drawn(key, shape, math.pi * at_most)

@@ -66,6 +66,10 @@ def _angles(axes: str) -> int:
     return go.rope_torus({"q": axes}).dim({"q": jnp.ones((6, 3, 4))})
 
 
+def _moved(element: Any) -> Any:
+    return go.bind([SHIFT, ACROSS], HEADS | LOGITS).act(element, HEADS | LOGITS)
+
+
 untyped: Any = go  # for arguments that a type checker refuses
 # What is typed, and a pattern of the error.
 test_what_cannot_be_a_gauge_is_refused = each_refused({
@@ -78,7 +82,7 @@ test_what_cannot_be_a_gauge_is_refused = each_refused({
     "a name of its own axis": (
         lambda: go.rope_torus({"q": "plane basis"}).dim({"q": jnp.ones((6, 4))}), "reserved name 'plane' at 'q'"),
     **{f"an element that is {name}": (
-        lambda element=element: go.bind([SHIFT, ACROSS], HEADS | LOGITS).act(element, HEADS | LOGITS), said)
+        partial(_moved, element), said)
         for name, element, said in (
             ("too short", ({},), r"(?s)found: +a tuple of 1.*a tuple of 2.*remedy: +take an element"),
             ("a dict", {"": 0.0}, "found: +a dict"),

@@ -246,17 +246,22 @@ def without_frame(a: Tensor, b: Tensor) -> bool:
 
 
 def rotation_of(a: Tensor, b: Tensor) -> Tensor:
-    """The rotation that two factors read as: the polar factor of fixed combinations of their rows."""
-    size, best, rank = a.shape[1], torch.eye(a.shape[1], dtype=a.dtype, device=a.device), 0
-    for draw in range(4):
-        noise = [fixed_noise(number, len(x), size, draw).to(a) for number, x in enumerate((a, b))]
-        u, sizes, vt = torch.linalg.svd(noise[0].T @ a + noise[1].T @ b)
-        live = sizes > 1e3 * torch.finfo(a.dtype).eps * sizes[0]
-        if int(live.sum()) > rank:
-            best, rank = (u * live) @ vt, int(live.sum())
-        if rank == size:
-            return best
-    return torch.eye(size, dtype=a.dtype, device=a.device)  # of less than full rank: the basis stays
+    """The rotation that two factors read as: the polar factor of fixed combinations of their rows.
+
+    One factor has orthonormal columns here. The other is scaled down where it is larger.
+    """
+    size, eps = a.shape[1], torch.finfo(a.dtype).eps
+    rows = [x * (size**0.25 / torch.linalg.norm(x.T @ x).sqrt().clamp(min=size**0.25)) for x in (a, b)]
+    mixed = [sum(fixed_noise(k, len(x), size, draw).to(a).T @ x for k, x in enumerate(rows)) for draw in range(4)]
+    sizes = torch.linalg.svdvals(torch.cat(mixed[:2]))
+    best, rank = torch.eye(size, dtype=a.dtype, device=a.device), 0
+    if not bool(sizes[-1] > 64 * eps * sizes[0]):
+        return best  # of less than full rank: the basis stays
+    for m in mixed:
+        u, kept, vt = torch.linalg.svd(m)
+        found = int((kept > 1e3 * eps * sizes).sum())
+        best, rank = (u @ vt, found) if found > rank else (best, rank)
+    return best
 
 
 def antisymmetric_solution(m: Tensor, k: Tensor, steps: int = 12) -> Tensor:

@@ -8,7 +8,8 @@ part of an invertible change of basis, and `stream`, the rotation of the residua
 * Reading: let C be a fixed random matrix. The polar factor Q of CᵀW obeys Q(W·R) = Q(W)·R, and is the frame of W. No
   reading is continuous everywhere (CᵀW may lose rank), so that a head is read once, at `init`. In float32, CᵀW nearly
   loses a direction of W in 0.3 % of heads of 32 dimensions and in 6 % of those of 128 (normal weights, 300 heads).
-  These heads are read with another C.
+  These heads are read with another C. A direction that is small in W itself is read as any other, down to a share of
+  `linalg.roundoff` of the largest.
 * Project: the part of a tangent U that rotates is the matrix W·A, with an antisymmetric A, that is nearest to U. A
   solves M·A + A·M = WᵀU − UᵀW with M = WᵀW.
 * Hold: the end W + U of a step turns back to (W + U)·R, with the rotation R for which Wᵀ(W + U)R is symmetric. Then
@@ -37,6 +38,7 @@ from gauge_optax.linalg import (
     real_dtype,
     rotation_2x2,
     rotation_back,
+    roundoff,
     safe_divide,
     svd,
     transpose,
@@ -338,6 +340,24 @@ class Rotation(Orthogonal, HeadTurn):
             factors |= zip(same, unstack_heads(polar, same), strict=True)
         return [turn._or_identity(factors[turn]) if turn.of_linear else factors[turn] for turn in turns]
 
+    def read_from(self, x: Arrays) -> Arrays:
+        """The point `x` with those rows that the rotation is read from.
+
+        For `head_linear`, one factor A has orthonormal columns here, and the other, B, has all of the product's size. A
+        large singular value of B would round away what A says of the other directions. So B is scaled down where
+        ‖BᵀB‖_F is above the ‖AᵀA‖_F = √d of orthonormal columns.
+        """
+        if not self.of_linear:
+            return x
+        out = dict(x)
+        for side in {block.argument: None for block in self.blocks}:
+            rows = dataclasses.replace(self, blocks=tuple(b for b in self.blocks if b.argument == side))
+            size = jnp.sqrt(jnp.linalg.norm(rows.gram(x, x), axis=(-2, -1)))
+            scale = self.size**0.25 / jnp.maximum(self.size**0.25, size)
+            for b in rows.blocks:
+                out[b.path] = out[b.path] * b.spread(self.named, scale, elsewhere=1.0)
+        return out
+
     def _or_identity(self, r: jax.Array) -> jax.Array:
         whole = jnp.sum(jnp.square(r), (-2, -1), keepdims=True) > self.size - 0.5  # ‖R‖² is the rank
         return jnp.where(whole, r, self.identity())
@@ -445,21 +465,37 @@ class Planes(Additive, HeadTurn):
 
 
 _Readings = tuple[jax.Array, jax.Array, jax.Array]
-_MOST_READINGS = 4  # how many C are tried; a head of less than full rank tries all, because each loses a direction
+_MOST_READINGS = 4  # how many C are tried
 
 
 @functools.partial(jax.jit, static_argnums=0)  # outside jit, a loop would be compiled anew at every call
 def _polar_factors(turns: tuple[Any, ...], point: Arrays) -> jax.Array:
     """The polar factors of CᵀW for heads of one size, (heads, d_h, d_h), each with the first C that loses no direction.
 
-    If W itself has less than full rank, every C loses directions, and the first C that keeps the most is taken. The
-    factor is then a partial isometry: directions of which only roundoff is left have the singular value 0, not 1.
+    Two C together, 2·d_h combinations of the rows, have nearly the ratios between the singular values of W. They tell
+    the rank of W, and with how small a singular value one C keeps a direction that is small in W itself. If every C
+    loses a direction, the first C that keeps the most is taken.
+
+    A head of full rank reads as an orthogonal matrix, however small some of its directions are. If W has less than full
+    rank, the factor is a partial isometry: it is zero in the directions of which only roundoff is left in W.
     """
+    seen = [turn.read_from(point) for turn in turns]
+
+    def mixed(number: jax.Array) -> jax.Array:
+        return stack_heads([turn.mixed_rows(x, number) for turn, x in zip(turns, seen, strict=True)])
+
+    numbers = jnp.uint32(0), jnp.uint32(1)
+    _, sizes, directions = svd(jax.lax.stop_gradient(jnp.concatenate([mixed(number) for number in numbers], -2)))
+    live = sizes > roundoff(sizes.dtype) * sizes[..., :1]
+    rank = jnp.sum(live, -1)
+    # The basis in which CᵀW has no dead direction. With full rank, CᵀW stays as it is.
+    whole = (rank == turns[0].size)[:, None, None]
+    basis = jnp.where(whole, jnp.eye(turns[0].size, dtype=sizes.dtype), directions * live[..., :, None])
 
     def with_noise(number: jax.Array) -> tuple[jax.Array, jax.Array]:
-        u, sizes, vt = svd(stack_heads([turn.mixed_rows(point, number) for turn in turns]))
-        live = sizes > direction_tolerance(sizes.dtype) * sizes[..., :1]
-        return matmul(u * live[..., None, :].astype(u.dtype), vt), jnp.sum(live, -1)
+        u, kept, vt = svd(matmul(mixed(number), transpose(basis)))
+        found = live & (kept > direction_tolerance(sizes.dtype) * sizes)
+        return matmul(u * live[..., None, :].astype(u.dtype), matmul(vt, basis)), jnp.sum(found, -1)
 
     def again(carry: _Readings) -> _Readings:
         number, factors, ranks = carry
@@ -469,7 +505,7 @@ def _polar_factors(turns: tuple[Any, ...], point: Arrays) -> jax.Array:
 
     def unfinished(carry: _Readings) -> jax.Array:
         number, _, ranks = carry
-        return (number < _MOST_READINGS) & jnp.any(ranks < turns[0].size)
+        return (number < _MOST_READINGS) & jnp.any(ranks < rank)
 
-    first = (jnp.uint32(1), *with_noise(jnp.uint32(0)))
+    first = (numbers[1], *with_noise(numbers[0]))
     return jax.lax.while_loop(unfinished, again, first)[1]

@@ -83,6 +83,23 @@ def test_heads_of_full_rank_read_as_orthogonal_matrices() -> None:
     assert float(jnp.abs(products - jnp.eye(128)).max()) <= 1e-5
 
 
+QUERY, KEY = {"q": "_ head basis"}, {"k": "_ head basis"}
+SMALL = {f"small columns of {x}": (go.head_rotation(QUERY | KEY), [1.0] * 8 + [x] * 8) for x in (3e-3, 1e-4, 0.0)}
+LARGE_COLUMN = {"a large column": (go.head_linear(QUERY, KEY), [30.0] + [1.0] * 15)}
+
+
+@pytest.mark.parametrize("gauge, columns", (SMALL | LARGE_COLUMN).values(), ids=SMALL | LARGE_COLUMN)
+def test_small_directions_of_a_head_are_read_in_float32(gauge: go.Gauge, columns: list[float]) -> None:
+    """Small columns were no part of the frame, and never trained. Beside a large product, no rotation was read."""
+    params = normal(0, {"q": (24, 3, 16), "k": (24, 3, 16)}, "float32")
+    params = {name: x * jnp.array(columns, jnp.float32) for name, x in params.items()}
+    twin = gauge.act(gauge.sample(jax.random.key(2), params, 0.5), params)
+    on_slice, read = jit(go.bind(gauge, params).slice_point), jit(gauge.read)
+    here, there = map(on_slice, (params, twin))
+    assert _far(there, here) <= tolerance("twins", "float32")
+    assert max(_far(gauge.act(read(p), x), p) for p, x in ((params, here), (twin, there))) <= 1e-5
+
+
 @pytest.mark.parametrize("up", [{"up": "_ unit", "bias": "unit"}, {"bias": "unit", "up": "_ unit"}])
 def test_a_column_is_read_together_with_its_bias(up: dict[str, str]) -> None:
     params = {"up": jnp.array([[3.0], [4.0]]), "bias": jnp.array([12.0]), "down": jnp.ones((1, 2))}

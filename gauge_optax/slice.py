@@ -48,7 +48,7 @@ from gauge_optax.parts.order import Place, anchor_key, by_label, check_commute, 
 from gauge_optax.parts.part import Arrays, Constant, Part, Size, Turn, changed, moves, name_of, overlaps
 from gauge_optax.xla import recomputed_after
 
-VERSION = 5  # version of the meaning of optimizer states; a state of another version raises an error
+VERSION = 6  # version of the meaning of optimizer states; a state of another version raises an error
 
 Elements = dict[str, Any]
 """Part label → element."""

@@ -117,8 +117,9 @@ def check_specs(
                     gauge, f"dangling {kind} {missing[0]}, absent from {where}", ", ".join(table[spec]) or "none",
                     f"{', '.join(table[other])}, as in '{other.pattern}': \"{other.axes}\"",
                     f"write {missing[0]} in both, or in neither")
-    shared = {name for spec in specs if spec.argument not in partial for name in axes[spec]}
-    for spec in specs:
+    whole = [spec for spec in specs if spec.argument not in partial]
+    shared = {name for spec in whole for name in axes[spec]}
+    for spec in specs if whole else ():
         for name in [name for name in axes[spec] if name not in shared][:1]:
             raise binding_error(
                 gauge, f"dangling axis {name} in \"{spec.axes}\" of '{spec.pattern}'",

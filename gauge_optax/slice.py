@@ -384,9 +384,9 @@ class Slice:
             if part.label not in (*self.not_fixed, *left):
                 # A norm's scale γ that was zero at `init` grows from 0, not from 1. It counts as zero here, because a
                 # constant that it divides would be many times the step.
-                used = tuple(b for b in anchor if b in part.passes)
-                seen = _masked(x, others_of(part, used, [q for q, _, _ in self.sizes]), live)
-                x = part.undo(part.read(anchor, seen), x)
+                used, moved = {*anchor} & {*part.passes}, [(q, b) for q, _, _ in self.sizes for b in q.blocks]
+                scales = [(q, b) for q, b in moved if any(a.path == b.path and overlaps(a, b) for a in used)]
+                x = part.undo(part.read(anchor, _masked(x, scales, live)), x)
         growth: Elements = {}
         for part, anchor, _ in self.sizes:
             if part.label not in self.not_fixed:

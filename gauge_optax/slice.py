@@ -147,6 +147,8 @@ class Slice:
       following: labels of sizes whose growth in a step is not moved from the anchor to the gauge's other leaves, one of
         which has a less precise dtype and would round it away. The anchor keeps it, and F changes by it.
       without_norm_scale: pairs of a turn and the path of a norm's scale that the turn passes and no size makes 1.
+      divided: pairs of the label of a constant that is divided by a norm's scale, and the sizes that move this scale,
+        each with the block that it moves.
     """
 
     constants: tuple[Place, ...]
@@ -158,6 +160,7 @@ class Slice:
     not_fixed: frozenset[str] = frozenset()
     following: frozenset[str] = frozenset()
     without_norm_scale: tuple[tuple[Any, str], ...] = ()
+    divided: tuple[tuple[str, tuple[tuple[Any, Block], ...]], ...] = ()
 
     @classmethod
     def of(
@@ -196,7 +199,10 @@ class Slice:
             for anchor in p.anchors
             if not {*anchor} <= {*used}
         ]
+        scales = ((p, tuple(b for anchor in p.anchors for b in anchor if b in p.passes)) for p in constants)
+        divided = tuple((p.label, moved) for p, used in scales if (moved := others_of(p, used, sizes)))
         return cls(
+            divided=divided,
             constants=tuple(in_order(constants)),
             sizes=tuple(first),
             later=tuple(later),
@@ -384,9 +390,8 @@ class Slice:
             if part.label not in (*self.not_fixed, *left):
                 # A norm's scale γ that was zero at `init` grows from 0, not from 1. It counts as zero here, because a
                 # constant that it divides would be many times the step.
-                used, moved = {*anchor} & {*part.passes}, [(q, b) for q, _, _ in self.sizes for b in q.blocks]
-                scales = [(q, b) for q, b in moved if any(a.path == b.path and overlaps(a, b) for a in used)]
-                x = part.undo(part.read(anchor, _masked(x, scales, live)), x)
+                scales = dict(self.divided).get(part.label)
+                x = part.undo(part.read(anchor, _masked(x, scales, live) if scales else x), x)
         growth: Elements = {}
         for part, anchor, _ in self.sizes:
             if part.label not in self.not_fixed:

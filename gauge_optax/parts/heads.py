@@ -484,8 +484,8 @@ def _polar_factors(turns: tuple[Any, ...], point: Arrays) -> jax.Array:
     def mixed(number: jax.Array) -> jax.Array:
         return stack_heads([turn.mixed_rows(x, number) for turn, x in zip(turns, seen, strict=True)])
 
-    numbers = jnp.uint32(0), jnp.uint32(1)
-    _, sizes, directions = svd(jax.lax.stop_gradient(jnp.concatenate([mixed(number) for number in numbers], -2)))
+    both = jax.vmap(mixed, out_axes=1)(jnp.arange(2, dtype=jnp.uint32))
+    _, sizes, directions = svd(jax.lax.stop_gradient(both.reshape(len(both), -1, turns[0].size)))
     live = sizes > roundoff(sizes.dtype) * sizes[..., :1]
     rank = jnp.sum(live, -1)
     # The basis in which CᵀW has no dead direction. With full rank, CᵀW stays as it is.
@@ -507,5 +507,5 @@ def _polar_factors(turns: tuple[Any, ...], point: Arrays) -> jax.Array:
         number, _, ranks = carry
         return (number < _MOST_READINGS) & jnp.any(ranks < rank)
 
-    first = (numbers[1], *with_noise(numbers[0]))
-    return jax.lax.while_loop(unfinished, again, first)[1]
+    start = jnp.uint32(0), jnp.zeros_like(directions), jnp.full_like(rank, -1)
+    return jax.lax.while_loop(unfinished, again, start)[1]

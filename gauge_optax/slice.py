@@ -199,11 +199,10 @@ class Slice:
             for anchor in p.anchors
             if not {*anchor} <= {*used}
         ]
-        scales = ((p, tuple(b for anchor in p.anchors for b in anchor if b in p.passes)) for p in constants)
-        divided = tuple((p.label, moved) for p, used in scales if (moved := others_of(p, used, sizes)))
+        places = in_order(constants)
+        passed = ((p, tuple(b for b in anchor if b in p.passes)) for p, anchor, _ in places)
         return cls(
-            divided=divided,
-            constants=tuple(in_order(constants)),
+            constants=tuple(places),
             sizes=tuple(first),
             later=tuple(later),
             turns=turns_by_class(turns),
@@ -212,6 +211,7 @@ class Slice:
             not_fixed=not_fixed,
             following=following,
             without_norm_scale=without_norm_scale,
+            divided=tuple((p.label, moved) for p, scale in passed if (moved := others_of(p, scale, sizes))),
         )
 
     @functools.cached_property

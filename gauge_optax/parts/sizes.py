@@ -78,6 +78,12 @@ class Factor(Size[jax.Array]):
         sides = (*([self.up] if whole else []), self.up[:1], self.up[1:], self.down)
         return tuple(side for side in dict.fromkeys(sides) if side)
 
+    @functools.cached_property
+    def natural(self) -> Mapping[Anchor, int]:
+        """The squared norm of a channel on the slice, by the anchor that it is read from."""
+        return {anchor: sum(b.entries(self.named) for b in anchor) if self.by_entry else columns(anchor, self.named)
+                for anchor in self.anchors}
+
     def identity(self) -> jax.Array:
         return jnp.ones(self.shape, real_dtype())
 
@@ -107,9 +113,8 @@ class Factor(Size[jax.Array]):
     def read(self, anchor: Anchor, x: Arrays, within: jax.Array, near: bool) -> tuple[jax.Array, jax.Array]:
         totals = [b.total(self.named, jnp.square(x[b.path])) for b in anchor]
         square = sum(totals[1:], totals[0])
-        natural = sum(b.entries(self.named) for b in anchor) if self.by_entry else columns(anchor, self.named)
         read = within & (square > 0)
-        size = jnp.sqrt(jax.lax.select(read, square / natural, jnp.ones_like(square)))
+        size = jnp.sqrt(jax.lax.select(read, square / self.natural[anchor], jnp.ones_like(square)))
         size = size if anchor[0].argument in MULTIPLIED else size ** (-1.0 / self.degree)
         if self.signed and anchor == self.up[:1]:
             size = jnp.where(read & (anchor[0].total(self.named, x[anchor[0].path]) < 0), -size, size)

@@ -10,24 +10,29 @@ slice point has u = 1 and v = u·v: its curvature u² + v² goes to 1. The balan
 curvature 2·|u·v| goes to zero.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 
 from gauge_optax.binding import leaves_by_path
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.balance import balanced_elements
 from gauge_optax.gauges.gauge import Product
 from gauge_optax.gauges.unread import heads_without_frame
-from gauge_optax.linalg import safe_divide
+from gauge_optax.linalg import safe_divide, symmetric_eigen
+from gauge_optax.parts.heads import Rotation
 from gauge_optax.slice import Elements, Slice, Undone
+from gauge_optax.xla import while_loop
 
 Leaves = dict[str, jax.Array]
 
-_SOLVED = 1e-12  # relative residual at which conjugate gradients stop in float64; in float32 it is 1e-6
-_ROUNDS = 200  # the most rounds of conjugate gradients; they need about ten
+_ROUNDS = 500  # the most rounds of conjugate gradients; they need about ten, and more if heads have weak directions
+_DRAWS = 4  # random coordinates from which the norms of vertical vectors are estimated
 
 
 def check_at(name: str, at: str) -> None:
@@ -115,25 +120,88 @@ def across_dual(group: Product, params: Any, vector: Leaves) -> Leaves:
 
 
 def perpendicular(group: Product, params: Any, vector: Leaves) -> Leaves:
-    """The part of a vector that is perpendicular to orbits: the vector minus the nearest vertical vector R·y.
+    """The part of a vector that is perpendicular to orbits: the vector minus the nearest vertical vector T·c.
 
-    R maps a vector to its vertical part, and y solves the normal equations RᵀR·y = Rᵀ·vector.
+    T maps coordinates c of the group's elements to vertical vectors, and c is found by conjugate gradients for least
+    squares (CGLS, Björck 1996). Each round moves the rest along a vertical vector, as far as makes the rest shortest,
+    so that roundoff can slow it down, but cannot lead it away. The result is NaN if the rounds do not suffice.
     """
-
-    def along(x: Leaves) -> Leaves:  # R
-        return jax.tree.map(jnp.subtract, x, across(group, params, x))
-
-    def along_dual(x: Leaves) -> Leaves:
-        return jax.tree.map(jnp.subtract, x, across_dual(group, params, x))
-
+    s = group._bound(params).slice
+    point, rest = s.values(params), s.vectors({**leaves_by_path(params), **vector})
     # A tiny or huge vector would have squares of 0 or infinity.
-    most = jnp.max(jnp.stack([jnp.max(jnp.abs(x), initial=0.0) for x in vector.values()]))
-    vector = jax.tree.map(lambda x: safe_divide(x, most.astype(x.dtype)), vector)
-    # R is a projection: its singular values are 0 or at least 1, so that a few rounds are enough. The residual is
-    # compared with the vector and not with Rᵀ·vector, which is only roundoff if the vector is perpendicular already.
-    least = _SOLVED if jnp.finfo(jnp.result_type(*vector.values())).eps < 1e-10 else 1e-6
-    size = jnp.sqrt(sum((jnp.sum(jnp.square(x)) for x in vector.values()), start=jnp.zeros(())))
-    solved, _ = jax.scipy.sparse.linalg.cg(
-        lambda y: along_dual(along(y)), along_dual(vector), tol=0.0, atol=least * size, maxiter=_ROUNDS
-    )
-    return jax.tree.map(lambda x, part: most.astype(x.dtype) * (x - part), vector, along(solved))
+    most = jnp.max(jnp.stack([jnp.max(jnp.abs(x), initial=0.0) for x in rest.values()]))
+    rest = jax.tree.map(lambda x: safe_divide(x, most), rest)
+    # In the basis in which the Gram matrix of a head is diagonal, its coordinates have perpendicular vertical vectors.
+    bases = {turn: symmetric_eigen(turn.gram(point, point))[1] for turn in s.heads if isinstance(turn, Rotation)}
+    for turn, basis in bases.items():
+        point, rest = turn.act(basis, point), turn.act(basis, rest)
+    push, pull = _vertical(group, params, point)
+    size, slope = optax.tree.norm(rest), pull(rest)
+    # The vertical vectors of some unit coordinates are short. By the least ratio |T·c|/|c| so far, `weak`, the distance
+    # from the nearest vertical vector is at most about |slope|/weak.
+    precise, usable = (1e-12, 1e-6) if jnp.finfo(size.dtype).eps < 1e-10 else (1e-6, 1e-3)
+
+    def unfinished(carry: Any) -> jax.Array:
+        return (carry[4] > precise * size) & (carry[5] < _ROUNDS)
+
+    def one_round(carry: Any) -> Any:
+        rest, slope, way, weak, error, count = carry
+        image = push(way)
+        square, before = optax.tree.vdot(image, image), optax.tree.vdot(slope, slope)
+        rest = optax.tree.add_scale(rest, -safe_divide(optax.tree.vdot(rest, image), square), image)
+        weak = jnp.minimum(weak, safe_divide(jnp.sqrt(square), optax.tree.norm(way)))
+        slope = pull(rest)
+        after = optax.tree.vdot(slope, slope)
+        error = jnp.minimum(error, safe_divide(jnp.sqrt(after), weak))
+        return rest, slope, optax.tree.add_scale(slope, safe_divide(after, before), way), weak, error, count + 1
+
+    start = rest, slope, slope, jnp.ones_like(size), optax.tree.norm(slope), jnp.int32(0)
+    rest, _, _, _, error, _ = while_loop(unfinished, one_round, start)
+    for turn, basis in reversed(bases.items()):
+        rest = turn.undo(basis, rest)
+    return vector | jax.tree.map(lambda x: jnp.where(error <= usable * size, most * x, jnp.nan), rest)
+
+
+def require_solved(name: str, found: jax.Array, *given: Any) -> None:
+    """Raises ValueError if a result of `perpendicular` has NaN, and the trees from which it was computed have none.
+
+    Args:
+      name: the name of the public function, for the message.
+      found: numbers computed from the result.
+      *given: the trees.
+    """
+    if np.isnan(found).any() and not any(np.isnan(x).any() for x in jax.tree.leaves(given)):
+        raise binding_error(
+            name, "the part along the orbit was not found", f"no convergence in {_ROUNDS} rounds in {found.dtype}",
+            "channels and heads of less different sizes, or float64", "call it under `with jax.enable_x64(True):`",
+        )
+
+
+def _vertical(group: Product, params: Any, point: Leaves) -> tuple[Callable[[Any], Leaves], Callable[[Leaves], Any]]:
+    """The map from coordinates to vertical vectors, scaled so that all coordinates count alike, and its transpose.
+
+    Args:
+      group: the gauges.
+      params: a tree that they bind.
+      point: the values of bound leaves at which vectors are vertical.
+    """
+    b = group._bound(params)
+    zero = group.algebra(params)
+    push = jax.linearize(lambda c: b.slice.act(b.elements(group.exponential(c, params, near=True)), point), zero)[1]
+    transposed = jax.linear_transpose(push, zero)
+    drawn = [optax.tree.random_like(jax.random.key(n), zero, jax.random.rademacher) for n in range(_DRAWS)]
+    scale = jax.tree.map(jnp.ones_like, zero)
+
+    def scaled(c: Any) -> Leaves:
+        return push(optax.tree.mul(scale, c))
+
+    def pull(x: Leaves) -> Any:
+        return optax.tree.mul(scale, transposed(x)[0])
+
+    # A coordinate whose vertical vector t shares no entry with others gets the scale 1/|t|. The first round divides by
+    # the sum of absolute values, which neither underflows nor overflows as squares may.
+    for weigh, root in ((jnp.sign, jnp.positive), (jnp.positive, jnp.sqrt)):
+        pulled = [pull(jax.tree.map(weigh, scaled(c))) for c in drawn]
+        norms = jax.tree.map(lambda *y: root(jnp.mean(jnp.abs(jnp.stack(y)), 0)), *pulled)  # noqa: B023
+        scale = jax.tree.map(lambda c, y: c * safe_divide(jnp.ones_like(y), y), scale, norms)
+    return scaled, pull

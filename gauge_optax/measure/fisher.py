@@ -38,6 +38,7 @@ from gauge_optax.measure._metric import (
     perpendicular,
     point_of,
     require_frame,
+    require_solved,
     tangent_of,
 )
 from gauge_optax.transformation import require_arrays, require_count, require_key, require_scalar, require_traceable
@@ -728,9 +729,16 @@ class Quotient(Operator):
 
         Returns:
           A vector (d,). It is the same for all weights of one function, if the tangents move with the weights.
+
+        Raises:
+          ValueError: a tree that does not fit; a user's gauge without the method `algebra`; channels or heads of so
+            different sizes that the part along the orbit is not found.
         """
-        entered = self._split(self.ravel(self._enter(tangent)))
-        return self._flat(_perpendicular(self._rule, entered, self._arrays))
+        entered = self.ravel(self._enter(tangent))
+        across = self._flat(_perpendicular(self._rule, self._split(entered), self._arrays))
+        if not isinstance(across, jax.core.Tracer):
+            require_solved(self.name, across, entered, self._arrays.leaves)
+        return across
 
     def _probe(self, key: jax.Array, draw: Callable[..., jax.Array], arrays: _Arrays) -> jax.Array:
         return self._flat(_perpendicular(self._rule, self._split(super()._probe(key, draw, arrays)), arrays))

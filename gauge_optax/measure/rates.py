@@ -22,7 +22,15 @@ from scipy.special import stdtrit
 from gauge_optax.binding import in_single_or_better, real_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, Product, product
-from gauge_optax.measure._metric import check_at, perpendicular, read_elements, require_frame, stored, ways
+from gauge_optax.measure._metric import (
+    check_at,
+    perpendicular,
+    read_elements,
+    require_frame,
+    require_solved,
+    stored,
+    ways,
+)
 from gauge_optax.orbit._align import check_same_tree
 from gauge_optax.slice import Elements
 from gauge_optax.transformation import on_any_mesh, require_arrays, require_traceable
@@ -118,7 +126,8 @@ def quotient_arc_length(points: Sequence[Any], gauges: Gauges, end: Any = None, 
 
     Raises:
       ValueError: fewer than two points, or points that differ in structure or shapes; heads without a frame, such as
-        padded heads of `head_linear`; bindings that do not fit; another `at`.
+        padded heads of `head_linear`; bindings that do not fit; a user's gauge without the method `algebra`; channels
+        or heads of so different sizes that the part along the orbit is not found; another `at`.
 
     >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
     >>> pairs = [(4.0, 1.0), (2.0, 0.5), (10.0, 0.1)]
@@ -144,7 +153,11 @@ def quotient_arc_length(points: Sequence[Any], gauges: Gauges, end: Any = None, 
         check_same_tree("quotient_arc_length", points[0], point)
         require_frame("quotient_arc_length", group, point)
     frame = read_elements(group, points[0])
-    steps = [float(_step(group, at, frame, a, b)) for a, b in itertools.pairwise(points)]
+    steps = []
+    for pair in itertools.pairwise(points):
+        length = _step(group, at, frame, *pair)
+        require_solved("quotient_arc_length", length, [real_leaves("quotient_arc_length", point) for point in pair])
+        steps.append(float(length))
     lengths = np.concatenate([np.cumsum(steps[::-1])[::-1], [0.0]])
     return lengths if end is None else lengths[:-1]
 

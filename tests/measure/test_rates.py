@@ -97,6 +97,52 @@ def test_twins_travel_equally_far_and_orbits_do_not_count(x64: None, at: str) ->
     np.testing.assert_allclose(go.measure.quotient_arc_length(still, GAUGES, at=at), 0.0, atol=1e-9)
 
 
+def _uneven_channels(draw: Any) -> tuple[Tree, Tree]:
+    """Channels whose products have norms from 0.1 to 10, and a step."""
+    sizes = np.logspace(-1, 1, 48)[:, None]
+    make = lambda: {"up": draw(size=(3, 48)), "down": draw(size=(48, 3)) * sizes}  # noqa: E731
+    return make(), make()
+
+
+def _weak_head(draw: Any) -> tuple[Tree, Tree]:
+    """A head with singular values from 1 to 0.01, and a step."""
+    base = [np.linalg.qr(draw(size=(rows, 4)))[0] for rows in (9, 8, 4)]
+    return (
+        {"value": base[0] * np.logspace(0, -2, 4) @ base[2], "out": (base[1] @ base[2]).T},
+        {"value": draw(size=(9, 4)), "out": draw(size=(4, 8))},
+    )
+
+
+UNEVEN = [
+    (_uneven_channels, GAUGES[1], "slice"),
+    (_weak_head, go.head_linear({"value": "_ basis"}, {"out": "basis _"}), "balanced"),
+]
+
+
+@pytest.mark.parametrize(("make", "gauge", "at"), UNEVEN, ids=["channels", "head"])
+def test_lengths_of_uneven_weights_are_right_in_float32(make: Any, gauge: go.Gauge, at: str) -> None:
+    point, step = jax.tree.map(np.float32, make(np.random.default_rng(0).normal))
+    points = [point, jax.tree.map(lambda x, u: x + np.float32(1e-3) * u, point, step)]
+    found = go.measure.quotient_arc_length(points, gauge, at=at)
+    with jax.enable_x64(True):
+        exact = go.measure.quotient_arc_length(jax.tree.map(np.float64, points), gauge, at=at)
+    np.testing.assert_allclose(found, exact, rtol=1e-4)
+    x, y = map(go.bind(gauge, point).slice_point, points)
+    if at == "slice":  # each channel has one vertical vector (up, −down)
+        change, pairs = jax.tree.map(np.subtract, y, x), (("up", 0, 1), ("down", 1, -1))
+        along = sum(sign * (change[k] * x[k]).sum(axis) for k, axis, sign in pairs)
+        whole = sum((change[k] ** 2).sum() for k, _, _ in pairs)
+        norms = sum((x[k] ** 2).sum(axis) for k, axis, _ in pairs)
+        assert found[0] == pytest.approx(np.sqrt(whole - (along**2 / norms).sum()), rel=1e-4)
+
+
+def test_a_part_along_the_orbit_that_is_not_found_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gauge_optax.measure._metric._ROUNDS", 0)
+    points = [{"u": jnp.ones((3, 2)), "d": jnp.ones((2, 3))}, {"u": 2.0 * jnp.eye(3)[:, :2], "d": jnp.ones((2, 3))}]
+    with pytest.raises(ValueError, match="the part along the orbit was not found"):
+        go.measure.quotient_arc_length(points, go.rescale({"u": "_ c"}, {"d": "c _"}), at="slice")
+
+
 POINT = {"u": jnp.ones(2), "v": jnp.ones(2)}
 test_messages = each_refused([
     (lambda: go.measure.power_law(LENGTHS, LENGTHS * (1 + 1j)), "power_law: complex lengths or values"),

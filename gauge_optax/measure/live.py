@@ -132,7 +132,7 @@ class Metrics(NamedTuple):
       recorded_at: the number of the recorded step, from 0.
       drift: "gauge/layer" → the largest change, since `init`, of a log-scale or shift that is read from the anchors.
       turning: "gauge/layer" → the angle in radians by which the step turns each head, which is the root of the sum of
-        the squared angles of the head's planes.
+        the squared angles of the head's planes. It is NaN where `vertical_motion` is.
       parameter_norm: norms of the parameters before the step.
       gradient_norm: norms of the gradient that the optimizer got.
       update_norm: norms of the update that it returned.

@@ -6,7 +6,7 @@ instead: it is the vertical part of one step, as a logarithm in the group. docs/
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +23,7 @@ from gauge_optax.gauges.rope_linear import ComplexScale
 from gauge_optax.gauges.rotation import HeadRotation
 from gauge_optax.gauges.torus import Torus
 from gauge_optax.linalg import (
+    eigenvalue_cutoff,
     inverse_pair_sums,
     matmul,
     matrix_exponential,
@@ -41,7 +42,7 @@ from gauge_optax.parts.stream import Stream
 from gauge_optax.slice import Elements, Slice
 from gauge_optax.transformation import on_any_mesh, stepped
 
-_SMALL = 0.1  # relative size of a step up to which `_near_logarithm` converges to the precision of float64
+_SMALL = 0.1  # angle up to which `_near_logarithm` converges to the precision of float64
 _WRONG = 1e-3  # a matrix whose exponential is this far from a rotation is no logarithm of it
 _CAYLEY_STEPS = 6  # rounds; each multiplies the error by about the square of half the angle, which is at most 1e-2
 _LAST_ORDER = 13  # the series of 2·artanh is summed up to this order; its argument is at most 0.05
@@ -157,7 +158,7 @@ def vertical_motion(params: Any, update: Any, gauges: Gauges) -> tuple[Element, 
         the skew logarithm of the rotation that brings W nearest to W + U (the polar factor of Wᵀ(W + U)). To first
         order it is the A of the step's vertical part W·A. It is zero for a horizontal step, as long as WᵀW + WᵀU stays
         positive. It is NaN where the polar factor has the determinant −1, or turns some plane by π: only a step about
-        as long as W itself can do that.
+        as long as the rows in that plane can do that.
       * Rotation of the residual stream: the same logarithm, for the rows from which the rotation is read.
       * Tori: the angle of that rotation in each plane. `rope_linear`: per plane, the change of the logarithm of the
         modulus, and the angle.
@@ -186,7 +187,7 @@ def vertical_motion(params: Any, update: Any, gauges: Gauges) -> tuple[Element, 
     found: dict[str, Any] = {}
     for part in s.parts:
         found[part.label], end = along(part, start, end)
-    found |= {part.label: turn for part, turn in _turns_of_heads(s, start, end, _logarithm).items()}
+    found |= {part.label: turn for part, turn in _turns_of_heads(s, start, end).items()}
     step = Step(before, now, found)
     return b.by_gauge(lambda copy: motion(copy, step))
 
@@ -289,7 +290,7 @@ def _along_stream(part: Stream, start: Arrays, end: Arrays) -> tuple[Any, Arrays
 
 
 def turning(b: Bound, point: Arrays, tangent: Arrays) -> tuple[dict[str, jax.Array], ...]:
-    """Returns the angle by which a step turns each head. It is accurate for steps that turn by less than 0.1.
+    """Returns the angle by which a step turns each head; NaN where no rotation by less than π is nearest.
 
     Args:
       b: the gauges.
@@ -300,14 +301,11 @@ def turning(b: Bound, point: Arrays, tangent: Arrays) -> tuple[dict[str, jax.Arr
       Per gauge, copy → one angle in radians per head: the root of the sum of the squared angles of its planes.
     """
 
-    def logarithm(gram: jax.Array, step: jax.Array) -> jax.Array:
-        return _near_logarithm(gram + symmetric(step), skew(step))
-
     end = {path: x + tangent[path] for path, x in point.items()}
     for part, _, _ in b.slice.sizes:
         _, end = along(part, point, end)
     angles = {}
-    for turn, generator in _turns_of_heads(b.slice, point, end, logarithm).items():
+    for turn, generator in _turns_of_heads(b.slice, point, end).items():
         squares = jnp.sum(jnp.square(generator), (-2, -1)) / 2
         angles[turn] = jnp.sqrt(jnp.sum(squares, -1) if turn.named[-1:] == (PLANE,) else squares)
     return tuple(
@@ -315,12 +313,10 @@ def turning(b: Bound, point: Arrays, tangent: Arrays) -> tuple[dict[str, jax.Arr
     )
 
 
-def _turns_of_heads(
-    s: Slice, start: Arrays, end: Arrays, logarithm: Callable[[jax.Array, jax.Array], jax.Array]
-) -> dict[Any, jax.Array]:
+def _turns_of_heads(s: Slice, start: Arrays, end: Arrays) -> dict[Any, jax.Array]:
     """Turn → the skew logarithms, (*named, size, size), of the rotations of its heads from `start` to `end`."""
     change = {path: end[path] - x for path, x in start.items()}
-    return {turn: logarithm(turn.gram(start, start), turn.gram(start, change)) for turn in s.heads}
+    return {turn: _logarithm(turn.gram(start, start), turn.gram(start, change)) for turn in s.heads}
 
 
 def _logarithm(gram: jax.Array, step: jax.Array) -> jax.Array:
@@ -330,26 +326,42 @@ def _logarithm(gram: jax.Array, step: jax.Array) -> jax.Array:
       gram: WᵀW.
       step: WᵀU.
     """
-    # A small angle is read from skew(step): in the sum with `gram` it would lose its digits in float32.
-    near = _near_logarithm(gram + symmetric(step), skew(step))
-    u, _, vt = svd(gram + step)
+    # A small angle is read from skew(step): in the sum with `gram` it would lose its digits in float32. Whether it is
+    # small, the size of the step does not tell: a step that is small beside the largest rows may turn weak ones far.
+    near, small = _near_logarithm(gram + symmetric(step), skew(step))
+    return jax.lax.cond(jnp.all(small), _as_it_is, _with_large_angles, near, small, gram + step)
+
+
+# The branches are functions of this module: outside `jit`, JAX would compile functions within functions at every call.
+
+
+def _as_it_is(near: jax.Array, *_: jax.Array) -> jax.Array:
+    return near
+
+
+def _with_large_angles(near: jax.Array, small: jax.Array, matrix: jax.Array) -> jax.Array:
+    """`near` where the angles are small, and elsewhere the logarithm of the polar factor of `matrix`."""
+    u, _, vt = svd(matrix)
     nearest = matmul(u, vt)
     far = orthogonal_logarithm(nearest)
     # With a determinant of −1, or near half a turn, there is no such logarithm, and the series gives another matrix.
     holds = jnp.linalg.norm(matrix_exponential(far) - nearest, axis=(-2, -1)) < _WRONG
-    small = jnp.linalg.norm(step, axis=(-2, -1)) < _SMALL * jnp.linalg.norm(gram, axis=(-2, -1))
     return jnp.where(small[..., None, None], near, jnp.where(holds[..., None, None], far, jnp.nan))
 
 
-def _near_logarithm(even: jax.Array, odd: jax.Array) -> jax.Array:
+def _near_logarithm(even: jax.Array, odd: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The logarithm of the polar factor of Y + K, for a symmetric Y (`even`) and a small skew K (`odd`).
+
+    Also returns where the angles are small enough for this method, (…,) booleans; elsewhere the logarithm is wrong.
 
     The polar factor is written as (1 + C)(1 − C)⁻¹ with a skew C. Its transpose times Y + K has to be symmetric, which
     is the equation Y·C + C·Y = K + C·K·C. It is solved by iteration.
     """
     values, vectors = symmetric_eigen(even)
     pairs, odd = inverse_pair_sums(values), skew(matmul(matmul(transpose(vectors), odd), vectors))
-    cayley = odd * pairs
+    cayley = odd * pairs  # half of the tangents of the angles, as long as Y is positive: none exceeds a quarter turn
+    positive = values[..., -1] >= -eigenvalue_cutoff(values.dtype) * values[..., 0]
+    small = positive & (jnp.linalg.norm(cayley, axis=(-2, -1)) < 0.5 * _SMALL)
     for _ in range(_CAYLEY_STEPS):
         cayley = skew(odd + matmul(matmul(cayley, odd), cayley)) * pairs
     square = matmul(cayley, cayley)
@@ -357,4 +369,4 @@ def _near_logarithm(even: jax.Array, odd: jax.Array) -> jax.Array:
     for order in range(3, _LAST_ORDER + 1, 2):
         power = matmul(power, square)
         total = total + power / order
-    return skew(matmul(matmul(vectors, 2.0 * total), transpose(vectors)))
+    return skew(matmul(matmul(vectors, 2.0 * total), transpose(vectors))), small

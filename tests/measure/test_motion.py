@@ -136,6 +136,17 @@ def test_a_step_that_no_rotation_brings_back_has_no_angle(x64: None) -> None:
         np.testing.assert_allclose(_largest(found), angle, atol=1e-12)
 
 
+@pytest.mark.parametrize("angle", [0.05, 1.0, 2.0])
+def test_a_short_step_may_turn_a_weak_plane_far(angle: float) -> None:
+    gauge, w = go.head_rotation({"w": "_ basis"}), {"w": np.diag(np.float32([1.0, 0.1, 0.1]))}
+    turn = np.float32(_rotations(np.array([[0.0, 0.0, 0.0], [0.0, 0.0, angle], [0.0, -angle, 0.0]])))
+    step = optax.tree.sub({"w": w["w"] @ turn}, w)
+    assert float(go.measure.vertical_motion(w, step, gauge)[0][""][1, 2]) == pytest.approx(angle, rel=1e-4)
+    tx = go.measure.track(optax.identity(), gauge)
+    found = tx.update(step, tx.init(w), w)[1].metrics.turning["head_rotation"]
+    assert float(found) == pytest.approx(angle, rel=1e-4)
+
+
 def test_drift_is_the_change_of_the_joint_coordinate(x64: None) -> None:
     (case,) = (c for c in CASES if c.name == "product/chain")
     (group, act, _), params = _compiled(case), case.params(jax.random.key(0))

@@ -146,6 +146,10 @@ def transformer_redundancy(
         scores = heads + kv + (d_head // 2 if rope else d_head)
     else:
         scores = kv * d_head if rope else kv * d_head**2
+    # The final LayerNorm's bias turns a mean that it hides into a number per logit. A bias of the logits absorbs all of
+    # these. Without one, d + 1 of the vocab + d joint changes of such means and of the norm's bias keep the logits
+    # (up to a common number).
+    means_of_head = 0 if tied else d + 1 if bias and not has_head_bias else vocab
     parts = {
         "queries and keys": layers * scores,
         "values and outputs": layers * kv * d_head**2,
@@ -159,7 +163,7 @@ def transformer_redundancy(
         "key biases": layers * shared if bias and not rope and not qk_norm else 0,
         "norm biases, into biases": (2 * layers * d + d * has_head_bias) if bias and centred else 0,
         "means that norms hide from readers": (
-            layers * (inner + 2 * shared + ups * d_ff) + (0 if tied else vocab) if centred else 0
+            layers * (inner + 2 * shared + ups * d_ff) + means_of_head if centred else 0
         ),
         "means that norms hide of writers": (
             layers * (inner + d_ff + 2 * bias) + positions + (0 if tied else vocab) if centred else 0

@@ -190,6 +190,13 @@ def test_the_formula_counts_what_the_gauges_have(switches: dict[str, Any]) -> No
     assert by_formula.parameters == sum(x.size for x in jax.tree.leaves(params))
 
 
+@pytest.mark.parametrize(("vocab", "dead"), [(5, 115), (9, 119), (13, 123), (17, 127)])
+def test_a_final_bias_without_a_bias_of_logits_hides_no_means(vocab: int, dead: int) -> None:
+    """The null spaces of Jacobians of log-probabilities in float64, with LayerNorm and an untied output layer."""
+    options: dict[str, Any] = dict(layers=1, d_model=6, heads=2, d_head=2, d_ff=3, positions=5, vocab=vocab)
+    assert go.measure.transformer_redundancy(**options, head_bias=False).total == dead
+
+
 def test_van_nierops_counts() -> None:
     """Table 1, and why the count of LLaMA differs: rotary embeddings commute with less than GL."""
     xl = go.measure.transformer_redundancy(

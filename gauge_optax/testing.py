@@ -82,6 +82,7 @@ def assert_invariant(
 
     Raises:
       AssertionError: a gauge is no symmetry; the message names it, the leaves that it moves and the relative change.
+        Or the loss is not finite at `params`. Some of several outputs may be infinite, if they stay the same infinity.
       ValueError: no gauges, a leaf that is no array, or a loss that returns no array.
 
     >>> params = {"up": jnp.ones((2, 3)), "down": jnp.ones((3, 1))}
@@ -100,6 +101,7 @@ def assert_invariant(
             "assert_invariant", "nothing to compare", f"{len(group.gauges)} gauges and {before!r:.60} from loss_fn",
             "gauges, and a loss or outputs", "return the loss from loss_fn, and pass the gauges to test",
         )
+    _require_numbers(before)
     keys = jax.random.split(key, len(group.gauges) + 1)
     checks: list[Gauge] = [*group.gauges, *([group] if len(group.gauges) > 1 else [])]
     for gauge, gauge_key in zip(checks, keys, strict=False):
@@ -109,12 +111,12 @@ def assert_invariant(
             if _differ(params, moved, _leaves_of(gauge, params)):
                 break
             moved = twin(again, params)
-        after = loss_fn(moved)
-        if (difference := _difference(after, before, rtol, atol)) is not None:
+        after, first = _without_equal_infinities(loss_fn(moved), before)
+        if (difference := _difference(after, first, rtol, atol)) is not None:
             raise AssertionError(
                 f"{describe(gauge)} is no symmetry of this loss\n"
                 f"  leaves:   {', '.join(_leaves_of(gauge, params))}\n"
-                f"  found:    relative change {_relative(after, before):.2e} under a random element of scale {scale}\n"
+                f"  found:    relative change {_relative(after, first):.2e} under a random element of scale {scale}\n"
                 f"  expected: at most {rtol:.1e}\n"
                 f"  remedy:   look for what usually breaks it: {gauge.breaks}\n{difference}"
             )
@@ -214,8 +216,8 @@ def assert_equivariant_step(
 
     Raises:
       AssertionError: the runs differ; the message names the step, the leaf (or the loss), the gauges that bind the leaf
-        and the relative error. Or, if `rtol` is None, no leaf has moved by more than ten times the difference that is
-        allowed, so that the runs of any optimizer would agree.
+        and the relative error. Or the loss is not finite at `params`. Or, if `rtol` is None, no leaf has moved by more
+        than ten times the difference that is allowed, so that the runs of any optimizer would agree.
       ValueError: no steps, or a pattern of `ignore` that matches no leaf.
 
     >>> params = {"up": jnp.ones((2, 3)), "down": jnp.ones((3, 1))}
@@ -255,6 +257,8 @@ def assert_equivariant_step(
     for number in range(1, steps + 1):
         runs = [step(*twin) for twin in twins]
         twins, (loss, twin_loss) = [run for run, _ in runs], (loss for _, loss in runs)
+        if number == 1:
+            _require_numbers(loss)
         compare(number, "", twin_loss, loss, loss_tolerance)
         moved, twin = leaves_by_path(act(element, twins[0][0])), leaves_by_path(twins[1][0])
         for path in compared:
@@ -358,6 +362,27 @@ def _difference(value: Any, expected: Any, rtol: float, atol: float | None) -> s
     except AssertionError as error:
         return str(error)
     return None
+
+
+def _require_numbers(outputs: Any) -> None:
+    """Raises AssertionError if a loss or outputs have NaN or nothing but infinities, before a gauge is blamed."""
+    numbers = np.concatenate([np.ravel(x) for x in _on_host(outputs)])
+    if np.isnan(numbers).any() or (numbers.size and not np.isfinite(numbers).any()):
+        raise AssertionError(
+            "the loss is not finite at the weights themselves\n"
+            f"  found:    {'nan' if np.isnan(numbers).any() else 'inf'} in what loss_fn(params) returns\n"
+            "  expected: a finite loss, or outputs of which some may be infinite, such as masked logits\n"
+            "  remedy:   look for a leaf of params that is not finite, or pass smaller weights"
+        )
+
+
+def _without_equal_infinities(value: Any, expected: Any) -> tuple[Any, Any]:
+    """Returns two trees with zeros where both have the same infinity, such as the −inf of a padded vocabulary."""
+    if jax.tree.map(jnp.shape, value) != jax.tree.map(jnp.shape, expected):
+        return value, expected
+    alike = jax.tree.map(lambda x, y: np.isinf(x) & (np.asarray(x) == np.asarray(y)), value, expected)
+    value, expected = (jax.tree.map(lambda x, y: jnp.where(y, 0, x), tree, alike) for tree in (value, expected))
+    return value, expected
 
 
 def _relative(value: Any, expected: Any) -> float:

@@ -1,5 +1,6 @@
 """The public assertions: each passes where it should, fails where it must, and says what, where and by how much."""
 
+import functools
 from typing import Any
 
 import jax
@@ -80,6 +81,21 @@ def test_only_the_culprit_is_blamed_and_no_number_is_not_invariant(x64: None) ->
         go.testing.assert_invariant(jit(case.loss), _params(case), gauges, KEY)
     with pytest.raises(AssertionError, match="nan"):
         go.testing.assert_invariant(lambda p: jnp.nan * p["down"][0, 0], _params(case), case.gauges(), KEY)
+
+
+def test_masked_logits_may_be_infinite_and_a_loss_that_is_none_blames_no_gauge() -> None:
+    params, gauge = normal(0, {"up": (3, 4), "down": (4, 2)}), go.rescale({"up": "_ c"}, {"down": "c _"})
+
+    def logits(p: Any) -> jax.Array:
+        return jax.nn.relu(jnp.ones(3) @ p["up"]) @ p["down"] + jnp.array([0.0, -jnp.inf])
+
+    go.testing.assert_invariant(logits, params, gauge, KEY)
+    with pytest.raises(AssertionError, match="is no symmetry"):
+        go.testing.assert_invariant(lambda p: jnp.where(p["up"][0, 0] == params["up"][0, 0], logits(p), 0.0), params,
+                                    gauge, KEY)
+    for call in (go.testing.assert_invariant, functools.partial(go.testing.assert_equivariant_step, optax.sgd(0.1))):
+        with pytest.raises(AssertionError, match="not finite at the weights themselves"):
+            call(lambda p: jnp.sum(logits(p)), params, gauge, KEY)
 
 
 def test_a_permutation_that_is_none_fails_under_every_key() -> None:

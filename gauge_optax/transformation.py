@@ -639,7 +639,9 @@ def require_scalar(function: str, value: Any, differentiable: bool = True) -> No
         raise binding_error(
             function, "a loss that is no scalar",
             f"an array of {dtype}, shape {jnp.shape(value)}" if array else f"a {type(value).__name__}",
-            "one real number", "let the loss return jnp.mean(losses), and nothing beside it")
+            "one real number",
+            "let the loss return jnp.mean(losses)" if array else
+            "pass a function that returns the loss alone: lambda *args: loss(*args)[0]")
 
 
 def require_every(transformation: str, every: Any) -> None:

@@ -363,6 +363,8 @@ test_what_is_given_by_mistake_is_named = each_refused({
                           "no update for|update of another shape"),
     "NaN": (lambda: go.check(ADAMW, ADAMW.init(MLP), MLP, MLP | {"bias": jnp.nan * MLP["bias"]}),
             "a gradient that is not finite, 'bias'"),
+    "a loss and more": (lambda: go.check(ADAMW, ADAMW.init(MLP), MLP, MLP, loss_fn=lambda p: (p["up"][0, 0], {})),
+                        r"lambda \*args: loss\(\*args\)\[0\]"),
 })
 
 

@@ -36,6 +36,7 @@ from gauge_optax.transformation import (
     require_gradients,
     require_no_tracers,
     require_params,
+    require_scalar,
     require_values,
 )
 from gauge_optax.wrapped import preflight_of, transformations_of, wrapped_by
@@ -124,7 +125,7 @@ def check(
         without an error: a gauge that is no symmetry of the loss; a state that was made for other weights or other
         frozen leaves; weights above a bound on norms; a matrix that Adam steps at Muon's rate; a leaf that is frozen in
         part, or by a mask outside the wrapper whose gauge moves it; an update that its leaf's dtype rounds away; a
-        gradient that is not finite; axes of a leaf that contradict the report.
+        gradient that is not finite; a loss that is no scalar; axes of a leaf that contradict the report.
 
     >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
     >>> params = {"up": jnp.array([[1.0, -2.0]]), "down": jnp.array([[0.5], [1.5]])}
@@ -344,7 +345,9 @@ def _in_double(
 
     def fn(leaves: Any, batch: Any) -> list[Any]:
         p = with_leaves(params, leaves)
-        return [loss_fn(p) if batch is None else loss_fn(p, batch)]
+        loss = loss_fn(p) if batch is None else loss_fn(p, batch)
+        require_scalar("check", loss)
+        return [loss]
 
     params, batch = unseen((params, batch))
     dtypes = {path: jnp.result_type(leaf) for path, leaf in leaves_by_path(params).items()}

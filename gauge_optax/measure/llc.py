@@ -32,6 +32,7 @@ import numpy as np
 from gauge_optax.binding import in_single_or_better, real_leaves, with_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, Product, product
+from gauge_optax.linalg import real_dtype
 from gauge_optax.measure._metric import Leaves, stored, ways
 from gauge_optax.transformation import require_count, require_key, require_scalar, require_traceable
 
@@ -144,6 +145,12 @@ def llc(
         if not number or not (traced or 0 < size < math.inf or (free and size == 0)):
             raise binding_error("llc", f"bad {name}", f"{name}={size}", f"a number {'from' if free else 'above'} 0",
                                 f"pass {name}={usual}")
+    # A float64 of NumPy or JAX would promote the point. Python's floats, and a tracer of the point's dtype, do not.
+    of_leaves = (in_single_or_better(x).dtype for x in real_leaves("llc", params).values())
+    least = min(of_leaves, key=lambda dtype: jnp.finfo(dtype).bits, default=real_dtype())
+    n_beta, lr, localization = (
+        jnp.asarray(x, least) if isinstance(x, jax.core.Tracer) else float(x) for x in (n_beta, lr, localization)
+    )
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *batches)
     keys = jax.random.split(key, num_chains)
     losses, excess, initial, found = _chains(

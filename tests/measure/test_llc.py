@@ -135,6 +135,16 @@ def test_half_precision_is_sampled_in_float32() -> None:
     assert half == single > 0.0
 
 
+@pytest.mark.parametrize("size", [np.float64, jnp.float64], ids=["numpy", "jax"])
+@pytest.mark.parametrize("jitted", [False, True])
+def test_sizes_in_float64_do_not_promote_the_point(x64: None, size: Any, jitted: bool) -> None:
+    def estimate(n_beta: Any) -> jax.Array:
+        loss = lambda p, x: jnp.sum(jnp.square(p["w"] * x))  # noqa: E731
+        return go.measure.llc(loss, {"w": jnp.ones(2, "float32")}, [1.0], KEY, **QUICK | {"n_beta": n_beta}).mean
+
+    assert np.isfinite((jax.jit(estimate) if jitted else estimate)(size(2.0)))
+
+
 # Away from a minimum ------------------------------------------------------------------------------------
 
 

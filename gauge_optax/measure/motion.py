@@ -65,6 +65,10 @@ class Drift(tuple[Element, ...]):
         self.names = names
         return self
 
+    def __getnewargs__(self) -> tuple[tuple[Element, ...], Any]:
+        """What copies and pickles make it from."""
+        return tuple(self), self.names
+
     def __repr__(self) -> str:
         if not all(hasattr(x, "__array__") and not isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(self)):
             return super().__repr__()  # inside `jit`, or a tree of shapes, there are no numbers to print

@@ -1,6 +1,8 @@
 """Motion along orbits: finite gauge moves give their logarithm back, horizontal steps give nothing."""
 
+import copy
 import functools
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -145,6 +147,13 @@ def test_a_short_step_may_turn_a_weak_plane_far(angle: float) -> None:
     tx = go.measure.track(optax.identity(), gauge)
     found = tx.update(step, tx.init(w), w)[1].metrics.turning["head_rotation"]
     assert float(found) == pytest.approx(angle, rel=1e-4)
+
+
+def test_a_drift_is_copied_and_pickled() -> None:
+    w, gauge = {"w": np.eye(3)}, go.scale_invariant({"w": "_ channel"})
+    drift = go.measure.drift(w, {"w": 2.0 * np.eye(3)}, gauge)
+    for made in (pickle.loads(pickle.dumps(drift)), copy.copy(drift), copy.deepcopy(drift)):
+        assert repr(made) == repr(drift) and isinstance(made, type(drift))
 
 
 def test_drift_is_the_change_of_the_joint_coordinate(x64: None) -> None:

@@ -24,7 +24,7 @@ import optax
 
 from gauge_optax.binding import leaves_by_path
 from gauge_optax.gauges.gauge import Gauges, Product, product
-from gauge_optax.linalg import real_dtype
+from gauge_optax.linalg import real_dtype, safe_divide, unit_and_size
 from gauge_optax.measure._recording import recorded
 from gauge_optax.measure.motion import turning
 from gauge_optax.parts.part import Arrays
@@ -115,8 +115,9 @@ class SliceNorms(NamedTuple):
       parameter_norm: ‖θ̂‖.
       gradient_norm: ‖ĝ‖.
       update_norm: ‖û‖.
-      relevant_share: the share of ‖û‖², summed over all leaves, that is not along the orbit. It is 1 for a horizontal
-        step, and 0 for a vertical step, which does not change the function.
+      relevant_share: a²/(a² + v²), where a is the norm of û's horizontal part, and v that of its vertical part, over
+        all leaves. It is 1 for a horizontal step, and 0 for a vertical step, which does not change the function. The
+        two parts need not be perpendicular, so that a² + v² need not be ‖û‖².
     """
 
     parameter_norm: Figures
@@ -136,7 +137,7 @@ class Metrics(NamedTuple):
       parameter_norm: norms of the parameters before the step.
       gradient_norm: norms of the gradient that the optimizer got.
       update_norm: norms of the update that it returned.
-      relevant_share: the share of the update that is not along the orbit.
+      relevant_share: the share of the update that is not along the orbit, see `SliceNorms`.
       asymmetry: "gauge/layer" → the part of the gradient along the orbit, as in `go.check`. It is about roundoff,
         unless a term of the loss, such as a penalty, breaks the gauge.
     """
@@ -283,10 +284,14 @@ def _slice_norms(
     across = s.horizontal(entered.point, slice_update, live)
     along = {path: x - across[path] for path, x in slice_update.items()}
     free = {path: jnp.abs(in_computing_dtype(x)) for path, x in leaves_by_path(update).items() if path not in along}
+    # A tiny or huge step would have squares of 0 or infinity.
+    most = jnp.max(jnp.stack([jnp.max(x, initial=0.0) for x in free.values()] + [
+        jnp.max(jnp.abs(x), initial=0.0) for part in (across, along) for x in part.values()]))
     relevant, lost = (
-        sum((jnp.sum(jnp.square(x)) for x in arrays.values()), start=jnp.zeros(())) for arrays in (across | free, along)
+        sum((jnp.sum(jnp.square(safe_divide(x, most.astype(x.dtype)))) for x in part.values()), start=jnp.zeros(()))
+        for part in (across | free, along)
     )
-    share = 1.0 - lost / jnp.maximum(relevant + lost, jnp.finfo(lost.dtype).tiny)
+    share = 1.0 - safe_divide(lost, relevant + lost)
 
     layer_axes: dict[str, int] = {}  # leaf path → the axis that counts layers
     for block in s.blocks:
@@ -300,7 +305,8 @@ def _slice_norms(
         for path, leaf in leaves_by_path(tree).items():
             x = jnp.abs(in_computing_dtype(bound.get(path, leaf)))
             summed = tuple(axis for axis in range(x.ndim) if axis != layer_axes.get(path))
-            named[path] = jnp.sqrt(jnp.sum(jnp.square(x), summed))
+            x, most = unit_and_size(x, summed)
+            named[path] = jnp.squeeze(most, summed) * jnp.sqrt(jnp.sum(jnp.square(x), summed))
         return Figures.of(named)
 
     by_leaf = (norms(params, entered.point), norms(gradient, slice_gradient), norms(update, slice_update))

@@ -75,6 +75,16 @@ def test_figures_are_those_of_measure(name: str, x64: None) -> None:
             np.testing.assert_allclose(angle, size, rtol=1e-6)
 
 
+@pytest.mark.parametrize("size", [1e-20, 1e20])
+def test_norms_of_tiny_and_huge_steps_neither_underflow_nor_overflow(size: float) -> None:
+    params, gauge = normal(0, {"up": (3, 4), "down": (4, 2)}), go.rescale({"up": "_ channel"}, {"down": "channel _"})
+    params = optax.tree.cast(params, "float32")
+    along = {"up": size * params["up"], "down": -size * params["down"]}
+    norms = go.measure.slice_norms(params, along, along, gauge)
+    assert float(norms.relevant_share) < 1e-6
+    np.testing.assert_allclose(norms.update_norm["up"], 2.0 * size, rtol=1e-5)
+
+
 @pytest.mark.slow_rows("product/llama")
 @pytest.mark.parametrize("name", CASES)
 def test_twins_have_one_set_of_norms_and_the_share_is_that_of_what_is_across(name: str, x64: None) -> None:

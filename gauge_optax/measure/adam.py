@@ -36,8 +36,9 @@ def adam_factors(
     """Returns the factors D and m̂ of the step that Adam has just taken: learning rate · D⊙m̂, without weight decay.
 
     Args:
-      opt_state: the state after the step, of any chain with one `scale_by_adam` in it. Adamax, RAdam and ADOPT store
-        their moments in the same class, `optax.ScaleByAdamState`, and cannot be told from Adam: do not pass theirs.
+      opt_state: the state after the step, of any chain with one `scale_by_adam` in it. Adamax, RAdam, ADOPT and
+        Yogi store their moments in the same class, `optax.ScaleByAdamState`, and cannot be told from Adam: do not pass
+        theirs.
       b1: decay of the first moment. The state does not contain the hyperparameters: pass the optimizer's.
       b2: decay of the second moment.
       eps: added to the root.
@@ -81,8 +82,8 @@ def adam_precondition(
     v_old does. That change is no part of this derivative. It enters the leakage of the next step, through its D.
 
     Args:
-      opt_state: the state before the step, of any chain with one `scale_by_adam` in it; none of Adamax, RAdam or ADOPT,
-        as for `adam_factors`.
+      opt_state: the state before the step, of any chain with one `scale_by_adam` in it; none of Adamax, RAdam, ADOPT or
+        Yogi, as for `adam_factors`.
       grad_fn: params → gradient.
       b2: decay of the second moment.
       eps: added to the root.

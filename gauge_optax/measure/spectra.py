@@ -73,7 +73,7 @@ def dead_units(preactivations: jax.Array | np.ndarray) -> jax.Array:
       A mask (units,): True where no input has a pre-activation above zero.
 
     Raises:
-      ValueError: no inputs.
+      ValueError: no inputs; NaN, outside `jit`, which cannot see it.
 
     >>> go.measure.dead_units(jnp.array([[1.0, -1.0], [-2.0, -3.0]]))
     Array([False,  True], dtype=bool)
@@ -86,6 +86,11 @@ def dead_units(preactivations: jax.Array | np.ndarray) -> jax.Array:
         raise binding_error(
             "dead_units", "no inputs", _said(preactivations), "real numbers, (inputs, units)",
             "stack the pre-activations of all inputs",
+        )
+    if not isinstance(preactivations, jax.core.Tracer) and bool(jnp.isnan(preactivations).any()):
+        raise binding_error(
+            "dead_units", "pre-activations that are no numbers", "NaN", "real numbers, (inputs, units)",
+            "look for the input or the leaf in which there is a NaN",
         )
     return jnp.all(preactivations <= 0, tuple(range(preactivations.ndim - 1)))
 

@@ -18,7 +18,7 @@ All of it is deterministic. References: Ainsworth, Hayase and Srinivasa, Git Re-
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -42,7 +42,7 @@ Fn = Callable[[Any, Any], Any]
 
 
 @on_any_mesh
-def align(a: Any, b: Any, gauges: Gauges, batches: Sequence[Any] | None = None, fn: Fn | None = None) -> Element:
+def align(a: Any, b: Any, gauges: Gauges, batches: Iterable[Any] | None = None, fn: Fn | None = None) -> Element:
     """The element g for which `act(g, b)` is nearest to a, in the sum of squares over the leaves that gauges bind.
 
     Args:
@@ -95,7 +95,8 @@ def align(a: Any, b: Any, gauges: Gauges, batches: Sequence[Any] | None = None, 
                     "align", f"'{path}' of {name} is not finite", "NaN or an infinity", "finite weights",
                     "align an earlier checkpoint: this run has diverged",
                 )
-    check_fn("align", batches, fn)
+    given: Any = batches if batches is None or hasattr(batches, "ndim") else list(batches)
+    check_fn("align", given, fn)
     s = on_tree.whole
     require_no_statistics_behind("align", s, b)
     require_readings_without_turns("align", s)
@@ -104,7 +105,7 @@ def align(a: Any, b: Any, gauges: Gauges, batches: Sequence[Any] | None = None, 
     for part in {part.label: part for part, _, _ in s.sizes}.values():
         if count := max(int(unread(part, x, x) or 0) for x in (s.values(a), s.values(b))):
             warn(no_frame("align", part, count, "align does not move these heads"))
-    known = _by_responses(s, a, b, list(batches or ()), fn) if fn is not None else {}
+    known = _by_responses(s, a, b, given, fn) if fn is not None else {}
     reached = _from_slice(s, a, b, known)
     if reached.distance > _roundoff(reached.target):  # otherwise both compute one function: nothing can be nearer
         reached = min(reached, _from_itself(s, a, b, known), key=lambda path: path.distance)

@@ -63,6 +63,7 @@ def test_a_leaf_of_a_gauge_on_two_can_have_a_share_above_one() -> None:
 test_a_vector_is_refused = each_refused([
     (lambda: go.measure.effective_rank(jnp.ones(4)), "(?s)effective_rank.*no matrix"),
     (lambda: go.measure.smallest_singular_value(jnp.ones(4)), "(?s)smallest_singular_value.*no matrix"),
+    (lambda: go.measure.dead_units(jnp.full((2, 1), jnp.nan)), "pre-activations that are no numbers"),
     (lambda: go.measure.dead_units(jnp.ones(4)), "(?s)dead_units.*stack the pre-activations"),
     (lambda: go.measure.gauge_fraction({"a": jnp.ones(3)}, go.key_bias({"a": "_"}), {"a": 1.0}), "shape for 'a'"),
     (lambda: go.measure.axis_alignment(jnp.eye(3, 2)), "a direction of length zero"),

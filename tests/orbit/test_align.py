@@ -111,7 +111,7 @@ def test_units_are_matched_by_what_they_do(x64: None) -> None:
 
     assert _apart(fn(a, x), fn(b, x)) <= 1e-12
     by_use, by_weights = go.orbit.align(a, b, gauge, batches=[x], fn=fn), go.orbit.align(a, b, gauge)
-    beside_tokens = go.orbit.align(a, b, gauge, batches=[x], fn=lambda p, x: (fn(p, x), jnp.argmax(fn(p, x), -1)))
+    beside_tokens = go.orbit.align(a, b, gauge, batches=iter([x]), fn=lambda p, x: (fn(p, x), jnp.argmax(fn(p, x), -1)))
     assert np.array_equal(beside_tokens[""], by_use[""])
     assert np.array_equal(by_use[""], gauge.inverse(g)[""]) and not np.array_equal(by_weights[""], by_use[""])
 
@@ -173,7 +173,7 @@ test_errors_say_what_to_write = each_refused([
     (lambda: align(TREE, UNIT, batches=[], fn=lambda p, x: x), "with at least one batch"),
     (lambda: align(TREE, UNIT, [1], lambda p, x, y: x), r"model\(params, \*batch\)"),  # type: ignore[arg-type, misc]
     (lambda: align(TREE, UNIT, [1], lambda p, x: jnp.argmax(p["up"], -1)), "nothing to compare"),
-    (lambda: align(TREE, UNIT, jnp.ones((1, 2)), lambda p, x: p["up"]), "batches is one array"),  # type: ignore[arg-type]
+    (lambda: align(TREE, UNIT, jnp.ones((1, 2)), lambda p, x: p["up"]), "batches is one array"),
     (lambda: align(TREE, UNIT, [1], lambda p, x: TREE["up"]), "fn does not depend on the leaves of these gauges"),
     (lambda: align(TREE, UNIT, [1], lambda p, x: p["up"] * jnp.nan), "derivatives of fn that are not finite"),
     (lambda: go.orbit.align(TREE, {**TREE, "up": TREE["up"] * jnp.nan}, UNIT), "'up' of b is not finite"),

@@ -446,7 +446,8 @@ class Hessian(Operator):
     """The Hessian of the mean of a loss over batches.
 
     Args:
-      loss: (params, batch) → scalar, twice differentiable.
+      loss: (params, batch) → scalar, twice differentiable. It is compiled as by `jax.jit`: a later change of a global
+        or an attribute that it reads is not seen.
       params: the point; leaves of lower precision than float32 are converted to float32.
       batches: values that `loss` accepts.
       only: one or several path patterns of the selected leaves, as in gauges ("blocks/{i}/mlp/up/kernel"); all floating
@@ -487,7 +488,8 @@ class GGN(Operator):
     that of a token, has one label; the matrix is the mean over all rows of all batches.
 
     Args:
-      fn: (params, batch) → outputs (…, classes), or (…, outputs).
+      fn: (params, batch) → outputs (…, classes), or (…, outputs). It is compiled as by `jax.jit`: a later change of a
+        global or an attribute that it reads is not seen.
       params: the point; leaves of lower precision than float32 are converted to float32.
       batches: values that `fn` accepts.
       likelihood: "softmax", or "gaussian" of variance 1, whose loss is ½·‖outputs − labels‖² per row.
@@ -529,7 +531,8 @@ class Fisher(Operator):
     each row: the share of each class for "softmax", the mean of ε·εᵀ over the drawn residuals ε for "gaussian".
 
     Args:
-      fn: (params, batch) → outputs (…, classes), or (…, outputs).
+      fn: (params, batch) → outputs (…, classes), or (…, outputs). It is compiled as by `jax.jit`: a later change of a
+        global or an attribute that it reads is not seen.
       params: the point; leaves of lower precision than float32 are converted to float32.
       batches: values that `fn` accepts.
       key: a PRNG key, from which labels are drawn.
@@ -605,7 +608,8 @@ class EmpiricalFisher(Operator):
     It depends on the residuals between outputs and labels.
 
     Args:
-      fn: (params, batch) → outputs (…, classes), or (…, outputs).
+      fn: (params, batch) → outputs (…, classes), or (…, outputs). It is compiled as by `jax.jit`: a later change of a
+        global or an attribute that it reads is not seen.
       params: the point; leaves of lower precision than float32 are converted to float32.
       batches: values that `fn` accepts.
       labels: one array per batch: classes (…) for "softmax", targets (…, outputs) for "gaussian".

@@ -86,7 +86,8 @@ def llc(
     """Estimates the local learning coefficient at a minimum, by Langevin dynamics.
 
     Args:
-      loss: (params, batch) → scalar, the mean negative log-likelihood of the batch.
+      loss: (params, batch) → scalar, the mean negative log-likelihood of the batch. It is compiled as by `jax.jit`: a
+        later change of a global or an attribute that it reads is not seen.
       params: the minimum, floating leaves in float32 or better.
       batches: values that `loss` accepts, all of one structure and of the same shapes. A step takes a random one.
       key: a PRNG key.
@@ -148,22 +149,21 @@ def llc(
     # A float64 of NumPy or JAX would promote the point. Python's floats, and a tracer of the point's dtype, do not.
     of_leaves = (in_single_or_better(x).dtype for x in real_leaves("llc", params).values())
     least = min(of_leaves, key=lambda dtype: jnp.finfo(dtype).bits, default=real_dtype())
-    n_beta, lr, localization = (
-        jnp.asarray(x, least) if isinstance(x, jax.core.Tracer) else float(x) for x in (n_beta, lr, localization)
-    )
+    given: list[Any] = [n_beta, lr, localization]
+    numbers = tuple(jnp.asarray(x, least) if isinstance(x, jax.core.Tracer) else float(x) for x in given)
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *batches)
     keys = jax.random.split(key, num_chains)
     losses, excess, initial, found = _chains(
         loss, None if gauges is None else product(gauges), (num_draws, num_burnin_steps, num_steps_bw_draws),
-        params, stacked, keys, (n_beta, lr, localization),
+        params, stacked, keys, numbers,
     )
-    per_chain = n_beta * jnp.mean(excess, 1)
+    per_chain = numbers[0] * jnp.mean(excess, 1)
     mean, std = jnp.mean(per_chain), jnp.std(per_chain, ddof=int(num_chains > 1))
     falls = jnp.maximum(initial - found, 0.0)
     fall = jnp.maximum(jnp.max(falls[:2]), jnp.mean(falls[2:]))
     fall = fall - 8 * jnp.finfo(losses.dtype).eps * jnp.abs(initial)  # a fall of this size may be roundoff
     finite = jnp.all(jnp.isfinite(losses)) & jnp.all(jnp.isfinite(falls))
-    at_minimum = finite & (n_beta * fall <= 0.25 * jnp.maximum(mean, 0.0))
+    at_minimum = finite & (numbers[0] * fall <= 0.25 * jnp.maximum(mean, 0.0))
     lowest = jnp.minimum(initial, jnp.min(found))
     return LLC(mean, std, per_chain, losses, initial, lowest, at_minimum)
 

@@ -72,7 +72,8 @@ def gauge_sensitivity(
 
     Args:
       tx: any optimizer. If its `update` takes `value`, `grad` or `value_fn`, it gets them.
-      loss_fn: params → scalar.
+      loss_fn: params → scalar. It and `represent` are compiled as by `jax.jit`: a later change of a global or an
+        attribute that they read is not seen.
       params: the point θ.
       gauges: a gauge or a sequence of them.
       represent: params → pytree of arrays that the gauges do not change, and that differ for different functions:

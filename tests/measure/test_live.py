@@ -82,7 +82,7 @@ def test_norms_of_tiny_and_huge_steps_neither_underflow_nor_overflow(size: float
     along = {"up": size * params["up"], "down": -size * params["down"]}
     norms = go.measure.slice_norms(params, along, along, gauge)
     assert float(norms.relevant_share) < 1e-6
-    np.testing.assert_allclose(norms.update_norm["up"], 2.0 * size, rtol=1e-5)
+    np.testing.assert_allclose(dict(norms.update_norm.items())["up"], 2.0 * size, rtol=1e-5)
 
 
 @pytest.mark.slow_rows("product/llama")

@@ -10,8 +10,8 @@ slice point has u = 1 and v = u·v: its curvature u² + v² goes to 1. The balan
 curvature 2·|u·v| goes to zero.
 """
 
+import functools
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -26,6 +26,7 @@ from gauge_optax.gauges.gauge import Product
 from gauge_optax.gauges.unread import heads_without_frame
 from gauge_optax.linalg import safe_divide, symmetric_eigen
 from gauge_optax.parts.heads import Rotation
+from gauge_optax.parts.part import Part
 from gauge_optax.slice import Elements, Slice, Undone
 from gauge_optax.xla import while_loop
 
@@ -56,7 +57,7 @@ def require_frame(name: str, group: Product, params: Any) -> None:
         raise sentence
 
 
-@partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0)
 def read_elements(group: Product, params: Any) -> Elements:
     """The elements that all parts read at a point: label → element."""
     s = group._bound(params).slice
@@ -93,13 +94,13 @@ def stored(s: Slice, values: Any) -> Leaves:
     return {path: x - s.added[path] for path, x in values.items()}
 
 
-@partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def point_of(group: Product, at: str, params: Any) -> Leaves:
     """The bound leaves at the balanced point or the slice point, as stored numbers: path → array."""
     return stored(group._bound(params).slice, ways(group, params, at)[-1].point)
 
 
-@partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def tangent_of(group: Product, at: str, params: Any, tangent: Any) -> Leaves:
     """The bound leaves of a tangent, moved with the point to the balanced point or the slice point: path → array."""
     s = group._bound(params).slice
@@ -132,7 +133,7 @@ def perpendicular(group: Product, params: Any, vector: Leaves) -> Leaves:
     most = jnp.max(jnp.stack([jnp.max(jnp.abs(x), initial=0.0) for x in rest.values()]))
     rest = jax.tree.map(lambda x: safe_divide(x, most), rest)
     # In the basis in which the Gram matrix of a head is diagonal, its coordinates have perpendicular vertical vectors.
-    bases = {turn: symmetric_eigen(turn.gram(point, point))[1] for turn in s.heads if isinstance(turn, Rotation)}
+    bases = {turn: _basis(turn, point) for turn in s.heads}
     for turn, basis in bases.items():
         point, rest = turn.act(basis, point), turn.act(basis, rest)
     push, pull = _vertical(group, params, point)
@@ -175,6 +176,17 @@ def require_solved(name: str, found: jax.Array, *given: Any) -> None:
             name, "the part along the orbit was not found", f"no convergence in {_ROUNDS} rounds in {found.dtype}",
             "channels and heads of less different sizes, or float64", "call it under `with jax.enable_x64(True):`",
         )
+
+
+@functools.singledispatch
+def _basis(turn: Part[Any], point: Leaves) -> Any:
+    """The element that makes the Gram matrix of every head diagonal; by default none is needed: the identity."""
+    return turn.identity()
+
+
+@_basis.register
+def _basis_of_heads(turn: Rotation, point: Leaves) -> jax.Array:
+    return symmetric_eigen(turn.gram(point, point))[1]
 
 
 def _vertical(group: Product, params: Any, point: Leaves) -> tuple[Callable[[Any], Leaves], Callable[[Leaves], Any]]:

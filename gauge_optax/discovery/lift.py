@@ -112,11 +112,12 @@ def _lowers(fn: Function, leaves: Leaves, batch: Any) -> bool:
 
 
 def _narrow(x: Any) -> Any:
-    """The shape and dtype that an array has without x64; anything else as it is."""
+    """The shape and type that an array has without x64; anything else as it is."""
     dtype = getattr(x, "dtype", None)
     if dtype is None or not isinstance(dtype, np.dtype) or dtype.itemsize < 8 or dtype.kind not in "iuf":
         return x
-    return jax.ShapeDtypeStruct(np.shape(x), np.dtype(f"{dtype.kind}4"))
+    weak = getattr(x, "weak_type", False)
+    return jax.ShapeDtypeStruct(np.shape(x), np.dtype(f"{dtype.kind}4"), weak_type=weak)
 
 
 def _of_kind(x: Any, dtype: Any) -> Any:
@@ -211,8 +212,15 @@ def _wide(dtype: Any) -> Any:
 
 
 def _doubled(x: Any) -> Any:
-    dtype = jnp.result_type(x)
-    return x if _wide(dtype) == dtype else jnp.asarray(x).astype(_wide(dtype))
+    """An array in double precision; Python's numbers, integers and booleans as they are.
+
+    Weak types, as of `jnp.where(c, 1.0, 0.0)`, are dropped: under x64, `jnp.result_type` of such an array has 64 bits
+    while the array itself has 32.
+    """
+    if not hasattr(x, "dtype"):
+        return x
+    dtype = _wide(x.dtype)
+    return jax.lax.convert_element_type(x, dtype) if dtype != x.dtype or getattr(x, "weak_type", False) else x
 
 
 # Evaluation ---------------------------------------------------------------------------------------

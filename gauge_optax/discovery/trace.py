@@ -262,10 +262,13 @@ def traced_once(fn: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fn)
     def function(*args: Any) -> Any:
         flat, structure = jax.tree.flatten(args)
-        shapes = tuple((jnp.shape(x), jnp.result_type(x)) for x in flat)
+        # Under x64, `jnp.result_type` of a weakly typed array of 32 bits has 64 bits. Its type has the array's own.
+        types: list[Any] = list(map(jax.typeof, flat))
+        shapes = tuple((x.shape, x.dtype, x.weak_type) for x in types)
         called_on = (structure, shapes, jax.config.read("jax_enable_x64"))
         if called_on not in programs:
-            given = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*shape) for shape in shapes])
+            given = jax.tree.unflatten(structure, [
+                jax.ShapeDtypeStruct(shape, dtype, weak_type=weak) for shape, dtype, weak in shapes])
             closed, out = jax.make_jaxpr(fn, return_shape=True)(*given)
             programs[called_on] = closed, jax.tree.structure(out)
         closed, outputs = programs[called_on]

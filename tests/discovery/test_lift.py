@@ -54,6 +54,7 @@ BETWEEN: dict[str, Callable[[jax.Array], jax.Array]] = {
     "a window": lambda x: jax.lax.reduce_window(
         x.astype(jnp.float32), np.float32(0), jax.lax.add, (1, 1), (1, 1), "SAME"),
     "a checkpoint": jax.checkpoint(lambda x: 2 * x.astype(jnp.bfloat16)),
+    "a median": lambda x: x + jnp.median(x.astype(jnp.float32)),
     "noise whose key is computed": lambda x: (
         x.astype(jnp.float32) * jax.random.uniform(jax.random.key(jnp.int32(jnp.max(x) > -1)), (1,), jnp.float32)),
 }

@@ -453,6 +453,18 @@ def test_integers_keys_and_missing_leaves_stay_what_they_are() -> None:
     assert found(lambda p, x: mlp(p, x) * p["mask"] * p["steps"], params).gauges == [RELU]
 
 
+@pytest.mark.parametrize("made", [
+    lambda x: jnp.where(x[:, :1] > 0, 1, 0), lambda x: jnp.where(x[:, :1] > 0, 1.0, 0.5), lambda x: jnp.asarray(0.5)])
+def test_weakly_typed_arrays_in_a_batch(made: Any) -> None:
+    """Under x64 the type that JAX names for them has 64 bits; in a loop's carry of 16 bits they have to stay weak."""
+    def fn(p: Any, batch: Any) -> jax.Array:
+        start = jnp.ones((), jnp.bfloat16 if batch[1].dtype == jnp.float32 else jnp.int32)
+        kept, _ = jax.lax.scan(lambda c, _: (c * batch[1], None), start + 0 * batch[1], None, 2)
+        return mlp(p, batch[0]) * kept
+
+    assert found(fn, MLP, [(jnp.float32(x), made(x)) for x in BATCHES]).gauges == [RELU]
+
+
 # What is refused -----------------------------------------------------------------------------------
 
 

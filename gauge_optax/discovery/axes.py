@@ -23,7 +23,7 @@ from gauge_optax.discovery.calls import CAPTURES, joined, template, with_capture
 from gauge_optax.discovery.places import FREE, Places, varying
 from gauge_optax.discovery.products import Product, Value, Walk
 from gauge_optax.discovery.trace import Trace
-from gauge_optax.parts.matrices import Reading, neurons_reading, optax_axes
+from gauge_optax.parts.matrices import COUNTING, Reading, neurons_reading, optax_axes
 
 _POINTS = 64  # random places of an operand at which `_require_grid` tests it
 _NAMES = ("head", "group", "unit", "other")  # names of a kernel's output axes but the last: this is neuron or token
@@ -48,7 +48,8 @@ class LeafAxes:
 
     Attributes:
       neurons: path or pattern → axes of a kernel, as `max_norm_muon` takes them: `_` is an axis of inputs, `layer` and
-        `expert` count matrices, `token` is the output axis of an unembedding, and every other name is an output axis.
+        `expert` count matrices (each is the name of one axis, also if two axes count layers, as in a scan of scans),
+        `token` is the output axis of an unembedding, and every other name is an output axis.
       embeddings: path or pattern → axes of a table, such as `token _`. A table that is also the unembedding is here.
       readings: path of a kernel → the matrices that Muon makes of it. An unembedding is not among them.
       undecided: path → a sentence that says why the function does not decide its axes.
@@ -160,6 +161,7 @@ class _Reader:
         """The axes of every parameter with at least two axes that are longer than 1 and do not count matrices."""
         self._resolve_pairs()
         neurons, tables, undecided = dict[str, Axes](), dict[str, Axes](), dict[str, str]()
+        readings = dict[str, Reading]()
         for path, shape in self.walk.shapes.items():
             if sum(n > 1 for a, n in enumerate(shape) if (path, a) not in self.walk.counted) < 2:
                 continue
@@ -169,17 +171,17 @@ class _Reader:
                 if table := self._table(path, shape):
                     tables[path] = table
                 elif path in self.uses:
-                    neurons[path] = self._kernel(path, shape)
+                    axes = self._kernel(path, shape)
+                    reading = _reading(path, axes, shape)
+                    neurons[path] = axes
+                    readings |= {} if reading is None else {path: reading}
                 else:
                     self._neither(path, shape)
             except _Undecided as sentence:
                 undecided[path] = str(sentence)
             except (IndexError, KeyError, ValueError):  # a layout that this class does not handle
                 undecided[path] = "its layout is not understood: list it by hand"
-        readings = {path: _reading(path, axes, self.walk.shapes[path]) for path, axes in neurons.items()}
-        return LeafAxes(
-            self._merged(neurons), self._merged(tables),
-            {path: reading for path, reading in readings.items() if reading is not None}, undecided)
+        return LeafAxes(self._merged(neurons), self._merged(tables), readings, undecided)
 
     def _resolve_pairs(self) -> None:
         """Decides which parameter is the kernel where two parameters are contracted with each other.
@@ -238,8 +240,8 @@ class _Reader:
             for products in self.uses.values() for product in products)
 
     def _text(self, path: str, shape: tuple[int, ...], tokens: set[int]) -> str:
-        layers = {a for p, a in self.walk.counted if p == path}
-        return " ".join("token" if a in tokens else "layer" if a in layers else "_" for a in range(len(shape)))
+        layers = _counting({a: COUNTING[0] for p, a in self.walk.counted if p == path})
+        return " ".join("token" if a in tokens else layers.get(a, "_") for a in range(len(shape)))
 
     def _by_row(self, product: Product, tokens: set[int]) -> bool:
         """Whether a contraction uses a table at a single index of its axes `tokens`.
@@ -338,6 +340,7 @@ class _Reader:
             if self._key(path, a) in chosen and others and name != "expert":
                 names[a] = "expert"
         names |= {a: "layer" if (path, a) in self.walk.counted else "expert" for a in layers if a not in names}
+        names |= _counting({a: name for a, name in names.items() if name in COUNTING})
         return [self._matrix(product, shape, names, moves, piece, token, layers) for piece in self._pieces(product)]
 
     def _pieces(self, product: Product) -> list[list[np.ndarray]]:
@@ -406,6 +409,20 @@ class _Reader:
             same = [path for path in self.walk.shapes if match("discover", pattern, path) is not None]
             merged |= {pattern: axes} if set(same) == set(paths) else dict.fromkeys(paths, axes)
         return merged
+
+
+def _counting(names: Mapping[int, str]) -> Mapping[int, str]:
+    """Gives each of the axes that count matrices a name of its own.
+
+    Args:
+      names: axis → `layer` or `expert`. Two axes with one name, as in a scan of scans, become `layer` and `expert`.
+    """
+    if len(set(names.values())) == len(names):
+        return names
+    if len(names) > len(COUNTING):
+        raise _Undecided(f"{len(names)} of its axes count matrices, and there are names for {len(COUNTING)} such axes, "
+                         f"{' and '.join(COUNTING)}: give it one axis in place of some of these")
+    return dict(zip(sorted(names), COUNTING, strict=True))
 
 
 def _require_grid(ids: Places, shape: tuple[int, ...]) -> None:

@@ -638,8 +638,10 @@ def _with_numbered_parts(view: View, trace: Trace) -> View:
 
 
 def _names(spaces: Labels, layers: set[Space]) -> dict[Space, str]:
-    """Names of axes: `layer` for stacked layers, `channel` for the only other one, `head` and so on for several."""
-    names = {space: "layer" for space in spaces if space is not None and space in layers}
+    """Names of axes: `layer` (then `layer1`) for stacked layers, `channel` for the only other one, or `head` and so on.
+    """
+    stacks = [space for space in dict.fromkeys(spaces) if space is not None and space in layers]
+    names = {space: f"layer{k}" if k else "layer" for k, space in enumerate(stacks)}
     others = [space for space in spaces if space is not None and space not in layers]
     words = ["channel"] if len(others) == 1 else ["head", "entry", "part", "slot"]
     return names | dict(zip(others, words, strict=False))

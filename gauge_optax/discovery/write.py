@@ -215,9 +215,10 @@ class _Names:
         while pair := next((p for p in itertools.permutations(runs, 2) if neighbours(*p)), None):
             runs = [run for run in runs if run not in pair] + [pair[0] + pair[1]]
         spare, self._names = iter(_COMPANIONS), dict[int, str]()
+        stacks = (f"layer{k}" if k else "layer" for k in itertools.count())  # a scan of scans has two axes of layers
         for run in sorted(runs):
             layer = run != [0] and len(run) == 1 and symmetry.beside[run[0] - 1] in layers
-            name = "" if 0 in run else "layer" if layer else next(spare, f"axis{run[0]}")
+            name = "" if 0 in run else next(stacks) if layer else next(spare, f"axis{run[0]}")
             for k in run:
                 self._names[k] = name if k == run[0] else "+"
 

@@ -149,6 +149,13 @@ def scanned(p: Any, t: Any) -> jax.Array:
     return norm(x) @ p["head"]
 
 
+def scan_of_scans(p: Any, x: Any) -> jax.Array:
+    def layer(x: jax.Array, own: Any) -> Any:
+        return x + jax.nn.relu(x @ own[0]) @ own[1], None
+
+    return jax.lax.scan(lambda x, own: jax.lax.scan(layer, x, own), x, (p["up"], p["down"]))[0]
+
+
 def looped(p: Any, t: Any) -> jax.Array:
     """Stacked layers by a loop's counter."""
 
@@ -256,6 +263,10 @@ CASES: Mapping[str, Case] = {
         lstm, {**EMBED, "inputs": (D, 4 * D), "state": (D, 4 * D), "bias": (4 * D,)}, tokens,
         dict.fromkeys(("inputs", "state"), tuple(f"_ neuron={8 * n}:{8 * n + 8}" for n in range(4))) | HEAD, TABLE),
     "scanned along axis 1": of_stack(scanned, True),
+    "a scan of scans": Case(scan_of_scans, {"up": (2, L, D, F), "down": (2, L, F, D)}, features,
+                            dict.fromkeys(("up", "down"), "layer expert _ neuron"), outputs="loss"),
+    "a kernel per place": Case(lambda p, x: jnp.einsum("bthe,theo->btho", heads(x), p["w"]), {"w": (T, H, E, 3)},
+                               features, {"w": "layer expert _ neuron"}, outputs="loss"),
     "looped": of_stack(looped, False),
     "layers by index": of_stack(indexed_layers, False),
     "layers by index, one transposed": Case(

@@ -162,6 +162,8 @@ UNDECIDED: Mapping[str, tuple[Callable[..., Any], Mapping[str, tuple[int, ...]],
     "a convolution of known kernels": (
         lambda p, x: convolve(x[None], jnp.einsum("hwn,nio->hwio", RNG(0).normal(size=(3, 3, N)), p["w"])),
         {"w": (N, D, F)}, {"w": "does not say which of its axes are inputs"}),
+    "three axes that count": (lambda p, x: jnp.einsum("bthei,theio->btheo", x.reshape(2, 6, 2, 2, 2), p["w"]),
+                              {"w": (6, 2, 2, 2, 3)}, {"w": "3 of its axes count matrices"}),
     "sorted": (lambda p, x: x @ jnp.sort(p["w"]), {"w": (D, F)}, {"w": "if it is a kernel, list it by hand"}),
     "the Q of a kernel, which is not the kernel with its entries moved": (
         lambda p, x: x @ jnp.linalg.qr(p["w"])[0], {"w": (D, D)}, {"w": "is an operation whose axes are not known"}),

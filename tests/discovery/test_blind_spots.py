@@ -10,7 +10,7 @@ import pytest
 
 import gauge_optax as go
 from gauge_optax.gauges.gauge import Gauge
-from tests.discovery.axes_nets import attention
+from tests.discovery.axes_nets import attention, scan_of_scans
 from tests.discovery.test_layouts import check, half, inputs
 
 D, H, K, E, V, T = 8, 4, 2, 4, 11, 6
@@ -367,3 +367,10 @@ def test_factors_of_units_in_a_kernel_divided_by_its_norm_are_not_found(first: s
         params[name] = drawn(1, kernel=shape) | ({"length": np.ones(shape[1])} if kind == "weight" else {})
     report = go.discover(fn, params, inputs(2, 60, 4), "predictions", progress=False)
     assert report.certificate.unexplained == missed and not report.rejected and not report.ungauged
+
+
+def test_a_scan_of_scans_has_two_axes_of_layers() -> None:
+    """Both were called `layer`, and the model was refused."""
+    (gauge,) = go.discover(
+        scan_of_scans, drawn(up=(2, 3, D, 5), down=(2, 3, 5, D)), inputs(2, 9, D), "loss", progress=False).gauges
+    assert gauge == go.rescale({"up": "layer layer1 _ channel"}, {"down": "layer layer1 channel _"})

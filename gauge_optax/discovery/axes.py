@@ -137,7 +137,7 @@ class _Reader:
     def __init__(self, walk: Walk, trace: Trace, asked: bool) -> None:
         self.walk, self.trace, self.asked, self.chosen = walk, trace, asked, trace.chosen_spaces()
         self.uses: dict[str, list[Product]] = {}
-        for product in walk.products:
+        for product in map(self._mixed, walk.products):
             if self._sides(product):
                 self.uses.setdefault(product.path, []).append(product)
         # A kernel is a last one if no other kernel is applied to values that depend on it.
@@ -146,6 +146,28 @@ class _Reader:
     def _key(self, path: str, axis: int) -> Any:
         ids = self.trace.leaves[path][axis]
         return None if ids is None else self.trace.spaces.key(ids)
+
+    def _mixed(self, product: Product) -> Product:
+        """What the contraction of a kernel with a softmax, for a mixture x·(Σ g·W), is for x; any other as it is."""
+        path, shape, inputs = product.path, self.walk.shapes[product.path], self._inputs(product)
+        axes = sorted({a for k in range(len(product.ids.shape)) for a in varying(product.ids, k, shape)})
+        whole = product.settled and math.prod(shape[a] for a in axes) == math.prod(map(len, product.ids.steps))
+        if not (product.again and inputs and whole) or not inputs <= self._chosen(path) or self._mixes_last(product):
+            return product
+        ids, base = Places.of(shape), np.unravel_index(product.ids.base, shape)
+        for a in sorted(set(range(len(shape))) - set(axes), reverse=True):
+            ids = ids.take(a, int(base[a]))
+        return dataclasses.replace(
+            product, ids=ids, inputs=tuple(k for k, a in enumerate(axes) if a in product.again),
+            batch=tuple(k for k, a in enumerate(axes) if a in inputs), again=set(), pieces=[])
+
+    def _mixes_last(self, product: Product) -> bool:
+        """Whether the outputs of several kernels are mixed, Σ g·(x·W), so that an axis of outputs counts kernels."""
+        return bool(product.again & self._chosen(product.path))
+
+    def _chosen(self, path: str) -> set[int]:
+        """The axes of a parameter along which a softmax or a sort chooses."""
+        return {a for a in range(len(self.walk.shapes[path])) if self._key(path, a) in self.chosen}
 
     def _inputs(self, product: Product) -> set[int]:
         """The axes of the parameter that a contraction sums over."""
@@ -318,6 +340,11 @@ class _Reader:
         layers = {a for p, a in self.walk.counted | self.walk.tables if p == path}
         moves = [varying(product.ids, k, shape) for k in range(len(product.ids.shape))]
         _require_grid(product.ids, shape)
+        if product.again and product.alone and not self._mixes_last(product):
+            raise _Undecided(
+                f"data is contracted with its axes {sorted(self._inputs(product))}, and then with axes "
+                f"{sorted(product.again)} of the result. All are inputs, or some count kernels that are mixed: "
+                "list it by hand")
         names: dict[int, str] = {}
         outputs = product.outputs[len(product.batch) :]
         for side, name in ((product.batch, "expert"), (outputs, "out"), (product.inputs, "_")):

@@ -84,6 +84,9 @@ class Product:
       maxed: whether a maximum is taken over its outputs, as in a softmax.
       last: whether the function returns its outputs, perhaps after a softmax and sums.
       terms: masks over the flattened outputs, one for each contraction of outputs with data (`Value.terms`).
+      again: axes of the parameter along which its outputs are contracted with data, while other outputs stay. In a
+        mixture of kernels, x·(Σ g·W), these are the inputs. Queries and keys share the entries of a head in this way.
+      alone: whether such a result has no axes but those of the outputs that stay, and those that both operands have.
 
     >>> product = Product("up", Places.of((2, 3)), (0,), (), frozenset())
     >>> product.read_together(np.array([True, True, False]))
@@ -102,6 +105,8 @@ class Product:
     maxed: bool = False
     last: bool = False
     terms: list[np.ndarray] = dataclasses.field(default_factory=list)
+    again: set[int] = dataclasses.field(default_factory=set)
+    alone: bool = False
 
     @property
     def outputs(self) -> tuple[int, ...]:
@@ -119,6 +124,12 @@ class Product:
         for x in places:
             mask[x.entries()] = True
         return mask
+
+    def leaf_axes(self, outputs: np.ndarray, shape: Sequence[int]) -> list[int]:
+        """The axes of the parameter, whose shape is given, along which some of the flattened outputs differ."""
+        at = np.unravel_index(outputs[outputs >= 0], [self.ids.shape[k] for k in self.outputs])
+        steps = (self.ids.steps[k][index] for k, index in zip(self.outputs, at, strict=True))
+        return varying(Places(self.ids.base, (np.asarray(sum(steps)),)), 0, shape)
 
     def read_together(self, mask: np.ndarray) -> None:
         """Joins the outputs of the mask, and all pieces that share an output with it, into one piece."""
@@ -248,6 +259,25 @@ class Walk:
                 if not linear or len(places) > 1:
                     product.meet(places)
 
+    def contract_again(self, value: Value, sums: Sequence[int], free: Sequence[int], others: int = 0) -> None:
+        """Notes the products whose outputs are contracted with data, in `Product.again` and `Product.alone`.
+
+        Args:
+          value: a value with outputs.
+          sums: its contracted axes.
+          free: its axes that stay, without those that it has in common with the data.
+          others: how many axes longer than 1 the result has from the data alone.
+        """
+        for own, x in value.tags.items():
+            if isinstance(own, int) and x is not None:
+                product = self.products[own]
+                moved = {k: set(product.leaf_axes(x.line(k), self.shapes[product.path])) for k in (*sums, *free)}
+                gone, kept = (set[int]().union(*(moved[k] for k in axes)) for axes in (sums, free))
+                gone -= {a for k in product.batch for a in varying(product.ids, k, self.shapes[product.path])}
+                if gone and kept and not gone & kept:
+                    product.again |= gone
+                    product.alone |= not others and all(moved[k] or len(x.steps[k]) == 1 for k in free)
+
     def joint(self, path: str, one: Places | None, other: Places | None) -> Places | None:
         """The places of a parameter in a result whose two operands both contain it, as in w / sum(w).
 
@@ -328,10 +358,15 @@ def _squeezed(x: Places, p: Mapping[str, Any]) -> Places:
     return x
 
 
+def _transposed(x: Places, permutation: Sequence[int]) -> Places:
+    return Places(x.base, tuple(x.steps[k] for k in permutation))
+
+
 _MOVES: Mapping[str, Callable[[Places, Mapping[str, Any]], Places | None]] = {
     "broadcast_in_dim": lambda x, p: x.at(p["broadcast_dimensions"], p["shape"]),
-    "reshape": lambda x, p: x.reshape(p["new_sizes"]),
-    "transpose": lambda x, p: Places(x.base, tuple(x.steps[k] for k in p["permutation"])),
+    # A convolution under vmap makes reshapes that transpose first.
+    "reshape": lambda x, p: _transposed(x, p["dimensions"] or range(len(x.steps))).reshape(p["new_sizes"]),
+    "transpose": lambda x, p: _transposed(x, p["permutation"]),
     "squeeze": _squeezed,
 }
 
@@ -510,11 +545,16 @@ def _dot(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags | Value]:
         if len(kernels) != 1:
             walk.sight(*ins)
             terms = set()
+            free = [[a for a, n in enumerate(x.shape) if n > 1 and a not in (*sums[j], *batches[j])]
+                    for j, x in enumerate(ins)]
             for own in ins[0].tags.keys() ^ ins[1].tags.keys():
                 x = ins[0].tags.get(own, ins[1].tags.get(own))
                 if isinstance(own, int) and x is not None:
                     walk.products[own].terms.append(walk.products[own].mask([x]))
                     terms.add((own, len(walk.products[own].terms) - 1))
+            for j in (0, 1):
+                if ins[1 - j].data and not ins[0].tags.keys() & ins[1].tags.keys():
+                    walk.contract_again(ins[j], sums[j], free[j], len(free[1 - j]))
             return [Value((), {}, terms=frozenset(terms))]
     k = kernels[0]
     tags = walk.contract(ins[k], ins[1 - k], sums[k], batches[k])
@@ -599,6 +639,7 @@ def _convolution(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags | Valu
         walk.meet_data(kernel, [k for k in range(len(kernel.shape)) if k != numbers.rhs_spec[0]])
     if kernel.data or not kernel.leaves():
         walk.sight(*ins)
+        walk.contract_again(kernel, numbers.rhs_spec[1:] if data.data else (), numbers.rhs_spec[:1])
         return [{}]
     (out_axis, in_axis), at = numbers.rhs_spec[:2], numbers.out_spec[1]
     outputs = kernel.shape[out_axis]

@@ -167,7 +167,9 @@ def _broadcast(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
 
 @_rule("reshape")
 def _reshape(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
-    return [trace.spaces.reshape(ins[0].axes, _shapes(eqn.invars)[0], eqn.params["new_sizes"])]
+    axes, shape = ins[0].axes, _shapes(eqn.invars)[0]
+    order = eqn.params["dimensions"] or range(len(axes))  # a convolution under vmap makes reshapes that transpose first
+    return [trace.spaces.reshape([axes[k] for k in order], [shape[k] for k in order], eqn.params["new_sizes"])]
 
 
 @_rule("transpose")

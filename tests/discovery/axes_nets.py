@@ -156,6 +156,15 @@ def scan_of_scans(p: Any, x: Any) -> jax.Array:
     return jax.lax.scan(lambda x, own: jax.lax.scan(layer, x, own), x, (p["up"], p["down"]))[0]
 
 
+def mixed_kernels(p: Any, x: Any) -> jax.Array:
+    """Mixes kernels of a product and of a convolution, one mixture per example, before they meet it."""
+    gates = jax.nn.softmax(x[:, 0] @ p["router"])
+    images = jax.vmap(lambda image, kernel: convolve(image[None], kernel)[0])(
+        heads(x), jnp.einsum("be,ehwio->bhwio", gates, p["filters"]))
+    rows = jnp.einsum("bti,bio->bto", x, (gates @ p["up"].reshape(N, -1)).reshape(-1, D, F))
+    return jnp.tanh(rows + images.mean((1, 2))[:, None])
+
+
 def looped(p: Any, t: Any) -> jax.Array:
     """Stacked layers by a loop's counter."""
 
@@ -267,6 +276,9 @@ CASES: Mapping[str, Case] = {
                             dict.fromkeys(("up", "down"), "layer expert _ neuron"), outputs="loss"),
     "a kernel per place": Case(lambda p, x: jnp.einsum("bthe,theo->btho", heads(x), p["w"]), {"w": (T, H, E, 3)},
                                features, {"w": "layer expert _ neuron"}, outputs="loss"),
+    "mixed kernels": Case(
+        mixed_kernels, {"router": (D, N), "up": (N, D, F), "filters": (N, 3, 3, E, F)}, features,
+        {"router": MATRIX, "up": "expert _ neuron", "filters": "expert _ _ _ neuron"}, outputs="loss"),
     "looped": of_stack(looped, False),
     "layers by index": of_stack(indexed_layers, False),
     "layers by index, one transposed": Case(

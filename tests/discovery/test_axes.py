@@ -164,6 +164,9 @@ UNDECIDED: Mapping[str, tuple[Callable[..., Any], Mapping[str, tuple[int, ...]],
         {"w": (N, D, F)}, {"w": "does not say which of its axes are inputs"}),
     "three axes that count": (lambda p, x: jnp.einsum("bthei,theio->btheo", x.reshape(2, 6, 2, 2, 2), p["w"]),
                               {"w": (6, 2, 2, 2, 3)}, {"w": "3 of its axes count matrices"}),
+    "two contractions in turn": (
+        lambda p, x: jnp.einsum("bti,btio->bto", x, jnp.einsum("bte,eio->btio", x[:, :, :5], p["w"])),
+        {"w": (5, D, F)}, {"w": "data is contracted with its axes [0], and then with axes [1] of the result"}),
     "sorted": (lambda p, x: x @ jnp.sort(p["w"]), {"w": (D, F)}, {"w": "if it is a kernel, list it by hand"}),
     "the Q of a kernel, which is not the kernel with its entries moved": (
         lambda p, x: x @ jnp.linalg.qr(p["w"])[0], {"w": (D, D)}, {"w": "is an operation whose axes are not known"}),

@@ -19,7 +19,7 @@ import numpy as np
 from jax.extend import core
 
 from gauge_optax.binding import leaves_by_path, real_leaves
-from gauge_optax.discovery.interpret import applied, called, interpret, source
+from gauge_optax.discovery.interpret import applied, called, interpret, sharded, source
 from gauge_optax.discovery.lift import BATCH, LEAVES, mark_equations
 from gauge_optax.discovery.sketch import Leaves
 from gauge_optax.errors import binding_error
@@ -372,9 +372,12 @@ def _origins(closed: core.ClosedJaxpr, args: Sequence[Any]) -> dict[str, str]:
     origins = dict[str, str]()
 
     def equation(eqn: Any, ins: list[Any]) -> Sequence[Any]:
-        if call := called(eqn, ins):
+        if eqn.primitive.name == "shard_map":
+            outs = sharded(eqn, ins, core.jaxpr_as_fun(core.ClosedJaxpr(eqn.params["jaxpr"], ())))
+        elif call := called(eqn, ins):
             return run(*call)
-        outs = applied(eqn, ins)
+        else:
+            outs = applied(eqn, ins)
         # Masks put -inf into finite networks, so only NaN and +inf count.
         for kind, test in (("NaN", np.isnan), ("infinity", np.isposinf)):
             if kind not in origins and any(test(np.asarray(x)).any() for x in outs if is_float(x)):

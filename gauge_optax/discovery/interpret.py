@@ -6,7 +6,9 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 
 from gauge_optax.traced import loop_counts
@@ -65,11 +67,13 @@ def called(eqn: Any, ins: list[_V]) -> tuple[core.Jaxpr, Sequence[Any], list[_V]
     ['sin']
     """
     body = next((eqn.params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in eqn.params), None)
-    if body is None or eqn.primitive.name in (*CONTROL, "pallas_call"):
-        return None
-    # A reduction's jaxpr takes two numbers, and a sharded map's takes one device's part. These are no calls.
+    if body is None or eqn.primitive.name in (*CONTROL, "pallas_call", "reduce", "reduce_window"):
+        return None  # a reduction's jaxpr takes two numbers
+    # The jaxpr of a sharded map takes one device's part. Where this is the whole, it may be walked over like a call;
+    # only `sharded` evaluates it.
     inner = body.jaxpr if hasattr(body, "jaxpr") else body
-    shapes = [[getattr(v.aval, "shape", None) for v in variables] for variables in (inner.outvars, eqn.outvars)]
+    shapes = [[getattr(v.aval, "shape", None) for v in variables] for variables in (
+        (*inner.invars, *inner.outvars), (*eqn.invars[len(eqn.invars) - len(inner.invars) :], *eqn.outvars))]
     if shapes[0] != shapes[1]:
         return None
     return inner, getattr(body, "consts", ()), ins[len(ins) - len(inner.invars) :]
@@ -100,6 +104,38 @@ def applied(eqn: Any, arrays: Sequence[Any], **changed: Any) -> Sequence[Any]:
     """
     out = eqn.primitive.bind(*map(jnp.asarray, arrays), **{**eqn.params, **changed})
     return out if eqn.primitive.multiple_results else [out]
+
+
+def known(eqn: Any, constants: Sequence[Any]) -> list[np.ndarray] | None:
+    """The results of an equation of constants; None if they depend on the device, as an index along a mesh does.
+
+    >>> (add,) = jax.make_jaxpr(lambda x: x + 1)(1).eqns
+    >>> [int(x) for x in known(add, [2, 3])]
+    [5]
+    """
+    with jax.ensure_compile_time_eval():  # `shorten` calls this while JAX traces a function
+        try:
+            return [np.asarray(x) for x in applied(eqn, constants)]
+        except (NameError, ValueError):  # JAX's for the axis of a mesh outside of its `shard_map`
+            return None
+
+
+def sharded(eqn: Any, arrays: Sequence[Any], body: Callable[..., Sequence[Any]]) -> Sequence[Any]:
+    """Runs a `shard_map` on arrays, with `body` in place of the function of one device's part.
+
+    >>> mesh = jax.make_mesh((1,), ("rows",))
+    >>> whole = jax.sharding.PartitionSpec()
+    >>> fn = jax.shard_map(lambda x: 2 * x, mesh=mesh, in_specs=whole, out_specs=whole)
+    >>> (eqn,) = jax.make_jaxpr(fn)(jnp.ones(2)).eqns
+    >>> sharded(eqn, [jnp.ones(2)], lambda x: [3 * x])[0].tolist()
+    [3.0, 3.0]
+    """
+    params = eqn.params
+    axes = params.get("newly_manual_axes", params.get("manual_axes"))  # the second up to JAX 0.9
+    mapped: Callable[..., Sequence[Any]] = jax.shard_map(
+        lambda *parts: tuple(body(*parts)), mesh=params["mesh"], in_specs=tuple(params["in_specs"]),
+        out_specs=tuple(params["out_specs"]), axis_names=set(axes), check_vma=params["check_vma"])
+    return mapped(*arrays)
 
 
 def ranges_taken(eqn: Any) -> list[list[range]]:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from gauge_optax.discovery.interpret import applied, called, interpret, loop_parts, source
+from gauge_optax.discovery.interpret import applied, called, interpret, loop_parts, sharded, source
 from gauge_optax.discovery.sketch import Function, Leaves
 from gauge_optax.errors import binding_error
 
@@ -240,6 +240,8 @@ def _applied(eqn: Any, ins: list[Any]) -> Sequence[Any]:
     name, params = eqn.primitive.name, eqn.params
     if name in _CONTROL:
         return _CONTROL[name](eqn, ins)
+    if name == "shard_map":
+        return sharded(eqn, ins, _function(core.ClosedJaxpr(params["jaxpr"], ())))
     if call := called(eqn, ins):
         return _evaluate(*call)
     if name == "reduce_precision":

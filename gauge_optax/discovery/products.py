@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from gauge_optax.discovery.interpret import CONTROL, applied, called, interpret, loop_parts, ranges_taken
+from gauge_optax.discovery.interpret import CONTROL, applied, called, interpret, known, loop_parts, ranges_taken
 from gauge_optax.discovery.places import FREE, Places, varying
 
 _CONSTANT = 100_000  # index arithmetic with more entries is not evaluated
@@ -197,7 +197,8 @@ class Walk:
         whole = all(x.constant is not None for x in ins)
         integer = all(getattr(getattr(a, "dtype", None), "kind", "") in ("i", "u", "b") for a in avals)
         if whole and integer and sum(math.prod(a.shape) for a in avals) <= _CONSTANT:
-            return [_constant(np.asarray(x)) for x in applied(eqn, [x.constant for x in ins])]
+            if (numbers := known(eqn, [x.constant for x in ins])) is not None:
+                return list(map(_constant, numbers))
         if call := called(eqn, ins):
             return self.run(*call)
         self.read |= {path for x in ins for path in x.leaves()}

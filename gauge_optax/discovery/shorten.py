@@ -144,6 +144,8 @@ class _Evaluation:
     def _equation(self, eqn: Any, ins: list[_Short]) -> list[_Short]:
         name = eqn.primitive.name
         try:
+            if name == "shard_map":
+                raise Refused("a function of parts on devices")
             if name in ("scan", "cond"):
                 return (self._scan if name == "scan" else self._cond)(eqn, ins)
             if call := called(eqn, ins):

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from gauge_optax.discovery.interpret import CONTROL, applied, called, interpret, loop_parts
+from gauge_optax.discovery.interpret import CONTROL, called, interpret, known, loop_parts
 from gauge_optax.discovery.rules import Axes, Value, rule_of
 from gauge_optax.discovery.spaces import Axis, Space, Spaces
 
@@ -161,8 +161,8 @@ class Trace:
         integer = all(jnp.issubdtype(a.dtype, jnp.integer) or jnp.issubdtype(a.dtype, jnp.bool_) for a in avals)
         constant = all(value.constant is not None for value in ins)
         if (integer or name in _TABLES) and constant and sum(math.prod(a.shape) for a in avals) <= _MOST_CONSTANT:
-            with jax.ensure_compile_time_eval():  # `shorten` calls this while JAX traces a function
-                return [literal(np.asarray(x)) for x in applied(eqn, [value.constant for value in ins])]
+            if (numbers := known(eqn, [value.constant for value in ins])) is not None:
+                return list(map(literal, numbers))
         if call := called(eqn, ins):
             return self.run(*call)
         depends = any(value.depends for value in ins)

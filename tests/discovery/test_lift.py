@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.experimental import pallas as pl
+from jax.sharding import PartitionSpec as P
 
 import gauge_optax as go
 from gauge_optax.discovery.lift import in_double
@@ -54,7 +55,10 @@ BETWEEN: dict[str, Callable[[jax.Array], jax.Array]] = {
     "a window": lambda x: jax.lax.reduce_window(
         x.astype(jnp.float32), np.float32(0), jax.lax.add, (1, 1), (1, 1), "SAME"),
     "a checkpoint": jax.checkpoint(lambda x: 2 * x.astype(jnp.bfloat16)),
-    "a median": lambda x: x + jnp.median(x.astype(jnp.float32)),
+    "a median": lambda x: x + jnp.median(x.astype(jnp.float32), 0),
+    "a sharded map": lambda x: jax.shard_map(
+        lambda y: jax.lax.psum(y * (1 + jax.lax.axis_index("rows")), "rows"), mesh=jax.make_mesh((1,), ("rows",)),
+        in_specs=P(), out_specs=P())(x.astype(jnp.bfloat16)),
     "noise whose key is computed": lambda x: (
         x.astype(jnp.float32) * jax.random.uniform(jax.random.key(jnp.int32(jnp.max(x) > -1)), (1,), jnp.float32)),
 }

@@ -448,6 +448,15 @@ def test_a_capture_matches_the_layers_that_have_the_symmetry_and_no_others() -> 
     assert "layers/{i}/up" in alike.code() and len(alike.gauges) == 1
 
 
+@pytest.mark.parametrize("dtype", [float, jnp.bfloat16])
+def test_a_reduction_to_a_number_is_no_call_of_its_function(dtype: Any) -> None:
+    def fn(p: Any, x: Any) -> jax.Array:
+        return jax.lax.reduce((x[0] @ p["up"]).astype(dtype), np.zeros((), dtype), jnp.hypot, (0,)).astype(float)
+
+    (gauge,) = found(fn, {"up": normal(D, 5)}).whole
+    assert gauge.name == "head_rotation"
+
+
 def test_integers_keys_and_missing_leaves_stay_what_they_are() -> None:
     params = {**MLP, "steps": np.int32(3), "absent": None, "mask": np.array([True, False, True])}
     assert found(lambda p, x: mlp(p, x) * p["mask"] * p["steps"], params).gauges == [RELU]

@@ -185,7 +185,12 @@ class _Reader:
         neurons, tables, undecided = dict[str, Axes](), dict[str, Axes](), dict[str, str]()
         readings = dict[str, Reading]()
         for path, shape in self.walk.shapes.items():
-            if sum(n > 1 for a, n in enumerate(shape) if (path, a) not in self.walk.counted) < 2:
+            left = sum(n > 1 for a, n in enumerate(shape) if (path, a) not in self.walk.counted)
+            if left == 1 and path in self.walk.turned:
+                table = " ".join("token" if (path, a) in self.walk.counted else "_" for a in range(len(shape)))
+                undecided[path] = ("a loop over data takes one vector of it per turn, as of a table of positions: "
+                                   f"leave it to Adam, or list it in embeddings={{'{path}': '{table}'}}")
+            if left < 2:
                 continue
             try:
                 if path in self.walk.unclear:

@@ -21,6 +21,7 @@ from jax.extend import core
 
 from gauge_optax.discovery.interpret import CONTROL, applied, called, interpret, known, loop_parts, ranges_taken
 from gauge_optax.discovery.places import FREE, Places, varying
+from gauge_optax.discovery.rules import SCATTERS
 
 _CONSTANT = 100_000  # index arithmetic with more entries is not evaluated
 
@@ -152,6 +153,8 @@ class Walk:
       products: contractions of parameters with data.
       counted: (path, axis): axes that count matrices, because a scan or an index takes one of them at a time.
       tables: (path, axis): axes of which rows are taken by index.
+      turned: parameters of which a loop over data, such as one over time, takes one index per turn.
+      turns: for each of the loops around the current equation, whether it runs over data.
       added: parameters that are added to data.
       multiplied: parameters that multiply data entry by entry.
       summed: parameters that multiply data entry by entry, if the result is summed along one of their axes.
@@ -176,6 +179,8 @@ class Walk:
         self.products: list[Product] = []
         self.counted: set[tuple[str, int]] = set()
         self.tables: set[tuple[str, int]] = set()
+        self.turned: set[str] = set()
+        self.turns: list[bool] = []
         self.added: set[str] = set()
         self.multiplied: set[str] = set()
         self.summed: set[str] = set()
@@ -422,8 +427,9 @@ def _indexed(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags | Value]:
     if source.data or not source.leaves():
         walk.sight(source)
         return [dict.fromkeys(source.tags)]
-    rows = gather and (any(x.data for x in index) or not single)
+    rows = any(x.data for x in index) or not single
     (walk.tables if rows else walk.counted).update(axes)
+    walk.turned |= set() if rows or not walk.turns or not walk.turns[-1] else source.leaves().keys()
     tags: dict[Owner, Places | None] = {}
     for path, ids in source.leaves().items():
         for k in taken:
@@ -434,7 +440,7 @@ def _indexed(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags | Value]:
                 ids = ids.take(k, 0)
             ids = ids.at(numbers.offset_dims, eqn.outvars[0].aval.shape)
         tags[path] = ids
-    return [Value((), tags, row=rows)]
+    return [Value((), tags, row=rows and (gather or all(sizes[k] == 1 for k in taken)))]
 
 
 # Arithmetic -----------------------------------------------------------------------------------------------
@@ -685,6 +691,8 @@ _RULES: Mapping[str, Callable[[Walk, Any, list[Value]], Sequence[Any]]] = {
     **dict.fromkeys(("concatenate", "stack"), _joined),
     **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min", "argmax", "argmin", "reduce_prod"), _reduced),
     **dict.fromkeys(("sort", "top_k", "reduce_and", "reduce_or"), _sorted),
+    **dict.fromkeys(("cholesky", "custom_linear_solve", "eig", "eigh", "fft", "lu", "qr", "schur", "svd",
+                     "triangular_solve", "dynamic_update_slice", *SCATTERS), _unknown),
     "optimization_barrier": lambda walk, eqn, ins: [x.tags for x in ins],
     **dict.fromkeys(("slice", "split", "rev"), _parts),
     "unstack": _unstack, "eq": _compared, "dot_general": _dot, "ragged_dot": _ragged,
@@ -713,8 +721,12 @@ def _loop(walk: Walk, eqn: Any, ins: list[Value]) -> list[Value]:
     """
     body, consts, carry, stacks = loop_parts(eqn, ins)
     rows = []
+    # Keys of random numbers, which are unsigned, may differ from layer to layer.
+    kinds = [getattr(v.aval.dtype, "kind", "") for v in eqn.invars[len(eqn.invars) - len(stacks) :]]
+    walk.turns.append(any(value.data and kind not in ("", "u") for value, kind in zip(stacks, kinds, strict=False)))
     for value in stacks:
         if not value.data:
+            walk.turned |= value.leaves().keys() if walk.turns[-1] else set()
             walk.counted |= {(path, a) for path, ids in value.leaves().items()
                              for a in varying(ids, 0, walk.shapes[path])}
         tags = value.moved(lambda x: x.take(0, 0))
@@ -730,6 +742,7 @@ def _loop(walk: Walk, eqn: Any, ins: list[Value]) -> list[Value]:
             carry = [value._replace(tags={own: x for own, x in value.tags.items() if own in before.tags})
                      for value, before in zip(after, carry, strict=True)]
             del walk.products[start[0] :], walk.pairs[start[1] :]
+    walk.turns.pop()
     return after + [
         value._replace(shape=(eqn.params["length"], *value.shape), constant=None, tags=value.moved(
             lambda x: Places(x.base, (np.zeros(eqn.params["length"], int), *x.steps))))

@@ -156,6 +156,16 @@ def scan_of_scans(p: Any, x: Any) -> jax.Array:
     return jax.lax.scan(lambda x, own: jax.lax.scan(layer, x, own), x, (p["up"], p["down"]))[0]
 
 
+def one_by_one(p: Any, t: Any) -> jax.Array:
+    """An RNN that looks up one token per turn."""
+
+    def step(h: jax.Array, token: jax.Array) -> Any:
+        h = jnp.tanh(p["embed"][token] @ p["inputs"] + h @ p["state"])
+        return h, h @ p["head"]
+
+    return jax.lax.scan(step, jnp.zeros(D), t[0])[1]
+
+
 def mixed_kernels(p: Any, x: Any) -> jax.Array:
     """Mixes kernels of a product and of a convolution, one mixture per example, before they meet it."""
     gates = jax.nn.softmax(x[:, 0] @ p["router"])
@@ -276,6 +286,8 @@ CASES: Mapping[str, Case] = {
                             dict.fromkeys(("up", "down"), "layer expert _ neuron"), outputs="loss"),
     "a kernel per place": Case(lambda p, x: jnp.einsum("bthe,theo->btho", heads(x), p["w"]), {"w": (T, H, E, 3)},
                                features, {"w": "layer expert _ neuron"}, outputs="loss"),
+    "one token at a time": Case(one_by_one, {**EMBED, "inputs": (D, D), "state": (D, D)}, tokens,
+                                {"inputs": MATRIX, "state": MATRIX, **HEAD}, TABLE),
     "mixed kernels": Case(
         mixed_kernels, {"router": (D, N), "up": (N, D, F), "filters": (N, 3, 3, E, F)}, features,
         {"router": MATRIX, "up": "expert _ neuron", "filters": "expert _ _ _ neuron"}, outputs="loss"),

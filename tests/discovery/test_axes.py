@@ -1,5 +1,6 @@
 """The axes that the function uses: mappings against those by hand, and equal steps of Muon under both."""
 
+import functools
 import json
 import warnings
 from collections.abc import Callable, Mapping
@@ -136,6 +137,15 @@ def flat_experts(p: Any, x: Any) -> jax.Array:
     return experts({**p, "up": p["up"].reshape(N, D, F), "down": p["down"].reshape(N, F, D)}, x)
 
 
+def positions(p: Any, x: Any, counted: bool) -> jax.Array:
+    """An RNN over time that adds a row of a table per turn, by a counter or as one of the arrays of its scan."""
+    def step(h: jax.Array, row: Any) -> Any:
+        h = jnp.tanh((row[0] + (p["table"][row[1]] if counted else row[1])) @ p["w"] + h)
+        return h, h
+
+    return jax.lax.scan(step, jnp.zeros(5), (x[0], jnp.arange(6) if counted else p["table"]))[1]
+
+
 UNDECIDED: Mapping[str, tuple[Callable[..., Any], Mapping[str, tuple[int, ...]], Mapping[str, str]]] = {
     "tied": (lambda p, x: jax.nn.relu(x @ p["w"]) @ p["w"].T, {"w": (D, 5)},
              {"w": "it is read in several ways, '_ neuron' and 'neuron _': list one by hand"}),
@@ -167,6 +177,11 @@ UNDECIDED: Mapping[str, tuple[Callable[..., Any], Mapping[str, tuple[int, ...]],
     "two contractions in turn": (
         lambda p, x: jnp.einsum("bti,btio->bto", x, jnp.einsum("bte,eio->btio", x[:, :, :5], p["w"])),
         {"w": (5, D, F)}, {"w": "data is contracted with its axes [0], and then with axes [1] of the result"}),
+    **{f"positions, {counted}": (functools.partial(positions, counted=counted), {"table": (6, D), "w": (D, 5)},
+                                 {"table": "list it in embeddings={'table': 'token _'}"}) for counted in (True, False)},
+    "as many rows as a triangle has": (
+        lambda p, x: jax.scipy.linalg.solve_triangular(jnp.tril(p["w"]) + 9 * jnp.eye(6), x[0], lower=True),
+        {"w": (6, 6)}, {"w": "`triangular_solve` is an operation whose axes are not known"}),
     "sorted": (lambda p, x: x @ jnp.sort(p["w"]), {"w": (D, F)}, {"w": "if it is a kernel, list it by hand"}),
     "the Q of a kernel, which is not the kernel with its entries moved": (
         lambda p, x: x @ jnp.linalg.qr(p["w"])[0], {"w": (D, D)}, {"w": "is an operation whose axes are not known"}),

@@ -690,7 +690,7 @@ _RULES: Mapping[str, Callable[[Walk, Any, list[Value]], Sequence[Any]]] = {
     **dict.fromkeys(("gather", "dynamic_slice"), _indexed),
     **dict.fromkeys(("concatenate", "stack"), _joined),
     **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min", "argmax", "argmin", "reduce_prod"), _reduced),
-    **dict.fromkeys(("sort", "top_k", "reduce_and", "reduce_or"), _sorted),
+    **dict.fromkeys(("sort", "top_k", "approx_top_k", "reduce_and", "reduce_or"), _sorted),
     **dict.fromkeys(("cholesky", "custom_linear_solve", "eig", "eigh", "fft", "lu", "qr", "schur", "svd",
                      "triangular_solve", "dynamic_update_slice", *SCATTERS), _unknown),
     "optimization_barrier": lambda walk, eqn, ins: [x.tags for x in ins],

@@ -390,8 +390,10 @@ def _convolution(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     inner, columns = data[numbers.lhs_spec[1]], kernel[numbers.rhs_spec[0]]
     if groups == 1:
         trace.note(trace.spaces.unify(inner, kernel[numbers.rhs_spec[1]]))
-    elif columns is not None and len(columns) == groups:  # depthwise: channels do not mix
-        columns = trace.spaces.unify(inner, columns)
+    elif eqn.invars[1].aval.shape[numbers.rhs_spec[1]] == 1 and inner is not None and columns is not None:
+        # Depthwise: channels do not mix. Each has one filter, or several.
+        each = trace.spaces.reshape([columns], [len(columns)], [groups, len(columns) // groups])[0]
+        trace.spaces.unify(inner, each)
     out: Axes = [None] * len(data)
     out[numbers.out_spec[0]], out[numbers.out_spec[1]] = data[numbers.lhs_spec[0]], columns
     return [out]
@@ -410,14 +412,15 @@ def _reduce(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     return [[axis for k, axis in enumerate(ins[0].axes) if k not in gone] for _ in eqn.outvars]
 
 
-@_rule("top_k", "sort")
+@_rule("top_k", "approx_top_k", "sort")
 def _sort(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     outs = [list(value.axes) for value in ins]
     for axes in outs:
-        at = eqn.params.get("dimension", -1)
-        trace.note(axes[at])
-        trace.ranked += [] if axes[at] is None else [axes[at]]
-        trace.summed += [] if axes[at] is None else [axes[at]]
+        at = next((eqn.params[key] for key in ("dimension", "axis", "reduction_dimension") if key in eqn.params), -1)
+        if (axis := axes[at]) is not None:
+            trace.note(axis)
+            trace.ranked.append(axis)
+            trace.summed.append(axis)
         axes[at] = None
     return (outs * len(eqn.outvars))[: len(eqn.outvars)]
 

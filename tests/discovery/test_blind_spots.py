@@ -374,3 +374,19 @@ def test_a_scan_of_scans_has_two_axes_of_layers() -> None:
     (gauge,) = go.discover(
         scan_of_scans, drawn(up=(2, 3, D, 5), down=(2, 3, 5, D)), inputs(2, 9, D), "loss", progress=False).gauges
     assert gauge == go.rescale({"up": "layer layer1 _ channel"}, {"down": "layer layer1 channel _"})
+
+
+def test_the_largest_along_another_axis_than_the_last() -> None:
+    def fn(p: Any, x: Any) -> jax.Array:
+        return jax.lax.top_k(jax.nn.relu(x @ p["up"]), 2, axis=0)[0] @ p["down"]
+
+    explained(fn, drawn(up=(D, 5), down=(5, 3)), "rescale")
+
+
+def test_a_channel_with_two_filters_of_a_depthwise_convolution_has_a_scale() -> None:
+    def fn(p: Any, x: Any) -> jax.Array:
+        y = jax.nn.relu(x.reshape(-1, 4, 2, D) @ p["up"])
+        y = jax.lax.conv_general_dilated(y, p["filters"], (1, 1), "SAME", None, None, ("NHWC", "HWIO", "NHWC"), 5)
+        return jnp.tanh(y).mean((1, 2)) @ p["down"]
+
+    explained(fn, drawn(up=(D, 5), filters=(2, 2, 1, 10), down=(10, 3)), "rescale")

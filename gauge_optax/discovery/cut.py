@@ -83,7 +83,7 @@ def without_layers(closed: core.ClosedJaxpr, leaves: Sequence[Value | None], cou
     closed = _opened(closed, leaves)
     jaxpr, last = closed.jaxpr, count - 1
     values, variables, steps = dict[Any, Value](), dict[Value, Any](), [list[_Step]() for _ in range(count)]
-    said, numbers, kept = _Said(), dict[Hashable, int](), list[tuple[Any, int]]()
+    said, numbers, kept = Said(), dict[Hashable, int](), list[tuple[Any, int]]()
 
     def note(variable: Any, value: Value) -> bool:
         values[variable] = value
@@ -212,7 +212,7 @@ def _opened(closed: core.ClosedJaxpr, leaves: Sequence[Value | None]) -> core.Cl
 # Equality -----------------------------------------------------------------------------------------------
 
 
-class _Said:
+class Said:
     """Maps a parameter of an equation, or a constant, to a hashable key. Those with equal contents have equal keys."""
 
     def __init__(self) -> None:

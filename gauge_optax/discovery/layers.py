@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,13 +20,13 @@ from jax.extend import core
 from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.discovery.axes import LeafAxes
 from gauge_optax.discovery.calls import Axes, Call
-from gauge_optax.discovery.cut import Unlike, Value, without_layers
+from gauge_optax.discovery.cut import Said, Unlike, Value, without_layers
 from gauge_optax.discovery.interpret import equations
 from gauge_optax.discovery.trace import traced_once
 
 _KEPT = 3  # layers: a first one, a last one and one between them
 _NUMBERED = re.compile("([^0-9]*)([0-9]+)([^0-9]*)")
-_Operations = collections.Counter[tuple[str, ...]]
+_Operations = collections.Counter[tuple[Hashable, ...]]
 
 
 class _Layers(NamedTuple):
@@ -255,9 +255,15 @@ def _places(paths: Sequence[str], short: Shallow, group: Sequence[int]) -> dict[
 
 
 def _operations(fn: Callable[[Any, Any], Any], params: Any, batch: Any) -> _Operations:
-    """How often each operation (a primitive with the shapes and dtypes of its operands and results) occurs in `fn`."""
+    """How often each operation (a primitive with its parameters and the types of operands and results) occurs in `fn`.
+    """
+    said = Said()
+
+    def own(eqn: Any) -> Hashable:  # without the functions that it calls, whose operations count themselves
+        return said({key: x for key, x in eqn.params.items() if not any(core.jaxprs_in_params({key: x}))})
+
     return collections.Counter(
-        (eqn.primitive.name, *(str(v.aval) for v in (*eqn.invars, *eqn.outvars)))
+        (eqn.primitive.name, own(eqn), *(str(v.aval) for v in (*eqn.invars, *eqn.outvars)))
         for eqn in equations(jax.make_jaxpr(fn)(params, batch).jaxpr))
 
 

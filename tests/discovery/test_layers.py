@@ -141,6 +141,8 @@ relu = jax.nn.relu
 FACTORS = np.linspace(0.5, 1.5, 7 * LAYERS).reshape(LAYERS, 7)
 UNLIKE: dict[str, Callable[..., Any]] = {
     "another operation": functools.partial(forward, active=first_and_last),
+    "another parameter of an operation": functools.partial(
+        forward, active=lambda h, k, _: relu(h - jax.lax.cumsum(h, axis=1, reverse=k == 4))),
     "a layer before reads into a later one": remembering(
         lambda h, seen, k, count: h if k < count // 2 else h * seen[count - 1 - k][0], forward),
     "counted, another operation": functools.partial(counting, active=first_and_last),

@@ -21,7 +21,7 @@ from jax.extend import core
 
 from gauge_optax.discovery.interpret import CONTROL, applied, called, interpret, known, loop_parts, ranges_taken
 from gauge_optax.discovery.places import FREE, Places, varying
-from gauge_optax.discovery.rules import SCATTERS
+from gauge_optax.discovery.rules import SCATTERS, ragged_places
 
 _CONSTANT = 100_000  # index arithmetic with more entries is not evaluated
 
@@ -674,11 +674,11 @@ def _convolution(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags | Valu
 
 
 def _ragged(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags | Value]:
-    """Multiplies each row by the matrix of its group: (rows, k) and (groups, k, columns)."""
+    """Multiplies each row by the matrix of its group: (rows, k) and (groups, k, columns), in any order of axes."""
     rows, kernel = ins[:2]
-    if kernel.data or len(kernel.shape) != 3:
-        return _elementwise(walk, eqn, ins)
-    tags = walk.contract(kernel, rows, (1,), (0,))
+    if kernel.data or (places := ragged_places(eqn)) is None:
+        return _unknown(walk, eqn, ins)
+    tags = walk.contract(kernel, rows, places[2:3], places[1:2])
     out = tuple(eqn.outvars[0].aval.shape)
     made = {n: x.take(0, 0).at([1], out) for n, x in tags.items()}
     return [Value((), made, before=frozenset(kernel.leaves()))]

@@ -375,12 +375,35 @@ def _dot(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
 
 @_rule("ragged_dot", "ragged_dot_general")
 def _ragged_dot(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
-    """Multiplies each row by the matrix of its group: (rows, k) and (groups, k, columns)."""
-    left, (groups, inner, columns) = ins[0].axes, ins[1].axes
-    trace.note(trace.spaces.unify(left[1], inner), [groups])
+    """Multiplies each row by the matrix of its group: (rows, k) and (groups, k, columns), in any order of axes."""
+    if (places := ragged_places(eqn)) is None:
+        return _opaque(trace, eqn, ins)
+    at, *rest = places
+    left, (groups, inner, columns) = ins[0].axes, (ins[1].axes[k] for k in rest)
+    # Kernels whose groups have the same rows have the same experts.
+    rows = eqn.invars[2] if ins[2].constant is None else ins[2].constant.tobytes()
+    trace.grouped[rows] = groups = trace.spaces.unify(trace.grouped.get(rows), groups)
+    trace.note(trace.spaces.unify(left[at], inner), [groups])
     trace.note(groups)
     trace.note(columns, [groups])
-    return [[left[0], columns]]
+    return [[left[1 - at], columns]]
+
+
+def ragged_places(eqn: Any) -> tuple[int, int, int, int] | None:
+    """The axes of a `ragged_dot`: the contracted one of the rows, and the kernel's groups, inputs and outputs.
+
+    The result is None for a form of it that does not multiply rows by one matrix of a group each.
+
+    >>> fn = lambda x, kernel: jax.lax.ragged_dot(x, kernel, jnp.array([1, 3]))
+    >>> ragged_places(jax.make_jaxpr(fn)(jnp.ones((4, 6)), jnp.ones((2, 6, 5))).eqns[-1])
+    (1, 0, 1, 2)
+    """
+    numbers, ranks = eqn.params["ragged_dot_dimension_numbers"], [len(shape) for shape in _shapes(eqn.invars[:2])]
+    (left, right), (batch, _) = numbers.dot_dimension_numbers
+    if ranks != [2, 3] or batch or len(left) != 1 or len(numbers.rhs_group_dimensions) != 1:
+        return None
+    group, inner = numbers.rhs_group_dimensions[0], right[0]
+    return left[0], group, inner, 3 - group - inner
 
 
 @_rule("conv_general_dilated")

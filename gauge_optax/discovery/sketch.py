@@ -123,6 +123,18 @@ def finite_points(
     return found + [last] * (count - len(found))
 
 
+def over_rows(fn: Callable[[Any], Any], rows: Any) -> Any:
+    """`jax.vmap(fn)(rows)`; one row after the other if an operation such as `jax.lax.ragged_dot` has no such rule.
+
+    >>> over_rows(lambda x: 2.0 * x, jnp.ones(3)).tolist()
+    [2.0, 2.0, 2.0]
+    """
+    try:
+        return jax.vmap(fn)(rows)
+    except NotImplementedError:
+        return jax.lax.map(fn, rows)
+
+
 def squared_gradients(
     fn: Function, batches: Sequence[Any], point: Mapping[str, Any], rng: np.random.Generator, paths: Sequence[str]
 ) -> Leaves:
@@ -249,7 +261,7 @@ class Gradients:
     def __init__(self, fn: Function, batches: Sequence[Any]) -> None:
         def pull(leaves: Mapping[str, jax.Array], batch: Any, projections: Any) -> Any:
             _, backward = jax.vjp(lambda p: fn(p, batch), leaves)
-            return jax.vmap(lambda projection: backward(projection)[0])(projections)
+            return over_rows(lambda projection: backward(projection)[0], projections)
 
         self._fn, self._batches = fn, batches
         self._pull = jax.jit(pull, compiler_options=quick_options())

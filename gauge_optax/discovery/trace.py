@@ -62,6 +62,7 @@ class Trace:
       opaque: names of primitives whose effect was guessed.
       ranked: axes that are sorted, or of which the largest entry is taken.
       summed: axes that are summed over.
+      grouped: sizes of groups of rows, as a variable or as their bytes → the axis of kernels that counts these groups.
 
     >>> tree = {"up": np.ones((2, 3)), "down": np.ones((3, 4))}
     >>> trace = walked(lambda p, x: [jax.nn.relu(x @ p["up"]) @ p["down"]], tree, np.ones((5, 2)))
@@ -86,6 +87,7 @@ class Trace:
         self.opaque: set[str] = set()
         self.ranked: list[np.ndarray] = []
         self.summed: list[np.ndarray] = []
+        self.grouped: dict[Any, Axis] = {}
 
     def note(self, axis: Axis, beside: Sequence[Axis] = ()) -> None:
         """Records an axis for the search; `beside` and the axes of enclosing scans may count copies of it."""

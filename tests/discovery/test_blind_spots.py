@@ -383,6 +383,18 @@ def test_the_largest_along_another_axis_than_the_last() -> None:
     explained(fn, drawn(up=(D, 5), down=(5, 3)), "rescale")
 
 
+@pytest.mark.parametrize("last", [1, 2])
+def test_ragged_experts_have_a_scale_per_unit(last: int) -> None:
+    """Their derivative has no rule for `vmap`; the kernel's contracted axis may be its last one."""
+    numbers = jax.lax.RaggedDotDimensionNumbers((((1,), (last,)), ((), ())), (0,), (0,))
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        up = jax.lax.ragged_dot_general(x, p["up"], jnp.array([30, 10]), numbers)
+        return jax.lax.ragged_dot(jax.nn.relu(up), p["down"], jnp.array([30, 10]))
+
+    explained(fn, drawn(up=(2, D, 5) if last == 1 else (2, 5, D), down=(2, 5, 3)), "rescale")
+
+
 def test_a_channel_with_two_filters_of_a_depthwise_convolution_has_a_scale() -> None:
     def fn(p: Any, x: Any) -> jax.Array:
         y = jax.nn.relu(x.reshape(-1, 4, 2, D) @ p["up"])

@@ -17,10 +17,10 @@ import numpy as np
 
 from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.discovery.census import Census, census
+from gauge_optax.discovery.checks import own_points
 from gauge_optax.discovery.sketch import DRAWS, Function, Leaves, finite_points, generic_point, positive_kernels
 from gauge_optax.errors import warn
 from gauge_optax.gauges.gauge import Gauge
-from gauge_optax.transformation import own_settings
 from gauge_optax.xla import quick_options
 
 _WHOLE = 6_000  # models of at most so many parameters are counted at once, in a minute; larger ones in blocks
@@ -62,7 +62,7 @@ def certified(
         moved = leaves_by_path(tree)
         return fn({path: moved[path] for path in leaves}, batch)
 
-    with own_settings(wide=True):
+    with own_points():
         outputs = sum(math.prod(x.shape) for x in jax.eval_shape(fn, leaves, batches[0]))
         count = max(_LEAST, -(-_MARGIN * sum(leaf.size for leaf in leaves.values()) // max(1, outputs)))
         inputs = [*batches, *(_redrawn(batches, rng) for _ in range(count))]
@@ -95,6 +95,8 @@ def certified(
 
 def _differ(batches: Sequence[Any]) -> bool:
     """Whether two batches have different numbers."""
+    if len({jax.tree.structure(batch) for batch in batches}) > 1:
+        return True
     first, *others = (jax.tree.leaves(batch) for batch in batches)
     pairs = [pair for other in others for pair in zip(first, other, strict=True)]
     keys = any(jnp.issubdtype(getattr(x, "dtype", float), jax.dtypes.extended) for x in first)
@@ -112,7 +114,7 @@ def _near_vectors(leaves: Leaves, point: Leaves) -> Leaves:
 
 
 def _redrawn(batches: Sequence[Any], rng: np.random.Generator) -> Any:
-    """A new random batch with the structure and the shapes of the first one.
+    """A new random batch with the structure and the shapes of the first one, or of any one if structures differ.
 
     Arrays that are equal in all batches, such as positions, stay. Arrays of several lengths take values that occur
     anywhere in the batches. Rows with one sum, such as one-hot vectors and probabilities, are drawn whole. Arrays with
@@ -140,4 +142,10 @@ def _redrawn(batches: Sequence[Any], rng: np.random.Generator) -> Any:
         which = rng.integers(len(stacked), size=shape)
         return np.take_along_axis(stacked, which[None], 0)[0]
 
-    return jax.tree.map(of, *batches)
+    if len({jax.tree.structure(batch) for batch in batches}) == 1:
+        return jax.tree.map(of, *batches)
+    # An input that is None in some batches is drawn from the others, in a batch that has it.
+    batch = batches[int(rng.integers(len(batches)))]
+    found = [dict(jax.tree_util.tree_leaves_with_path(other)) for other in batches]
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: of(x, *(leaves[path] for leaves in found if path in leaves)), batch)

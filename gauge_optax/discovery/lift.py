@@ -136,6 +136,11 @@ def _checked(fn: Function, leaves: Any, batch: Any) -> tuple[list[tuple[Any, str
     switch = "switch dropout off: write model.set_attributes(deterministic=True), or pass deterministic=True in Linen"
     try:
         closed = jax.make_jaxpr(fn)(leaves, batch)
+    except jax.errors.ConcretizationTypeError as error:
+        raise _refusal(
+            "fn decides by a value of params or of the batch", str(error).splitlines()[0],
+            "a function that JAX can trace, as jax.jit does",
+            "leave the value out of the batches, and let fn capture it, as in lambda p, x: fn(p, (x, True))") from error
     except Exception as error:
         if type(error).__name__ != "TraceContextError":  # Flax's; this package does not import Flax
             raise
@@ -270,6 +275,9 @@ def _wide_param(x: Any) -> Any:
         return _wide_param(core.ClosedJaxpr(x, ())).jaxpr
     if isinstance(x, jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset):
         return None
+    if isinstance(x, tuple):  # the functions of a `custom_linear_solve`
+        parts = map(_wide_param, x)
+        return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
     return _wide(np.dtype(x)) if isinstance(x, np.dtype) or (isinstance(x, type) and issubclass(x, np.generic)) else x
 
 

@@ -55,6 +55,7 @@ BETWEEN: dict[str, Callable[[jax.Array], jax.Array]] = {
     "a window": lambda x: jax.lax.reduce_window(
         x.astype(jnp.float32), np.float32(0), jax.lax.add, (1, 1), (1, 1), "SAME"),
     "a checkpoint": jax.checkpoint(lambda x: 2 * x.astype(jnp.bfloat16)),
+    "an inverse": lambda x: jnp.linalg.inv((2.0 + 0 * jnp.sum(x)).astype(jnp.float32) * jnp.eye(x.shape[0])) @ x,
     "a median": lambda x: x + jnp.median(x.astype(jnp.float32), 0),
     "a sharded map": lambda x: jax.shard_map(
         lambda y: jax.lax.psum(y * (1 + jax.lax.axis_index("rows")), "rows"), mesh=jax.make_mesh((1,), ("rows",)),

@@ -35,7 +35,7 @@ from tqdm import tqdm
 
 from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.discovery.calls import template
-from gauge_optax.discovery.sketch import TRIALS, Trial, untrue, with_constants
+from gauge_optax.discovery.sketch import TRIALS, Trial, over_rows, untrue, with_constants
 from gauge_optax.discovery.trace import Trace, walked
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauge, product
@@ -187,6 +187,12 @@ def _selected(places: Axes, leaves: Leaves, picked: np.ndarray) -> dict[str, np.
     return entries
 
 
+def _least(places: Axes, leaves: Leaves) -> int:
+    """How many entries have the first id of the axes in `places`."""
+    first = min(int(ids.min()) for of_leaf in places.values() for _, ids in of_leaf)
+    return sum(map(len, _selected(places, leaves, np.array([first])).values()))
+
+
 # Counting in blocks ---------------------------------------------------------------------------------------
 
 
@@ -212,8 +218,18 @@ def dead_in_blocks(
       One count per block; an orthonormal basis per block of the directions that no gauge explains, all in one array
       (directions, parameters); the names of the blocks that were not counted; and the leaves that were held constant,
       because their gradients are not derivatives of the outputs.
+
+    Raises:
+      ValueError: not one index of an axis fits in a block; too few outputs.
     """
-    blocks = blocks_of(walked(fn, leaves, batches[0]), leaves, most, rng)
+    trace = walked(fn, leaves, batches[0])
+    blocks = blocks_of(trace, leaves, most, rng)
+    if not blocks:
+        least = min((_least(places, leaves) for axes in _spaces(trace, leaves) for places in (axes, *_by_layer(axes))),
+                    default=1)
+        raise binding_error(
+            "census", f"no block of {most:,} entries", f"{least:,} entries at one index of an axis, in all leaves that "
+            "have it", "at least one index of some axis in a block", f"pass block={least}")
     needed = max(block.size for block in blocks) + _SPARE
     outputs = sum(x.size for batch in batches for x in jax.eval_shape(fn, leaves, batch))
     if outputs < needed:
@@ -290,7 +306,7 @@ def pulled_back(fn: Function) -> Callable[[Any, Any, Any], Any]:
 
     def pulled(leaves: Any, batch: Any, weights: Any) -> Any:
         _, pull = jax.vjp(lambda p: list(fn(p, batch)), leaves)
-        return jax.vmap(lambda w: pull(w)[0])(weights)
+        return over_rows(lambda w: pull(w)[0], weights)
 
     return jax.jit(pulled, compiler_options=unfused_options())
 

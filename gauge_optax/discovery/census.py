@@ -38,7 +38,7 @@ from gauge_optax.discovery.sketch import Trial, untrue, with_constants
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauge, Gauges, product
 from gauge_optax.linalg import singular_vectors
-from gauge_optax.transformation import own_settings, require_choice, require_count, require_no_tracers
+from gauge_optax.transformation import require_choice, require_count, require_no_tracers
 from gauge_optax.xla import quick_options, unfused_options, unseen
 
 _SEEN = 1e-8  # outputs that change by more along an orbit, relatively, show that it is not dead
@@ -230,8 +230,9 @@ def census(
       The counts; `print` shows them as a table, `.plot()` draws them.
 
     Raises:
-      ValueError: no batches, or too few outputs; another `outputs`; one probe, which has no standard error, or no
-        number of them; a negative seed; a function without gradients.
+      ValueError: no batches, a dict of them, or too few outputs; another `outputs`; one probe, which has no standard
+        error, or no number of them; a `cutoff` that is no share; a `block` in which no index of an axis fits; a
+        negative seed; parameters without floating-point arrays; a function without gradients.
       ImportError: probes without `matfree`.
 
     >>> def fn(p, x):
@@ -248,7 +249,7 @@ def census(
 
     Reference: docs/design.md §3.
     """
-    batches = list(batches)
+    batches = checks.listed("census", batches)
     require_no_tracers("census", params, batches)
     if not batches:
         raise binding_error("census", "no batches", "an empty list", "at least one batch", "pass a list of batches")
@@ -259,11 +260,21 @@ def census(
         raise binding_error(
             "census", "too few probes", f"probes={probes}", "0, or at least 2, for a standard error", "pass probes=2"
         )
+    if not 0 < cutoff < 1:
+        raise binding_error(
+            "census", f"bad cutoff {cutoff!r}", repr(cutoff), "a number between 0 and 1, without its ends",
+            "leave it at 1e-10")
     checks.check_seed("census", seed)
+    checks.check_batches("census", batches)
     params, batches = unseen((params, batches))
     dtypes = {p: jnp.result_type(x) for p, x in real_leaves("census", params).items() if checks.is_float(x)}
-    with own_settings(wide=True):
+    with checks.own_points():
         arrays = {p: x for p, x in real_leaves("census", params).items() if checks.is_float(x)}
+        if not arrays or any(isinstance(x, jax.ShapeDtypeStruct) for x in arrays.values()):
+            kinds = "shapes" if arrays else ", ".join(leaves_by_path(params)) or "an empty tree"
+            raise binding_error(
+                "census", "no floating-point arrays in params", kinds, "the point at which directions are counted",
+                "pass the trained or random weights, such as nnx.state(model) or variables['params']")
         stored = {p: np.asarray(x, np.float64) for p, x in arrays.items()}
         total, parts = sum(x.size for x in stored.values()), product(gauges).gauges if gauges else ()
         plain = in_double(lambda x, batch: fn(with_leaves(params, x), batch), stored, dtypes, batches[0])
@@ -299,12 +310,13 @@ def _whole(
     rank = rank_of(sizes, cutoff)
     dead = right[rank:]
     orbits = [_orbit(gauge, point, stored, rng) for gauge in gauges]
-    scale = float(np.linalg.norm(jacobian)) / math.sqrt(total)
+    scale = float(np.linalg.norm(jacobian)) / math.sqrt(total) or 1.0
     counts = _counts(gauges, orbits, jacobian, scale)
 
     basis = _basis(orbits, total)
-    singular = sizes / sizes[0]
-    inexact = inaccuracy(float(singular[rank - 1]))
+    singular = sizes / (sizes[0] or 1.0)  # outputs that no leaf reaches have no singular value but 0
+    least = float(singular[rank - 1]) if rank else 1.0
+    inexact = inaccuracy(least)
     # The orbit of a gauge that does not fit the function is not dead, or only in part.
     inside = len(basis) - len(_basis([basis - (basis @ dead.T) @ dead], total, absolute=inexact))
     unreached = np.flatnonzero(np.abs(jacobian).max(0) <= cutoff * scale)
@@ -313,7 +325,7 @@ def _whole(
     return Census(
         total, rank, total - rank, inside, sum(len(x) for x in orbits) - len(basis),
         total - rank - inside - len(rest), len(rest), _by_leaf(rest, stored), tuple(counts),
-        (float(singular[rank]) if rank < total else 0.0, float(singular[rank - 1])), constant=tuple(held),
+        (float(singular[rank]) if rank < total else 0.0, least), constant=tuple(held),
     )
 
 
@@ -357,7 +369,7 @@ def _seen(
         return math.sqrt(sum(float(pushed(dict(stored), batch, dict(tangent))) for batch in batches))
 
     drawn = {path: rng.standard_normal(x.shape) for path, x in stored.items()}
-    scale, changes = change(drawn), []
+    scale, changes = change(drawn) or 1.0, []
     for gauge in gauges:
         vertical = leaves_by_path(jax.jit(gauge.vertical)(point, with_leaves(point, drawn)))
         changes.append(change({path: vertical[path] for path in stored}) / scale)

@@ -10,7 +10,7 @@ import functools
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import jax
@@ -23,11 +23,14 @@ from gauge_optax.discovery.interpret import applied, called, interpret, sharded,
 from gauge_optax.discovery.lift import BATCH, LEAVES, mark_equations
 from gauge_optax.discovery.sketch import Leaves
 from gauge_optax.errors import binding_error
+from gauge_optax.transformation import own_settings
 from gauge_optax.xla import quick_options
 
 Outputs = Literal["logits", "logprobs", "predictions", "loss"]
 _OUTPUTS = get_args(Outputs)
 _refusal = functools.partial(binding_error, "discover")
+_NO_DERIVATIVE = ("do not support JVP", "cannot be differentiated", "Differentiation rule", "Linearization failed",
+                  "JVP not implemented", "JVP rule")  # in JAX's errors about operations without one
 
 
 def check_function(fn: Any, params: Any, batches: Sequence[Any]) -> None:
@@ -51,7 +54,7 @@ def check_function(fn: Any, params: Any, batches: Sequence[Any]) -> None:
     kind = type(fn).__name__
     if apart:
         problem, remedy = f"fn is a module, {kind}", "write go.discover(model.apply, model.init(key, x), batches)"
-    elif callable(fn) and jax.tree.leaves(fn) != [fn]:
+    elif callable(fn) and not jax.tree_util.all_leaves([fn]):
         problem, remedy = f"fn is a module, {kind}", "write go.discover(lambda model, x: model(x), model, batches)"
     else:
         name = getattr(fn, "__name__", kind)
@@ -108,14 +111,44 @@ def checked_batches(batches: Any, outputs: str | None, near: float, seed: int) -
         raise _refusal(
             f"unknown outputs {outputs!r}", repr(outputs), f"one of {', '.join(map(repr, _OUTPUTS))}",
             "pass 'logits' if a softmax of fn's outputs follows, else 'predictions', 'logprobs' or 'loss'")
-    if len(batches := list(batches)) < 2:
+    if len(batches := listed("discover", batches)) < 2:
         raise _refusal(
             "too few batches", f"{len(batches)} batch", "two or more values that fn accepts",
             "pass a list of batches: whatever a single batch does not reach looks like a symmetry")
     if not 0 <= near < 1:
         raise _refusal(f"bad near {near!r}", repr(near), "a number from 0 to 1", "leave it at 1e-3")
     check_seed("discover", seed)
+    check_batches("discover", batches)
     return batches
+
+
+def listed(function: str, batches: Any) -> list[Any]:
+    """The batches as a list; raises for a dict, whose keys a loop would take for batches.
+
+    >>> listed("discover", (1.0, 2.0))
+    [1.0, 2.0]
+    """
+    if isinstance(batches, Mapping):
+        raise binding_error(
+            function, "batches is a dict", f"the keys {', '.join(map(repr, batches))}", "a list of batches",
+            "pass list(batches.values()), or [batches] for one batch that is a dict")
+    return list(batches)
+
+
+def check_batches(function: str, batches: Sequence[Any]) -> None:
+    """Raises for a batch that holds something that JAX cannot trace, such as a text.
+
+    >>> check_batches("census", [{"x": jnp.ones(2), "rate": 0.5}])
+    """
+    for number, batch in enumerate(batches):
+        for keys, x in jax.tree_util.tree_leaves_with_path(batch):
+            try:
+                jax.typeof(x)
+            except TypeError:
+                at = f" at {jax.tree_util.keystr(keys)}" if keys else ""
+                raise binding_error(
+                    function, f"no array in batch {number}{at}", f"{x!r}, of type {type(x).__name__}",
+                    "arrays and numbers", "leave it out of the batches, and let fn capture it") from None
 
 
 def check_seed(function: str, seed: Any) -> None:
@@ -334,6 +367,20 @@ def check_finite(out: Sequence[np.ndarray], fn: Callable[..., Any], *args: Any) 
 
 
 @contextlib.contextmanager
+def own_points() -> Iterator[None]:
+    """Computes in 64 bits, at points of which some may give a NaN, whatever the process has chosen for its own code.
+
+    Under `jax_debug_nans` or `jax_debug_infs` the first such point would end the search, which draws another one.
+
+    >>> with own_points():
+    ...     print(jnp.log(-jnp.ones(1)))
+    [nan]
+    """
+    with own_settings(wide=True), jax.debug_nans(False), jax.debug_infs(False):
+        yield
+
+
+@contextlib.contextmanager
 def gradients_named(function: str) -> Iterator[None]:
     """Turns JAX's errors about operations without a derivative into one that says what to write.
 
@@ -347,7 +394,7 @@ def gradients_named(function: str) -> Iterator[None]:
         if said.startswith("Reverse-mode differentiation does not work"):
             said = "a loop whose number of steps is not known: lax.while_loop, or lax.fori_loop with computed limits"
             remedy = "write the loop as jax.lax.fori_loop(0, 10, ...) with numbers of Python, or as jax.lax.scan"
-        elif any(text in said for text in ("do not support JVP", "cannot be differentiated", "Differentiation rule")):
+        elif any(text in said for text in _NO_DERIVATIVE):
             remedy = "compute this with jax.numpy, or give it a derivative by jax.custom_jvp"
         else:
             raise

@@ -38,7 +38,7 @@ from gauge_optax.discovery.sketch import DRAWS, Function, Leaves, generic_point,
 from gauge_optax.discovery.trace import traced_once, walked
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauge, Gauges, product
-from gauge_optax.transformation import own_settings, require_no_tracers
+from gauge_optax.transformation import require_no_tracers
 from gauge_optax.xla import unseen
 
 _REACH = 2  # gradients at so many points, at most, show which entries of a large instance its batches reach
@@ -249,7 +249,7 @@ def discover(
     tree = leaves_by_path(params)
     checks.check_paths(tree)
     shallow = shallower(fn, params, batches[0]) if sum(map(np.size, tree.values())) > LARGE else None
-    with own_settings(wide=True), tqdm(total=8, desc="discover", disable=not progress, leave=False) as bar:
+    with checks.own_points(), tqdm(total=8, desc="discover", disable=not progress, leave=False) as bar:
         if shallow is not None:
             with contextlib.suppress(Unlike):
                 return _discovered(fn, params, shallow, batches, outputs, near, seed, bar)

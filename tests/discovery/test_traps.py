@@ -109,6 +109,17 @@ def test_positive_kernels_on_positive_inputs(start: Any) -> None:
     assert report.gauges == [go.rescale({"up": "_ channel", "bias": "channel"}, {"down": "channel _"})], report
 
 
+def test_a_nan_at_a_point_of_the_search_ends_nothing() -> None:
+    """Units that are all dead in front of a norm, under JAX's switch that ends a program at the first NaN."""
+    def fn(p: Any, x: Any) -> jax.Array:
+        units = jax.nn.relu(x @ p["up"])
+        return units / jnp.linalg.norm(units, axis=-1, keepdims=True) @ p["down"]
+
+    with jax.debug_nans(True):
+        assert [gauge.name for gauge in found(fn, {"up": normal(6, 5), "down": normal(5, 4)}, X6).whole] == [
+            "scale_invariant"]
+
+
 def test_units_that_are_dead_at_every_point_live_with_other_signs() -> None:
     """Inputs are positive, and a unit's weights negative: half of their size as noise does not switch it on."""
     params = {**PAIR, "up": np.concatenate([np.full((6, 1), -1.0, np.float32), PAIR["up"][:, 1:]], 1)}
@@ -196,6 +207,14 @@ def test_a_certificate_of_batches_of_several_sizes_or_of_equal_ones(rows: tuple[
     with pytest.warns(UserWarning, match="pass different batches") if rows == (12, 12) else contextlib.nullcontext():
         certificate = report.certificate
     assert rows == (12, 12) or certificate.dead == certificate.explained == 10
+
+
+def test_a_certificate_where_an_input_is_missing_in_one_batch() -> None:
+    def fn(p: Any, batch: Any) -> jax.Array:
+        return pair(p, batch[0]) if batch[1] is None else pair(p, batch[0]) * batch[1]
+
+    certificate = found(fn, PAIR, [(X6[0], None), (X6[1], np.ones((12, 4)))], "predictions").certificate
+    assert certificate.dead == certificate.explained == 5
 
 
 def test_a_certificate_draws_rows_with_one_sum_whole() -> None:
@@ -507,6 +526,11 @@ def test_dropout_is_no_function(monkeypatch: pytest.MonkeyPatch) -> None:
     (dict(fn=lambda p, x: {"logits": mlp(p, x), "value": mlp(p, x)[:, 0]}, outputs="logits"), "not all are logits"),
     (dict(fn=lambda p, x: x.shape[0]), "no floating-point outputs"),
     (dict(fn=lambda p, x: (mlp(p, x), 1j * mlp(p, x))), "complex outputs"),
+    (dict(batches={"train": BATCHES[0], "test": BATCHES[1]}), "pass list(batches.values())"),
+    (dict(batches=[(x, "a") for x in BATCHES], fn=lambda p, x: mlp(p, x[0])), "no array in batch 0 at [1]"),
+    (dict(batches=[(x, True) for x in BATCHES], fn=lambda p, x: mlp(p, x[0]) if x[1] else x[0]), "let fn capture it"),
+    (dict(fn=jax.tree_util.Partial(lambda w: w, np.ones((2, 2)))), "fn is a module"),
+    (dict(fn=lambda p, x: mlp(p, x).at[0].apply(jnp.sin)), "by jax.custom_jvp"),
     (dict(params={**MLP, "phase": np.ones(2, complex)}), "a complex leaf 'phase'"),
 ])
 def test_arguments_that_say_nothing(arguments: dict[str, Any], problem: str) -> None:

@@ -106,12 +106,29 @@ def test_what_cannot_be_counted_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         ((name, value),) = wrong.items()
         with refused(rf"{name}={value}|bad {name}"):
             _counted(row, row.gauges, **wrong)
+    for wrong in ({"cutoff": 0.0}, {"cutoff": np.nan}):
+        with refused("bad cutoff"):
+            _counted(row, row.gauges, **wrong)
+    with refused("no block of 2 entries", "pass block=4"):
+        go.measure.census(relu, {"up": UP, "down": DOWN}, [X], [], whole=1, block=2, progress=False)
+    for params in ({"count": np.arange(3)}, {"a": jax.ShapeDtypeStruct((2,), float)}):
+        with refused("no floating-point arrays in params"):
+            go.measure.census(relu, params, [np.ones((9, 6))], [], progress=False)
     monkeypatch.setitem(sys.modules, "matfree", None)
     with pytest.raises(ImportError, match=r'pip install "gauge_optax\[measure\]"'):
         _counted(row, row.gauges, probes=2)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("whole", [100, 10])
+def test_a_function_that_ignores_its_parameters(whole: int) -> None:
+    params = dict(zip(("up", "down"), drawn((6, 5), (5, 3)), strict=True))
+    gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
+    found = go.measure.census(lambda p, x: x, params, [np.ones((40, 6))], [gauge], "loss", whole=whole, progress=False)
+    assert found.unexplained == 0 and found.dead == (45 if whole == 100 else 5) and not np.isnan(found.gap).any()
+    assert found.unreached == (40 if whole == 100 else 0) and found.gauges[0].seen == 0
+
+
 def test_the_figure_names_gauges_and_leaves() -> None:
     matplotlib, row = pytest.importorskip("matplotlib"), _llama()
     matplotlib.use("Agg")

@@ -329,4 +329,4 @@ def _number(value: Any) -> _Known:
         return None
     array = np.asarray(value)
     first = array.flat[0] if array.size else 0.0
-    return float(first) if np.isreal(first) and np.all(array == first) else None
+    return float(np.real(first)) if np.isreal(first) and np.all(array == first) else None

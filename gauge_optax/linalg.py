@@ -132,7 +132,7 @@ def unit_and_size(x: jax.Array, axes: int | tuple[int, ...]) -> tuple[jax.Array,
     >>> unit_and_size(jnp.array([3e-30, -4e-30]), 0)[0].round(2).tolist()
     [0.75, -1.0]
     """
-    size = jnp.max(jnp.abs(x), axes, keepdims=True)
+    size = jnp.max(jnp.abs(x), axes, keepdims=True, initial=0.0)
     return safe_divide(x, size), size
 
 

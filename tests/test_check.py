@@ -111,7 +111,7 @@ RIGHT: dict[str, tuple[Any, Callable[[Any], Any]]] = {  # weights, and the gradi
 }
 
 
-@pytest.mark.slow_rows("bfloat16 inside")
+@pytest.mark.slow_rows("bfloat16 inside", "a mean of gradients*")
 @pytest.mark.parametrize("name", RIGHT)
 def test_nothing_is_raised_for_a_right_loss(name: str) -> None:
     tx, (params, gradient) = go.quotient_adamw(1e-3, [UNITS, LOGITS]), RIGHT[name]
@@ -293,7 +293,7 @@ OPEN: dict[str, tuple[Any, Any, Any, str, str]] = {
 }
 
 
-@pytest.mark.slow_rows("adapters", "a small penalty")
+@pytest.mark.slow_rows("adapters", "a small penalty", "a key bias")
 @pytest.mark.parametrize("name", OPEN)
 def test_what_one_gradient_leaves_open_is_said_and_the_loss_decides(name: str) -> None:
     tx, params, loss, said, refusal = OPEN[name]
@@ -302,6 +302,7 @@ def test_what_one_gradient_leaves_open_is_said_and_the_loss_decides(name: str) -
         _preflight(tx, params, loss, loss_fn=loss)
 
 
+@pytest.mark.slow
 def test_a_right_loss_leaves_nothing_open() -> None:
     """Which `check` lifts to float64."""
     for tx, params, loss in ((LORA, ADAPTERS, functools.partial(_adapted, between=1.0)), (ADAMW, LOW, mlp_loss)):
@@ -338,6 +339,7 @@ def test_a_norms_bias_that_decay_of_its_scale_inflates_is_said(mask: Any, grows:
 # States -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_rows("head_linear*")
 @pytest.mark.parametrize("name", ["head_rotation/mha", "head_linear/value_out", "rope_torus/half"])
 def test_a_basis_of_other_weights_is_named(name: str) -> None:
     case = REGISTER[name]

@@ -47,7 +47,7 @@ def averages(case: Any, tx: Any, fn: Callable[[Any, Any], Any]) -> list[tuple[fl
     return found
 
 
-@pytest.mark.slow_rows("product/llama-*", "[!r]*-slow weights")
+@pytest.mark.slow_rows("product/llama-*", "[!r]*-slow weights", "head_linear*-schedule_free")
 @pytest.mark.parametrize("average", AVERAGES)
 @pytest.mark.parametrize(("name", "options"), [
     *((name, {}) for name in NAMES), ("rescale/channel", {"pin": False}), ("product/llama", {"pin": False}),
@@ -177,6 +177,7 @@ def test_links_of_ddc_restart(tx: Any) -> None:
     assert not any(np.any(x) for x in jax.tree.leaves(fresh)) and np.any(optax.tree.get(state, "mu")["down"])
 
 
+@pytest.mark.slow
 def test_a_restart_keeps_the_frame(x64: None) -> None:
     case: Any = CASES["product/llama"]
     tx = go.quotient(SCHEDULE_FREE[0], case.gauges())

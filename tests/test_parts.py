@@ -52,6 +52,7 @@ KERNELS: list[tuple[Any, str, tuple[int, ...], tuple[int, ...]]] = [
 ]
 
 
+@pytest.mark.slow_rows("*[014569]-inputs*", "*10-inputs*")
 @pytest.mark.parametrize(("make", "axes", "shape", "inputs"), KERNELS)
 def test_columns_of_norm_one_stay_on_the_slice(make: Any, axes: str, shape: Any, inputs: Any, x64: None) -> None:
     """At the usual start the optimizer inside starts as itself, in any layout, and beside a bias, which is zero."""
@@ -170,7 +171,7 @@ def _with_signs(gauges: list[Any], params: Tree, seed: int) -> Tree:
     return with_leaves(params, leaves_by_path(params) | {p: y - s.added[p] for p, y in x.items()})
 
 
-@pytest.mark.slow_rows("product/latent_fused-adamw", "product/latent_fused-lion", "product/whole_gpt-*")
+@pytest.mark.slow_rows("product/latent_fused-*", "product/whole_gpt-*", "product/linear-adamw")
 @pytest.mark.parametrize("inner", [optax.adamw(1e-2, weight_decay=0.1), optax.lion(1e-3)], ids=["adamw", "lion"])
 @pytest.mark.parametrize("name", ["product/linear", "product/whole_gpt", "product/latent_fused"])
 def test_a_norm_may_change_sign_with_its_readers(name: str, inner: Any, x64: None) -> None:

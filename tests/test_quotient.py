@@ -196,6 +196,7 @@ def _twin_error(tx: optax.GradientTransformation, params: Tree, seed: int, loss:
     return max(_relative(b, a) for a, b in zip(ours[1:], theirs[1:], strict=True))
 
 
+@pytest.mark.slow
 def test_products_stay_together_at_condition_100(x64: None) -> None:
     params = normal(0, {"a": (12, 4), "b": (4, 10)})
     assert _twin_error(optax.adamw(1e-2), params, 0, _lora_loss) > 1e-2, "AdamW does not see these twins apart"
@@ -276,6 +277,7 @@ def _net_loss(p: Tree) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, np.arange(16) % 5).mean()
 
 
+@pytest.mark.slow_rows("again", "what rotates")
 @pytest.mark.parametrize(("inside", "outside"), [
     ([NORM, SCALE, TURN], [SHIFT]), ([TURN], [NORM, SCALE, SHIFT]), ([TURN, NORM], [SHIFT, NORM, SCALE]),
 ], ids=["what multiplies", "what rotates", "again"])
@@ -298,6 +300,7 @@ def test_other_gauges_inside_are_refused(inside: Any, outside: Any) -> None:
         go.quotient(inside, outside).init(normal(0, NET))
 
 
+@pytest.mark.slow
 def test_a_run_is_differentiated_through_what_holds_its_heads(x64: None) -> None:
     """The conjugate gradients inside have NaN for derivatives once they have converged."""
     params = normal(0, {"v": (6, 2, 3), "o": (2, 3, 6)})

@@ -186,6 +186,7 @@ def test_an_update_that_is_not_a_number_comes_apart(x64: None) -> None:
         _twins(_nudge("bias", float("nan")), CASES["logit_shift/bias"])
 
 
+@pytest.mark.slow
 def test_steps_scale_and_rtol_are_heeded(x64: None) -> None:
     case = CASES["rescale/channel"]
     wrong, params = go.scale_invariant({"down": "_ _"}), _params(case)

@@ -87,6 +87,7 @@ class Seen:
         return QUOTIENT.update(*arguments)
 
 
+@pytest.mark.slow
 def test_bare_functions_are_compiled_unless_jit_is_faked() -> None:
     for faked, expected in ((False, [True]), (True, [False] * 4)):
         update = Seen()

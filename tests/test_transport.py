@@ -111,7 +111,7 @@ FRAMED = {
 }
 
 
-@pytest.mark.slow_rows("balanced", "ddc_adamw/adam", "ddc_muon", "ddc*head*", "chain", "quotient*")
+@pytest.mark.slow_rows("balanced", "ddc_adamw/adam", "ddc_muon", "ddc*head*", "chain", "inverses", "quotient*")
 @pytest.mark.parametrize("name", [*OURS, *FRAMED])
 def test_a_moved_state_goes_on_where_its_twin_does(name: str, x64: None) -> None:
     """Two more steps, from the twin's state after three and from the one moved there; of `OURS` both are the same."""
@@ -405,6 +405,7 @@ def test_a_moment_is_moved_by_constants_before_sizes(x64: None) -> None:
     assert apart(moments(twin), moments(params)) <= tolerance("quotient_twins")
 
 
+@pytest.mark.slow
 def test_a_state_on_the_slice_goes_on_as_it_is(x64: None) -> None:
     """Where the frame is the identity, the next step is the plain optimizer's, but for coming back to the slice."""
     inner, group = optax.adamw(1e-5, weight_decay=0.0), go.product(SCALES)

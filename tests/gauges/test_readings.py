@@ -88,6 +88,7 @@ SMALL = {f"small columns of {x}": (go.head_rotation(QUERY | KEY), [1.0] * 8 + [x
 LARGE_COLUMN = {"a large column": (go.head_linear(QUERY, KEY), [30.0] + [1.0] * 15)}
 
 
+@pytest.mark.slow_rows("small columns of 0.003", "small columns of 0.0")
 @pytest.mark.parametrize("gauge, columns", (SMALL | LARGE_COLUMN).values(), ids=SMALL | LARGE_COLUMN)
 def test_small_directions_of_a_head_are_read_in_float32(gauge: go.Gauge, columns: list[float]) -> None:
     """Small columns were no part of the frame, and never trained. Beside a large product, no rotation was read."""

@@ -302,7 +302,7 @@ FUSED: dict[str, tuple[Any, str, Any, int]] = {
 }
 
 
-@pytest.mark.slow_rows("*-False", "inputs in two axes-True", "scanned-True", "lone*")
+@pytest.mark.slow_rows("*-False", "inputs in two axes-True", "scanned-True", "lone*", "first axis-True")
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("name", FUSED)
 def test_ranges_step_as_kernels_of_their_own(name: str, nesterov: bool, x64: None) -> None:

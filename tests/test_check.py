@@ -111,7 +111,7 @@ RIGHT: dict[str, tuple[Any, Callable[[Any], Any]]] = {  # weights, and the gradi
 }
 
 
-@pytest.mark.slow_rows("bfloat16 inside", "a mean of gradients*")
+@pytest.mark.slow_rows("bfloat16 inside", "a mean of gradients*", "dropout")
 @pytest.mark.parametrize("name", RIGHT)
 def test_nothing_is_raised_for_a_right_loss(name: str) -> None:
     tx, (params, gradient) = go.quotient_adamw(1e-3, [UNITS, LOGITS]), RIGHT[name]
@@ -158,7 +158,7 @@ def _tracked(make: Any, gauges: Any) -> Any:
     return go.measure.track(make(1e-2, gauges), gauges)
 
 
-@pytest.mark.slow_rows("norm", "latent", "momentum", "adagrad")
+@pytest.mark.slow_rows("norm", "latent", "sgd", "adagrad")
 @pytest.mark.parametrize(("name", "make", "steps"), [
     ("norm_scale/one_plus", functools.partial(_tracked, go.quotient_adamw), 0),
     ("product/latent_split", functools.partial(_tracked, go.ddc_adamw), 0),
@@ -319,7 +319,7 @@ def _on(*decaying: str) -> Callable[[Any], Any]:
     return lambda p: {path: path in decaying for path in p}
 
 
-@pytest.mark.slow_rows("*-False[012]")
+@pytest.mark.slow_rows("*-False[012]", "<lambda>-True")
 @pytest.mark.parametrize(("mask", "grows"), [
     (_on("scale", "up"), True), (_on("up", "down"), False), (_on("scale", "shift", "up"), False), (_on(), False),
 ])

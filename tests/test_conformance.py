@@ -364,6 +364,7 @@ def _plain() -> tuple[Tree, Tree]:
     return _steps(OPTIMIZER.make(SHORT), _params(), _gradients(1, 2))
 
 
+@pytest.mark.slow_rows("ddc_adamw/number")
 @pytest.mark.parametrize(
     "case", [c for c in TRANSFORM_CASES if c.factory in (go.add_gauge_decay, go.ddc_adamw)], ids=name
 )
@@ -376,6 +377,7 @@ def test_injected_hyperparameters_compute_the_same(case: TransformCase, x64: Non
     _close(_steps(_injected(case), params, gradients)[0], _steps(case.make(SHORT), params, gradients)[0])
 
 
+@pytest.mark.slow
 def test_changed_hyperparameters_do_not_retrace() -> None:
     tx, params = _injected(OPTIMIZER), _params()
     step = jit(chex.assert_max_traces(tx.update, n=1))
@@ -398,6 +400,7 @@ def test_injected_hyperparameters_of_bfloat16_parameters_stay_float32() -> None:
     assert {x.dtype for x in jax.tree.leaves(motion)} == {jnp.dtype(jnp.bfloat16)}
 
 
+@pytest.mark.slow
 def test_multi_steps_make_one_step_of_the_mean_gradient() -> None:
     apart = jax.tree.map(lambda x: 0.5 * x, normal_like(3, _params()))
     halves = [jax.tree.map(way, g, apart) for g in _gradients(1, 2) for way in (jnp.add, jnp.subtract)]

@@ -94,6 +94,7 @@ def test_degenerate_heads(mode: str, dtype: str, spectrum: str) -> None:
         _check_attention(f"{spectrum} {mode}", functools.partial(_tx, mode), SPECTRA[spectrum], dtype)
 
 
+@pytest.mark.slow_rows("ddc_adamw")
 @pytest.mark.parametrize("name", ["ddc_adamw", "ddc_muon", "quotient_muon", "quotient_adamw"])
 def test_wide_heads(name: str, x64: None) -> None:
     """Wide enough that what holds them stops before it has solved its equation."""

@@ -129,7 +129,7 @@ test_what_cannot_be_evaluated_is_said = each_refused({
 # A new start ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow_rows("product/llama-False", "product/llama-True", "logit_shift/*", "norm_scale/*")
+@pytest.mark.slow_rows("[!r]*")
 @pytest.mark.parametrize(("name", "pin"), [*((n, True) for n in NAMES), ("product/llama", False)])
 def test_a_restarted_twin_stays_a_twin(name: str, pin: bool, x64: None) -> None:
     case: Any = CASES[name]
@@ -150,6 +150,7 @@ def test_a_restarted_twin_stays_a_twin(name: str, pin: bool, x64: None) -> None:
         assert losses[0] == pytest.approx(losses[1], rel=1e-9)
 
 
+@pytest.mark.slow_rows("True-uint8")
 @pytest.mark.parametrize("dtype", ["bfloat16", "uint8"])
 @pytest.mark.parametrize("outside", [True, False])
 def test_compressed_moments_are_numbers_where_users_see_them_and_compressed_again(outside: bool, dtype: str) -> None:
@@ -166,6 +167,7 @@ def test_compressed_moments_are_numbers_where_users_see_them_and_compressed_agai
         assert nu(new, "bias")[0] == (0.0 if choose is None else nu(state, "bias")[0])
 
 
+@pytest.mark.slow_rows("chain of links")
 @pytest.mark.parametrize("tx", [
     go.ddc_adamw(0.1, RELU, vertical="adam"), go.ddc_adamw(0.1, RELU, preset="paper"),
     optax.chain(go.scale_by_ddc(RELU), optax.scale(-0.1), go.gauge_retract(RELU)),

@@ -44,7 +44,7 @@ def _nnx_step(model: lm.LM, optimizer: nnx.Optimizer) -> None:
     optimizer.update(model, nnx.grad(lm.loss_fn)(model, TOKENS))
 
 
-@pytest.mark.slow_rows("mask")
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", [None, lambda params: jax.tree.map(lambda x: x.ndim > 1, params)], ids=["-", "mask"])
 def test_nnx_optimizer_takes_the_steps_of_a_plain_dict(mask: Any) -> None:
     """`init` sees boxes, `update` bare arrays."""

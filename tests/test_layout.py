@@ -30,7 +30,7 @@ def _same(found: Any, expected: Any) -> None:
         np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.slow_rows("[!rhgst]*", "gauge_[!f]*", "track", "scale_by_[!o]*", "rotational*", "hold*")
+@pytest.mark.slow_rows("[!rhgst]*", "gauge_[!f]*", "track", "scale_by_[!o]*", "rotational*", "hold*", "track_r*")
 @pytest.mark.parametrize("name", KINDS)
 def test_explicit_axes_change_nothing(name: str) -> None:
     """The last axis of every leaf is dealt out."""

@@ -89,6 +89,7 @@ def test_steps_and_gradients_follow_from_the_action(x64: None) -> None:
         assert furthest(pulled | hidden, transposed | hidden) <= 1e-12, type(part)
 
 
+@pytest.mark.slow
 def test_a_norms_own_gradient_beside_a_rotation_of_the_stream(x64: None) -> None:
     """The rule (`completed`) gives what the rotation conjugated by the norm's scale gives by its transpose."""
     case: Any = CASES["product/residual_layernorm"]
@@ -171,7 +172,7 @@ def _with_signs(gauges: list[Any], params: Tree, seed: int) -> Tree:
     return with_leaves(params, leaves_by_path(params) | {p: y - s.added[p] for p, y in x.items()})
 
 
-@pytest.mark.slow_rows("product/latent_fused-*", "product/whole_gpt-*", "product/linear-adamw")
+@pytest.mark.slow_rows("product/latent_fused-*", "product/whole_gpt-*", "product/linear-*")
 @pytest.mark.parametrize("inner", [optax.adamw(1e-2, weight_decay=0.1), optax.lion(1e-3)], ids=["adamw", "lion"])
 @pytest.mark.parametrize("name", ["product/linear", "product/whole_gpt", "product/latent_fused"])
 def test_a_norm_may_change_sign_with_its_readers(name: str, inner: Any, x64: None) -> None:

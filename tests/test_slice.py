@@ -54,7 +54,6 @@ ROWS = [
 # The quick ones are one model and one inner per kind of either, and all odd starts of one optimizer.
 QUICK = [
     ("gpt", "adamw", "", False, "float64"), ("llama", "adamw", "", False, "float32"),
-    ("gpt", "muon", "", False, "float64"),
     *(("gpt", "adamw", start, False, "float32") for start in ODD), ("gpt", "adamw", "dead_unit", False, "float64"),
 ]
 

@@ -125,6 +125,7 @@ def test_a_record_of_the_same_list_in_another_order_is_refused() -> None:
         track([GAUGES[1], RESCALE]).update(params, track([RESCALE, GAUGES[1]]).init(params), params)
 
 
+@pytest.mark.slow_rows("ddc_adamw")
 @pytest.mark.parametrize("name", FRAMED)
 def test_a_state_goes_on_under_the_same_list_in_another_order(name: str) -> None:
     params, gradient = _params(), jax.tree.map(jnp.cos, _params())

@@ -97,6 +97,7 @@ def test_bare_functions_are_compiled_unless_jit_is_faked() -> None:
         assert update.traced == expected
 
 
+@pytest.mark.slow
 def test_under_fake_jit_the_assertions_hold_and_fail_alike() -> None:
     with chex.fake_jit():
         go.testing.assert_invariant(loss_fn, PARAMS, GAUGE, KEY)

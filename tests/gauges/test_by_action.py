@@ -101,6 +101,7 @@ test_errors_name_the_gauge_and_the_remedy = each_refused([
 # A class of two methods --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 def test_two_methods_open_every_door() -> None:
     """The same symmetry by two methods and by the library, on the leaves that it moves."""

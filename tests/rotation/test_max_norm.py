@@ -215,6 +215,7 @@ def test_a_huge_step_ends_on_the_bound_in_its_direction(size: float) -> None:
 CONFIG = lm.llama_config(vocab=7, d_model=8, layers=2, heads=2, kv_heads=2, d_head=4, d_ff=12, max_len=5)
 
 
+@pytest.mark.slow
 def test_twins_train_as_one(x64: None) -> None:
     """Weights of one function, far apart by all gauges at once; AdamW and the link without `quotient` differ."""
     config = dataclasses.replace(CONFIG, layers=1)

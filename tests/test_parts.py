@@ -1,5 +1,6 @@
 """Parts: what each one promises the slice, what the order of a list means, and three faults of an earlier core."""
 
+import math
 import random
 import re
 from pathlib import Path
@@ -65,7 +66,11 @@ def test_columns_of_norm_one_stay_on_the_slice(make: Any, axes: str, shape: Any,
     }
     sizes = {"sizes": {"head": 2}} if "(" in axes else {}
     gauge = make({"up": axes, "bias": bias_axes}, {"down": f"{bias_axes} _"}, **sizes)
-    norms = [jax.tree.map(jnp.linalg.norm, tree) for tree in (go.bind(gauge, params).slice_point(params), params)]
+    bound = go.bind(gauge, params)
+    (size,) = (place.part for place in bound.slice.sizes)
+    of_input = math.prod(shape[k] for k in inputs)  # steps of DDC's lengths count entries
+    assert size.up[0].entries(size.named) == of_input * size.natural[size.anchors[0]]
+    norms = [jax.tree.map(jnp.linalg.norm, tree) for tree in (bound.slice_point(params), params)]
     assert furthest(*norms) <= 1e-12  # of leaves, because planes are turned too
 
 

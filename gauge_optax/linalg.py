@@ -826,6 +826,7 @@ def ns_schedule(ns_coeffs: Coefficients, ns_steps: int) -> Schedule:
       ValueError: an unknown preset, or coefficients of no step.
     """
     chosen: Any = NS_PRESETS.get(ns_coeffs, ()) if isinstance(ns_coeffs, str) else ns_coeffs
+    chosen = chosen if hasattr(chosen, "__len__") else ()
     steps = [chosen] * ns_steps if len(chosen) and np.ndim(chosen[0]) == 0 else chosen
     if not len(steps) or min(map(len, steps)) < 2:
         presets = ", ".join(map(repr, NS_PRESETS))

@@ -622,9 +622,35 @@ def require_choice(transformation: str, argument: str, value: object, choices: S
             f"write {argument}={choices[0]!r}")
 
 
+def in_interval(value: Any, interval: str) -> bool:
+    """Whether a user's argument is one real number in an interval such as "[0, 1)", whose end 1 is outside.
+
+    Of a traced number, as `optax.inject_hyperparams` makes it, only the shape and the kind are known.
+
+    >>> from gauge_optax.transformation import in_interval
+    >>> [in_interval(x, "(0, inf)") for x in (0.5, 0.0, float("nan"), float("inf"), True, "1", None)]
+    [True, False, False, False, False, False, False]
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number | np.ndarray | jax.Array):
+        return False
+    if np.ndim(value) or not any(jnp.issubdtype(jnp.result_type(value), kind) for kind in (jnp.floating, jnp.integer)):
+        return False
+    low, high = map(float, interval[1:-1].split(","))
+    if isinstance(value, jax.core.Tracer):
+        return True
+    return bool((low < value or (low == value and interval[0] == "["))
+                and (value < high or (value == high and interval[-1] == "]")))
+
+
+def require_number(function: str, argument: str, value: Any, interval: str, remedy: str) -> None:
+    """Raises ValueError unless an argument is one real number in an interval, see `in_interval`."""
+    if not in_interval(value, interval):
+        raise binding_error(function, f"bad {argument}", f"{argument}={value!r}", f"one number in {interval}", remedy)
+
+
 def require_count(function: str, argument: str, count: Any, least: int) -> None:
     """Raises ValueError unless an argument is an integer from `least`."""
-    if not isinstance(count, int | np.integer) or count < least:
+    if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < least:
         raise binding_error(
             function, f"bad {argument}", f"{argument}={count!r}", f"an int, at least {least}",
             f"pass {argument}={least}")
@@ -644,14 +670,14 @@ def require_scalar(function: str, value: Any, differentiable: bool = True) -> No
             "pass a function that returns the loss alone: lambda *args: loss(*args)[0]")
 
 
-def require_every(transformation: str, every: Any) -> None:
-    """Raises ValueError unless `every` is a positive number of steps."""
+def require_every(transformation: str, every: Any, argument: str = "every") -> None:
+    """Raises ValueError unless an argument, `every`, is a positive number of steps."""
     integer = isinstance(every, int | np.integer | jax.Array) and jnp.issubdtype(jnp.result_type(every), jnp.integer)
     # `optax.inject_hyperparams` traces the number, and then only its type can be checked.
     if not integer or (not isinstance(every, jax.core.Tracer) and (jnp.ndim(every) or every < 1)):
         raise binding_error(
-            transformation, "bad every", repr(every), "a positive int, the number of steps from one time to the next",
-            "write every=1 for every step")
+            transformation, f"bad {argument}", repr(every),
+            "a positive int, the number of steps from one time to the next", f"write {argument}=1 for every step")
 
 
 def require_gauges_of_state(transformation: str, stored: Any, expected: Any, leaves: Mapping[str, str] = {}) -> None:

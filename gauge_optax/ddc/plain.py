@@ -54,6 +54,8 @@ from gauge_optax.transformation import (
     layout,
     placeholder,
     require_choice,
+    require_every,
+    require_number,
     transformation,
     updates_at,
     zeros_like,
@@ -66,6 +68,9 @@ RADIAL = ("linear", "log")
 _LEAST_SHARE = 1e-3
 # A length below its floor grows by this many of Adam's largest steps. More than one, so that decay cannot undo it.
 _REGROWTH = 4.0
+# Where arguments lie, and their usual values.
+_NUMBERS = {"radial_scale": ("[0, inf)", 1.0), "scale_floor": ("[0, inf)", 0.0), "live_threshold": ("[0, inf]", 1e-3),
+            "refresh_drift": ("[0, inf]", 0.1)}
 
 
 class Options(NamedTuple):
@@ -89,12 +94,15 @@ class Options(NamedTuple):
 
 
 def checked_options(name: str, *settings: Any) -> Options:
-    """Returns settings, given in the order of `Options`. Raises ValueError, in the name of `name`, for unknown modes.
-    """
+    """Returns settings, given in the order of `Options`. Raises ValueError for unknown modes and bad numbers."""
     options = Options(*settings)
     require_choice(name, "vertical", options.vertical, VERTICAL)
     require_choice(name, "v_mode", options.v_mode, V_MODES)
     require_choice(name, "radial", options.radial, RADIAL)
+    for argument, (interval, usual) in _NUMBERS.items():
+        require_number(name, argument, getattr(options, argument), interval, f"write {argument}={usual}")
+    if options.refresh_every is not None:
+        require_every(name, options.refresh_every, "refresh_every")
     return options
 
 

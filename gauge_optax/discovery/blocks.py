@@ -100,7 +100,9 @@ class BlockCount(NamedTuple):
 # Which blocks ---------------------------------------------------------------------------------------------
 
 
-def blocks_of(trace: Trace, leaves: Leaves, most: int, rng: np.random.Generator) -> list[EntrySet]:
+def blocks_of(
+    trace: Trace, leaves: Leaves, most: int, rng: np.random.Generator
+) -> tuple[list[EntrySet], list[str]]:
     """Returns one block per space, with up to three of its indices, and one per layer, with its small leaves.
 
     Args:
@@ -110,23 +112,28 @@ def blocks_of(trace: Trace, leaves: Leaves, most: int, rng: np.random.Generator)
       rng: draws the indices, and one of several layers that are alike.
 
     Returns:
-      The blocks. If several differ in the layer alone, one is returned. If three indices of a space have more than
-      `most` entries, its block has fewer indices, and there are also blocks of the space within single layers.
+      The blocks, and a text for each space without a block, because one index of it has more than `most` entries even
+      in single layers. If several blocks differ in the layer alone, one is returned. If three indices of a space have
+      more than `most` entries, its block has fewer indices, and there are also blocks of the space within single
+      layers.
 
     >>> from gauge_optax.discovery.trace import walked
     >>> leaves = {"up": np.ones((2, 3)), "down": np.ones((3, 4))}
     >>> trace = walked(lambda p, x: [jax.nn.relu(x @ p["up"]) @ p["down"]], leaves, np.ones((5, 2)))
-    >>> [block.name for block in blocks_of(trace, leaves, 100, np.random.default_rng(0))][:2]
+    >>> [block.name for block in blocks_of(trace, leaves, 100, np.random.default_rng(0))[0]][:2]
     ['2 of 2 along an axis of up', '3 of 3 along an axis of down, up']
     """
     by_kind: dict[Any, list[EntrySet]] = {}
+    large: list[str] = []
     for axes in _spaces(trace, leaves):
+        sizes: list[int] = []
         for places in (axes, *_by_layer(axes)):
             ids = np.unique(np.concatenate([ids for of_leaf in places.values() for _, ids in of_leaf]))
             picked = rng.permutation(ids)
             for count in (3, 2, 1):
                 entries = _selected(places, leaves, picked[:count])
-                if 0 < sum(map(len, entries.values())) <= most:
+                sizes.append(sum(map(len, entries.values())))
+                if 0 < sizes[-1] <= most:
                     break
             else:
                 continue  # even one index has too many entries here; in single layers, which come next, it has fewer
@@ -136,6 +143,9 @@ def blocks_of(trace: Trace, leaves: Leaves, most: int, rng: np.random.Generator)
             by_kind.setdefault(kind, []).append(EntrySet(label, entries))
             if places is axes and count == 3:
                 break
+        if (least := min(sizes)) > most:
+            held = ", ".join(sorted({template(path) for path in axes}))
+            large.append(f"an axis of {held}, which has {least:,} entries at one index: pass block={least}")
     small = {path: x for path, x in leaves.items() if x.size <= most // 6}
     for layer in _by_layer(small):
         entries, names = {}, []
@@ -145,7 +155,7 @@ def blocks_of(trace: Trace, leaves: Leaves, most: int, rng: np.random.Generator)
                 names.append(template(path))
         names = sorted(names)
         by_kind.setdefault(("small", *names), []).append(EntrySet(f"all of {', '.join(names)}", entries))
-    return [blocks[int(rng.integers(len(blocks)))] for blocks in by_kind.values()]
+    return [blocks[int(rng.integers(len(blocks)))] for blocks in by_kind.values()], large
 
 
 Axes = dict[str, list[tuple[int, np.ndarray]]]
@@ -216,14 +226,14 @@ def dead_in_blocks(
 
     Returns:
       One count per block; an orthonormal basis per block of the directions that no gauge explains, all in one array
-      (directions, parameters); the names of the blocks that were not counted; and the leaves that were held constant,
+      (directions, parameters); the names of blocks that were not counted; and the leaves that were held constant,
       because their gradients are not derivatives of the outputs.
 
     Raises:
       ValueError: not one index of an axis fits in a block; too few outputs.
     """
     trace = walked(fn, leaves, batches[0])
-    blocks = blocks_of(trace, leaves, most, rng)
+    blocks, skipped = blocks_of(trace, leaves, most, rng)
     if not blocks:
         least = min((_least(places, leaves) for axes in _spaces(trace, leaves) for places in (axes, *_by_layer(axes))),
                     default=1)
@@ -235,7 +245,7 @@ def dead_in_blocks(
     if outputs < needed:
         raise too_few(outputs, f"{needed:,} entries of a block")
     span, rest = _Span(gauges, point, leaves), [np.zeros((0, sum(x.size for x in leaves.values())))]
-    counts, skipped, trials = list[BlockCount](), list[str](), list[Trial]()
+    counts, trials = list[BlockCount](), list[Trial]()
     found = rows_of(fn, leaves, batches, blocks, needed, rng, progress, deadline, trials)
     if held := untrue(jax.jit(fn, compiler_options=quick_options()), trials, rng.spawn(1)[0]):
         found = rows_of(with_constants(fn, held), leaves, batches, blocks, needed, rng, progress, deadline)

@@ -86,7 +86,8 @@ class Census(NamedTuple):
         largest of all; with `blocks`, those of the block in which the two are closest.
       blocks: the blocks in which directions were counted; () if all parameters were counted at once.
       bound: an upper bound for the number of all dead directions, and its standard error; None if it was not asked for.
-      skipped: names of the blocks for which the time did not suffice: their dead directions are not in these numbers.
+      skipped: names of blocks that were not counted, because the time ended, or because one index of an axis has more
+        entries than `block`. Their dead directions are not in these numbers.
       constant: leaves whose gradients are not derivatives of the outputs, such as those behind a `stop_gradient`. The
         outputs change with them, though no gradient shows how. They were held constant: no direction that changes them
         counts as dead.
@@ -125,7 +126,7 @@ class Census(NamedTuple):
             ]
             if self.skipped:
                 names = ", ".join(self.skipped[:3]) + (", …" if len(self.skipped) > 3 else "")
-                rows += [f"a lower bound: the time ended before {len(self.skipped)} blocks were counted ({names})"]
+                rows += [f"a lower bound: {len(self.skipped)} blocks were not counted ({names})"]
         else:
             rows += [
                 "",

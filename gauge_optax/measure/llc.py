@@ -20,21 +20,25 @@ References: Lau et al. 2023, arXiv:2308.12108, Eq. (13) and Alg. 1; Watanabe 200
 of devinterp.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from gauge_optax.binding import in_single_or_better, real_leaves, with_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.linalg import real_dtype
 from gauge_optax.measure._metric import Leaves, stored, ways
-from gauge_optax.transformation import require_count, require_key, require_scalar, require_traceable
+from gauge_optax.transformation import (
+    require_count,
+    require_key,
+    require_number,
+    require_scalar,
+    require_traceable,
+)
 
 _LARGE = 10**7  # with more parameters, chains run one after the other; all at once would need several times the memory
 
@@ -140,12 +144,8 @@ def llc(
     sizes: dict[str, tuple[Any, str]] = {
         "n_beta": (n_beta, "n / math.log(n)"), "lr": (lr, "1e-6"), "localization": (localization, "1.0")}
     for name, (size, usual) in sizes.items():
-        free = name == "localization"  # without a pull, a chain may leave the minimum, but it is a chain
-        number = np.ndim(size) == 0 and isinstance(size, int | float | np.number | np.ndarray | jax.Array)
-        traced = isinstance(size, jax.core.Tracer)
-        if not number or not (traced or 0 < size < math.inf or (free and size == 0)):
-            raise binding_error("llc", f"bad {name}", f"{name}={size}", f"a number {'from' if free else 'above'} 0",
-                                f"pass {name}={usual}")
+        # Without a pull, a chain may leave the minimum, but it is a chain.
+        require_number("llc", name, size, "[0, inf)" if name == "localization" else "(0, inf)", f"pass {name}={usual}")
     # A float64 of NumPy or JAX would promote the point. Python's floats, and a tracer of the point's dtype, do not.
     of_leaves = (in_single_or_better(x).dtype for x in real_leaves("llc", params).values())
     least = min(of_leaves, key=lambda dtype: jnp.finfo(dtype).bits, default=real_dtype())

@@ -21,7 +21,7 @@ from gauge_optax.errors import binding_error, warn
 from gauge_optax.linalg import safe_divide, unit_and_size
 from gauge_optax.norms import vectors
 from gauge_optax.norms.vectors import Selection
-from gauge_optax.transformation import placeholder, transformation
+from gauge_optax.transformation import in_interval, placeholder, transformation
 
 Radius = float | jax.Array
 _JUMP = 0.01  # share of a radius by which a norm may differ without a warning; bfloat16 rounds norms by less
@@ -190,7 +190,7 @@ def _numbers(axes: Mapping[str, Axes], radius: Any) -> Mapping[str, Radius]:
     """Returns pattern → the user's number. Raises ValueError unless each pattern of axes has a positive one."""
     numbers = radius if isinstance(radius, Mapping) else dict.fromkeys(axes, radius)
     for pattern in {**axes, **numbers}:
-        if pattern not in axes or not vectors.positive(numbers.get(pattern)):
+        if pattern not in axes or not in_interval(numbers.get(pattern), "(0, inf)"):
             raise binding_error(
                 "hyperball", f"bad radius of '{pattern}'", repr(numbers.get(pattern)),
                 f"a positive number for each of {', '.join(map(repr, axes))}, and for no other pattern; or 'initial'",

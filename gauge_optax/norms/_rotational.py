@@ -24,7 +24,7 @@ from gauge_optax.norms import vectors
 from gauge_optax.norms.equilibrium import predict_equilibrium
 from gauge_optax.norms.links import require_beta
 from gauge_optax.norms.vectors import Clock, Selection, at
-from gauge_optax.transformation import checked_inner, placeholder, transformation
+from gauge_optax.transformation import checked_inner, placeholder, require_number, transformation
 from gauge_optax.wrapped import preflight_of
 
 Scalar = float | jax.Array
@@ -152,6 +152,9 @@ def named_rotational(
     specs = vectors.parse(name, "blocks", blocks, sizes)
     optimizer = checked_inner(name, inner)
     require_beta(name, beta)
+    require_number(name, "eps", eps, "[0, inf)", "write eps=0.0 for steps that no scale of the loss changes")
+    if eta_r is not None and not callable(eta_r):
+        require_number(name, "eta_r", eta_r, "[0, inf)", "write eta_r=0.03, in radians a step")
     # A schedule, or a number that `inject_hyperparams` holds, may have another value later.
     if eta_r is None and isinstance(weight_decay, int | float | np.number) and not weight_decay > 0:
         raise binding_error(

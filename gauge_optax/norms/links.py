@@ -16,7 +16,7 @@ from gauge_optax.errors import binding_error
 from gauge_optax.linalg import real_dtype, root_mean_square, safe_divide, unit_and_size
 from gauge_optax.norms import vectors
 from gauge_optax.norms.vectors import Selection
-from gauge_optax.transformation import GaugeTransformation, placeholder, transformation
+from gauge_optax.transformation import GaugeTransformation, placeholder, require_number, transformation
 
 Scalar = float | jax.Array
 Sizes = Callable[[Selection], Scalar]
@@ -197,18 +197,12 @@ def kept_below(selection: Selection, point: jax.Array, step: jax.Array, bound: S
 
 def require_bound(name: str, bound: Scalar) -> None:
     """Raises ValueError for a bound that is no positive number."""
-    if not vectors.positive(bound):
-        raise binding_error(
-            name, "bad bound", repr(bound), "a positive number", "write bound=1.0: the norm of a neuron at the start"
-        )
+    require_number(name, "bound", bound, "(0, inf)", "write bound=1.0: the norm of a neuron at the start")
 
 
 def require_beta(name: str, beta: Any) -> None:
-    """Raises ValueError for a decay of an average that is no number in [0, 1); a traced one passes."""
-    if not isinstance(beta, jax.core.Tracer) and (isinstance(beta, str | None) or jnp.ndim(beta) or not 0 <= beta < 1):
-        raise binding_error(
-            name, "bad beta", repr(beta), "a number in [0, 1), the share of an average that stays at each step",
-            "write beta=0.9; beta=0.0 averages over nothing but the last step")
+    """Raises ValueError for a decay of an average that is no number in [0, 1)."""
+    require_number(name, "beta", beta, "[0, 1)", "write beta=0.9; beta=0.0 averages over nothing but the last step")
 
 
 _ABOVE = 1.25  # norms in units of the bound from which on `check` raises: LeCun-normal vectors have 1, He-normal 1.41

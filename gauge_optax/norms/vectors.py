@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from gauge_optax.binding import Axes, Block, BlockSpec, bind, block_specs, frozen_sizes, leaves_by_path, overlap
@@ -225,10 +224,3 @@ def at(value: optax.ScalarOrSchedule, count: Any) -> jax.Array:
     """Returns a number or the value of a schedule, cast to the computing dtype: schedules may return float32 under x64.
     """
     return jnp.asarray(value(count) if callable(value) else value, real_dtype())
-
-
-def positive(number: Any) -> bool:
-    """Whether a user's argument is one positive finite number. Of a traced one, as in `inject_hyperparams`, say yes."""
-    if isinstance(number, jax.core.Tracer):
-        return number.ndim == 0
-    return not isinstance(number, bool | str | None) and np.ndim(number) == 0 and 0 < number < math.inf

@@ -7,7 +7,6 @@ amount. The two sides of a scale are treated in the same way, per channel.
 References: "When Equivalent Weights Train Differently" ("the post") §3, §7; docs/design.md §5.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -36,6 +35,7 @@ from gauge_optax.transformation import (
     require_choice,
     require_every,
     require_gauges_of_state,
+    require_number,
     transformation,
 )
 from gauge_optax.xla import cond, zeros_of
@@ -151,16 +151,7 @@ def scale_by_opposite_gram(
       matrix, whose condition number is the square of its factor's, is never formed; damping is relative by default.
     """
     require_choice(_NAME, "damping_mode", damping_mode, ("relative", "absolute"))
-    if not (isinstance(damping, jax.core.Tracer) and damping.ndim == 0):  # the value of a tracer cannot be checked
-        try:
-            fits = not isinstance(damping, bool | str) and np.ndim(damping) == 0 and 0 <= float(damping) < math.inf
-        except (TypeError, ValueError):
-            fits = False
-        if not fits:
-            raise binding_error(
-                _NAME, "bad damping", repr(damping), "a number that is not negative",
-                "write damping=0.0, or 1e-3 of the mean eigenvalue",
-            )
+    require_number(_NAME, "damping", damping, "[0, inf)", "write damping=0.0, or 1e-3 of the mean eigenvalue")
     require_every(_NAME, every)
     group = product(gauges)
     # `inject_hyperparams` traces `every`, so that the state must have one form for all values of a traced `every`.

@@ -44,7 +44,7 @@ from gauge_optax.parts.matrices import (
 )
 from gauge_optax.parts.part import Part, changed
 from gauge_optax.slice import Slice
-from gauge_optax.transformation import require_choice
+from gauge_optax.transformation import require_choice, require_count, require_number
 
 Scalar = float | jax.Array
 Labels = Mapping[str, Axes] | None
@@ -245,11 +245,15 @@ def polar_of(
         ns_coeffs = "sharp" if ns_coeffs == "standard" else ns_coeffs  # B.10: singular values go to 1
     if isinstance(scale, str):
         require_choice(name, "scale", scale, SCALES)
+    else:
+        require_number(name, "scale", scale, "(0, inf)", "write scale=0.2 for the RMS of Adam's steps, or 'width'")
     if isinstance(ns_steps, jax.Array):
         raise binding_error(
             name, "ns_steps is traced", "an array", "a Python integer",
             'write inject_hyperparams(..., static_args=("ns_steps",)), or give ns_coeffs one tuple per step',
         )
+    if ns_steps is not None:
+        require_count(name, "ns_steps", ns_steps, 1)
     named: set[str] = set()
     for pattern, label in (labels or {}).items():
         if _is_axes(label):

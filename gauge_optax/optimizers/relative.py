@@ -18,7 +18,7 @@ from gauge_optax.binding import in_single_or_better, leaves_by_path, with_leaves
 from gauge_optax.gauges.bound import bound
 from gauge_optax.gauges.gauge import Gauges, product
 from gauge_optax.parts.matrices import matrices_of
-from gauge_optax.transformation import GaugeTransformation, transformation, updates_at
+from gauge_optax.transformation import GaugeTransformation, require_number, transformation, updates_at
 
 
 def scale_by_relative_rms(gauges: Gauges, min_scale: float | jax.Array = 0.1) -> GaugeTransformation:
@@ -48,6 +48,7 @@ def scale_by_relative_rms(gauges: Gauges, min_scale: float | jax.Array = 0.1) ->
     Reference: none; the rule is ours. Relative steps train better from small starts, inside `quotient` and without it
       (examples/results/starts.json).
     """
+    require_number("scale_by_relative_rms", "min_scale", min_scale, "[0, inf)", "write min_scale=0.1")
     group = product(gauges)
 
     def init(params: optax.Params) -> optax.EmptyState:

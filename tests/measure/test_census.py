@@ -41,7 +41,7 @@ def test_a_block_has_the_dead_directions_that_the_whole_jacobian_has_in_it(x64: 
 
     columns = {path: np.asarray(x).reshape(-1, leaves[path].size) for path, x in jax.jacobian(flat)(leaves).items()}
     closed = jax.make_jaxpr(lambda *x: [flat(dict(zip(leaves, x, strict=True)))])(*leaves.values())
-    blocks = blocks_of(walk(closed, list(leaves)), leaves, 250, np.random.default_rng(0))
+    blocks, _ = blocks_of(walk(closed, list(leaves)), leaves, 250, np.random.default_rng(0))
     assert [block.name for block in blocks] == [count.name for count in found.blocks] and len(blocks) > 5
     for block, count in zip(blocks, found.blocks, strict=True):
         inside = np.concatenate([columns[path][:, at] for path, at in block.entries.items()], 1)
@@ -73,7 +73,18 @@ def test_without_time_the_count_says_that_it_is_a_lower_bound() -> None:
     found = _counted(_llama(), _llama().gauges[:6], seconds=0.0)
     assert found.blocks == () and len(found.skipped) > 3 and found.unexplained == 0
     assert found.dead == found.explained == sum(gauge.dim for gauge in found.gauges) > 0
-    assert f"a lower bound: the time ended before {len(found.skipped)} blocks were counted" in str(found)
+    assert f"a lower bound: {len(found.skipped)} blocks were not counted" in str(found)
+
+
+def test_an_axis_without_a_block_is_named() -> None:
+    """One index of the inputs' axis has 60 entries, more than a block: the count did not say that it is without it."""
+    rng = np.random.default_rng(0)
+    params, batch = {"up": rng.normal(size=(2, 60)), "down": rng.normal(size=(60, 3))}, rng.normal(size=(90, 2))
+    gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
+    found = go.measure.census(
+        lambda p, x: jax.nn.relu(x @ p["up"]) @ p["down"], params, [batch], gauge, whole=10, block=30, progress=False)
+    assert len(found.blocks) == 1 and "a lower bound: 2 blocks were not counted" in str(found)
+    assert "an axis of up, which has 60 entries at one index: pass block=60" in found.skipped
 
 
 def test_the_upper_bound_is_above_the_count_and_sharp_after_as_many_steps_as_parameters(x64: None) -> None:

@@ -1,8 +1,10 @@
 """Steps of a set length inside a max-norm ball, and `max_norm_muon`: beside the same by hand, and as twins."""
 
 import dataclasses
+import functools
 import warnings
 from collections import namedtuple
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -19,7 +21,7 @@ from tests.refusals import refused
 from tests.tolerances import tolerance
 from tests.twins import driven, stepper, train, walk
 
-RATE = 0.05
+RATE, INF = 0.05, float("inf")
 NO_GAUGE = go.logit_shift({"shift": "vocab"})
 """On a leaf that no kernel is: a list of gauges may not be empty."""
 SHIFT = {"shift": jnp.zeros(3)}
@@ -77,28 +79,31 @@ def test_every_vector_steps_by_the_formula(bound: float, beta: float, x64: None)
     np.testing.assert_array_equal(found[:, :, 6], weights[None, :, 6].repeat(steps + 1, 0))
 
 
-@pytest.mark.parametrize("bound", [0.0, float("nan"), float("inf")])
-def test_a_bound_is_positive(bound: float) -> None:
-    with refused("bad bound", "max_norm", "write bound=1.0"):
-        _max_norm(bound=bound)
-
-
-AVERAGING: dict[str, Any] = {
-    "max_norm": lambda beta: _max_norm(beta=beta),
-    "rotational_adamw": lambda beta: go.norms.rotational_adamw(RATE, {"w": "_ n"}, beta=beta),
-    "scale_by_vector_norm": lambda beta: go.links.scale_by_vector_norm({"w": "_ n"}, beta=beta),
-    "max_norm_muon": lambda beta: go.max_norm_muon(RATE, NO_GAUGE, {"w": "_ n"}, beta=beta),
+NUMBERS: dict[str, tuple[Any, Mapping[str, tuple[float, ...]]]] = {
+    "max_norm": (_max_norm, {"beta": (1.0, 1.5), "bound": (0.0, INF)}),
+    "rotational_adamw": (lambda **x: go.norms.rotational_adamw(RATE, {"w": "_ n"}, **x), {"eta_r": (INF,)}),
+    "scale_by_vector_norm": (lambda **x: go.links.scale_by_vector_norm({"w": "_ n"}, **x), {"beta": (1.0,)}),
+    "max_norm_muon": (functools.partial(go.max_norm_muon, RATE, NO_GAUGE, {"w": "_ n"}), {"beta": (1.0,), "bound": ()}),
+    "scale_by_ddc": (functools.partial(go.scale_by_ddc, NO_GAUGE), {
+        "radial_scale": (INF,), "scale_floor": (), "live_threshold": (), "refresh_drift": (), "refresh_every": (0,)}),
+    "ddc_muon": (functools.partial(go.ddc_muon, RATE, NO_GAUGE), {"scale": (0.0,), "ns_steps": (0,)}),
+    "scale_by_relative_rms": (functools.partial(go.links.scale_by_relative_rms, NO_GAUGE), {"min_scale": (INF,)}),
+    "scale_by_opposite_gram": (functools.partial(go.links.scale_by_opposite_gram, NO_GAUGE), {
+        "damping": (), "every": (0,)}),
 }
 
 
-@pytest.mark.parametrize("name", AVERAGING)
-def test_an_average_forgets(name: str) -> None:
-    """With beta = 1 its correction divided by zero."""
-    for beta in (1.0, 1.5, -0.1, float("nan"), None):
-        with refused(f"{name}: bad beta", "write beta=0.9"):
-            AVERAGING[name](beta)
-    AVERAGING[name](0.0)
-    jax.eval_shape(lambda beta: AVERAGING[name](beta).init(SHIFT | {"w": jnp.ones((3, 3))}), 1.0)
+@pytest.mark.parametrize(("name", "argument"), [(name, x) for name, (_, taken) in NUMBERS.items() for x in taken])
+def test_numbers_lie_in_their_intervals(name: str, argument: str) -> None:
+    """With beta = 1 the correction of an average divided by zero, and a negative radial_scale climbed."""
+    make, taken = NUMBERS[name]
+    for number in (-0.1, float("nan"), "1", True, np.ones(2), *taken[argument]):
+        with refused(f"{name}: bad {argument}", f"{argument}="):
+            make(**{argument: number})
+
+
+def test_a_traced_number_passes() -> None:
+    jax.eval_shape(lambda beta: _max_norm(beta=beta).init(SHIFT | {"w": jnp.ones((3, 3))}), 1.0)
 
 
 BOUNDED: dict[str, Any] = {

@@ -54,13 +54,15 @@ class GaugeTransformation(optax.GradientTransformationExtraArgs):
       rules: a function of params that returns leaf path → `LeafRule`; None if unknown.
       preflight: a function of params that returns what `go.check` finds before training: errors that it raises, and
         sentences for its report.
-      inner: the optimizer that it runs on the slice; None if it is neither a `quotient` nor a link of DDC.
+      inner: the optimizer that it runs on the slice; None if it is no `quotient`.
+      linked: the same for a link of DDC, whose step does not return to the slice.
     """
 
     gauges: tuple[Any, ...] = ()
     rules: Rules | None = None
     preflight: "Preflight"
     inner: Any = None
+    linked: Any = None
 
     def __new__(
         cls,

@@ -42,15 +42,20 @@ def preflight_of(inner: Any) -> Preflight:
     return preflight
 
 
-def wrapped_by(tx: Any) -> list[Any]:
-    """Returns what each `quotient` inside an optimizer wraps, in the order in which they are found."""
+def wrapped_by(tx: Any, *fields: str) -> list[Any]:
+    """Returns what transformations inside an optimizer wrap, in the order in which they are found.
+
+    Args:
+      tx: the optimizer.
+      *fields: the attributes of `GaugeTransformation` that count: "inner" for quotients, "linked" for links of DDC.
+    """
     found: dict[int, Any] = {}
 
     def keep(thing: Any) -> bool:
-        inner = getattr(thing, "inner", None) if isinstance(thing, GaugeTransformation) else None
-        if inner is not None:
-            found.setdefault(id(inner), inner)
-        return inner is not None
+        held = [getattr(thing, field) for field in fields] if isinstance(thing, GaugeTransformation) else []
+        inside = [inner for inner in held if inner is not None]
+        found.update({id(inner): inner for inner in inside})
+        return bool(inside)
 
     walk(tx, keep)
     return list(found.values())

@@ -427,9 +427,14 @@ def test_where_every_leaf_is_frozen_or_one_rests_at_the_first_step() -> None:
     (optax.scale_by_adam(), True), (ADAMW, False), (optax.chain(optax.scale_by_adam(), optax.scale(-1e-3)), False),
 ], ids=["link", "whole", "chain"])
 def test_a_learning_rate_that_is_not_inside_is_noted(inner: Any, said: bool) -> None:
-    """The way back to the slice took a step of 1 in every entry, and the rate outside made it another step."""
+    """The way back to the slice took a step of 1 in every entry, and the rate outside made it another step.
+
+    The rate of links of DDC stands behind them, in front of the way back.
+    """
     params = MLP | {"down": jnp.zeros((16, 5))}  # any step is longer than a leaf of zeros
-    assert ("put the learning rate inside" in repr(_preflight(go.quotient(inner, [UNITS]), params, mlp_loss))) == said
+    links = optax.chain(go.scale_by_ddc([UNITS]), optax.scale_by_learning_rate(1e-3), go.gauge_retract([UNITS]))
+    for tx, of_tx in (go.quotient(inner, [UNITS]), said), (links, False):
+        assert ("put the learning rate inside" in repr(_preflight(tx, params, mlp_loss))) == of_tx
 
 
 SCALED = {"g": jnp.linspace(0.5, 1.5, 8), **MLP}

@@ -72,7 +72,7 @@ def link(
 
     gauges = with_gauges_of(inner, group.gauges)
     tx = transformation(name, init, update, QuotientState, empty, gauges=gauges, rules=inner.rules)
-    tx.inner = given  # `restart` looks for it, as in a `quotient`
+    tx.linked = given
     return tx
 
 

@@ -106,7 +106,7 @@ def restart(
     require_params("restart", params)
     stored, state = state, with_numbers(state)
     inside = _one_quotient("restart", state)
-    inner = wrapped_by(tx)
+    inner = wrapped_by(tx, "inner", "linked")
     if len(inner) != 1:
         raise _no_quotient("restart", "an optimizer", len(inner))
     params = _as_seen(state, inside, params)

@@ -503,7 +503,7 @@ def _require_none_frozen_unseen(
             sum(float(np.sum(np.square(np.asarray(x, np.float64)))) for x in leaves.values() if _is_real(x))
             for leaves in (u, at)
         )
-        if wrapped_by(tx) and size > weights > 0:
+        if wrapped_by(tx, "inner") and size > weights > 0:
             notes["the first step inside quotient is longer than the weights: put the learning rate inside, "
                   "go.quotient(optax.chain(link, optax.scale_by_learning_rate(rate)), gauges)"] = None
     return list(notes)

@@ -222,8 +222,8 @@ def _of_factor(part: Factor, block: Block) -> tuple[int, Matrices | None] | None
     if PLANE in part.named:
         return None  # `Planes`, the turn of the same planes, answers
     if HEAD in part.named:  # the kernels of QK-norm have one matrix per head
-        return 1, channel_matrices(block, part.named)
-    return (2, channel_matrices(block, part.named)) if part.down else None
+        return 1, channel_matrices(block, part.named, part.signed)
+    return (2, channel_matrices(block, part.named, part.signed)) if part.down else None
 
 
 @matrices.register
@@ -373,21 +373,31 @@ def head_matrices(block: Block) -> Matrices | None:
     return _between(whole, rows, columns, of_head=basis)
 
 
-def channel_matrices(block: Block, names: tuple[str, ...]) -> Matrices | None:
-    """Returns matrices with channels on one side and free axes on the other; None if the block is no matrix."""
+def channel_matrices(block: Block, names: tuple[str, ...], of_norm: bool = False) -> Matrices | None:
+    """Returns matrices with channels on one side and free axes on the other; None if the block is no matrix.
+
+    Input channels between free axes are those of a convolution, (*window, inputs, outputs), or with several axes behind
+    them (outputs, inputs, *window). A single axis in front of the channels of a norm counts kernels that read the norm.
+    """
     whole = _widened(block)
     labels = whole.split_labels
     free = [k for k, label in enumerate(labels) if label == "_"]
     named = CHANNEL if CHANNEL in names else next(reversed(names), None)
     at = None if named is None else labels.index(named)
-    # The last free axis is the outputs if there are no channels, or if a named axis between free axes counts matrices.
-    if at is None or (named != CHANNEL and free and free[0] < at < free[-1]):
-        return _between(whole, free[:-1], free[-1:], of_head=free[-1:])
+    # The last free axis is the outputs without channels, or if a named axis counts matrices, or biases `head _`.
+    between = named != CHANNEL and at is not None and free and free[0] < at < free[-1]
+    of_heads = named == HEAD and (len(free) > 1 or (block.argument not in DIVIDED and labels[-1] == "_"))
+    if at is None or between or of_heads or named in COUNTING:
+        rows, columns = free[:-1], free[-1:]
+        return _between(whole, rows, columns, of_head=rows if HEAD in labels[: min(free, default=0)] else columns)
+    front, behind = [k for k in free if k < at], [k for k in free if k > at]
     if block.argument not in DIVIDED:
-        return _between(whole, free, [at], of_head=[at])
-    # Free axes in front of input channels are the window of a convolution, if the outputs are behind them.
-    behind = [k for k in free if k > at]
-    return _between(whole, sorted({at, *free} - {*behind}) if behind else [at], behind or free, of_head=[at])
+        rows, columns = free, [at]
+    elif not front or not behind or (of_norm and len(front) == 1):
+        rows, columns = [at], free
+    else:
+        rows, columns = ([at, *behind], front) if len(front) == 1 < len(behind) else ([*front, at], behind)
+    return _between(whole, rows, columns, of_head=[at])
 
 
 def labelled_matrices(block: Block) -> Matrices | None:

@@ -84,6 +84,20 @@ READINGS: dict[str, Reading] = {
         [go.rescale({"up": "_ _ _ channel", "bias": "channel"}, {"down": "_ _ channel _"})],
         {"up": (3, 3, 2, 5), "bias": (5,), "down": (3, 3, 5, 4)},
         dict.fromkeys(("up", "down"), Numbers((0, 1, 2), (3,)))),
+    "convolutions, outputs first": Reading(
+        [go.rescale({"up": "channel _ _ _", "bias": "channel"}, {"down": "_ channel _ _"})],
+        {"up": (5, 2, 3, 3), "bias": (5,), "down": (4, 5, 3, 3)},
+        dict.fromkeys(("up", "down"), Numbers((1, 2, 3), (0,)))),
+    "queries, keys and values behind a norm": Reading(
+        [go.norm_scale({"norm": "channel"}, {"qkv": "_ channel _ _", "gates": "_ channel _"})],
+        {"norm": (6,), "qkv": (3, 6, 2, 4), "gates": (2, 6, 5)},
+        {"qkv": Numbers((1,), (0, 2, 3)), "gates": Numbers((1,), (0, 2))}),
+    "a scale per head": Reading(
+        [go.rescale({"value": "_ head _", "bias": "head _"}, {"out": "head _ _"})],
+        {"value": (6, 2, 4), "bias": (2, 4), "out": (2, 4, 5)}, {"value": QUERIES, "out": Numbers((1,), (2,))}),
+    "a scale per layer": Reading(
+        [go.rescale({"up": "layer _ _", "bias": "layer _"}, {"down": "layer _ _"})],
+        {"up": (3, 6, 5), "bias": (3, 5), "down": (3, 5, 4)}, dict.fromkeys(("up", "down"), Numbers((1,), (2,)))),
     "outputs first": Reading(
         [go.rescale({up: "channel _"}, {down: "_ channel"}) for up, down in (("up", "mid"), ("mid", "down"))],
         {"up": (5, 6), "mid": (4, 5), "down": (3, 4)}, dict.fromkeys(("up", "mid", "down"), Numbers((1,), (0,)))),

@@ -98,6 +98,20 @@ class Unit(go.Gauge):
         return jnp.log(jnp.linalg.norm(params["up"][:, self.unit]))
 
 
+class Lazy(Unit):
+    """The same with a number that it computes when it is first asked for."""
+
+    size = functools.cached_property(lambda self: 4)
+
+
+def test_a_gauge_that_has_computed_a_number_keeps_its_state() -> None:
+    gauge, params = Lazy(0), _params(up=(3, 4), down=(4, 2))
+    tx = go.quotient(optax.adam(0.1), gauge)
+    state = tx.init(params)
+    assert gauge.size == 4
+    tx.update(params, state, params)
+
+
 def _parts(part: int) -> Gauge:
     axes = "(part=0 head _) _"
     return go.rescale({"u": axes}, {"d": axes}, sizes={"part": part, "head": 2})

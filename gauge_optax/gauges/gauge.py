@@ -14,6 +14,7 @@ apply such maps to the constants (a semidirect product).
 
 import abc
 import dataclasses
+import functools
 import inspect
 import sys
 import textwrap
@@ -316,9 +317,11 @@ class Gauge(abc.ABC):
         """A checksum of a user's gauge and its blocks. By it, labels of parts differ for two gauges of one class.
 
         For a class that is no dataclass, the attributes that are numbers or strings count. Others, such as functions,
-        may print differently in another process, and do not count.
+        may print differently in another process, and do not count; nor do cached properties, which appear later.
         """
-        plain = sorted((k, v) for k, v in vars(self).items() if isinstance(v, bool | int | float | str))
+        own = {k: v for k, v in vars(self).items()
+               if not isinstance(getattr(type(self), k, None), functools.cached_property)}
+        plain = sorted((k, v) for k, v in own.items() if isinstance(v, bool | int | float | str))
         text = repr(self) if dataclasses.is_dataclass(self) else f"{type(self).__qualname__} {plain}"
         return f"{zlib.crc32(f'{text} {[(b.path, b.shape) for b in blocks]}'.encode()):08x}"
 

@@ -285,7 +285,7 @@ def _results(equation: Any, given: list[_Known]) -> list[_Known]:
 def _repeated(closed: Any, given: list[_Known], constants: int, carried: int) -> list[_Known]:
     """Returns what is known of the results of a loop.
 
-    A carried array is known if it is known at first and one iteration leaves it as it is.
+    A carried array is known if it is known at first and one iteration leaves it as it is. The loop may have none.
 
     Args:
       closed: the body of the loop.
@@ -298,7 +298,7 @@ def _repeated(closed: Any, given: list[_Known], constants: int, carried: int) ->
         out = _closed(closed, [*fixed, *carry, *rest])
         both = [_either(a, b) for a, b in zip(carry, out, strict=False)]
         if both == carry:
-            return out
+            return [*carry, *out[carried:]]
         carry = both
 
 

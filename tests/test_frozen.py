@@ -72,6 +72,8 @@ MOVING: dict[str, Callable[[], Any]] = {
     "clipped from below": lambda: optax.chain(optax.freeze(ON_B), _masked(lambda g: jnp.clip(g, 0.1, 1.0))),
     "a mask of entries": lambda: _masked(
         lambda g, m: jnp.where(m, g, 0.0), TREE | {"b": jnp.arange(8).reshape(4, 2) > 3}),
+    "a loop without an iteration": lambda: optax.stateless(lambda u, _: u | {"b": jax.lax.while_loop(
+        lambda x: jnp.sum(x) < -1e9, jnp.zeros_like, u["b"])}),
     "lbfgs": lambda: optax.lbfgs(),
     "a mask that passes gradients on": lambda: optax.masked(optax.adamw(1e-3), {"a": True, "b": False, "c": True}),
 }

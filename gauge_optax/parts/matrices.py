@@ -219,8 +219,8 @@ def matrices(part: Part[Any], block: Block) -> tuple[int, Matrices | None] | Non
 
 @matrices.register
 def _of_factor(part: Factor, block: Block) -> tuple[int, Matrices | None] | None:
-    if PLANE in part.named:
-        return None  # `Planes`, the turn of the same planes, answers
+    if PLANE in part.named or part.by_entry:
+        return None  # `Planes`, the turn of the same planes, answers; multipliers are no matrices
     if HEAD in part.named:  # the kernels of QK-norm have one matrix per head
         return 1, channel_matrices(block, part.named, part.signed)
     return (2, channel_matrices(block, part.named, part.signed)) if part.down else None
@@ -381,8 +381,12 @@ def channel_matrices(block: Block, names: tuple[str, ...], of_norm: bool = False
     """
     whole = _widened(block)
     labels = whole.split_labels
-    free = [k for k, label in enumerate(labels) if label == "_"]
     named = CHANNEL if CHANNEL in names else next(reversed(names), None)
+    every = [k for k, label in enumerate(labels) if label == "_"]
+    # Where other axes are the sides of a matrix, a free part in parentheses with heads counts grouped queries.
+    queries = {k for group in whole.groups if HEAD in (labels[j] for j in group) for k in group}
+    free = [k for k in every if k not in queries]
+    free = free if len(free) > (named != CHANNEL) else every
     at = None if named is None else labels.index(named)
     # The last free axis is the outputs without channels, or if a named axis counts matrices, or biases `head _`.
     between = named != CHANNEL and at is not None and free and free[0] < at < free[-1]

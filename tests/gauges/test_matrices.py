@@ -95,6 +95,10 @@ READINGS: dict[str, Reading] = {
     "a scale per head": Reading(
         [go.rescale({"value": "_ head _", "bias": "head _"}, {"out": "head _ _"})],
         {"value": (6, 2, 4), "bias": (2, 4), "out": (2, 4, 5)}, {"value": QUERIES, "out": Numbers((1,), (2,))}),
+    "QK-norm": Reading(
+        [go.scale_invariant({"query": "_ (head _) _"}, sizes={"head": 2}),
+         go.multiplier_balance({"m": "(head _) _"}, {"n": "head _"})],
+        {"query": (6, 4, 3), "m": (4, 3), "n": (2, 3)}, {"query": QUERIES}),
     "a scale per layer": Reading(
         [go.rescale({"up": "layer _ _", "bias": "layer _"}, {"down": "layer _ _"})],
         {"up": (3, 6, 5), "bias": (3, 5), "down": (3, 5, 4)}, dict.fromkeys(("up", "down"), Numbers((1,), (2,)))),

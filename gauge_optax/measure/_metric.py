@@ -201,7 +201,6 @@ def _vertical(group: Product, params: Any, point: Leaves) -> tuple[Callable[[Any
     zero = group.algebra(params)
     push = jax.linearize(lambda c: b.slice.act(b.elements(group.exponential(c, params, near=True)), point), zero)[1]
     transposed = jax.linear_transpose(push, zero)
-    drawn = [optax.tree.random_like(jax.random.key(n), zero, jax.random.rademacher) for n in range(_DRAWS)]
     scale = jax.tree.map(jnp.ones_like, zero)
 
     def scaled(c: Any) -> Leaves:
@@ -210,6 +209,10 @@ def _vertical(group: Product, params: Any, point: Leaves) -> tuple[Callable[[Any
     def pull(x: Leaves) -> Any:
         return optax.tree.mul(scale, transposed(x)[0])
 
+    # Entries (i, j) and (j, i) of a rotation's coordinate have opposite vertical vectors, and must not get one sign by
+    # chance: they would cancel. The signs of `pull` are opposite where vertical vectors are.
+    keys = map(jax.random.key, range(_DRAWS))
+    drawn = [jax.tree.map(jnp.sign, pull(optax.tree.random_like(key, point, jax.random.normal))) for key in keys]
     # A coordinate whose vertical vector t shares no entry with others gets the scale 1/|t|. The first round divides by
     # the sum of absolute values, which neither underflows nor overflows as squares may.
     for weigh, root in ((jnp.sign, jnp.positive), (jnp.positive, jnp.sqrt)):

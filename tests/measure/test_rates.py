@@ -136,6 +136,17 @@ def test_lengths_of_uneven_weights_are_right_in_float32(make: Any, gauge: go.Gau
         assert found[0] == pytest.approx(np.sqrt(whole - (along**2 / norms).sum()), rel=1e-4)
 
 
+def test_every_head_of_two_entries_is_held() -> None:
+    draw = np.random.default_rng(0).normal
+    points = [{name: np.float32(draw(size=(9, 32, 2))) for name in ("query", "key")} for _ in range(2)]
+    found = go.measure.quotient_arc_length(points, go.head_rotation(dict.fromkeys(points[0], "_ head basis")))
+    start, change = points[0], jax.tree.map(np.subtract, *points[::-1])
+    along = sum(change[k][..., 1] * start[k][..., 0] - change[k][..., 0] * start[k][..., 1] for k in start).sum(0)
+    norms = sum((x**2).sum((0, 2)) for x in start.values())
+    whole = sum((x**2).sum() for x in change.values())
+    assert found[0] == pytest.approx(np.sqrt(whole - (along**2 / norms).sum()), rel=1e-5)
+
+
 def test_a_part_along_the_orbit_that_is_not_found_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gauge_optax.measure._metric._ROUNDS", 0)
     points = [{"u": jnp.ones((3, 2)), "d": jnp.ones((2, 3))}, {"u": 2.0 * jnp.eye(3)[:, :2], "d": jnp.ones((2, 3))}]

@@ -128,6 +128,8 @@ def perpendicular(group: Product, params: Any, vector: Leaves) -> Leaves:
     so that roundoff can slow it down, but cannot lead it away. The result is NaN if the rounds do not suffice.
     """
     s = group._bound(params).slice
+    if not s.parts:
+        return vector
     point, rest = s.values(params), s.vectors({**leaves_by_path(params), **vector})
     # A tiny or huge vector would have squares of 0 or infinity.
     most = jnp.max(jnp.stack([jnp.max(jnp.abs(x), initial=0.0) for x in rest.values()]))

@@ -22,6 +22,7 @@ from scipy.special import stdtrit
 from gauge_optax.binding import in_single_or_better, real_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, Product, product
+from gauge_optax.linalg import unit_and_size
 from gauge_optax.measure._metric import (
     check_at,
     perpendicular,
@@ -171,7 +172,8 @@ def _step(group: Product, at: str, frame: Elements, before: Any, after: Any) -> 
         free = {p: in_single_or_better(x) for p, x in real_leaves("quotient_arc_length", params).items()}
         ends.append(free | stored(s, ways(group, params, at, frame)[-1].point))
     step = perpendicular(group, ends[0], jax.tree.map(jnp.subtract, ends[1], ends[0]))
-    return jnp.sqrt(sum((jnp.sum(jnp.square(x)) for x in step.values()), start=jnp.zeros(())))
+    unit, size = unit_and_size(jnp.concatenate([jnp.ravel(x) for x in step.values()]), 0)
+    return size[0] * jnp.linalg.norm(unit)
 
 
 # Power laws -------------------------------------------------------------------------------------------------

@@ -136,6 +136,13 @@ def test_lengths_of_uneven_weights_are_right_in_float32(make: Any, gauge: go.Gau
         assert found[0] == pytest.approx(np.sqrt(whole - (along**2 / norms).sum()), rel=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:an empty list of gauges")
+@pytest.mark.parametrize("gauges", [[], GAUGES[1]], ids=["none", "rescale"])
+def test_tiny_steps_have_lengths_with_and_without_gauges(gauges: Any) -> None:
+    points = [{"up": jnp.ones((1, 1)), "down": jnp.ones((1, 1)), "free": jnp.full(4, 1e-25 * k)} for k in (0, 1)]
+    assert go.measure.quotient_arc_length(points, gauges) == pytest.approx([2e-25, 0.0], rel=1e-6)
+
+
 def test_every_head_of_two_entries_is_held() -> None:
     draw = np.random.default_rng(0).normal
     points = [{name: np.float32(draw(size=(9, 32, 2))) for name in ("query", "key")} for _ in range(2)]

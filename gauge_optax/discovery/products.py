@@ -87,7 +87,7 @@ class Product:
       terms: masks over the flattened outputs, one for each contraction of outputs with data (`Value.terms`).
       again: axes of the parameter along which its outputs are contracted with data, while other outputs stay. In a
         mixture of kernels, x·(Σ g·W), these are the inputs. Queries and keys share the entries of a head in this way.
-      alone: whether such a result has no axes but those of the outputs that stay, and those that both operands have.
+      alone: whether such a result has no axes that the data alone has, as scores of several keys have.
 
     >>> product = Product("up", Places.of((2, 3)), (0,), (), frozenset())
     >>> product.read_together(np.array([True, True, False]))
@@ -282,7 +282,7 @@ class Walk:
                 gone -= {a for k in product.batch for a in varying(product.ids, k, self.shapes[product.path])}
                 if gone and kept and not gone & kept:
                     product.again |= gone
-                    product.alone |= not others and all(moved[k] or len(x.steps[k]) == 1 for k in free)
+                    product.alone |= not others
 
     def joint(self, path: str, one: Places | None, other: Places | None) -> Places | None:
         """The places of a parameter in a result whose two operands both contain it, as in w / sum(w).

@@ -177,6 +177,9 @@ UNDECIDED: Mapping[str, tuple[Callable[..., Any], Mapping[str, tuple[int, ...]],
     "two contractions in turn": (
         lambda p, x: jnp.einsum("bti,btio->bto", x, jnp.einsum("bte,eio->btio", x[:, :, :5], p["w"])),
         {"w": (5, D, F)}, {"w": "data is contracted with its axes [0], and then with axes [1] of the result"}),
+    "results of kernels, mixed for a whole sequence": (
+        lambda p, x: jnp.einsum("be,bteo->bto", x[:, 0, :5], jnp.einsum("bti,eio->bteo", x, p["w"])),
+        {"w": (5, D, F)}, {"w": "data is contracted with its axes [1], and then with axes [0] of the result"}),
     **{f"positions, {counted}": (functools.partial(positions, counted=counted), {"table": (6, D), "w": (D, 5)},
                                  {"table": "list it in embeddings={'table': 'token _'}"}) for counted in (True, False)},
     "as many rows as a triangle has": (

@@ -721,9 +721,12 @@ def _loop(walk: Walk, eqn: Any, ins: list[Value]) -> list[Value]:
     """
     body, consts, carry, stacks = loop_parts(eqn, ins)
     rows = []
-    # Keys of random numbers, which are unsigned, may differ from layer to layer.
+    # Keys of random numbers, which are unsigned, may differ from layer to layer, and a loop over kernels is one over
+    # layers, whatever data it takes beside them.
     kinds = [getattr(v.aval.dtype, "kind", "") for v in eqn.invars[len(eqn.invars) - len(stacks) :]]
-    walk.turns.append(any(value.data and kind not in ("", "u") for value, kind in zip(stacks, kinds, strict=False)))
+    kernels = any(sum(n > 1 for n in value.shape[1:]) > 1 for value in stacks if value.leaves() and not value.data)
+    walk.turns.append(not kernels and any(
+        value.data and kind not in ("", "u") for value, kind in zip(stacks, kinds, strict=True)))
     for value in stacks:
         if not value.data:
             walk.turned |= value.leaves().keys() if walk.turns[-1] else set()

@@ -208,6 +208,14 @@ def test_what_is_no_kernel_is_not_undecided(fn: Any) -> None:
     assert not (found.undecided or found.neurons or found.embeddings)
 
 
+def test_vectors_of_layers_beside_data_per_layer_are_not_undecided() -> None:
+    def layers(p: Any, x: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda h, q: (h + q[1] * jnp.tanh(h @ q[0]["w"] + q[0]["b"]), None), x, (p, x[0, :3, 0]))[0]
+
+    found = axes_of(layers, drawn({"w": (3, D, D), "b": (3, D)}), features(RNG(1)), "loss")
+    assert found.neurons == {"w": "layer _ neuron"} and not found.undecided
+
+
 # The report, the check, the plan --------------------------------------------------------------------------
 
 

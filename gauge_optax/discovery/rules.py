@@ -214,15 +214,17 @@ SCATTERS = ("scatter", "scatter-add", "scatter-mul", "scatter-max", "scatter-min
 def _update(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     at = 1 if eqn.primitive.name == "dynamic_update_slice" else 2
     target, update = _shapes(eqn.invars)[0], _shapes(eqn.invars)[at]
-    if at == 2 and ins[1].depends:  # parameters choose the index that is written to, as a router chooses an expert
-        out = list(ins[0].axes)
-        for k in eqn.params["dimension_numbers"].scatter_dims_to_operand_dims:
+    if at == 2 and (ins[1].depends or len(target) != len(update)):
+        numbers, out = eqn.params["dimension_numbers"], list(ins[0].axes)
+        whole = (k for k in range(len(target)) if k not in (*numbers.inserted_window_dims, *numbers.operand_batching_dims))
+        for k, j in zip(whole, numbers.update_window_dims, strict=True):
+            out[k] = trace.spaces.unify(out[k], ins[2].axes[j]) if target[k] == update[j] else out[k]
+        # Parameters may choose the index that is written to, as a router chooses an expert.
+        for k in numbers.scatter_dims_to_operand_dims if ins[1].depends else ():
             out[k] = chosen = trace.spaces.nothing(id(eqn), k, target[k]) if out[k] is None else out[k]
             trace.ranked.append(chosen)
             trace.summed.append(chosen)
         return [out]
-    if len(target) != len(update):
-        return [list(ins[0].axes)]
     pairs = zip(ins[0].axes, ins[at].axes, target, update, strict=True)
     return [[trace.spaces.unify(a, b) if n == m else a for a, b, n, m in pairs]]
 

@@ -395,6 +395,17 @@ def test_ragged_experts_have_a_scale_per_unit(last: int) -> None:
     explained(fn, drawn(up=(2, D, 5) if last == 1 else (2, 5, D), down=(2, 5, 3)), "rescale")
 
 
+def test_rows_that_a_router_scatters_keep_their_columns() -> None:
+    def fn(p: Any, x: Any) -> jax.Array:
+        share = jax.nn.softmax(x @ p["router"])
+        order = jnp.argsort(jnp.argmax(share, -1))
+        y = jax.nn.relu(x @ p["up"]) @ p["down"] * jnp.max(share, -1, keepdims=True)
+        return jnp.zeros_like(y).at[order].set(y[order]) @ p["head"]
+
+    params = drawn(router=(D, 3), up=(D, 5), down=(5, 3), head=(3, 4))
+    explained(fn, params, "head_linear", "rescale", "logit_shift")
+
+
 def test_a_channel_with_two_filters_of_a_depthwise_convolution_has_a_scale() -> None:
     def fn(p: Any, x: Any) -> jax.Array:
         y = jax.nn.relu(x.reshape(-1, 4, 2, D) @ p["up"])

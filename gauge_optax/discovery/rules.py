@@ -216,7 +216,8 @@ def _update(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     target, update = _shapes(eqn.invars)[0], _shapes(eqn.invars)[at]
     if at == 2 and (ins[1].depends or len(target) != len(update)):
         numbers, out = eqn.params["dimension_numbers"], list(ins[0].axes)
-        whole = (k for k in range(len(target)) if k not in (*numbers.inserted_window_dims, *numbers.operand_batching_dims))
+        single = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+        whole = (k for k in range(len(target)) if k not in single)
         for k, j in zip(whole, numbers.update_window_dims, strict=True):
             out[k] = trace.spaces.unify(out[k], ins[2].axes[j]) if target[k] == update[j] else out[k]
         # Parameters may choose the index that is written to, as a router chooses an expert.

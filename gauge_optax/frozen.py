@@ -44,7 +44,7 @@ _Known = float | None
 
 
 def frozen_leaves(
-    name: str, inner: Any, params: Any, extra: Mapping[str, Any] | None = None, said: bool = False
+    name: str, inner: Any, params: Any, extra: Mapping[str, Any] | None = None, said: bool = False, masks: bool = True
 ) -> frozenset[str]:
     """Returns the paths of leaves whose updates are zero at every step of a run.
 
@@ -60,6 +60,7 @@ def frozen_leaves(
       extra: further arguments of `update`, with their values. None if they are not known yet, as at `init`: then their
         defaults count, or some loss where `update` needs one.
       said: whether the user has named the frozen leaves, so that an update that cannot be traced is no error.
+      masks: whether `inner` may have a mask of the user's, for which the warning asks. `quotient_muon`, say, has rates.
 
     Returns:
       The paths.
@@ -94,7 +95,7 @@ def frozen_leaves(
             kept = both
 
     frozen = found(step.consts)
-    if extra is None and not said and any(map(_may_change, step.consts)):
+    if extra is None and masks and not said and any(map(_may_change, step.consts)):
         others = found([np.asarray(x) if _may_change(x) else x for x in step.consts])
         for path in sorted(beside_others(others, params) - frozen)[:1]:
             by_frozen = (

@@ -98,6 +98,17 @@ def test_a_mask_of_jax_numbers_asks_for_python_numbers() -> None:
     assert go.quotient(inner, unit, frozen=ON_B).init(TREE).frame.frozen == {"b": ()}
 
 
+@pytest.mark.parametrize("make", [go.quotient_muon, go.ddc_muon])
+def test_a_warm_up_of_one_of_two_rates_is_no_mask(make: Any) -> None:
+    """It begins at zero in a JAX array, as a mask's entry might be. Warnings are errors here."""
+    rate, gauges = optax.linear_schedule(0.0, 0.1, 2), [go.rescale({"a": "_ unit"}, {"b": "unit _"})]
+    tx = optax.inject_hyperparams(make)(rate, gauges=gauges, adam_learning_rate=1e-3)
+    state = tx.init(TREE)
+    for _ in range(2):
+        updates, state = tx.update(twins.normal_like(0, TREE), state, TREE)
+    assert all(float(jnp.abs(x).max()) > 1e-4 for x in jax.tree.leaves(updates))
+
+
 @pytest.mark.filterwarnings(AMBIGUOUS)
 @pytest.mark.parametrize("make", [
     go.quotient_adamw, functools.partial(go.ddc_adamw, rest="balanced"),

@@ -224,7 +224,7 @@ def leaves_that_never_change(
     @once_per_tree
     def never_changing(params: Any) -> frozenset[str]:
         said = said_to_be_frozen(name, frozen, params)
-        return said | frozen_leaves(name, inner, params, said=frozen is not None)
+        return said | frozen_leaves(name, inner, params, said=frozen is not None, masks=name == "quotient")
 
     return never_changing
 

@@ -429,7 +429,7 @@ def _frozen_in(state: Any) -> frozenset[str]:
 
 def _require_no_mask_outside(tx: Any, gauges: Sequence[Any], params: Any, frozen: frozenset[str]) -> None:
     """Raises ValueError if a mask after a gauge's step sets the step of some of the gauge's leaves to zero."""
-    outside = frozen_leaves("check", tx, params) - frozen
+    outside = frozen_leaves("check", tx, params, masks=False) - frozen  # `init` has warned
     for gauge in gauges if outside else ():
         for _, paths in _copies(gauge, params):
             if not outside.isdisjoint(paths) and not outside.issuperset(paths):

@@ -918,7 +918,7 @@ def orthogonal_logarithm(r: jax.Array) -> jax.Array:
     Returns:
       (…, d, d) antisymmetric A with exp(A) = r and |angles| < π.
     """
-    eye = jnp.eye(r.shape[-1], dtype=r.dtype)
+    eye = jnp.broadcast_to(jnp.eye(r.shape[-1], dtype=r.dtype), r.shape)
     for _ in range(3):
         r = orthogonal_factor(eye + r)
     power = total = cayley = skew(solve(eye + r, r - eye))

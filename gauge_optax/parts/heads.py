@@ -490,7 +490,7 @@ def _polar_factors(turns: tuple[Any, ...], point: Arrays) -> jax.Array:
     rank = jnp.sum(live, -1)
     # The basis in which CᵀW has no dead direction. With full rank, CᵀW stays as it is.
     whole = (rank == turns[0].size)[:, None, None]
-    basis = jnp.where(whole, jnp.eye(turns[0].size, dtype=sizes.dtype), directions * live[..., :, None])
+    basis = jnp.where(whole, jnp.eye(turns[0].size, dtype=sizes.dtype), jnp.where(live[..., :, None], directions, 0.0))
 
     def with_noise(number: jax.Array) -> tuple[jax.Array, jax.Array]:
         u, kept, vt = svd(matmul(mixed(number), transpose(basis)))

@@ -122,6 +122,13 @@ def test_the_asymmetry_of_heads_adds_arrays_of_one_rank() -> None:
         assert go.bind(gauge, params).asymmetry(params, params)
 
 
+def test_heads_are_read_and_their_turns_measured_where_jax_forbids_promotion() -> None:
+    gauge, params = go.head_rotation({"q": "_ head basis"}), normal(0, {"q": (5, 2, 4)}, "float32")
+    step = jax.tree.map(lambda x: x[::-1], params)
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        assert gauge.read(params)[""].shape == go.measure.vertical_motion(params, step, gauge)[0][""].shape
+
+
 @pytest.mark.parametrize(
     "gauge", [go.head_rotation(HEADS), go.rope_torus(HEADS), go.rope_linear(HEADS, {"k": "_ head basis"})],
     ids=lambda gauge: gauge.name)

@@ -95,7 +95,7 @@ def align(a: Any, b: Any, gauges: Gauges, batches: Iterable[Any] | None = None, 
                     "align", f"'{path}' of {name} is not finite", "NaN or an infinity", "finite weights",
                     "align an earlier checkpoint: this run has diverged",
                 )
-    given: Any = batches if batches is None or hasattr(batches, "ndim") else list(batches)
+    given: Any = batches if isinstance(batches, Mapping | None) or hasattr(batches, "ndim") else list(batches)
     check_fn("align", given, fn)
     s = on_tree.whole
     require_no_statistics_behind("align", s, b)
@@ -392,6 +392,11 @@ def check_fn(name: str, batches: Sequence[Any] | None, fn: Fn | None) -> None:
         raise binding_error(
             name, "batches is one array", f"an array of shape {jnp.shape(jnp.asarray(batches))}", "a list of batches",
             "write batches=[batch]",
+        )
+    if isinstance(batches, Mapping):
+        raise binding_error(
+            name, "batches is a dict", f"the keys {', '.join(map(repr, batches))}", "a list of batches",
+            "write batches=[batch] for one batch that is a dict",
         )
     if (fn is None) != (batches is None) or (batches is not None and not len(batches)):
         raise binding_error(

@@ -174,6 +174,7 @@ test_errors_say_what_to_write = each_refused([
     (lambda: align(TREE, UNIT, [1], lambda p, x, y: x), r"model\(params, \*batch\)"),  # type: ignore[arg-type, misc]
     (lambda: align(TREE, UNIT, [1], lambda p, x: jnp.argmax(p["up"], -1)), "nothing to compare"),
     (lambda: align(TREE, UNIT, jnp.ones((1, 2)), lambda p, x: p["up"]), "batches is one array"),
+    (lambda: align(TREE, UNIT, {"x": jnp.ones((1, 2))}, lambda p, x: p["up"]), "batches is a dict"),
     (lambda: align(TREE, UNIT, [1], lambda p, x: TREE["up"]), "fn does not depend on the leaves of these gauges"),
     (lambda: align(TREE, UNIT, [1], lambda p, x: p["up"] * jnp.nan), "derivatives of fn that are not finite"),
     (lambda: go.orbit.align(TREE, {**TREE, "up": TREE["up"] * jnp.nan}, UNIT), "'up' of b is not finite"),

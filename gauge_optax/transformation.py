@@ -658,6 +658,20 @@ def require_count(function: str, argument: str, count: Any, least: int) -> None:
             f"pass {argument}={least}")
 
 
+def listed(function: str, batches: Any) -> list[Any]:
+    """Returns batches as a list. Raises ValueError for a dict, whose keys a loop would take for batches.
+
+    >>> from gauge_optax.transformation import listed
+    >>> listed("discover", (1.0, 2.0))
+    [1.0, 2.0]
+    """
+    if isinstance(batches, Mapping):
+        raise binding_error(
+            function, "batches is a dict", f"the keys {', '.join(map(repr, batches))}", "a list of batches",
+            "pass list(batches.values()), or [batches] for one batch that is a dict")
+    return list(batches)
+
+
 def require_scalar(function: str, value: Any, differentiable: bool = True) -> None:
     """Raises ValueError unless a loss has returned one real number, of a floating dtype if it is differentiated."""
     array = hasattr(value, "shape") or isinstance(value, int | float)

@@ -38,7 +38,7 @@ from gauge_optax.discovery.sketch import Trial, untrue, with_constants
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauge, Gauges, product
 from gauge_optax.linalg import singular_vectors
-from gauge_optax.transformation import require_choice, require_count, require_no_tracers
+from gauge_optax.transformation import listed, require_choice, require_count, require_no_tracers
 from gauge_optax.xla import quick_options, unfused_options, unseen
 
 _SEEN = 1e-8  # outputs that change by more along an orbit, relatively, show that it is not dead
@@ -250,7 +250,7 @@ def census(
 
     Reference: docs/design.md §3.
     """
-    batches = checks.listed("census", batches)
+    batches = listed("census", batches)
     require_no_tracers("census", params, batches)
     if not batches:
         raise binding_error("census", "no batches", "an empty list", "at least one batch", "pass a list of batches")

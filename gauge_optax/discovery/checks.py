@@ -10,7 +10,7 @@ import functools
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, get_args
 
 import jax
@@ -23,7 +23,7 @@ from gauge_optax.discovery.interpret import applied, called, interpret, sharded,
 from gauge_optax.discovery.lift import BATCH, LEAVES, mark_equations
 from gauge_optax.discovery.sketch import Leaves
 from gauge_optax.errors import binding_error
-from gauge_optax.transformation import own_settings
+from gauge_optax.transformation import listed, own_settings
 from gauge_optax.xla import quick_options
 
 Outputs = Literal["logits", "logprobs", "predictions", "loss"]
@@ -120,19 +120,6 @@ def checked_batches(batches: Any, outputs: str | None, near: float, seed: int) -
     check_seed("discover", seed)
     check_batches("discover", batches)
     return batches
-
-
-def listed(function: str, batches: Any) -> list[Any]:
-    """The batches as a list; raises for a dict, whose keys a loop would take for batches.
-
-    >>> listed("discover", (1.0, 2.0))
-    [1.0, 2.0]
-    """
-    if isinstance(batches, Mapping):
-        raise binding_error(
-            function, "batches is a dict", f"the keys {', '.join(map(repr, batches))}", "a list of batches",
-            "pass list(batches.values()), or [batches] for one batch that is a dict")
-    return list(batches)
 
 
 def check_batches(function: str, batches: Sequence[Any]) -> None:

@@ -41,7 +41,14 @@ from gauge_optax.measure._metric import (
     require_solved,
     tangent_of,
 )
-from gauge_optax.transformation import require_arrays, require_count, require_key, require_scalar, require_traceable
+from gauge_optax.transformation import (
+    listed,
+    require_arrays,
+    require_count,
+    require_key,
+    require_scalar,
+    require_traceable,
+)
 from gauge_optax.xla import summed_apart
 
 _PER_DIMENSION = 100  # labels per parameter by default: the DDC paper asks for N ≥ 100·d labels
@@ -473,7 +480,7 @@ class Hessian(Operator):
         only: str | Sequence[str] | None = None,
     ) -> None:
         """See the class."""
-        batches = list(batches)
+        batches = listed("Hessian", batches)
         arrays = _arrays("Hessian", params, batches, only)
         for batch in batches:
             require_scalar("Hessian", jax.eval_shape(loss, arrays.params, batch))
@@ -518,7 +525,7 @@ class GGN(Operator):
         only: str | Sequence[str] | None = None,
     ) -> None:
         """See the class."""
-        curve, batches = _curves("GGN", likelihood)[0], list(batches)
+        curve, batches = _curves("GGN", likelihood)[0], listed("GGN", batches)
         arrays = _arrays("GGN", params, batches, only)
         _output_shapes("GGN", fn, arrays)
         super().__init__("GGN", _Rule(fn, curve), arrays._replace(labels=[None] * len(batches)))
@@ -572,7 +579,7 @@ class Fisher(Operator):
         only: str | Sequence[str] | None = None,
     ) -> None:
         """See the class."""
-        curve, batches = _curves("Fisher", likelihood)[1], list(batches)
+        curve, batches = _curves("Fisher", likelihood)[1], listed("Fisher", batches)
         require_key("Fisher", key)
         if isinstance(samples, str):
             raise binding_error(
@@ -641,7 +648,8 @@ class EmpiricalFisher(Operator):
         only: str | Sequence[str] | None = None,
     ) -> None:
         """See the class."""
-        curve, batches, labels = _curves("EmpiricalFisher", likelihood)[2], list(batches), list(labels)
+        curve, batches = _curves("EmpiricalFisher", likelihood)[2], listed("EmpiricalFisher", batches)
+        labels = list(labels)
         arrays = _arrays("EmpiricalFisher", params, batches, only)
         if len(labels) > len(batches):
             raise binding_error(

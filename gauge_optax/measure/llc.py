@@ -33,6 +33,7 @@ from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.linalg import real_dtype
 from gauge_optax.measure._metric import Leaves, stored, ways
 from gauge_optax.transformation import (
+    listed,
     require_count,
     require_key,
     require_number,
@@ -129,7 +130,7 @@ def llc(
     """
     require_key("llc", key)
     require_traceable("llc", params)
-    batches = list(batches)
+    batches = listed("llc", batches)
     if not jax.tree.leaves(batches) or any(
         jax.tree.map(jnp.shape, x) != jax.tree.map(jnp.shape, batches[0]) for x in batches[1:]
     ):

@@ -36,7 +36,7 @@ from gauge_optax.orbit.renumber import carried, matched, renumbers, responses
 from gauge_optax.parts.part import Arrays, Part, changed
 from gauge_optax.slice import Elements, Slice
 from gauge_optax.states.statistics import require_no_statistics_behind
-from gauge_optax.transformation import on_any_mesh, require_arrays
+from gauge_optax.transformation import listed, on_any_mesh, require_arrays
 
 Fn = Callable[[Any, Any], Any]
 
@@ -95,7 +95,7 @@ def align(a: Any, b: Any, gauges: Gauges, batches: Iterable[Any] | None = None, 
                     "align", f"'{path}' of {name} is not finite", "NaN or an infinity", "finite weights",
                     "align an earlier checkpoint: this run has diverged",
                 )
-    given: Any = batches if isinstance(batches, Mapping | None) or hasattr(batches, "ndim") else list(batches)
+    given: Any = batches if batches is None or hasattr(batches, "ndim") else listed("align", batches)
     check_fn("align", given, fn)
     s = on_tree.whole
     require_no_statistics_behind("align", s, b)
@@ -392,11 +392,6 @@ def check_fn(name: str, batches: Sequence[Any] | None, fn: Fn | None) -> None:
         raise binding_error(
             name, "batches is one array", f"an array of shape {jnp.shape(jnp.asarray(batches))}", "a list of batches",
             "write batches=[batch]",
-        )
-    if isinstance(batches, Mapping):
-        raise binding_error(
-            name, "batches is a dict", f"the keys {', '.join(map(repr, batches))}", "a list of batches",
-            "write batches=[batch] for one batch that is a dict",
         )
     if (fn is None) != (batches is None) or (batches is not None and not len(batches)):
         raise binding_error(

@@ -9,7 +9,7 @@ Reference: SpinQuant (Liu et al. 2024), §3.2, which learns rotations by Cayley 
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +25,7 @@ from gauge_optax.gauges.gauge import Element, Gauge, Gauges, product
 from gauge_optax.linalg import real_dtype
 from gauge_optax.orbit.rotations import checked_element
 from gauge_optax.states.statistics import require_no_statistics_behind
-from gauge_optax.transformation import require_arrays, require_key, require_traceable, require_transformation
+from gauge_optax.transformation import listed, require_arrays, require_key, require_traceable, require_transformation
 
 _NAME = "choose"
 _SMOOTHING = 0.9  # the weight of the old value in the running average by which a stochastic objective is judged
@@ -168,7 +168,8 @@ def _alone(gauges: Gauges) -> bool:
 def _arguments(batches: Iterable[Any] | None, key: jax.Array | None) -> Callable[[int], tuple[Any, ...]]:
     """Returns a function from the step's number to the objective's arguments after the parameters."""
     sequence = isinstance(batches, Sequence | np.ndarray | jax.Array)
-    iterator = None if batches is None or sequence else iter(batches)
+    given = listed(_NAME, batches) if isinstance(batches, Mapping) else batches  # refuses a dict
+    iterator = None if given is None or sequence else iter(given)
 
     def batch(number: int) -> Any:
         try:
@@ -180,11 +181,11 @@ def _arguments(batches: Iterable[Any] | None, key: jax.Array | None) -> Callable
                 "pass batches=list(batches), with at least one",
             ) from error
 
-    def given(number: int) -> tuple[Any, ...]:
+    def arguments(number: int) -> tuple[Any, ...]:
         own = () if batches is None else (batch(number),)
         return (*own, *(() if key is None else (jax.random.fold_in(key, number),)))
 
-    return given
+    return arguments
 
 
 def _check_objective(objective: Callable[..., Any], params: Any, count: int) -> None:

@@ -218,9 +218,13 @@ def test_the_curvature_along_a_tiny_or_huge_step_is_that_along_its_direction(sca
 
 
 GIVEN, UNIT = (_net, POINT, [INPUTS[:6]]), go.rescale({"up": "_ c"}, {"down": "c _"})
+DICT: Any = {"x": INPUTS}
 HESSIAN = go.measure.Hessian(lambda p, x: jnp.sum(_net(p, x)), *GIVEN[1:])
 test_messages = each_refused([
     (lambda: go.measure.GGN(*GIVEN[:2], []), "at least one batch"),
+    *((functools.partial(kind, *GIVEN[:2], DICT, *more), "batches is a dict")
+      for kind, *more in ((go.measure.GGN,), (go.measure.Hessian,), (go.measure.Fisher, KEY),
+                          (go.measure.EmpiricalFisher, []))),
     (lambda: go.measure.GGN(*GIVEN, "poisson"), 'likelihood="softmax"'),
     (lambda: go.measure.GGN(*GIVEN, only="side"), "no leaf matches 'side'"),
     (lambda: go.measure.EmpiricalFisher(*GIVEN, []), "labels do not fit batch 0"),

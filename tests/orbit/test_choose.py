@@ -142,6 +142,7 @@ test_bad_input_is_refused = each_refused([
                             (iter([1.0, 2.0]), r"step 2.*batches=list\(batches\)")]),
     (lambda: chosen(squares, start={"": jnp.ones(3)}), r"(?s)an element of other gauges.*\(2,\).*go.orbit.choose"),
     (lambda: chosen(squares, start=()), "an element of other gauges"),
+    (lambda: chosen(lambda p, batch: squares(p), batches={"x": 1.0}), "batches is a dict"),
     (lambda: chosen(squares, steps=2.5), "bad steps 2.5"),
     (lambda: chosen(squares, optimizer=0.1), "optimizer is no transformation"),
     (lambda: chosen(squares, normal(0, {"q": (5, 3), "k": (5, 3)}), HEAD, start={"": jnp.ones((3, 3))}), "no rotation"),

@@ -222,8 +222,8 @@ def _of_factor(part: Factor, block: Block) -> tuple[int, Matrices | None] | None
     if PLANE in part.named or part.by_entry:
         return None  # `Planes`, the turn of the same planes, answers; multipliers are no matrices
     if HEAD in part.named:  # the kernels of QK-norm have one matrix per head
-        return 1, channel_matrices(block, part.named, part.signed)
-    return (2, channel_matrices(block, part.named, part.signed)) if part.down else None
+        return 1, channel_matrices(part, block)
+    return (2, channel_matrices(part, block)) if part.down else None
 
 
 @matrices.register
@@ -373,15 +373,16 @@ def head_matrices(block: Block) -> Matrices | None:
     return _between(whole, rows, columns, of_head=basis)
 
 
-def channel_matrices(block: Block, names: tuple[str, ...], of_norm: bool = False) -> Matrices | None:
+def channel_matrices(part: Factor, block: Block) -> Matrices | None:
     """Returns matrices with channels on one side and free axes on the other; None if the block is no matrix.
 
-    Input channels between free axes are those of a convolution, (*window, inputs, outputs), or with several axes behind
-    them (outputs, inputs, *window). A single axis in front of the channels of a norm counts kernels that read the norm.
+    Input channels between free axes are those of a convolution, (*window, inputs, outputs), or (outputs, inputs,
+    *window) if several axes are behind them, or if outputs come first in the kernel before it. A single axis in front
+    of the channels of a norm counts kernels that read the norm.
     """
     whole = _widened(block)
     labels = whole.split_labels
-    named = CHANNEL if CHANNEL in names else next(reversed(names), None)
+    named = CHANNEL if CHANNEL in part.named else next(reversed(part.named), None)
     every = [k for k, label in enumerate(labels) if label == "_"]
     # Where other axes are the sides of a matrix, a free part in parentheses with heads counts grouped queries.
     queries = {k for group in whole.groups if HEAD in (labels[j] for j in group) for k in group}
@@ -397,10 +398,12 @@ def channel_matrices(block: Block, names: tuple[str, ...], of_norm: bool = False
     front, behind = [k for k in free if k < at], [k for k in free if k > at]
     if block.argument not in DIVIDED:
         rows, columns = free, [at]
-    elif not front or not behind or (of_norm and len(front) == 1):
+    elif not front or not behind or (part.signed and len(front) == 1):
         rows, columns = [at], free
     else:
-        rows, columns = ([at, *behind], front) if len(front) == 1 < len(behind) else ([*front, at], behind)
+        before = any(b.split_labels[0] == named and b.split_labels.count("_") > 1 for b in part.up)
+        outputs_first = len(front) == 1 and (before or len(behind) > 1)
+        rows, columns = ([at, *behind], front) if outputs_first else ([*front, at], behind)
     return _between(whole, rows, columns, of_head=[at])
 
 

@@ -88,6 +88,12 @@ READINGS: dict[str, Reading] = {
         [go.rescale({"up": "channel _ _ _", "bias": "channel"}, {"down": "_ channel _ _"})],
         {"up": (5, 2, 3, 3), "bias": (5,), "down": (4, 5, 3, 3)},
         dict.fromkeys(("up", "down"), Numbers((1, 2, 3), (0,)))),
+    "convolutions of one axis": Reading(
+        [go.rescale({"up": "_ _ channel"}, {"down": "_ channel _"}),
+         go.rescale({"first": "channel _ _"}, {"second": "_ channel _"})],
+        {"up": (3, 2, 5), "down": (3, 5, 4), "first": (5, 2, 3), "second": (4, 5, 3)},
+        dict.fromkeys(("up", "down"), Numbers((0, 1), (2,)))
+        | dict.fromkeys(("first", "second"), Numbers((1, 2), (0,)))),
     "queries, keys and values behind a norm": Reading(
         [go.norm_scale({"norm": "channel"}, {"qkv": "_ channel _ _", "gates": "_ channel _"})],
         {"norm": (6,), "qkv": (3, 6, 2, 4), "gates": (2, 6, 5)},

@@ -59,3 +59,14 @@ def test_tools_too(tool: Any) -> None:
         dealt = {path: jax.device_put(x, NamedSharding(mesh, specs[path])) for path, x in params.items()}
         found = tool(*[dealt] * times, gauge)
     _same(found, tool(*[params] * times, gauge))
+
+
+def test_discover_takes_batches_that_are_dealt_out() -> None:
+    """The types of a search's own arrays do not name a layout, and JAX refused a ReLU of both."""
+    params = normal(0, {"up": (4, 6), "down": (6, 3)}, jnp.float32)
+    mesh, rows = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Explicit,)), normal(1, {"x": (2, 8, 4)})["x"]
+    with jax.set_mesh(mesh):
+        batches = [jax.device_put(x, NamedSharding(mesh, PartitionSpec("data"))) for x in rows]
+        report = go.discover(
+            lambda p, x: jax.nn.relu(x @ p["up"]) @ p["down"], params, batches, "predictions", progress=False)
+    assert report.gauges == [go.rescale({"up": "_ channel"}, {"down": "channel _"})]

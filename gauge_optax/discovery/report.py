@@ -38,7 +38,7 @@ from gauge_optax.discovery.sketch import DRAWS, Function, Leaves, generic_point,
 from gauge_optax.discovery.trace import traced_once, walked
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauge, Gauges, product
-from gauge_optax.transformation import require_no_tracers
+from gauge_optax.transformation import on_any_mesh, require_no_tracers
 from gauge_optax.xla import unseen
 
 _REACH = 2  # gradients at so many points, at most, show which entries of a large instance its batches reach
@@ -193,6 +193,7 @@ class Report(Mappings):
         return "\n".join(rows)
 
 
+@on_any_mesh
 def discover(
     fn: Callable[[Any, Any], Any], params: Any, batches: Sequence[Any], outputs: Outputs | None = None,
     near: float = 1e-3, seed: int = 0, progress: bool = True,

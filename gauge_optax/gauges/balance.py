@@ -40,15 +40,13 @@ def balanced(part: Part[Any], x: Arrays) -> Any:
 
 @balanced.register
 def _of_factor(part: Factor, x: Arrays) -> jax.Array:
-    (up, entries), (down, entries_down) = _squares(part, x)
+    (up, entries), (down, entries_down) = _log_norms(part, x)
     if not part.down:
-        return jnp.where(up > 0, jnp.sqrt(jnp.where(up > 0, up, 1.0) / entries), 1.0)
-    if part.by_entry:
-        up, down = up / entries, down / entries_down
-    whole = (up > 0) & (down > 0)
-    up, down = (jnp.where(whole, y, 1.0) for y in (up, down))
-    p = part.degree
-    return jnp.where(whole, jnp.exp((jnp.log(up) - jnp.log(down) - math.log(p)) / (2.0 * (1.0 + p))), 1.0)
+        return jnp.where(up > -jnp.inf, jnp.exp(up - 0.5 * math.log(entries)), 1.0)
+    p, own = part.degree, math.log(entries / entries_down) if part.by_entry else 0.0
+    whole = (up > -jnp.inf) & (down > -jnp.inf)
+    ratio = jnp.where(whole, up, 0.0) - jnp.where(whole, down, 0.0)
+    return jnp.where(whole, jnp.exp((2.0 * ratio - own - math.log(p)) / (2.0 * (1.0 + p))), 1.0)
 
 
 @balanced.register
@@ -62,16 +60,22 @@ def _of_user(part: OfUser, x: Arrays) -> Any:
     return part.inverse(part.gauge.balance(part.tree(x)))
 
 
-def _squares(part: Factor, x: Mapping[str, jax.Array]) -> tuple[tuple[jax.Array, int], tuple[jax.Array, int]]:
-    """For the up and the down side of a scale: the sum of squares per channel, (*shape), and a channel's entry count.
+def _log_norms(part: Factor, x: Mapping[str, jax.Array]) -> tuple[tuple[jax.Array, int], tuple[jax.Array, int]]:
+    """For the up and the down side of a scale: the logarithm of a channel's norm, (*shape), and its entry count.
 
-    For multipliers, only the side's first block counts, because their balance compares its root mean square.
+    It is minus infinity for a channel of zeros. For multipliers, only the side's first block counts, because their
+    balance compares its root mean square.
     """
 
     def of_side(side: Anchor) -> tuple[jax.Array, int]:
-        blocks = side[:1] if part.by_entry else side
-        totals = (b.total(part.named, jnp.square(x[b.path])) for b in blocks)
-        return sum(totals, jnp.zeros(part.shape, real_dtype())), sum(b.entries(part.named) for b in blocks)
+        blocks, zero = side[:1] if part.by_entry else side, jnp.zeros(part.shape, real_dtype())
+        # Over the sum of its absolute entries, a channel has squares that neither underflow nor overflow.
+        size = sum((b.total(part.named, jnp.abs(x[b.path])) for b in blocks), zero)
+        size = jnp.where(size > 0, size, 1.0)
+        shares = ((b, x[b.path] / b.spread(part.named, size, elsewhere=1.0)) for b in blocks)
+        square = sum((b.total(part.named, jnp.square(share)) for b, share in shares), zero)
+        norm = jnp.where(square > 0, jnp.log(size) + 0.5 * jnp.log(jnp.where(square > 0, square, 1.0)), -jnp.inf)
+        return norm, sum(b.entries(part.named) for b in blocks)
 
     return of_side(part.up), of_side(part.down)
 
@@ -87,10 +91,9 @@ def log_sizes(part: Any, x: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Arr
       The logarithms of the up side and of the down side, (*shape) each; minus infinity on both sides for a channel that
       is zero on one. For multipliers, only the first block of each side counts.
     """
-    up, down = (total / entries for total, entries in _squares(part, x))
-    whole = (up != 0) & (down != 0)
-    logs = [jnp.where(whole, 0.5 * jnp.log(jnp.where(whole, y, 1.0)), -jnp.inf) for y in (up, down)]
-    return logs[0], logs[1]
+    up, down = (norm - 0.5 * math.log(entries) for norm, entries in _log_norms(part, x))
+    whole = (up > -jnp.inf) & (down > -jnp.inf)
+    return jnp.where(whole, up, -jnp.inf), jnp.where(whole, down, -jnp.inf)
 
 
 def balance_beside(gauge: Any, params: Any, frozen: frozenset[str] = frozenset()) -> Any:

@@ -233,3 +233,12 @@ def test_adamws_drifting_read_is_rejected(x64: None) -> None:
     for channel in CHANNELS:
         found = _as_stored(held, channel, 899, (0.0, 0.0))
         assert found.readable and found.order == pytest.approx(2.0, rel=0.05), str(found)
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1e12])
+def test_the_balanced_length_has_the_scale_of_the_weights(scale: float) -> None:
+    """On the slice a channel is read as 1 and written as 1e-24: its square underflowed, and the length was 479.8."""
+    points = [normal(seed, {"up": (4, 3), "down": (3, 2)}, jnp.float32) for seed in (0, 1)]
+    large, small = (go.measure.quotient_arc_length([jax.tree.map(lambda x, s=s: np.float32(s) * x, p) for p in points],
+                                                   go.rescale({"up": "_ c"}, {"down": "c _"})) for s in (1.0, scale))
+    np.testing.assert_allclose(small, scale * large, rtol=1e-5)

@@ -63,6 +63,7 @@ from gauge_optax.transformation import (
     layout,
     placeholder,
     require_choice,
+    require_number,
     transformation,
     zeros_like,
 )
@@ -137,6 +138,7 @@ def paper_options(
             "weight_decay; scale_floor and max_log_step only in a whole optimizer with radial='linear'",
             "drop the preset, or this",
         )
+    require_number(name, "max_log_step", max_log_step, "(0, inf]", f"write max_log_step={_MAX_LOG_STEP}")
     every = _RESET_EVERY if options.refresh_every is None else options.refresh_every
     return options._replace(paper=True, refresh_every=every)
 

@@ -23,6 +23,7 @@ from gauge_optax.transformation import (
     require_count,
     require_differentiable,
     require_key,
+    require_number,
     require_scalar,
 )
 
@@ -118,6 +119,7 @@ def gauge_sensitivity(
         )
     require_count(_NAME, "num_samples", num_samples, 1)
     require_count(_NAME, "steps", steps, 1)
+    require_number(_NAME, "scale", scale, "(0, inf)", "write scale=1.0")
     require_key(_NAME, key)
     require_arrays(_NAME, params, key)
     require_differentiable(_NAME, params)

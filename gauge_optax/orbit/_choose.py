@@ -25,7 +25,15 @@ from gauge_optax.gauges.gauge import Element, Gauge, Gauges, product
 from gauge_optax.linalg import real_dtype
 from gauge_optax.orbit.rotations import checked_element
 from gauge_optax.states.statistics import require_no_statistics_behind
-from gauge_optax.transformation import listed, require_arrays, require_key, require_traceable, require_transformation
+from gauge_optax.transformation import (
+    listed,
+    require_arrays,
+    require_count,
+    require_key,
+    require_number,
+    require_traceable,
+    require_transformation,
+)
 
 _NAME = "choose"
 _SMOOTHING = 0.9  # the weight of the old value in the running average by which a stochastic objective is judged
@@ -125,8 +133,8 @@ def choose(
     require_no_statistics_behind(_NAME, group._bound(params).whole, params)
     optimizer = optax.adam(0.02) if optimizer is None else optimizer
     require_transformation(_NAME, optimizer, "optimizer")
-    if not isinstance(steps, int | np.integer) or steps < 0:
-        raise binding_error(_NAME, f"bad steps {steps!r}", repr(steps), "a number of steps", "write steps=200")
+    require_count(_NAME, "steps", steps, 0)
+    require_number(_NAME, "tolerance", tolerance, "[0, inf)", "write tolerance=1e-3")
     tx = optax.with_extra_args_support(optimizer)
     stochastic = batches is not None or key is not None
     given = _arguments(batches, key)

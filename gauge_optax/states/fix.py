@@ -16,7 +16,6 @@ import numpy as np
 import optax
 
 from gauge_optax.binding import leaves_by_path
-from gauge_optax.errors import binding_error
 from gauge_optax.frozen import beside_others, frozen_leaves, require_still_frozen
 from gauge_optax.gauges.balance import balance_beside
 from gauge_optax.gauges.bound import bound
@@ -32,6 +31,7 @@ from gauge_optax.transformation import (
     once_per_tree,
     require_choice,
     require_every,
+    require_number,
     stepped,
     transformation,
     with_gauges_of,
@@ -117,13 +117,8 @@ def gauge_fix(
     """
     require_choice(_NAME, "on_unknown", on_unknown, ON_UNKNOWN)
     require_every(_NAME, every)
-    if not isinstance(strength, jax.core.Tracer):  # under `inject_hyperparams` it is traced and cannot be checked
-        real = isinstance(strength, int | float | jax.Array | np.floating) and not isinstance(strength, bool)
-        if not real or jnp.ndim(strength) or not 0.0 < float(strength) <= 1.0:
-            raise binding_error(
-                _NAME, "bad strength", repr(strength), "a number in (0, 1], the fraction of the way",
-                "write strength=1.0 for all the way; leave gauge_fix out for none of it",
-            )
+    remedy = "write strength=1.0 for all the way; leave gauge_fix out for none of it"
+    require_number(_NAME, "strength", strength, "(0, 1]", remedy)
     group = product(gauges)
     moving = Product(tuple(part for part in group.gauges if part.balancing != "still"))
     within = checked_inner(_NAME, optax.identity() if inner is None else inner)

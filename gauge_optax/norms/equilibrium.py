@@ -144,8 +144,9 @@ def predict_equilibrium(
         "gradient_norm": gradient_norm, "gradient_roots": gradient_roots, "sign_alignment": sign_alignment,
         "update_norm": update_norm,
     }
-    for argument, size in measured.items():  # which may be 0, or NaN
-        _refuse(argument, size, lambda x: x < 0, "a size, which is not negative", f"see {argument} in the docstring")
+    for argument, size in measured.items():  # some vectors of several may have 0, or NaN
+        expected, remedy = "a positive number, or an array without negative ones", f"see {argument} in the docstring"
+        _refuse(argument, size, lambda x: x < 0 if np.ndim(x) else x <= 0, expected, remedy)
     _refuse("dim", dim, lambda x: x <= 0, "a positive number", "give the number of entries of the vector")
     if second_order and kind == "adam_l2":
         raise binding_error(

@@ -390,6 +390,7 @@ def test_everything_broadcasts() -> None:
     ("adamw", {"dim": C, "learning_rate": 2 / LAMBDA, "second_order": True}, "less than 2"),
     ("sgdm", {"gradient_norm": 1.0, "learning_rate": np.ones(2), "second_order": True}, "less than 0.1"),
     ("adam_l2", {"dim": C, "gradient_roots": 5.0, "second_order": True}, "second_order with 'adam_l2'"),
+    ("sgdm", {"gradient_norm": 0.0}, "bad gradient_norm"),  # ZeroDivisionError
     ("adamw", {"dim": C, "b1": 1.0}, "bad b1"), ("lion", {"dim": np.array([C, -1])}, "bad dim"),
     ("muon", {"shape": (3,)}, "a shape of no matrix"), ("muon", {"shape": (0, 3)}, "a shape of no matrix"),
 ])

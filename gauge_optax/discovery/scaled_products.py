@@ -97,5 +97,5 @@ def along_the_curve(product: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         now, turned = spectrum(after)
         after = after + np.linalg.lstsq(np.square(turned.T), values - now)[0]
     turned = spectrum(after)[1]
-    turned *= np.sign((turned * vectors).sum(0))
+    turned *= np.where((turned * vectors).sum(0) < 0, -1.0, 1.0)  # a sign of zero would make it no rotation
     return after, turned @ vectors.T + 1 / size

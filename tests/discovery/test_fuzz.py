@@ -4,12 +4,13 @@ import dataclasses
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 
 import gauge_optax as go
 from benchmarks import fuzz
 from gauge_optax.discovery.report import Report
-from gauge_optax.discovery.scaled_products import KIND
+from gauge_optax.discovery.scaled_products import KIND, along_the_curve
 from models.random_decoders import Spec
 from tests.discovery.nets import KINDS
 
@@ -70,6 +71,14 @@ def test_they_are_named_and_nothing_else_is_unexplained() -> None:
     report = found(dataclasses.replace(SPEC, position="learned"))
     assert report.ungauged[KIND] == ("layers/0/k + layers/0/k_norm/scale + layers/0/q + layers/0/q_norm/scale",)
     assert report.certificate.unexplained == len(report.ungauged) == 1
+
+
+@pytest.mark.parametrize("size", range(3, 9))
+def test_equal_scales_turn_by_a_rotation(size: int) -> None:
+    """Their eigenvectors are arbitrary. On some processors one was orthogonal to its partner, and its sign was zero."""
+    after, turn = along_the_curve(np.ones(size))
+    np.testing.assert_allclose(turn @ turn.T, np.eye(size), atol=1e-12)
+    np.testing.assert_allclose(after, 1.0, atol=1e-12)
 
 
 @pytest.mark.slow_rows("one_plus*")

@@ -57,7 +57,7 @@ test-core test-parts test-studies: test-%: $(VENV)/.installed-dev
 	@$(PYTEST) --suite $*
 
 notebooks: $(VENV)/.installed-dev
-	@$(PYTEST) tests/test_notebooks.py tests/test_docs.py -m "notebook and not slow"
+	@$(PYTEST) --dist load tests/test_notebooks.py tests/test_docs.py -m "notebook and not slow"
 
 test-all: $(VENV)/.installed-dev
 	@$(PYTEST) -m "slow or not slow"

@@ -251,7 +251,7 @@ def dead_in_blocks(
         found = rows_of(with_constants(fn, held), leaves, batches, blocks, needed, rng, progress, deadline)
     for block, rows in zip(blocks, found, strict=True):
         if len(rows) < block.size + _SPARE or (counts and time.monotonic() > deadline):
-            skipped.append(block.name)
+            skipped.append(f"{block.name}: the time ended")
             continue
         dead, reached, gap = _null_space(rows, cutoff)
         rest.append(_unexplained_in(block, dead, reached, gap[1], span, leaves, rng))

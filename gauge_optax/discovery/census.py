@@ -86,8 +86,8 @@ class Census(NamedTuple):
         largest of all; with `blocks`, those of the block in which the two are closest.
       blocks: the blocks in which directions were counted; () if all parameters were counted at once.
       bound: an upper bound for the number of all dead directions, and its standard error; None if it was not asked for.
-      skipped: names of blocks that were not counted, because the time ended, or because one index of an axis has more
-        entries than `block`. Their dead directions are not in these numbers.
+      skipped: names of blocks that were not counted, and why: the time ended, or one index of an axis has more entries
+        than `block`. Their dead directions are not in these numbers.
       constant: leaves whose gradients are not derivatives of the outputs, such as those behind a `stop_gradient`. The
         outputs change with them, though no gradient shows how. They were held constant: no direction that changes them
         counts as dead.

@@ -74,6 +74,7 @@ def test_without_time_the_count_says_that_it_is_a_lower_bound() -> None:
     assert found.blocks == () and len(found.skipped) > 3 and found.unexplained == 0
     assert found.dead == found.explained == sum(gauge.dim for gauge in found.gauges) > 0
     assert f"a lower bound: {len(found.skipped)} blocks were not counted" in str(found)
+    assert all(name.endswith(": the time ended") for name in found.skipped)
 
 
 def test_an_axis_without_a_block_is_named() -> None:

@@ -144,7 +144,8 @@ class Flow:
 
     def observe(self, point: Leaves, gradients: Leaves, rng: np.random.Generator) -> None:
         """Draws motions at a point, and extends `products` and `squares` by gradients (rows, *shape) taken there."""
-        pairs = [(gradients[path].reshape(-1, motion.size), motion.ravel()) for path, motion in self.make(point, rng)]
+        motions = [(path, np.nan_to_num(motion.ravel())) for path, motion in self.make(point, rng)]
+        pairs = [(gradients[path].reshape(-1, motion.size), motion) for path, motion in motions]
         self.products.append(np.stack([rows @ motion for rows, motion in pairs], 1))
         squares = [np.square(rows).mean() * np.square(motion).sum() * len(rows) for rows, motion in pairs]
         self.squares = self.squares + np.array(squares)
@@ -175,10 +176,10 @@ class Flow:
         return self.write(taken, [k for k in range(len(row)) if k not in self._alive])
 
     def moved(self, row: np.ndarray, point: Leaves, seed: int) -> Leaves:
-        """A point moved along a combination whose random vector the seed determines."""
+        """A point moved along a combination whose random vector the seed determines; NaN if none leads from there."""
         out = dict(point)
         for (path, motion), factor in zip(self.make(point, np.random.default_rng([11, seed])), row, strict=True):
-            out[path] = out[path] + factor * motion
+            out[path] = out[path] + factor * motion if factor else out[path]
         return out
 
     def paths(self, row: np.ndarray, point: Leaves) -> list[str]:
@@ -454,7 +455,7 @@ def _hidden_and_absorbed(
             motions += [_Column(b, (kernel,)).motion(bias.labels, shift, point) for b in biases[kernel.path]]
             if not biases[kernel.path]:
                 out = tuple(label for label in kernel.labels if label not in set(bias.labels) - set(stacked))
-                share = stacked, 1.0 / np.where(total == 0, np.inf, total)
+                share = stacked, 1.0 / np.where(total == 0, np.nan, total)
                 taken = _einsum([(bias.labels, shift), (kernel.labels, _tensor(kernel, point)), share], out)
                 motions.append(_Column(kernel, (norm,)).motion(out, taken, point))
         return motions

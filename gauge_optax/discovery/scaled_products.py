@@ -59,8 +59,9 @@ def _turned(scales: Sequence[Piece], kernels: Sequence[Piece], stored_less: floa
     steps = [along_the_curve(row) for row in product]
     turns, after = np.stack([turn for _, turn in steps]), np.stack([row for row, _ in steps])
     # If queries and keys share a norm, its scale is the square root of the product. If there are two norms, only the
-    # scale of the first changes.
-    new = after / factors[1] if len(factors) > 1 else np.sign(factors[0]) * np.sqrt(np.abs(after))
+    # scale of the first changes. Where the second is zero there is no such scale: NaN.
+    new = np.sign(factors[0]) * np.sqrt(np.abs(after)) if len(factors) == 1 else np.divide(
+        after, factors[1], out=np.full_like(after, np.nan), where=factors[1] != 0)
     moved[scales[0].path][scales[0].entries] = new[..., None] - stored_less
     for piece in kernels:
         moved[piece.path][piece.entries] = turns @ moved[piece.path][piece.entries]

@@ -53,6 +53,12 @@ def test_what_has_no_gauge_is_named_once() -> None:
     assert report.certificate.unexplained == len(where)
 
 
+def test_a_bias_of_zero_does_not_refute_what_holds_at_every_other() -> None:
+    """A gate without a bias takes up a shift of the norm's bias β by a multiple of 1/Σ(β/γ). Here β is zero."""
+    spec = dataclasses.replace(fuzz.drawn(110), width=4, heads=1, kv_heads=1, hidden=3, position="none")
+    assert any("norm1/bias" in where for kind in found(spec).ungauged.values() for where in kind)
+
+
 @pytest.mark.slow
 def test_factors_of_rotary_planes_are_written_in_ranges_of_an_axis() -> None:
     """A norm of all queries at once and a partial rotation: the planes' two halves are two ranges of every head."""

@@ -18,16 +18,18 @@ import jax.numpy as jnp
 
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Element, Gauges, product
-from gauge_optax.linalg import lyapunov, safe_divide, skew
+from gauge_optax.linalg import lyapunov, safe_divide, skew, unit_and_size
 from gauge_optax.parts.heads import BASIS, PLANE, Planes, Rotation
 from gauge_optax.parts.part import Part
 from gauge_optax.parts.sizes import Factor
-from gauge_optax.transformation import require_choice
+from gauge_optax.transformation import in_computing_dtype, require_choice
 
 Arrays = Mapping[str, jax.Array]
 
 RESCALE, ROTATION = "rescale_leakage", "rotation_leakage"
 """The names of the functions that compute Lemma 7 and Lemma 10."""
+
+_SPARED = 28  # powers of two at either end of a dtype's range that no weight is divided by, nor by their inverses
 
 
 @functools.singledispatch
@@ -125,6 +127,10 @@ class Orbit:
       params: the point.
       lemmas: the results of `lemma_of` that are accepted. Any other gauge, or several gauges, raise ValueError.
 
+    Weights are divided by a number of about their size per channel, head or plane, because squares of 1e-20 or 1e20 are
+    no float32. Tangents are linear in the weights, so that results are multiplied or divided by these numbers. They are
+    powers of two: no result is rounded by it.
+
     Attributes:
       named: copy → names of the axes that count its channels, heads or planes.
       blocks: copy → the blocks that it moves.
@@ -146,7 +152,8 @@ class Orbit:
         (copies,) = b.copies
         self.named = {copy.key: copy.named for copy in copies}
         self.blocks = {copy.key: copy.blocks for copy in copies}
-        self.vectors, point, identity = b.slice.vectors, b.slice.values(params), parts[0].identity(params)
+        self.vectors, identity = b.slice.vectors, parts[0].identity(params)
+        point, self._sizes = self.units(b.slice.values(params))
 
         def act(element: Element) -> Arrays:
             return b.slice.act(b.elements(element), point)
@@ -159,20 +166,41 @@ class Orbit:
         unit = {key: x if key in self._matrices else jnp.ones_like(x) for key, x in identity.items()}
         self._gram = self._pull(self._push(unit))[0]  # ‖tangent‖² per channel or plane, WᵀW per head
 
-    def pairing(self, step: Arrays) -> Element:
-        """Inner products of a step with the orbit's tangents, one per generator; a skew matrix for full rotations."""
+    def units(self, vectors: Arrays) -> tuple[dict[str, jax.Array], Element]:
+        """Divides the entries of each channel, head or plane by one number: a power of two of about their largest size.
+
+        Returns:
+          The quotients, with zeros for entries that the gauge does not move; and the numbers, 1 for a channel of zeros.
+        """
+        sizes, shares = dict[str, jax.Array](), dict.fromkeys(vectors, jnp.zeros(()))
+        for key, blocks in self.blocks.items():
+            sums = sum((b.total(self.named[key], jnp.abs(vectors[b.path])) for b in blocks), jnp.zeros(()))
+            most = jnp.finfo(sums.dtype).maxexp - _SPARED
+            exponent = jnp.clip(jnp.frexp(jax.lax.stop_gradient(sums))[1], -most, most)
+            sizes[key] = jnp.ldexp(jnp.ones_like(sums), exponent)
+            for b in blocks:
+                share = b.spread(self.named[key], jnp.ldexp(jnp.ones_like(sums), -exponent))
+                shares[b.path] = shares[b.path] + vectors[b.path] * share
+        return shares, sizes
+
+    def _pairing(self, step: Arrays) -> Element:
         pulled = self._pull(dict(step))[0]
         # The derivative by a rotation matrix is any matrix. Only its skew part has a product with (skew) generators.
         return {key: skew(x) if key in self._matrices else x for key, x in pulled.items()}
 
+    def pairing(self, step: Arrays) -> Element:
+        """Inner products of a step with the orbit's tangents, one per generator; a skew matrix for full rotations."""
+        return _times(self._pairing(step), self._sizes)
+
     def rates(self, step: Arrays) -> Element:
         """The generator of a step's vertical part: by how much the step moves log α, the head's basis or the angle."""
-        pairing = self.pairing(step)
+        pairing = self._pairing(step)
         heads = [key for key in pairing if key in self._matrices]
         # The tangent W·A that is nearest to the step has WᵀW·A + A·WᵀW = 2·pairing.
         turns = [lyapunov(self._gram[key], pairing[key]) for key in heads]
         numbers = {key: safe_divide(x, self._gram[key]) for key, x in pairing.items() if key not in heads}
-        return numbers | dict(zip(heads, turns, strict=True))
+        inverse = {key: 1.0 / size for key, size in self._sizes.items()}
+        return _times(numbers | dict(zip(heads, turns, strict=True)), inverse)
 
     def norms(self, element: Element, along: bool = False) -> Element:
         """The Frobenius norm of an element, one number per channel, head or plane.
@@ -181,9 +209,20 @@ class Orbit:
           element: an array per copy.
           along: if True, the element is a generator, and the norm is that of the vertical vector that it generates.
         """
-        other = self._pull(self._push(element))[0] if along else element
-        sums = {key: jnp.sum(x * other[key], tuple(range(len(self.named[key]), x.ndim))) for key, x in element.items()}
-        return {key: jnp.sqrt(jnp.maximum(x, 0.0)) for key, x in sums.items()}
+        axes = {key: tuple(range(len(self.named[key]), x.ndim)) for key, x in element.items()}
+        units = {key: unit_and_size(x, axes[key]) for key, x in element.items()}
+        unit = {key: x for key, (x, _) in units.items()}
+        other = self._pull(self._push(unit))[0] if along else unit
+        sums = {key: jnp.sum(x * other[key], axes[key]) for key, x in unit.items()}
+        roots = {key: jnp.sqrt(jnp.maximum(x, 0.0)) for key, x in sums.items()}
+        sizes = {key: jnp.squeeze(size, axes[key]) for key, (_, size) in units.items()}
+        return _times(_times(roots, sizes), self._sizes) if along else _times(roots, sizes)
+
+
+def _times(element: Element, sizes: Element) -> Element:
+    """Multiplies each channel's, head's or plane's part of an element by its own number."""
+    return {key: x * sizes[key].reshape(sizes[key].shape + (1,) * (x.ndim - sizes[key].ndim))
+            for key, x in element.items()}
 
 
 def step_leakage(gauge: Gauges, params: Any, step: Any) -> StepLeakage:
@@ -293,7 +332,9 @@ def _lemma(
     orbit = Orbit(lemma, gauge, params, (lemma,))
     gradients, d = orbit.vectors(gradient), orbit.vectors(preconditioner)
     d = {path: jnp.broadcast_to(d[path], g.shape) for path, g in gradients.items()}
-    weights = {path: jnp.square(g) if means == "gradient" else jnp.ones_like(g) for path, g in gradients.items()}
+    shares, _ = orbit.units(gradients)
+    weights = {path: jnp.square(shares[path]) if means == "gradient" else jnp.ones_like(g)
+               for path, g in gradients.items()}
 
     def average(named: Mapping[str, tuple[str, ...]], joint: bool = False) -> dict[str, jax.Array]:
         """Averages D over each block's entries of one channel, head or plane; with `joint`, over all blocks at once."""
@@ -379,17 +420,23 @@ def predicted_drift(rates: Element, learning_rate: float | jax.Array) -> Element
       learning_rate: one number, or one per step.
 
     Returns:
-      Running sums over steps, in the structure of `rates`. Compare them with `drift`, or for rotations with the running
-      sum of `vertical_motion`.
+      Running sums over steps, in the structure of `rates`, in float32, or float64 under x64. Compare them with `drift`,
+      or for rotations with the running sum of `vertical_motion`.
 
     Raises:
-      ValueError: `rates` without an axis over steps; another number of learning rates than of steps.
+      ValueError: `rates` without an axis over steps; a learning rate that is no real number, such as a schedule;
+        another number of learning rates than of steps.
 
     >>> go.measure.predicted_drift({"": jnp.array([1.0, 2.0, -1.0])}, 0.5)[""].tolist()
     [-0.5, -1.5, -1.0]
 
     Reference: DDC Remark 8. Per step, the error of this sum is of second order in lr (`second_order_leakage`).
     """
+    given: Any = learning_rate
+    if not (isinstance(given, int | float | list | tuple) or hasattr(given, "dtype")) or jnp.iscomplexobj(given):
+        raise binding_error(
+            "predicted_drift", "a learning rate that is no real number", repr(learning_rate),
+            "a number, or an array of one per step", "call a schedule first: jax.vmap(schedule)(jnp.arange(steps))")
 
     def accumulated(rate: jax.Array) -> jax.Array:
         if not jnp.ndim(rate) or jnp.shape(learning_rate) not in ((), (1,), jnp.shape(rate)[:1]):
@@ -398,7 +445,7 @@ def predicted_drift(rates: Element, learning_rate: float | jax.Array) -> Element
                 f"shape {jnp.shape(learning_rate)} for rates of shape {jnp.shape(rate)}",
                 "one number, or one per step, the first axis of the rates", "pass one number, such as 1e-3",
             )
-        rate = jnp.asarray(rate)
+        rate = in_computing_dtype(rate)  # a rate that is an integer would make an integer of the learning rate
         sizes = jnp.broadcast_to(jnp.asarray(learning_rate, rate.dtype), rate.shape[:1])
         return -jnp.cumsum(sizes.reshape(-1, *[1] * (rate.ndim - 1)) * rate, axis=0)
 

@@ -185,6 +185,31 @@ def test_adams_factors_make_its_step(name: str, x64: None) -> None:
     assert _largest(found.residual) > 1e-2 and _largest(found.of_gradient) > 1e-4
 
 
+@pytest.mark.parametrize("name", ["rescale/degree_2", "head_rotation/gqa", "rope_torus/half"])
+def test_leakage_is_right_where_squares_are_no_float32(name: str) -> None:
+    """Rates of weights of 1e-20 and 1e20 are those of weights of 1; terms are in proportion to gradients of 1e-25."""
+    (gauge, measure), (params, gradient, d) = _compiled(BY_NAME[name], means="gradient"), _start(BY_NAME[name])
+
+    def times(size: float, tree: Tree) -> Tree:
+        return jax.tree.map(lambda x: np.float32(size * x), tree)
+
+    @_compile
+    def rates(point: Tree, step: Tree, size: float) -> tuple[Tree, Tree]:
+        def slope(p: Tree) -> Tree:  # of a loss that has one value for the weights of every size
+            return optax.tree.scale(size, jax.grad(BY_NAME[name].loss)(optax.tree.scale(1.0 / size, p)))
+
+        return go.measure.step_leakage(gauge, point, step).rate, go.measure.second_order_leakage(
+            slope, lambda p, g: jax.tree.map(lambda x, w: x * (1.0 + w / size), g, p), point, gauge).hessian
+
+    usual = rates(times(1.0, params), times(1.0, d), 1.0)
+    for size in (1e-20, 1e20):
+        for one, other in zip(rates(times(size, params), times(size, d), size), usual, strict=True):
+            assert _apart(one, other) <= 1e-3 * _largest(other)
+    found, usual = (measure(times(1.0, params), times(size, gradient), d) for size in (1e-25, 1.0))
+    for one, other in zip(found, usual, strict=True):
+        assert _apart(times(1e25, one), other) <= 1e-3 * _largest(usual[:-1])
+
+
 # Second order -------------------------------------------------------------------------------------
 
 
@@ -227,6 +252,11 @@ def test_an_entry_that_never_had_a_gradient_has_a_derivative(x64: None) -> None:
     assert found.crossover[""][1] == np.inf
 
 
+def test_the_drift_of_whole_rates_is_no_whole_number() -> None:
+    found = go.measure.predicted_drift({"": jnp.array([1, 2, 3])}, 0.5)[""]
+    assert found.tolist() == [-0.5, -1.5, -3.0]
+
+
 # Refusals -----------------------------------------------------------------------------------------
 
 PARAMS, TWO_ADAMS = dict.fromkeys("qk", jnp.ones((6, 4))), optax.chain(optax.adam(0.1), optax.adam(0.1))
@@ -244,6 +274,7 @@ test_what_has_no_leakage_is_refused = each_refused({
     "other means": (lambda: go.measure.rescale_leakage(SCALE, PARAMS, PARAMS, PARAMS, means="rms"), "one of 'entries'"),
     "no points": (lambda: go.measure.leakage_along(lambda: None, []), "no points"),
     "four rates for three": (lambda: go.measure.predicted_drift({"": jnp.ones((3, 2))}, jnp.ones(4)), "one per step"),
+    "a schedule": (lambda: go.measure.predicted_drift({"": jnp.ones(3)}, SAME), "call a schedule first"),
     "no Adam": (lambda: go.measure.adam_factors(optax.sgd(0.1).init(PARAMS)), "0 Adam states"),
     "no Adam to precondition": (lambda: go.measure.adam_precondition((), lambda p: p), "0 Adam states"),
     "codes": (lambda: go.measure.adam_factors(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gauge_optax.errors import binding_error
-from gauge_optax.linalg import matmul, real_dtype, symmetric, transpose
+from gauge_optax.linalg import matmul, real_dtype, transpose
 
 _NAME = "gram_evolution"
 
@@ -68,10 +68,12 @@ def gram_evolution(
 
     Reference: "When Equivalent Weights Train Differently" §4, Full Gram Evolution.
     """
-    for name, array in (("left", left), ("right", right), ("left_update", left_update), ("right_update", right_update)):
+    given = dict(left=left, right=right, left_update=left_update, right_update=right_update,
+                 left_shrink=left_shrink, right_shrink=right_shrink)
+    for name, array in given.items():
         if jnp.iscomplexobj(array):
             raise binding_error(
-                _NAME, f"complex numbers in {name}", str(jnp.result_type(array)), "real matrices",
+                _NAME, f"complex numbers in {name}", str(jnp.result_type(array)), "real numbers",
                 "pass the real and the imaginary part one by one",
             )
     left, right, left_update, right_update = (jnp.asarray(x) for x in (left, right, left_update, right_update))
@@ -94,8 +96,8 @@ def gram_evolution(
                 f"one number, or one per pair, {factor.shape[:-2]}", f"pass {name}_shrink=1.0, without decay",
             )
         a, u, rho = (jnp.asarray(x, real_dtype()) for x in (factor, update, shrink))
-        cross, rho = matmul(transpose(a), u), rho[..., None, None]
-        return rho**2 * matmul(transpose(a), a) + 2 * rho * symmetric(cross) + matmul(transpose(u), u)
+        after = rho[..., None, None] * a + u  # the three terms of the formula may cancel
+        return matmul(transpose(after), after)
 
     one = evolved("left", left, left_update, left_shrink)
     other = evolved("right", right, right_update, right_shrink)

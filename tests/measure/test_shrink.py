@@ -46,12 +46,19 @@ def test_grams_after_a_step_are_those_of_the_factors_after_it(shrinks: tuple[Any
         np.testing.assert_allclose(x, expected, rtol=0, atol=1e-12)
 
 
+def test_a_step_that_takes_back_a_large_factor_leaves_the_small_one() -> None:
+    """In float32, the formula's terms of 1e8 cancel to 0 there."""
+    found = go.measure.gram_evolution(*(np.float32([[x]]) for x in (1e4, 1.0, 1.0 - 1e4, 0.0)))
+    assert float(found.left[0, 0]) == 1.0 and float(found.imbalance[0, 0]) == 0.0
+
+
 evolved: Any = go.measure.gram_evolution
 test_shapes_that_do_not_fit_are_refused = each_refused([
     *((functools.partial(evolved, left, right, left, right), "gram_evolution: factors that are no pair")
       for left, right in [(LEFT[0, 0], RIGHT), (LEFT, RIGHT[..., :2]), (LEFT, RIGHT[:1])]),
     (lambda: evolved([2.0], [1.0], [0.0], [0.0]), "gram_evolution: factors that are no pair"),
     (lambda: evolved(LEFT, RIGHT, LEFT, RIGHT, np.ones(5)), "left_shrink of another shape"),
+    (lambda: evolved(LEFT, RIGHT, LEFT, RIGHT, 1j), "complex numbers in left_shrink"),
     (lambda: evolved(LEFT, RIGHT, LEFT, LEFT), "gram_evolution: right_update of another shape"),
 ])
 

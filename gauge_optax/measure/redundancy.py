@@ -11,6 +11,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, product
 from gauge_optax.transformation import require_choice, require_count
@@ -110,8 +112,8 @@ def transformer_redundancy(
       `total` is the number of dead directions.
 
     Raises:
-      ValueError: another `norm` or `mlp`; sizes that are no positive integers; `heads` that are no multiple of
-        `kv_heads`; an odd d_head with `rope`.
+      ValueError: another `norm` or `mlp`; sizes that are no positive integers; flags that are neither True nor False;
+        `heads` that are no multiple of `kv_heads`; an odd d_head with `rope`.
 
     >>> gpt2 = go.measure.transformer_redundancy(
     ...     layers=12, d_model=768, heads=12, d_head=64, d_ff=3072,
@@ -129,6 +131,13 @@ def transformer_redundancy(
     for name, size in sizes.items():
         require_count(_NAME, name, size, 1)
     require_count(_NAME, "positions", positions, 0)
+    # Python's integers: those of NumPy overflow.
+    layers, d_model, heads, d_head, d_ff, vocab, kv = map(int, sizes.values())
+    positions, has_head_bias = int(positions), bias if head_bias is None else head_bias
+    flags = dict(bias=bias, head_bias=has_head_bias, rope=rope, qk_norm=qk_norm, tied=tied, eps=eps)
+    for name, flag in flags.items():
+        if not isinstance(flag, bool | np.bool_):
+            raise binding_error(_NAME, f"bad {name}", f"{name}={flag!r}", "True or False", f"pass {name}=True")
     if heads % kv:
         raise binding_error(
             _NAME, "heads that do not share keys equally", f"heads={heads}, kv_heads={kv}", "a divisor of heads",
@@ -139,7 +148,6 @@ def transformer_redundancy(
             _NAME, "a rotary embedding of an odd width", f"d_head={d_head}",
             "an even d_head, whose entries turn in pairs", f"pass d_head={d_head + 1}, or rope=False",
         )
-    has_head_bias = bias if head_bias is None else head_bias
     centred, d = norm == "layernorm", d_model
     inner, shared, ups = heads * d_head, kv * d_head, 2 if mlp == "swiglu" else 1
     if qk_norm:

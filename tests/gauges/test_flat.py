@@ -214,8 +214,15 @@ TINY: dict[str, Any] = dict(layers=2, d_model=8, heads=4, d_head=4, d_ff=16, voc
 test_no_decoder_is_refused = each_refused([
     (functools.partial(go.measure.transformer_redundancy, **TINY | wrong), said) for wrong, said in (
         ({"norm": "LayerNorm"}, "one of 'layernorm'"), ({"mlp": "silu"}, "bad mlp"), ({"layers": -1}, "pass layers=1"),
-        ({"d_ff": 2.5}, "bad d_ff"), ({"kv_heads": 3}, "kv_heads=1"), ({"rope": True, "d_head": 3}, "pass d_head=4"))
+        ({"d_ff": 2.5}, "bad d_ff"), ({"kv_heads": 3}, "kv_heads=1"), ({"rope": True, "d_head": 3}, "pass d_head=4"),
+        ({"head_bias": 5}, "head_bias=5"), ({"bias": None}, "True or False"), ({"eps": 1e-5}, "pass eps=True"))
 ])
+
+
+def test_counts_of_numpys_integers_do_not_overflow() -> None:
+    sizes = dict(layers=80, d_model=8192, heads=64, d_head=128, d_ff=22016, vocab=32000)
+    found = go.measure.transformer_redundancy(**{name: np.int32(size) for name, size in sizes.items()})
+    assert found == go.measure.transformer_redundancy(**sizes) and type(found.parameters) is int
 
 
 @pytest.mark.slow

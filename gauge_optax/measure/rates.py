@@ -34,7 +34,7 @@ from gauge_optax.measure._metric import (
 )
 from gauge_optax.orbit._align import check_same_tree
 from gauge_optax.slice import Elements
-from gauge_optax.transformation import on_any_mesh, require_arrays, require_traceable
+from gauge_optax.transformation import in_interval, on_any_mesh, require_arrays, require_number, require_traceable
 
 _LEAST_POINTS = 8  # with fewer points, two halves cannot be compared
 _NORMAL = 3.0  # the exponents of two halves may differ by this many standard errors by chance
@@ -94,11 +94,11 @@ class RateTable(dict[tuple[str, str], PowerLaw]):
 
     def __str__(self) -> str:
         layers, observables = (list(dict.fromkeys(key[k] for key in self)) for k in (0, 1))
-        rows = [["layer", *observables]]
+        rows = [["layer", *map(str, observables)]]
         for layer in layers:
             cells = [self.get((layer, observable)) for observable in observables]
             shown = ["" if x is None else f"{x.exponent:.2f}" if x.readable else f"({x.reason})" for x in cells]
-            rows.append([layer, *shown])
+            rows.append([str(layer), *shown])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ("  ".join(cell.ljust(n) for cell, n in zip(row, widths, strict=True)).rstrip() for row in rows)
         return "\n".join([*lines, f"{self.readable} of {len(self)} cells readable"])
@@ -209,7 +209,8 @@ def power_law(
       halves differ by more than three standard errors, half of the excess is added on each side.
 
     Raises:
-      ValueError: arrays of different lengths, or of complex numbers.
+      ValueError: arrays of different lengths, or of complex numbers; a `window` that is no two numbers in order; a
+        `drift` below 0 or a `span` below 1; tracers, as inside `jit`.
 
     >>> lengths = jnp.logspace(0, -2, 30)
     >>> print(go.measure.power_law(lengths, 3.0 * lengths**2))
@@ -220,6 +221,14 @@ def power_law(
     Reference: DDC App. C.5, where a fit is readable if the values fall toward the minimum. Deviation: any fall would
     then count as a power law; here the exponent must also be the same in both halves of the window.
     """
+    require_arrays("power_law", lengths, values)
+    ends = list(window) if np.shape(window) == (2,) else []
+    if not ends or not all(in_interval(end, "[-inf, inf]") for end in ends) or ends[0] >= ends[1]:
+        raise binding_error(
+            "power_law", "bad window", f"window={window!r}", "two numbers, the least and the largest length that count",
+            "pass window=(0.0, np.inf) for all lengths")
+    require_number("power_law", "drift", drift, "[0, inf]", "pass drift=0.1")
+    require_number("power_law", "span", span, "[1, inf)", "pass span=2.0")
     if np.iscomplexobj(lengths) or np.iscomplexobj(values):
         raise binding_error(
             "power_law", "complex lengths or values", "complex numbers", "real numbers", "pass jnp.abs(values)"
@@ -286,7 +295,7 @@ def kl_order(
       unreadable: use of="kl", which gives k = 1.
 
     Raises:
-      ValueError: another `of`; arrays of different lengths, or of complex numbers.
+      ValueError: another `of`; the errors of `power_law`.
 
     >>> lengths = jnp.logspace(0, -2, 30)
     >>> print(go.measure.kl_order(lengths, lengths**2))
@@ -325,7 +334,7 @@ def rate_table(
       The table.
 
     Raises:
-      ValueError: arrays of different lengths, or of complex numbers.
+      ValueError: observables that are no dictionaries of values in a dictionary; the errors of `power_law`.
 
     >>> lengths = jnp.logspace(0, -2, 30)
     >>> read = {"mlp": {"σ_min": lengths**2, "rank": 1.0 / lengths}}
@@ -338,6 +347,10 @@ def rate_table(
 
     Reference: DDC §5.1 and App. C.5, whose table has 65 fits.
     """
+    if not isinstance(observables, Mapping) or not all(isinstance(read, Mapping) for read in observables.values()):
+        raise binding_error(
+            "rate_table", "observables that are no layers with values by name", type(observables).__name__,
+            "a dictionary of dictionaries", "pass {layer: {observable: values}}")
     return RateTable({
         (layer, name): power_law(lengths, values, window=window, drift=drift, span=span)
         for layer, read in observables.items() for name, values in read.items()

@@ -1,5 +1,6 @@
 """Power laws, on synthetic ones and on the diagonal network; lengths, against closed forms and for twins."""
 
+import functools
 from typing import Any
 
 import jax
@@ -69,6 +70,19 @@ def test_a_window_leaves_out_what_is_far_from_the_minimum() -> None:
 def test_a_table_has_a_cell_per_layer_and_observable() -> None:
     table = go.measure.rate_table(LENGTHS, {"a": {"x": LENGTHS, "y": 1.0 / LENGTHS}, "b": {"x": LENGTHS**2}})
     assert table.readable == 2 and table["b", "x"].exponent == pytest.approx(2.0)
+    numbered: Any = {0: {"x": LENGTHS}}
+    assert str(go.measure.rate_table(LENGTHS, numbered)).splitlines()[1] == "0      1.00"
+
+
+law: Any = go.measure.power_law
+test_what_can_be_no_fit_is_refused = each_refused([
+    *((functools.partial(law, LENGTHS, LENGTHS, window=window), "power_law: bad window")
+      for window in (None, (0.1,), (1.0, 0.1), (float("nan"), 1.0))),
+    (lambda: law(LENGTHS, LENGTHS, drift=float("nan")), "bad drift"),
+    (lambda: law(LENGTHS, LENGTHS, span=float("nan")), "bad span"),
+    (lambda: jax.jit(law)(LENGTHS, LENGTHS), "called inside jit"),
+    (lambda: go.measure.rate_table(LENGTHS, {"a": LENGTHS}), "pass {layer: {observable: values}}"),  # type: ignore[dict-item]
+])
 
 
 # Lengths ------------------------------------------------------------------------------------------

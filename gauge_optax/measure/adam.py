@@ -5,7 +5,7 @@ The functions find optax's `scale_by_adam` anywhere in a chain. The steps of `sc
 their steps are changed afterwards. The functions refuse these states. Measure the steps with `step_leakage`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +15,7 @@ import optax
 
 from gauge_optax.errors import binding_error
 from gauge_optax.linalg import real_dtype
-from gauge_optax.transformation import in_computing_dtype, require_numbers
+from gauge_optax.transformation import in_computing_dtype, require_number, require_numbers
 
 
 class AdamFactors(NamedTuple):
@@ -49,7 +49,8 @@ def adam_factors(
 
     Raises:
       ValueError: no Adam in the state, or several; an Adam inside an optimizer of this library, such as `quotient`; the
-        state before the first step (outside `jit`, which cannot see it: there the factors are NaN).
+        state before the first step (outside `jit`, which cannot see it: there the factors are NaN); a decay that is not
+        at least 0 and below 1, a negative eps.
 
     >>> tx, params = optax.adamw(1e-3), {"w": jnp.array([1.0, -2.0])}
     >>> updates, state = tx.update({"w": jnp.array([0.5, 4.0])}, tx.init(params), params)
@@ -60,6 +61,7 @@ def adam_factors(
     ... )
     ([0.5, 4.0], [2.0, 0.25])
     """
+    _require_options("adam_factors", dict(b1=b1, b2=b2), dict(eps=eps, eps_root=eps_root))
     state = _only_adam("adam_factors", opt_state)
     if not isinstance(state.count, jax.core.Tracer) and np.any(np.asarray(state.count) == 0):
         raise binding_error(
@@ -93,7 +95,8 @@ def adam_precondition(
       A function (params, cotangent) → D(params)⊙cotangent. It does not use Adam's first moment.
 
     Raises:
-      ValueError: no Adam in the state, or several; an Adam inside an optimizer of this library, such as `quotient`.
+      ValueError: no Adam in the state, or several; an Adam inside an optimizer of this library, such as `quotient`; a
+        decay that is not at least 0 and below 1, a negative eps.
 
     >>> tx, grad_fn = optax.adam(1e-3), lambda p: p
     >>> precondition = go.measure.adam_precondition(tx.init(jnp.ones(2)), grad_fn)
@@ -101,6 +104,7 @@ def adam_precondition(
     >>> precondition(jnp.array([1.0, 4.0]), jnp.array([1.0, 2.0])).round(3).tolist()
     [1.0, 0.5]
     """
+    _require_options("adam_precondition", dict(b2=b2), dict(eps=eps, eps_root=eps_root))
     state = _only_adam("adam_precondition", opt_state)
 
     def precondition(params: Any, gradient: Any) -> Any:
@@ -114,6 +118,13 @@ def adam_precondition(
         return jax.tree.map(stepped, state.nu, grad_fn(params), gradient)
 
     return precondition
+
+
+def _require_options(caller: str, decays: Mapping[str, Any], added: Mapping[str, Any]) -> None:
+    """Raises ValueError for numbers that no Adam has: of a decay of 1, every factor would be zero or infinite."""
+    for numbers, interval in ((decays, "[0, 1)"), (added, "[0, inf)")):
+        for name, number in numbers.items():
+            require_number(caller, name, number, interval, f"pass the {name} of the optimizer")
 
 
 def _inverse_root(v: jax.Array, b2: float, eps: float, eps_root: float, count: jax.Array) -> jax.Array:

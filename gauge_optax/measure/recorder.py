@@ -33,9 +33,9 @@ class Recorder:
       progress: whether to show a progress bar, with the latest readings that are single numbers.
 
     Raises:
-      ValueError: `every` that is no positive integer; `steps` that is no number of steps; a file with other readings or
-        another `every`, or of another number of steps: one with a record after the last step, or whose last record, at
-        the end of a shorter run, this run would not make.
+      ValueError: `every` that is no positive integer; `steps` that is no number of steps; readings that are no
+        functions by name; a file with other readings or another `every`, or of another number of steps: one with a
+        record after the last step, or whose last record, at the end of a shorter run, this run would not make.
 
     A run that starts again keeps the lines of the file and adds only missing ones. If a run is killed and started
     again, the file is therefore the same as without the interruption. An incomplete last line is dropped.
@@ -65,14 +65,16 @@ class Recorder:
         *,
         progress: bool = True,
     ) -> None:
-        if not isinstance(every, int) or every < 1:
-            raise binding_error("Recorder", "a cadence that is no number of steps", repr(every), "an integer from 1",
-                                "write every=50")
+        require_count("Recorder", "every", every, 1)
         require_count("Recorder", "steps", steps, 0)
+        if not isinstance(readings, Mapping) or not all(
+                isinstance(name, str) and callable(read) for name, read in readings.items()):
+            raise binding_error("Recorder", "readings that are no functions by name", repr(readings)[:60],
+                                "a dictionary from names to functions", "write {'norm': optax.tree.norm}")
         if "step" in readings:
             raise binding_error("Recorder", "a reading named 'step'", ", ".join(readings), "other names than 'step'",
                                 "give it another name: every row has its step under this one")
-        self.path, self.readings, self.every, self.steps = Path(path), dict(readings), every, steps
+        self.path, self.readings, self.every, self.steps = Path(path), dict(readings), int(every), int(steps)
         self.progress = progress
         self.rows: list[Row] = self._kept()
         self._bar: Any = None
@@ -142,7 +144,11 @@ class Recorder:
 
         Args:
           start: the step of the checkpoint from which the run resumes.
+
+        Raises:
+          ValueError: a `start` that is no number of steps.
         """
+        require_count("Recorder.run", "start", start, 0)
         with tqdm(total=self.steps, initial=start, desc=self.path.stem, disable=not self.progress) as self._bar:
             for step in range(start, self.steps + 1):
                 yield step
@@ -160,14 +166,19 @@ class Recorder:
           The row as JSON stores it, with arrays and tuples as lists and keys as strings; None if no record was due.
 
         Raises:
-          ValueError: a step that is no integer; a reading that is no real number, nor an array or a tree of them: None
-            or a text, which only the results of `go.measure` may have among their fields, or a complex number.
+          ValueError: a step that is no integer, or is behind the last of the run; a reading that is no real number,
+            nor an array or a tree of them: None or a text, which only the results of `go.measure` may have among their
+            fields, or a complex number.
         """
         try:
             step = operator.index(step)  # JSON has no integers of NumPy or JAX
         except TypeError as error:
             raise binding_error("Recorder", "a step that is no integer", repr(step), "the number of updates so far",
                                 "write recorder.record(int(step), params)") from error
+        if step > self.steps:
+            raise binding_error(
+                "Recorder", "a step behind the last of the run", f"step {step}", f"none after step {self.steps}",
+                "give Recorder the number of all steps: with such a record, it would refuse its own file")
         if step <= self.last or not (step % self.every == 0 or step == self.steps):
             return None
         taken = {name: _plain(name, read(*args)) for name, read in self.readings.items()}

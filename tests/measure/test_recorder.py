@@ -47,6 +47,10 @@ def test_a_run_from_a_checkpoint_goes_on_and_its_steps_may_be_arrays(tmp_path: P
     assert [row["step"] for row in record.rows] == [3, 6, 9, 10]
     with refused("a step that is no integer", "2.5"):
         record.record(2.5, 1.0)  # type: ignore[arg-type]
+    with refused("a step behind the last of the run", "step 11", "the number of all steps"):
+        record.record(11, 1.0)
+    with refused("bad start", "start=2.5"):
+        next(record.run(2.5))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("stop", [0, 4, 9])
@@ -70,8 +74,13 @@ def test_a_killed_run_ends_with_the_same_file(tmp_path: Path, stop: int, cut: in
         go.measure.Recorder(whole, {"norm": jnp.sum}, 3, 10)
     with refused("a reading named 'step'"):
         go.measure.Recorder(whole, {"step": jnp.sum}, 3, 10)
-    with refused("cadence"):
-        recorder(tmp_path / "other.jsonl", every=0)
+    for every in (0, True):
+        with refused("bad every"):
+            recorder(tmp_path / "other.jsonl", every=every)
+    assert recorder(whole, every=np.int64(3)).rows == record.rows
+    for readings in ([jnp.sum], {1: jnp.sum}, {"sum": 3.0}):
+        with refused("readings that are no functions by name"):
+            go.measure.Recorder(whole, readings, 3, 10)  # type: ignore[arg-type]
 
 
 def _taken(path: Path, reading: Any, every: int, steps: int) -> Any:

@@ -506,8 +506,9 @@ def require_gradients(transformation: str, updates: Any) -> None:
 
 
 def updates_at(transformation: str, paths: Iterable[str], updates: Any, params: Any) -> dict[str, Any]:
-    """Returns path → update. Raises ValueError if one of these paths has no update, or one of another shape."""
-    leaves, shapes = leaves_by_path(updates), {path: leaf_shape(leaf) for path, leaf in leaves_by_path(params).items()}
+    """Returns path → update. Raises ValueError if a path has no update, one of another shape, or a complex one."""
+    leaves, values = leaves_by_path(updates), leaves_by_path(params)
+    shapes = {path: leaf_shape(leaf) for path, leaf in values.items()}
     for path in paths:
         shape = leaf_shape(leaves[path]) if path in leaves else None
         if shape != shapes[path]:
@@ -517,6 +518,10 @@ def updates_at(transformation: str, paths: Iterable[str], updates: Any, params: 
                 f"an update of shape {shapes[path]}, that of the leaf",
                 "pass the updates of the very parameters that are passed",
             )
+        if jnp.iscomplexobj(leaves[path]) and not jnp.iscomplexobj(values[path]):  # a cast would drop a part
+            raise binding_error(
+                transformation, f"a complex update for '{path}'", str(jnp.result_type(leaves[path])),
+                "real numbers, as the leaf's", "take the real part: jnp.real(update)")
     return leaves
 
 

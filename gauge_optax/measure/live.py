@@ -23,6 +23,7 @@ import numpy as np
 import optax
 
 from gauge_optax.binding import leaves_by_path
+from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.linalg import real_dtype, safe_divide, unit_and_size
 from gauge_optax.measure._recording import recorded
@@ -39,6 +40,7 @@ from gauge_optax.transformation import (
     require_gauges_of_state,
     require_numbers,
     transformation,
+    updates_at,
     with_gauges_of,
 )
 from gauge_optax.xla import zeros_of
@@ -192,7 +194,8 @@ def track(
       The transformation. Its `update` needs `params`.
 
     Raises:
-      ValueError: `every` that is no positive int; bindings that do not fit the tree; `update` without params.
+      ValueError: `every` that is no positive int; `layers` that are no names; bindings that do not fit the tree;
+        `update` without params.
 
     >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
     >>> params = {"up": jnp.ones((2, 3)), "down": jnp.full((3, 1), 0.5)}
@@ -215,6 +218,7 @@ def track(
     Reference: docs/design.md §2, §3.
     """
     require_every("track", every)
+    _require_names("track", layers)
     group, inner = product(gauges), checked_inner("track", inner)
 
     def init(params: optax.Params) -> TrackState:
@@ -260,7 +264,8 @@ def slice_norms(
       `residual_rotation`.
 
     Raises:
-      ValueError: bindings that do not fit the tree.
+      ValueError: bindings that do not fit the tree; a gradient or an update of another shape; `layers` that are no
+        names.
 
     >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
     >>> params = {"up": jnp.full((4, 1), 6.0), "down": jnp.ones((1, 1))}
@@ -270,7 +275,17 @@ def slice_norms(
     {'down': 12.0, 'up': 1.0}
     """
     require_numbers("slice_norms", (params, gradient, update))
+    _require_names("slice_norms", layers)
+    for tree in (gradient, update):
+        updates_at("slice_norms", leaves_by_path(tree).keys() & leaves_by_path(params).keys(), tree, params)
     return _slice_norms(product(gauges)._bound(params).slice, layers, params, gradient, update)[0]
+
+
+def _require_names(name: str, layers: Any) -> None:
+    """Raises ValueError unless `layers` is a collection of names: of one text, every piece would be a name."""
+    if isinstance(layers, str) or not isinstance(layers, Collection):
+        raise binding_error(
+            name, "bad layers", f"layers={layers!r}", "names of axes in a tuple", 'pass layers=("layer",)')
 
 
 def _slice_norms(

@@ -83,7 +83,9 @@ def track_rotation(
     Args:
       blocks: path → axes string, as in `rotational`. A vector spans the axes `_`, and each index of the named axes has
         a vector of its own: `"_ channel"` for neurons.
-      inner: an optimizer, which runs unchanged. Its first moment is the field named mu or trace in its state.
+      inner: an optimizer, which runs unchanged. Its first moment is the field named mu or trace in its state. Inside
+        `quotient` that moment belongs to the slice: where a gauge rotates the leaf, `gradient_momentum_angle` is then
+        no angle between vectors of one space.
       every: the number of steps between records; the first step is recorded.
       sizes: axis name → length, for axes of one split array axis, `(a b)`, whose lengths the shape does not determine.
 
@@ -92,7 +94,8 @@ def track_rotation(
 
     Raises:
       ValueError: when called, malformed axes or an `every` that is no positive int; at `init`, a path that no leaf
-        matches, a leaf that `optax.MaskedNode` hides, or an entry in two vectors; `update` without params.
+        matches, a leaf that `optax.MaskedNode` hides, or an entry in two vectors; `update` without params, or with a
+        gradient or a momentum of another shape.
 
     >>> params = {"kernel": jnp.array([[3.0, 1.0], [4.0, 0.0]])}
     >>> tx = optax.chain(
@@ -117,6 +120,8 @@ def track_rotation(
         paths = [selection.block.path for selection in selections]
         leaves, gradients = leaves_by_path(params), leaves_by_path(gradient)
         moves = updates_at("track_rotation", paths, steps, params)
+        for given in (gradients, momentum):  # which some leaves may lack
+            updates_at("track_rotation", [path for path in paths if path in given], given, params)
         # Several axes strings on one leaf have several records: path/0, path/1.
         keys = [path if paths.count(path) == 1 else f"{path}/{paths[:k].count(path)}" for k, path in enumerate(paths)]
         rows = [_figures(selection, leaves, moves, gradients, momentum) for selection in selections]

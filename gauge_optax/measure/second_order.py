@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from gauge_optax.binding import leaves_by_path
 from gauge_optax.gauges.gauge import Element, Gauges
 from gauge_optax.measure.leakage import RESCALE, ROTATION, Orbit
-from gauge_optax.transformation import require_differentiable
+from gauge_optax.transformation import require_differentiable, updates_at
 
 
 class SecondOrderLeakage(NamedTuple):
@@ -58,7 +59,8 @@ def second_order_leakage(
       The leakage of first and second order, and the learning rate at which they are equal.
 
     Raises:
-      ValueError: several gauges or one of another kind, bindings that do not fit.
+      ValueError: several gauges or one of another kind, bindings that do not fit; a gradient, or what `precondition`
+        makes of it, that is no tree of updates of the parameters.
 
     >>> gauge = go.rescale({"up": "_ _"}, {"down": "_ _"})
     >>> params = {"up": jnp.full((1, 1), 2.0), "down": jnp.full((1, 1), 1.0)}
@@ -80,6 +82,9 @@ def second_order_leakage(
     params = jax.tree.map(jnp.asarray, params)  # Python numbers have no dtype
     orbit = Orbit("second_order_leakage", gauge, params, (RESCALE, ROTATION))
     gradient = grad_fn(params)
+    paths = leaves_by_path(params)
+    updates_at("second_order_leakage", paths, gradient, params)
+    updates_at("second_order_leakage", paths, precondition(params, gradient), params)
     # A preconditioner may compute in another dtype; `jax.jvp` needs tangents in the dtype of the parameters.
     step = jax.tree.map(lambda x, p: jnp.asarray(x, p.dtype), precondition(params, gradient), params)
     _, curved = jax.jvp(grad_fn, (params,), (step,))

@@ -271,10 +271,15 @@ test_what_has_no_leakage_is_refused = each_refused({
     "a rotation of the stream": (lambda: go.measure.rotation_leakage(STREAM, PARAMS, PARAMS, PARAMS), "rope_torus"),
     "its step": (lambda: go.measure.step_leakage(STREAM, PARAMS, PARAMS), "residual_rotation"),
     "its second order": (lambda: go.measure.second_order_leakage(SAME, SAME, PARAMS, STREAM), "residual_rotation"),
+    "a loss for its gradient": (
+        lambda: go.measure.second_order_leakage(lambda p: jnp.sum(p["q"]), SAME, PARAMS, TURN), "no update for 'k'"),
+    "a gradient of one leaf": (
+        lambda: go.measure.second_order_leakage(lambda p: {"k": p["k"]}, SAME, PARAMS, TURN), "no update for 'q'"),
     "other means": (lambda: go.measure.rescale_leakage(SCALE, PARAMS, PARAMS, PARAMS, means="rms"), "one of 'entries'"),
     "no points": (lambda: go.measure.leakage_along(lambda: None, []), "no points"),
     "four rates for three": (lambda: go.measure.predicted_drift({"": jnp.ones((3, 2))}, jnp.ones(4)), "one per step"),
-    "a schedule": (lambda: go.measure.predicted_drift({"": jnp.ones(3)}, SAME), "call a schedule first"),
+    "a schedule": (
+        lambda: go.measure.predicted_drift({"": jnp.ones(3)}, SAME), "call a schedule first"),  # type: ignore[arg-type]
     "no Adam": (lambda: go.measure.adam_factors(optax.sgd(0.1).init(PARAMS)), "0 Adam states"),
     "no Adam to precondition": (lambda: go.measure.adam_precondition((), lambda p: p), "0 Adam states"),
     "codes": (lambda: go.measure.adam_factors(

@@ -145,6 +145,11 @@ def test_hidden_leaves_are_left_out() -> None:
     assert optax.tree.get(state, "update_norm")["head"] == optax.tree.get(state, "parameter_norm")["head"] == 5.0
     with refused("track: bad every"):
         go.measure.track(optax.adam(0.01), GAUGES, every=0)
+    for layers in ("layer", None):
+        with refused("track: bad layers"):
+            go.measure.track(optax.adam(0.01), GAUGES, layers=layers)  # type: ignore[arg-type]
+    with refused("slice_norms: an update of another shape for 'head'"):
+        go.measure.slice_norms(params, params, params | {"head": jnp.ones(7)}, GAUGES[:2])
 
 
 # track_balance ------------------------------------------------------------------------------------

@@ -325,6 +325,15 @@ def test_moments_of_a_partition_are_found_by_leaf_and_two_of_a_leaf_are_refused(
         tx.update(params, tx.init(params), params)
 
 
+def test_a_gradient_that_is_none_of_the_leaf_is_refused() -> None:
+    params = {"a": jnp.ones((6, 4))}
+    tx = go.measure.track_rotation({"a": "_ channel"}, every=1)
+    for odd, said in ((jnp.ones((6, 1)), "an update of another shape for 'a'"), (1j * params["a"], "a complex update")):
+        for name in ("gradient", "momentum"):
+            with refused(f"track_rotation: {said}"):
+                tx.update(params, tx.init(params), params, **{name: {"a": odd}})
+
+
 # Equilibrium --------------------------------------------------------------------------------------
 
 

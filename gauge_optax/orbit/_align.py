@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.binding import inexact_leaves, leaf_shape, leaves_by_path, overlap
+from gauge_optax.binding import has_dtype, inexact_leaves, leaf_shape, leaves_by_path, overlap
 from gauge_optax.errors import binding_error, warn
 from gauge_optax.gauges.bound import require_nonzero_norms, require_readings_without_turns
 from gauge_optax.gauges.gauge import Element, Gauges, bind
@@ -361,14 +361,15 @@ def _gradients(s: Slice, params: Any, batches: Sequence[Any], fn: Fn) -> list[Ar
 
 
 def check_same_tree(name: str, a: Any, b: Any) -> None:
-    """Raises ValueError where two trees differ in their paths or shapes.
+    """Raises ValueError where two trees differ in their paths or shapes, or one is complex and the other real.
 
     Args:
       name: the name of the function that the user called, for the message.
       a: a tree.
       b: another tree.
     """
-    first, second = ({path: leaf_shape(x) for path, x in leaves_by_path(tree).items()} for tree in (a, b))
+    leaves = [leaves_by_path(tree) for tree in (a, b)]
+    first, second = ({path: leaf_shape(x) for path, x in tree.items()} for tree in leaves)
     for path in dict.fromkeys((*first, *second)):
         if first.get(path) != second.get(path):
             there, wanted = (
@@ -378,6 +379,11 @@ def check_same_tree(name: str, a: Any, b: Any) -> None:
                 name, f"two trees that differ at '{path}'", f"{there} in the second", f"{wanted}, as in the first",
                 "pass two sets of weights of one architecture",
             )
+        kinds = ["complex" if jnp.iscomplexobj(tree[path]) else "real" for tree in leaves if has_dtype(tree[path])]
+        if len(set(kinds)) > 1:  # a cast would drop the imaginary part
+            raise binding_error(
+                name, f"two trees that differ at '{path}'", f"{kinds[1]} numbers in the second",
+                f"{kinds[0]} numbers, as in the first", "cast the real one: x.astype(complex)")
 
 
 def check_fn(name: str, batches: Sequence[Any] | None, fn: Fn | None) -> None:

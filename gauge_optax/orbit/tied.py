@@ -38,9 +38,9 @@ def untie(
       Parameters with one more leaf, in the table's dtype. Products are computed in float64 and rounded once.
 
     Raises:
-      ValueError: no such leaf, shapes that do not fit, a `head` that exists already or has leaves below it, parameters
-        that are no dictionaries, a bias together with a scale of zero in some channel, or a leaf of float16 that
-        overflows.
+      ValueError: no such leaf, shapes that do not fit, a `head` that is no path, exists already or has leaves below it,
+        parameters that are no dictionaries, one leaf as scale and bias, a bias together with a scale of zero in some
+        channel, or a leaf of float16 that overflows.
 
     >>> embed = jnp.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
     >>> params = {"embed": embed, "norm": jnp.array([2.0, 10.0])}
@@ -54,6 +54,13 @@ def untie(
     """
     leaves = leaves_by_path(params)
     require_arrays(_NAME, params)
+    if not isinstance(head, str) or not all(head.split("/")):
+        raise binding_error(_NAME, "no path for the head", f"head={head!r}", "keys, joined by /",
+                            "write head='lm_head/kernel'")
+    if not isinstance(one_plus, bool | np.bool_):
+        raise binding_error(_NAME, "bad one_plus", f"one_plus={one_plus!r}", "True or False", "pass one_plus=False")
+    if scale is not None and scale == bias:
+        raise binding_error(_NAME, "one leaf as scale and as bias", f"'{scale}'", "two leaves", "leave bias out")
     for argument, path in (("table", table), ("scale", scale), ("bias", bias)):
         if path is not None and path not in leaves:
             raise binding_error(
@@ -110,4 +117,6 @@ def _with_leaf(tree: Any, path: str, leaf: jax.Array, depth: int = 0) -> Any:
         raise binding_error(
             _NAME, f"no place for a leaf at '{path}'", f"keys that are no strings, such as {next(iter(tree))!r}",
             f"a dictionary of strings for the new key '{key}'", "give head a path below a dictionary of strings")
-    return {**tree, own: _with_leaf(tree.get(own, {}), path, leaf, depth + 1) if rest else leaf}
+    made = {**tree, own: _with_leaf(tree.get(own, type(tree)()), path, leaf, depth + 1) if rest else leaf}
+    of: Any = type(tree)  # such as Flax's FrozenDict
+    return made if isinstance(tree, dict) else of(made)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.core import FrozenDict
 
 import gauge_optax as go
 from gauge_optax.binding import leaves_by_path, with_leaves
@@ -79,11 +80,21 @@ def test_roundoff_of_the_weights_is_no_other_function(dtype: str) -> None:
     assert {x.dtype.name for x in jax.tree.leaves((untied, rotated))} == {dtype}
 
 
+def test_a_frozen_tree_stays_frozen() -> None:
+    tree: Any = FrozenDict({"e": {"table": jnp.ones((3, 2))}})
+    untied = go.orbit.untie(tree, "e/table", "head/kernel")
+    assert isinstance(untied, FrozenDict) and isinstance(untied["head"], FrozenDict)
+    assert untied["head"]["kernel"].shape == (2, 3)
+
+
 untie, MLP = functools.partial(go.orbit.untie, _params("rms", "float32")), "blocks/0/mlp"
 NO_SCALE = with_leaves(_params("layer", "float32"), {SCALE: jnp.ones(8).at[3].set(0.0)})
 test_errors = each_refused([
     (lambda: untie("embed", "head", SCALE), "no leaf at table='embed'"),
     (lambda: untie(f"{MLP}/gate/kernel", "head", SCALE), f"'{SCALE}' does not fit the table '{MLP}/gate/kernel'"),
+    *((functools.partial(untie, TABLE, head), "no path for the head") for head in (None, "", "/head", "a//b")),
+    (lambda: untie(TABLE, "head", SCALE, bias=SCALE), "one leaf as scale and as bias"),
+    (lambda: untie(TABLE, "head", SCALE, one_plus=None), "bad one_plus"),  # type: ignore[arg-type]
     (lambda: untie(SCALE, "head"), f"no table at '{SCALE}'"),
     (lambda: untie(TABLE, f"{MLP}/up/kernel", SCALE), f"a leaf at head='{MLP}/up/kernel'"),
     (lambda: untie(TABLE, f"{MLP}/up", SCALE), f"(?s)a leaf at head='{MLP}/up'.*'{MLP}/up/kernel'"),  # and its leaves

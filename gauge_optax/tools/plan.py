@@ -48,7 +48,7 @@ class LeafPlan(NamedTuple):
         fields. "" if `plan` got a list of gauges.
       decay: share of the leaf's norm that the first step removes where the gradient is zero (1e-5: a learning rate of
         1e-3 times a weight decay of 0.01). None if it cannot be measured: for a leaf that is zero today, shapes
-        without values, a list of gauges.
+        without values, a list of gauges, an optimizer whose updates need more arguments, such as a line search.
       state_bytes: bytes of the arrays in the state that have the leaf's path and shape.
       axes: the leaf's axes string in a report of `discover`, such as "_ neuron" for a matrix of inputs and outputs; ""
         without a report, and for vectors.
@@ -379,7 +379,12 @@ def _without_gradient(tx: Any, params: Any, compiler: Executor) -> Callable[[], 
     first = lambda p: tx.update(jax.tree.map(jnp.zeros_like, p), tx.init(p), p)[0]  # noqa: E731
     doubles = unseen(jax.tree.map(double, params))
     with own_settings(wide=True):  # float32 cannot tell a decay of 1e-6 per step from roundoff
-        traced = jax.jit(first).lower(doubles)
+        try:
+            traced = jax.jit(first).lower(doubles)
+        except TypeError as error:
+            if "required keyword-only argument" not in str(error):
+                raise
+            return None  # an update that needs more, such as the loss of a line search
     program = compiler.submit(traced.compile, compiler_options=quick_options())
 
     def run() -> Any:

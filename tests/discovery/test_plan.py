@@ -99,6 +99,13 @@ def test_two_stars_in_place_of_a_capture_or_of_layers_are_named() -> None:
         assert go.plan([joint], net.params).gauges[0].dim == LLAMA.d_ff
 
 
+def test_a_line_search_whose_decay_cannot_be_measured_has_a_plan() -> None:
+    """Its update needs the loss: a plan has no batch."""
+    params = {"up": jnp.ones((2, 3)), "down": jnp.ones((3, 2))}
+    tx = go.quotient(optax.lbfgs(), go.rescale({"up": "_ channel"}, {"down": "channel _"}))
+    assert [row.decay for row in go.plan(tx, params).leaves] == [None, None]
+
+
 test_what_has_no_gauges_is_refused = each_refused([
     (lambda: go.plan(optax.adam(0.1), {"w": jnp.ones(3)}), "no gauges"),
     (lambda: go.plan([], {"w": jnp.ones(3)}), "no gauges"),

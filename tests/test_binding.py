@@ -360,6 +360,9 @@ def test_axes_by_the_names_that_a_tree_carries() -> None:
         ({"bare": {"embed": "_"}}, "no common axis names at 'bare'"),
     ):
         assert problem in says(partial(go.tools.axes_by_name, {"up": linen, "bare": np.ones(3)}, blocks))
+    odd: list[Any] = [["up"], {"up": ["mlp"]}, {"up": {"mlp": 3}}]
+    for wrong in odd:
+        assert "bad 'blocks'" in says(partial(go.tools.axes_by_name, {"up": linen}, wrong))
 
 
 # --- masks -------------------------------------------------------------------------------------------------
@@ -387,6 +390,14 @@ def test_a_hidden_parent_raises() -> None:
     tree = {"image": image, "text": image | {"down": optax.MaskedNode()}}
     text = fails(tree, {"{tower}/up/w": "_ c"}, {"{tower}/down/w": "c _"})
     assert "for tower=text matches '{tower}/down/w'" in text and "MaskedNode at text/down" in text
+
+
+def test_a_mask_has_the_values_that_it_was_made_with() -> None:
+    values: dict[str, Any] = {"up": 1}
+    mask = go.tools.by_path(values, default=0)
+    values["up"] = 2
+    assert mask(LAYER) == {"up": 1, "down": 0}
+    assert "'values' that are no dictionary" in says(partial(go.tools.by_path, [("up", 1)]))  # type: ignore[arg-type]
 
 
 def test_hidden_leaves_of_other_gauges_do_not_matter() -> None:

@@ -65,7 +65,7 @@ def from_json(
 
     Raises:
       ValueError: the text does not have this format, names a constructor that does not exist, lacks an argument or has
-        one of another type, or its gauges do not fit `shapes`.
+        one of another type, or its gauges do not fit `shapes`; `shapes` that are none.
 
     >>> gauges = [go.rescale({"{i}/up": "_ channel"}, {"{i}/down": "channel _"})]
     >>> shapes = {"0/up": (4, 8), "0/down": (8, 4)}
@@ -84,8 +84,16 @@ def from_json(
     own = {of.__name__: of for of in classes}
     gauges = [_gauge(entry, own) for entry in entries]
     if shapes is not None:
+        if not isinstance(shapes, Mapping) or not all(_is_shape(shape) for shape in shapes.values()):
+            raise binding_error(
+                "from_json", "shapes of another form", repr(shapes)[:60], "leaf name → shape",
+                "pass {name: x.shape for name, x in leaves.items()}")
         product(gauges).dim({name: jax.ShapeDtypeStruct(tuple(shape), np.float32) for name, shape in shapes.items()})
     return gauges
+
+
+def _is_shape(shape: Any) -> bool:
+    return isinstance(shape, Sequence) and all(isinstance(n, int | np.integer) and n >= 0 for n in shape)
 
 
 @functools.singledispatch
@@ -93,12 +101,20 @@ def _entry(gauge: Any) -> dict[str, Any]:
     """The JSON entry of a gauge. This default is for a user's class: the name of the class, and its fields."""
     named = dataclasses.fields(gauge) if dataclasses.is_dataclass(gauge) else None
     fields = None if named is None else {field.name: getattr(gauge, field.name) for field in named}
-    if fields is None or _tuples(json.loads(json.dumps(fields, default=lambda _: None))) != fields:
+    if fields is None or not _kept(_tuples(json.loads(json.dumps(fields, default=lambda _: None))), fields):
         raise binding_error(
             "to_json", f"the class {type(gauge).__name__} has arguments that JSON does not keep", repr(gauge),
             "a dataclass whose fields are strings, numbers, or tuples and dictionaries of them",
             "make the class one, with tuples for lists, or store its arguments yourself")
     return {"class": type(gauge).__name__, **fields}
+
+
+def _kept(read: Any, fields: Any) -> bool:
+    """Whether JSON keeps the fields of a class: an array among them compares entry by entry, and is no field."""
+    try:
+        return bool(read == fields)
+    except (ValueError, TypeError):
+        return False
 
 
 @_entry.register

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from gauge_optax.binding import leaf_shape, leaves_by_path, match
+from gauge_optax.binding import frozen_sizes, leaf_shape, leaves_by_path, match
 from gauge_optax.binding.axes import parse_axes
 from gauge_optax.discovery.calls import Call, merge_layers
 from gauge_optax.errors import binding_error
@@ -62,7 +62,8 @@ def lora(
       ValueError: the tree has no pair; a pair has no entries, as at rank 0; a factor called `lora_...` has no partner,
         or one of another rank; the shapes allow several axes; another leaf stands, or may stand, between the factors; a
         pair in a module of experts, or whose product has another size than its kernel, without `axes`; factors of a
-        method that does not use their product alone (`delora_A`); `axes` or `sizes` that apply to no pair.
+        method that does not use their product alone (`delora_A`); `axes` or `sizes` of another form, or that apply to
+        no pair.
 
     >>> ranks = {"layer_0": 2, "layer_1": 4}
     >>> params = {
@@ -77,7 +78,11 @@ def lora(
     Reference: Hu et al. 2022 (LoRA).
     """
     leaves = {path: leaf_shape(leaf) for path, leaf in leaves_by_path(params).items()}
-    axes, sizes = axes or {}, sizes or {}
+    axes, sizes = {} if axes is None else axes, dict(frozen_sizes("lora", sizes))
+    if not isinstance(axes, Mapping) or not all(_is_pair(sides) for sides in axes.values()):
+        raise binding_error(
+            "lora", "bad axes", f"axes={axes!r}", "path pattern of a module → axes of A and of B",
+            "write axes={'**/experts': ('_ expert basis', 'basis expert _')}")
     calls, adapters, used, bound = [], [], set[str](), set[str]()
     for pair in _pairs(leaves):
         if 0 in (*leaves[pair.a], *leaves[pair.b]):
@@ -121,6 +126,10 @@ def lora(
         return matched == {path for call in group for path in call.paths}
 
     return [call.gauge() for call, _ in merge_layers(calls, same)]
+
+
+def _is_pair(sides: Any) -> bool:
+    return isinstance(sides, tuple | list) and len(sides) == 2 and all(isinstance(side, str) for side in sides)
 
 
 def _items(axes: str) -> list[str]:

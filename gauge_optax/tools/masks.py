@@ -21,6 +21,9 @@ def by_path(values: Mapping[str, Any], default: Any = _NO_DEFAULT) -> Callable[[
       A function from a tree to a tree of the same structure, as `optax.masked`, `optax.partition` and `mask=` take it.
       Calling it raises ValueError if a pattern matches no leaf, or a leaf has no value.
 
+    Raises:
+      ValueError: `values` that is no dictionary.
+
     >>> params = {
     ...     "blocks": [{"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}],
     ...     "head": {"kernel": jnp.ones((2, 3))},
@@ -30,6 +33,12 @@ def by_path(values: Mapping[str, Any], default: Any = _NO_DEFAULT) -> Callable[[
     >>> labels = go.tools.by_path({"head/**": "head", "**": "body"})
     >>> tx = optax.partition({"head": optax.adamw(1e-4), "body": optax.adamw(1e-3)}, labels)
     """
+
+    if not isinstance(values, Mapping):
+        raise binding_error(
+            "by_path", "'values' that are no dictionary", f"a {type(values).__name__}", "path pattern → value",
+            "write by_path({'**/bias': False}, default=True)")
+    values = dict(values)  # as they are now: the function may be called after they change
 
     def tree_of_values(params: Any) -> Any:
         leaves = leaves_by_path(params)

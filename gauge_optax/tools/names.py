@@ -32,8 +32,8 @@ def axes_by_name(params: Any, blocks: Mapping[str, Mapping[str, str]]) -> dict[s
       Path pattern → axes string, as every gauge takes it.
 
     Raises:
-      ValueError: a pattern that matches no leaf; leaves of one pattern without names or with different names; a name
-        that a leaf lacks.
+      ValueError: `blocks` of another form; a pattern that matches no leaf; leaves of one pattern without names or with
+        different names; a name that a leaf lacks.
 
     >>> import flax.linen as nn
     >>> params = {"up": nn.Partitioned(jnp.ones((2, 3)), ("embed", "mlp")),
@@ -42,6 +42,12 @@ def axes_by_name(params: Any, blocks: Mapping[str, Mapping[str, str]]) -> dict[s
     >>> go.tools.axes_by_name(params, names)
     {'up': '_ channel', 'down': 'channel _'}
     """
+
+    parted = isinstance(blocks, Mapping) and all(isinstance(parts, Mapping) for parts in blocks.values())
+    if not parted or not all(isinstance(word, str) for parts in blocks.values() for word in parts.values()):
+        raise binding_error(
+            "axes_by_name", "bad 'blocks'", repr(blocks)[:60], "path pattern → {axis name: word of the axes string}",
+            "write {'up': {'mlp': 'channel'}}")
 
     def unboxed(node: Any) -> types.SimpleNamespace:
         # A namespace is a leaf to jax; a tuple of names would be a subtree.

@@ -4,9 +4,11 @@
 """
 
 import dataclasses
+import functools
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 
 import gauge_optax as go
@@ -50,6 +52,7 @@ def read(gauge: object) -> list[go.Gauge]:
     return go.tools.from_json(json.dumps({"format": 1, "gauges": [gauge]}))
 
 
+NO_SHAPES: list[Any] = [[1], {"up": 4}, {"up": np.ones((4, 5))}, {"up": "45"}]
 test_errors = each_refused([
     (lambda: go.tools.from_json("{"), "no list of gauges"),
     (lambda: go.tools.from_json("[]"), "no list of gauges"),
@@ -64,6 +67,9 @@ test_errors = each_refused([
      "'Rows' cannot be made"),
     (lambda: go.tools.from_json(go.tools.to_json(Rows("a", "b"))), r"(?s)no class 'Rows'.*classes=\[Rows\]"),
     (lambda: go.tools.to_json(Rows("a", "b", [0])), "(?s)Rows has arguments .* not keep.*tuples for lists"),
+    (lambda: go.tools.to_json(Rows("a", "b", np.ones(3))), "Rows has arguments that JSON does not keep"),
+    *((functools.partial(go.tools.from_json, '{"format": 1, "gauges": []}', shapes), "shapes of another form")
+      for shapes in NO_SHAPES),
     (lambda: go.tools.to_json(Bare(object())), "Bare has arguments that JSON does not keep"),
 ])
 

@@ -267,6 +267,8 @@ def pair(a: tuple[int, ...], b: tuple[int, ...]) -> Tree:
     ({"poly_lora_A": drawn(0, 1, 2, 8, 3), "poly_lora_B": drawn(1, 1, 2, 3, 6)}, ["factors of another method"], {}),
     ({"hada_w1_a": drawn(0, 2, 8), "hada_w1_b": drawn(1, 2, 9)}, ["no product of two factors, 'hada_w1_a'"], {}),
     (EXPERTS, ["axes for '**/expert', which is no module"], {"axes": {"**/expert": SAID["axes"]["**/experts"]}}),
+    *((EXPERTS, ["bad axes"], {"axes": axes}) for axes in (["**"], {"**": "_ basis"}, {"**": ("_ basis",)})),
+    *((EXPERTS, ["malformed size of 'expert'"], {**SAID, "sizes": {"expert": size}}) for size in (0, "3", 1.5)),
     (EXPERTS, ["sizes for 'experts', which is no axis"], {**SAID, "sizes": {"expert": 3, "experts": 3}}),
     *(({"experts": {**EXPERTS["experts"], "lora_E": {"default": drawn(2, length, 1)}}},
        ["'experts/lora_E/default' stands between"], SAID) for length in (2, 6)),

@@ -220,8 +220,9 @@ test_no_decoder_is_refused = each_refused([
 
 
 def test_counts_of_numpys_integers_do_not_overflow() -> None:
-    sizes = dict(layers=80, d_model=8192, heads=64, d_head=128, d_ff=22016, vocab=32000)
-    found = go.measure.transformer_redundancy(**{name: np.int32(size) for name, size in sizes.items()})
+    sizes: dict[str, Any] = dict(layers=80, d_model=8192, heads=64, d_head=128, d_ff=22016, vocab=32000)
+    small: dict[str, Any] = {name: np.int32(size) for name, size in sizes.items()}
+    found = go.measure.transformer_redundancy(**small)
     assert found == go.measure.transformer_redundancy(**sizes) and type(found.parameters) is int
 
 

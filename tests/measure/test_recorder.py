@@ -22,7 +22,7 @@ def loss(p: Any) -> jax.Array:
     return jnp.sum((jax.nn.relu(jnp.array([1.0, 2.0]) @ p["up"]) @ p["down"] - 1.0) ** 2)
 
 
-def recorder(path: Path, every: int = 3) -> go.measure.Recorder:
+def recorder(path: Path, every: Any = 3) -> go.measure.Recorder:
     readings = {
         "loss": loss, "drift": lambda p: go.measure.drift(START, p, GAUGE)[0][""],
         "norms": lambda p: go.measure.slice_norms(p, p, p, GAUGE),

@@ -48,7 +48,8 @@ def test_grams_after_a_step_are_those_of_the_factors_after_it(shrinks: tuple[Any
 
 def test_a_step_that_takes_back_a_large_factor_leaves_the_small_one() -> None:
     """In float32, the formula's terms of 1e8 cancel to 0 there."""
-    found = go.measure.gram_evolution(*(np.float32([[x]]) for x in (1e4, 1.0, 1.0 - 1e4, 0.0)))
+    a, b, update, still = (np.array([[x]], np.float32) for x in (1e4, 1.0, 1.0 - 1e4, 0.0))
+    found = go.measure.gram_evolution(a, b, update, still)
     assert float(found.left[0, 0]) == 1.0 and float(found.imbalance[0, 0]) == 0.0
 
 

@@ -136,6 +136,20 @@ def unit_and_size(x: jax.Array, axes: int | tuple[int, ...]) -> tuple[jax.Array,
     return safe_divide(x, size), size
 
 
+def near_power_of_two(size: jax.Array) -> jax.Array:
+    """Returns a power of two of about a size: numbers divided by it are not rounded, and their squares stay in range.
+
+    Args:
+      size: numbers that are not negative. Of 0 the result is 1. The derivative is zero.
+
+    >>> near_power_of_two(jnp.array([3e-30, 0.0, 3.0])).tolist()[1:]
+    [1.0, 4.0]
+    """
+    most = jnp.finfo(size.dtype).maxexp - 28  # so that the inverse is a number as well
+    exponent = jnp.clip(jnp.frexp(jax.lax.stop_gradient(size))[1], -most, most)
+    return jnp.ldexp(jnp.ones_like(size), exponent)
+
+
 def root_mean_square(weight: Any, old: jax.Array, new: jax.Array) -> jax.Array:
     """Returns √(w·old² + (1 − w)·new²) without underflow or overflow of the squares.
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Element, Gauges, product
-from gauge_optax.linalg import lyapunov, safe_divide, skew, unit_and_size
+from gauge_optax.linalg import lyapunov, near_power_of_two, safe_divide, skew, unit_and_size
 from gauge_optax.parts.heads import BASIS, PLANE, Planes, Rotation
 from gauge_optax.parts.part import Part
 from gauge_optax.parts.sizes import Factor
@@ -28,8 +28,6 @@ Arrays = Mapping[str, jax.Array]
 
 RESCALE, ROTATION = "rescale_leakage", "rotation_leakage"
 """The names of the functions that compute Lemma 7 and Lemma 10."""
-
-_SPARED = 28  # powers of two at either end of a dtype's range that no weight is divided by, nor by their inverses
 
 
 @functools.singledispatch
@@ -175,11 +173,9 @@ class Orbit:
         sizes, shares = dict[str, jax.Array](), dict.fromkeys(vectors, jnp.zeros(()))
         for key, blocks in self.blocks.items():
             sums = sum((b.total(self.named[key], jnp.abs(vectors[b.path])) for b in blocks), jnp.zeros(()))
-            most = jnp.finfo(sums.dtype).maxexp - _SPARED
-            exponent = jnp.clip(jnp.frexp(jax.lax.stop_gradient(sums))[1], -most, most)
-            sizes[key] = jnp.ldexp(jnp.ones_like(sums), exponent)
+            sizes[key] = near_power_of_two(sums)
             for b in blocks:
-                share = b.spread(self.named[key], jnp.ldexp(jnp.ones_like(sums), -exponent))
+                share = b.spread(self.named[key], 1.0 / sizes[key])
                 shares[b.path] = shares[b.path] + vectors[b.path] * share
         return shares, sizes
 

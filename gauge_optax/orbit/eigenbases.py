@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from gauge_optax.binding import Block
-from gauge_optax.linalg import eigenbasis, equal_eigenvalues, transpose
+from gauge_optax.linalg import eigenbasis, equal_eigenvalues, near_power_of_two, transpose
 from gauge_optax.parts.heads import BASIS, Heads, Planes, Rotation, by_size, stack_heads, unstack_heads
 from gauge_optax.parts.part import Arrays, Part, Turn
 from gauge_optax.parts.permutation import Permutation
@@ -89,10 +89,12 @@ def _eigenbases_of_heads(
 ) -> list[jax.Array]:
     read: dict[Rotation, jax.Array] = {}
     for same in by_size(turns):
-        grams = stack_heads([turn.gram(point, point) for turn in same])
-        mixed = stack_heads([turn.mixed_rows(point) for turn in same])
-        for turn, basis in zip(same, unstack_heads(eigenbasis(grams, mixed), same), strict=True):
-            signs = _signs(turn, turn.turned(point, basis), weights)
+        points = [_in_range(turn, point) for turn in same]
+        grams = stack_heads([turn.gram(x, x) for turn, x in zip(same, points, strict=True)])
+        mixed = stack_heads([turn.mixed_rows(x) for turn, x in zip(same, points, strict=True)])
+        bases = unstack_heads(eigenbasis(grams, mixed), same)
+        for turn, x, basis in zip(same, points, bases, strict=True):
+            signs = _signs(turn, turn.turned(x, basis), weights)
             read[turn] = transpose(basis * signs[..., None, :])
     return [read[turn] for turn in turns]
 
@@ -101,11 +103,12 @@ def _eigenbases_of_heads(
 def _eigenbases_of_planes(first: Planes, turns: Sequence[Planes], point: Arrays, weights: Weights) -> list[jax.Array]:
     read = []
     for turn, phase in zip(turns, first.read_all(turns, point), strict=True):
-        gram = turn.gram(point, point)
+        x = _in_range(turn, point)
+        gram = turn.gram(x, x)
         gap, crossed = gram[..., 0, 0] - gram[..., 1, 1], 2.0 * gram[..., 0, 1]
         equal = jnp.hypot(gap, crossed) <= equal_eigenvalues(gram.dtype) * jnp.trace(gram, axis1=-2, axis2=-1)
         angle = jnp.where(equal, phase, 0.5 * jnp.arctan2(crossed, gap))
-        first_coordinate = _signs(turn, turn.act(-angle, point), weights)[..., 0]
+        first_coordinate = _signs(turn, turn.act(-angle, x), weights)[..., 0]
         read.append(angle + jnp.where(first_coordinate < 0, math.pi, 0.0).astype(angle.dtype))
     return read
 
@@ -122,7 +125,8 @@ def _eigenbasis_of_stream(turn: Stream, point: Arrays, weights: Weights) -> jax.
 
     If the rotation keeps the vector of ones (LayerNorm), only the directions orthogonal to that vector get new axes.
     """
-    values, seen = turn.divided(point, point), turn.rows_seen
+    seen = turn.rows_seen
+    values = _in_range(seen, turn.divided(point, point))
     gram, mixed = seen.gram(values, values), seen.mixed_rows(values)
     basis = eigenbasis(turn.restricted(gram), turn.restricted(mixed))
     # Write the rows in this basis, to choose the sign of each basis vector. The ones vector is skipped: its sign is not
@@ -131,6 +135,16 @@ def _eigenbasis_of_stream(turn: Stream, point: Arrays, weights: Weights) -> jax.
     columns = seen.turned(values, reflected(whole, -1) if turn.keeps_ones else whole)
     signs = _signs(seen, columns, weights)[turn.size - basis.shape[-1] :]
     return transpose(turn.embedded(basis * signs))
+
+
+def _in_range(turn: Heads, point: Arrays) -> Arrays:
+    """The point with the rows of every head divided by one number: squares of 1e-20 or 1e20 are no float32."""
+    sums = sum((b.total(turn.named, jnp.abs(point[b.path])) for b in turn.blocks), jnp.zeros(()))
+    divisor = near_power_of_two(sums)
+    scaled = dict(point)
+    for b in turn.blocks:
+        scaled[b.path] = scaled[b.path] / b.spread(turn.named, divisor, elsewhere=1.0)
+    return scaled
 
 
 def _signs(rows: Heads, point: Mapping[str, jax.Array], weights: Weights) -> jax.Array:

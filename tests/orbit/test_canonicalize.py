@@ -184,6 +184,19 @@ def test_a_tiny_head_keeps_its_product() -> None:
     np.testing.assert_allclose(product[1], product[0], atol=1e-4)
 
 
+@pytest.mark.parametrize("size", [1e-20, 1e20])
+@pytest.mark.parametrize("gauge", [
+    go.head_rotation({"a": "_ head basis", "b": "head basis _"}), go.rope_torus({"a": "_ head basis"}),
+    go.residual_rotation({"a": "_ _ basis"}, {"b": "_ basis _"}),
+], ids=lambda gauge: gauge.name)
+def test_the_basis_of_tiny_and_huge_weights_has_no_squares_of_them(gauge: go.Gauge, size: float) -> None:
+    """In float32 these were 0, so that heads kept their basis, or infinite: all weights became NaN."""
+    params = normal(0, {"a": (6, 2, 4), "b": (2, 4, 6)}, "float32")
+    usual, scaled = (go.orbit.canonicalize({name: np.float32(n) * x for name, x in params.items()}, gauge)
+                     for n in (1.0, size))
+    assert apart({name: x / np.float32(size) for name, x in scaled.items()}, usual) <= 1e-4
+
+
 @pytest.mark.filterwarnings("ignore:canonicalize. no frame for heads")
 def test_heads_without_a_frame_stay_as_they_are() -> None:
     params = normal(0, {"a": (2, 1, 3), "b": (1, 3, 2)}, "float32")

@@ -31,7 +31,7 @@ from gauge_optax.gauges.gauge import Element, Gauges, bind
 from gauge_optax.gauges.unread import no_frame, unread
 from gauge_optax.linalg import real_dtype, roundoff
 from gauge_optax.orbit.kinds import Stage, is_compact, is_constant, stage
-from gauge_optax.orbit.nearest import nearest
+from gauge_optax.orbit.nearest import in_range, nearest
 from gauge_optax.orbit.renumber import carried, matched, renumbers, responses
 from gauge_optax.parts.part import Arrays, Part, changed
 from gauge_optax.slice import Elements, Slice
@@ -207,7 +207,7 @@ class _Path:
 
 def _roundoff(point: Arrays) -> float:
     """The squared distance that roundoff explains: a second point at most this far from the first counts as equal."""
-    return roundoff(real_dtype()) ** 2 * sum(float(jnp.sum(jnp.square(x))) for x in point.values())
+    return roundoff(real_dtype()) ** 2 * sum(map(_square, point.values()))
 
 
 def _order(s: Slice) -> list[Any]:
@@ -291,7 +291,7 @@ def _move_each(path: _Path, parts: Sequence[Any], before_others: bool = False) -
     for at, part in enumerate(parts):
         others = [other for other in parts[at + 1 :] if before_others and is_compact(other)]
         kept, before = path.kept(), _distance_on(path, changed(part))
-        path.move(part, nearest(part, path.target, path.point, others))
+        path.move(part, nearest(part, *in_range(part, path.target, path.point), others))
         if not others and not _distance_on(path, changed(part)) <= before:  # a NaN is no improvement either
             path.back_to(kept)
 
@@ -302,7 +302,13 @@ def _distance_on(path: _Path, paths: Sequence[str]) -> float:
 
 def squared_distance(point: Arrays, target: Arrays) -> float:
     """The sum of squares of the difference, over the leaves of `target`."""
-    return sum(float(jnp.sum(jnp.square(point[path] - x))) for path, x in target.items())
+    return sum(_square(point[path] - x) for path, x in target.items())
+
+
+def _square(x: jax.Array) -> float:
+    """The sum of squares, as a number of Python: of 1e20 it is no float32."""
+    most = float(jnp.max(jnp.abs(x), initial=0.0))
+    return most * most * float(jnp.sum(jnp.square(x / most))) if most else 0.0
 
 
 # By activations -----------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from gauge_optax.gauges.unread import deficient
 from gauge_optax.linalg import (
     inverse,
     matmul,
+    near_power_of_two,
     orthogonal_factor,
     real_dtype,
     safe_divide,
@@ -30,7 +31,7 @@ from gauge_optax.linalg import (
 )
 from gauge_optax.orbit.renumber import assigned, renumbers
 from gauge_optax.parts.heads import Heads, Planes, Rotation
-from gauge_optax.parts.part import Arrays, Part, changed
+from gauge_optax.parts.part import Arrays, Constant, Part, changed
 from gauge_optax.parts.permutation import Permutation
 from gauge_optax.parts.sizes import Factor, Stretch
 from gauge_optax.parts.stream import Stream
@@ -200,6 +201,25 @@ def _nearest_by_action(part: OfUser, target: Arrays, point: Arrays, others: Sequ
             return element
         element, least = nearer, apart(nearer)
     return element
+
+
+@functools.singledispatch
+def in_range(part: Part[Any], target: Arrays, point: Arrays) -> tuple[Arrays, Arrays]:
+    """Target and point, whose leaves that the part changes are divided by one number, so that squares stay in range.
+
+    The nearest element of a linear action does not depend on that number. Other actions return both as they are.
+    """
+    paths = changed(part)
+    most = jnp.max(jnp.stack([jnp.max(jnp.abs(x[path]), initial=0.0) for x in (target, point) for path in paths]))
+    size = near_power_of_two(most)
+    first, second = ({**x, **{path: x[path] / size for path in paths}} for x in (target, point))
+    return first, second
+
+
+@in_range.register(Constant)
+@in_range.register(OfUser)
+def _as_they_are(part: Part[Any], target: Arrays, point: Arrays) -> tuple[Arrays, Arrays]:
+    return target, point
 
 
 def apart_from(blocks: Sequence[Block], others: Sequence[Part[Any]]) -> tuple[Block, ...]:

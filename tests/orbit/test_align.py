@@ -13,6 +13,7 @@ import gauge_optax as go
 from tests.cases import DISCRETE_CASES, FLAT_CASES, GAUGE_CASES, GaugeCase
 from tests.quick import jit, rows
 from tests.refusals import each_refused
+from tests.twins import normal
 
 Tree = Any
 
@@ -147,6 +148,22 @@ def test_lines_and_barriers() -> None:
     assert np.isnan(go.measure.barrier(lambda p: jnp.log(p["up"].sum() * 0.0 - 1.0), a, b))
     assert go.measure.barrier(loss, a, b) == pytest.approx(max(0.0, max(losses) - losses[0]))
     assert go.measure.barrier(lambda p: -loss(p), a, b) == pytest.approx(losses[0] - min(losses))
+
+
+@pytest.mark.parametrize(("gauges", "sizes"), [
+    ([go.permutation({"up": "_ channel", "down": "channel _"})], (1e-20, 1e20)),
+    ([go.head_rotation({"up": "_ basis", "down": "basis _"})], (1e-20, 1e20)),
+    ([go.rope_torus({"up": "_ basis", "down": "basis _"})], (1e-20, 1e20)),
+    ([go.rescale({"up": "_ channel"}, {"down": "channel _"}),
+      go.permutation({"up": "_ channel", "down": "channel _"})], (1e-17, 1e17)),
+], ids=["permutation", "head_rotation", "rope_torus", "scales and units"])
+def test_twins_of_tiny_and_huge_weights_are_aligned(gauges: list[go.Gauge], sizes: tuple[float, float]) -> None:
+    """In float32 their squares are 0 or infinite: twins were 1.1 apart, or were an error about numeric entries."""
+    group = go.product(gauges)
+    for size in sizes:
+        a = jax.tree.map(lambda x, n=size: np.float32(n) * x, normal(0, {"up": (4, 6), "down": (6, 3)}, "float32"))
+        b = group.act(group.sample(jax.random.key(1), a), a)
+        assert go.orbit.distance(a, b, gauges) <= 1e-5
 
 
 # Bad input ----------------------------------------------------------------------------------------

@@ -166,14 +166,14 @@ def perpendicular(group: Product, params: Any, vector: Leaves) -> Leaves:
 
 
 def require_solved(name: str, found: jax.Array, *given: Any) -> None:
-    """Raises ValueError if a result of `perpendicular` has NaN, and the trees from which it was computed have none.
+    """Raises ValueError if a result of `perpendicular` has NaN, and the trees from which it was computed are finite.
 
     Args:
       name: the name of the public function, for the message.
       found: numbers computed from the result.
       *given: the trees.
     """
-    if np.isnan(found).any() and not any(np.isnan(x).any() for x in jax.tree.leaves(given)):
+    if np.isnan(found).any() and all(np.isfinite(x).all() for x in jax.tree.leaves(given)):
         raise binding_error(
             name, "the part along the orbit was not found", f"no convergence in {_ROUNDS} rounds in {found.dtype}",
             "channels and heads of less different sizes, or float64", "call it under `with jax.enable_x64(True):`",

@@ -387,7 +387,7 @@ def leakage_along(measure: Callable[..., Any], trajectory: Iterable[Sequence[Any
       The result of `measure`, every array with a first axis over points.
 
     Raises:
-      ValueError: a trajectory without points.
+      ValueError: a trajectory without points, or points that are no tuples.
 
     >>> gauge = go.rescale({"up": "_ _"}, {"down": "_ _"})
     >>> points = [
@@ -399,7 +399,13 @@ def leakage_along(measure: Callable[..., Any], trajectory: Iterable[Sequence[Any
 
     Reference: DDC Remarks 8 and 12.
     """
-    results = [measure(*point) for point in trajectory]
+    results = []
+    for point in trajectory:
+        if not isinstance(point, tuple | list):
+            raise binding_error(
+                "leakage_along", "a point that is no tuple of arguments", f"a {type(point).__name__}",
+                "what the measure takes", "pass [(params, gradient, preconditioner), ...], or [(params,), ...]")
+        results.append(measure(*point))
     if not results:
         raise binding_error(
             "leakage_along", "an empty trajectory", "no points", "at least one tuple of what the measure takes",

@@ -10,7 +10,7 @@ Reference: DDC §2.1, Theorem 1 (iii), §5.1, App. C.4 and C.5.
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -142,6 +142,10 @@ def quotient_arc_length(points: Sequence[Any], gauges: Gauges, end: Any = None, 
     that the part of every step that rotates is removed instead, to first order.
     """
     check_at("quotient_arc_length", at)
+    if not isinstance(points, Iterable) or isinstance(points, Mapping):
+        raise binding_error(
+            "quotient_arc_length", "points that are no sequence", f"a {type(points).__name__}",
+            "parameter trees in order", "pass [start, ..., end], one tree for each point")
     points = [*points, *([] if end is None else [end])]
     if len(points) < 2:
         raise binding_error(

@@ -180,9 +180,16 @@ test_messages = each_refused([
     (lambda: go.measure.kl_order(LENGTHS, LENGTHS, of="loss"), "of='loss'"),
     (lambda: go.measure.kl_order(LENGTHS, LENGTHS[:3]), "60 lengths and 3 values"),
     (lambda: go.measure.quotient_arc_length([POINT], RESCALE), "at least two"),
+    (lambda: go.measure.quotient_arc_length(POINT, RESCALE), "points that are no sequence"),
     (lambda: go.measure.quotient_arc_length([POINT] * 2, RESCALE, at="middle"), 'at="balanced"'),
     (lambda: go.measure.quotient_arc_length([{**POINT, "free": 1j}] * 2, RESCALE), "a complex leaf 'free'"),
 ])
+
+
+def test_lengths_of_infinite_weights_are_no_numbers() -> None:
+    """An error said that channels were of too different sizes."""
+    found = go.measure.quotient_arc_length([POINT, {**POINT, "u": jnp.full_like(POINT["u"], jnp.inf)}], RESCALE)
+    assert np.isnan(found[0])
 
 
 # The diagonal network -----------------------------------------------------------------------------

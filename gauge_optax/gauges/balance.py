@@ -63,18 +63,19 @@ def _of_user(part: OfUser, x: Arrays) -> Any:
 def _log_norms(part: Factor, x: Mapping[str, jax.Array]) -> tuple[tuple[jax.Array, int], tuple[jax.Array, int]]:
     """For the up and the down side of a scale: the logarithm of a channel's norm, (*shape), and its entry count.
 
-    It is minus infinity for a channel of zeros. For multipliers, only the side's first block counts, because their
-    balance compares its root mean square.
+    It is minus infinity for a channel of zeros, and NaN for one that is not finite. For multipliers, only the side's
+    first block counts, because their balance compares its root mean square.
     """
 
     def of_side(side: Anchor) -> tuple[jax.Array, int]:
         blocks, zero = side[:1] if part.by_entry else side, jnp.zeros(part.shape, real_dtype())
         # Over the sum of its absolute entries, a channel has squares that neither underflow nor overflow.
         size = sum((b.total(part.named, jnp.abs(x[b.path])) for b in blocks), zero)
-        size = jnp.where(size > 0, size, 1.0)
+        size = jnp.where(size == 0, 1.0, size)
         shares = ((b, x[b.path] / b.spread(part.named, size, elsewhere=1.0)) for b in blocks)
         square = sum((b.total(part.named, jnp.square(share)) for b, share in shares), zero)
-        norm = jnp.where(square > 0, jnp.log(size) + 0.5 * jnp.log(jnp.where(square > 0, square, 1.0)), -jnp.inf)
+        empty = square == 0
+        norm = jnp.where(empty, -jnp.inf, jnp.log(size) + 0.5 * jnp.log(jnp.where(empty, 1.0, square)))
         return norm, sum(b.entries(part.named) for b in blocks)
 
     return of_side(part.up), of_side(part.down)
@@ -89,11 +90,11 @@ def log_sizes(part: Any, x: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Arr
 
     Returns:
       The logarithms of the up side and of the down side, (*shape) each; minus infinity on both sides for a channel that
-      is zero on one. For multipliers, only the first block of each side counts.
+      is zero on one, NaN for one that is not finite. For multipliers, only the first block of each side counts.
     """
     up, down = (norm - 0.5 * math.log(entries) for norm, entries in _log_norms(part, x))
-    whole = (up > -jnp.inf) & (down > -jnp.inf)
-    return jnp.where(whole, up, -jnp.inf), jnp.where(whole, down, -jnp.inf)
+    empty = jnp.isneginf(up) | jnp.isneginf(down)
+    return jnp.where(empty, -jnp.inf, up), jnp.where(empty, -jnp.inf, down)
 
 
 def balance_beside(gauge: Any, params: Any, frozen: frozenset[str] = frozenset()) -> Any:

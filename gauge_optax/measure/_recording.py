@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gauge_optax.errors import binding_error
 from gauge_optax.transformation import in_dtypes_of_state, layout
 from gauge_optax.xla import cond, recomputed_after
 
@@ -61,5 +62,14 @@ def either(
         return sharding.replicated(record())
     # Both branches must return arrays of one sharding and of one dtype.
     kept = in_dtypes_of_state(last, last)
-    due = lambda: in_dtypes_of_state(kept, record())  # noqa: E731
+
+    def due() -> Metrics:
+        made = record()
+        found, expected = (str(jax.tree.structure(metrics)) for metrics in (last, made))
+        if found != expected:
+            raise binding_error(
+                "measure", "a state of other gauges, axes or leaves", found[:200], expected[:200],
+                "start anew, state = tx.init(params), or give what the state was made with")
+        return in_dtypes_of_state(kept, made)
+
     return cond(taken % every == 0, lambda: sharding.replicated(due()), lambda: sharding.replicated(kept))

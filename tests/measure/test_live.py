@@ -193,3 +193,19 @@ def test_a_side_that_is_zero_has_no_ratio() -> None:
     np.testing.assert_allclose(state.metrics.product["multiplier_balance"], [0.0, 4.0])
     np.testing.assert_allclose(state.metrics.log_ratio["multiplier_balance"], [0.0, -np.log(4.0)], rtol=1e-6)
     np.testing.assert_allclose(state.metrics.drift, np.log(4.0), rtol=1e-6)
+
+
+def test_weights_that_are_no_numbers_are_not_balanced() -> None:
+    """They counted as sides of zeros, with a ratio of 1."""
+    params = {"query": jnp.ones((2, 3)).at[0, 0].set(jnp.nan), "key": jnp.ones((2, 3))}
+    tx = go.measure.track_balance(go.multiplier_balance({"query": "head _"}, {"key": "head _"}))
+    found = driven(tx, params, [jax.tree.map(jnp.zeros_like, params)])[1].metrics
+    assert np.isnan([found.drift, found.log_ratio["multiplier_balance"][0]]).all()
+    assert found.log_ratio["multiplier_balance"][1] == 0.0
+
+
+def test_a_state_of_other_axes_is_refused() -> None:
+    params = {"up": jnp.ones((2, 3))}
+    state = go.measure.track_rotation({"up": "_ channel"}).init(params)
+    with refused("measure: a state of other gauges, axes or leaves", "state = tx.init(params)"):
+        go.measure.track_rotation({"up": "channel _"}).update(params, state, params)

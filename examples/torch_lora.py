@@ -79,10 +79,12 @@ def pairs_of(
     """
     shapes = {name: tuple(x.shape) for name, x in names.items()} if isinstance(names, Mapping) else {}
     names = list(names)
+    if experts is not None and (not isinstance(experts, int) or isinstance(experts, bool) or experts < 1):
+        raise _error("bad experts", f"experts={experts!r}", "the number of experts, from 1", "pass experts=8, or None")
     if gauges is None:
         found = [Pair(name, _partner(name)) for name in names if _partner(name) != name and not name.endswith(".bias")]
     else:
-        found = [pair for entry in json.loads(gauges)["gauges"] for pair in _bound(entry, names)]
+        found = [pair for entry in _entries(gauges) for pair in _bound(entry, names)]
     known = set(names)
     missing = [name for pair in found for name in pair[:2] if name not in known]
     if gauges is None:
@@ -161,13 +163,29 @@ def _check_shapes(pair: Pair, a: tuple[int, ...], b: tuple[int, ...]) -> None:
             "leave these parameters to another optimizer")
 
 
+def _entries(gauges: str) -> list[State]:
+    """The gauges of a JSON text, one dictionary each."""
+    try:
+        data = json.loads(gauges)
+        entries = data["gauges"] if data["format"] == 1 else None
+    except (ValueError, KeyError, TypeError):
+        entries = None
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise _error(
+            "no list of gauges", repr(gauges)[:60], "JSON of format 1",
+            "pass go.tools.to_json(go.lora(params)) of the adapters alone")
+    return entries
+
+
 def _bound(entry: State, names: Sequence[str]) -> Iterable[Pair]:
     """The pairs of one `head_linear` entry: patterns with captures in braces, which hold no separator."""
-    if entry.get("kind") != "head_linear" or len(entry["left"]) != 1 or len(entry["right"]) != 1:
+    sides = [entry.get(side) for side in ("left", "right")]
+    if entry.get("kind") != "head_linear" or not all(isinstance(side, dict) and len(side) == 1 for side in sides):
         raise _error(
             "a gauge that is no pair of LoRA factors", entry, "'head_linear' with one path a side",
             "pass go.tools.to_json(go.lora(params)) of the adapters alone")
-    (left, a_axes), (right, b_axes) = (next(iter(entry[side].items())) for side in ("left", "right"))
+    (left, a_axes), (right, b_axes) = (next(iter(side.items())) for side in sides if side)
+    a_axes, b_axes = str(a_axes), str(b_axes)  # a list has several blocks, which are no such axes
     stacked = re.fullmatch(r"\((\w+) basis\) _", a_axes)
     several = stacked is not None and b_axes == f"_ (basis {stacked[1]})"
     if not several and not (re.fullmatch("basis( _)+", a_axes) and re.fullmatch("_ basis( _)*", b_axes)):
@@ -175,7 +193,12 @@ def _bound(entry: State, names: Sequence[str]) -> Iterable[Pair]:
             "factors in another layout", f"{a_axes!r} and {b_axes!r}",
             "'basis _' and '_ basis', or '(expert basis) _' and '_ (basis expert)'",
             "write the JSON for PyTorch's tensors, A (rank, in) and B (out, rank)")
-    experts = int(entry["sizes"][stacked[1]]) if several and stacked else 1
+    sizes = entry.get("sizes") or {}
+    if several and stacked and stacked[1] not in sizes:
+        raise _error(
+            f"experts whose number is unknown, {left!r}", f"sizes {sizes}", f"the length of '{stacked[1]}'",
+            f"write go.lora(params, axes=..., sizes={{{stacked[1]!r}: ...}})")
+    experts = int(sizes[stacked[1]]) if several and stacked else 1
     pieces = re.split(r"(\{\w+\}|\*\*)", left)
     groups = {"**": r".+"}
     pattern = "".join(

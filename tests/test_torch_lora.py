@@ -141,6 +141,23 @@ def test_what_does_not_fit_says_what_to_pass(names: str, gauges: Any, message: s
         torch_lora.pairs_of(names.split(), gauges and go.tools.to_json(gauges))
 
 
+@pytest.mark.parametrize(("text", "message"), [
+    *[(text, "no list of gauges") for text in ("[]", "{}", "text", '{"format": 2, "gauges": []}')],
+    ('{"format": 1, "gauges": [{"kind": "head_linear"}]}', "a gauge that is no pair of LoRA factors"),
+    ('{"format": 1, "gauges": [{"kind": "head_linear", "left": {"a": "(e basis) _"}, "right": {"b": "_ (basis e)"}}]}',
+     "experts whose number is unknown, 'a'"),
+])
+def test_json_of_another_form_is_refused(text: str, message: str) -> None:
+    with refused(message):
+        torch_lora.pairs_of(["a", "b"], text)
+
+
+@pytest.mark.parametrize("experts", [0, -1, 2.5, True])
+def test_a_number_of_experts_that_is_none_is_refused(experts: Any) -> None:
+    with refused("bad experts"):
+        torch_lora.pairs_of([f"experts.{A}", f"experts.{B}"], experts=experts)
+
+
 PLAIN = {f"q.{A}": (3, 8), f"q.{B}": (6, 3)}
 BETWEEN = {
     "q.lora_E.default": (3, 1), "q.lora_mixer.default.weight": (3, 3), "q.lora_diag.default": (3,),

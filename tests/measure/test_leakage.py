@@ -276,7 +276,8 @@ test_what_has_no_leakage_is_refused = each_refused({
     "a gradient of one leaf": (
         lambda: go.measure.second_order_leakage(lambda p: {"k": p["k"]}, SAME, PARAMS, TURN), "no update for 'q'"),
     "other means": (lambda: go.measure.rescale_leakage(SCALE, PARAMS, PARAMS, PARAMS, means="rms"), "one of 'entries'"),
-    "points that are trees": (lambda: go.measure.leakage_along(SAME, [PARAMS]), "no tuple of arguments"),
+    "points that are trees": (
+        lambda: go.measure.leakage_along(SAME, [PARAMS]), "no tuple of arguments"),  # type: ignore[list-item]
     "a dict of points": (lambda: go.measure.leakage_along(SAME, {"a": (PARAMS,)}), "no tuple of arguments"),
     "no points": (lambda: go.measure.leakage_along(lambda: None, []), "no points"),
     "four rates for three": (lambda: go.measure.predicted_drift({"": jnp.ones((3, 2))}, jnp.ones(4)), "one per step"),

@@ -180,7 +180,7 @@ test_messages = each_refused([
     (lambda: go.measure.kl_order(LENGTHS, LENGTHS, of="loss"), "of='loss'"),
     (lambda: go.measure.kl_order(LENGTHS, LENGTHS[:3]), "60 lengths and 3 values"),
     (lambda: go.measure.quotient_arc_length([POINT], RESCALE), "at least two"),
-    (lambda: go.measure.quotient_arc_length(POINT, RESCALE), "points that are no sequence"),
+    (lambda: go.measure.quotient_arc_length(POINT, RESCALE), "points that are no sequence"),  # type: ignore[arg-type]
     (lambda: go.measure.quotient_arc_length([POINT] * 2, RESCALE, at="middle"), 'at="balanced"'),
     (lambda: go.measure.quotient_arc_length([{**POINT, "free": 1j}] * 2, RESCALE), "a complex leaf 'free'"),
 ])

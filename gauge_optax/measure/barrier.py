@@ -35,6 +35,6 @@ def barrier(loss: Callable[[Any], Any], a: Any, b: Any) -> float:
     for value in values:
         require_scalar("barrier", value, differentiable=False)
     losses = [float(value) for value in values]
-    chord = [(10 - step) / 10 * losses[0] + step / 10 * losses[-1] for step in range(11)]
+    chord = [losses[0] + step / 10 * (losses[-1] - losses[0]) for step in range(11)]  # exact where both ends are level
     # NumPy's maximum of NaN and a number is NaN, Python's may be the number.
     return float(np.max([0.0, *(between - straight for between, straight in zip(losses, chord, strict=True))]))

@@ -173,6 +173,10 @@ TREE: Any = {"up": jnp.ones((2, 3)), "down": jnp.ones((3, 2))}
 align = functools.partial(go.orbit.align, TREE)
 
 
+def test_a_level_loss_has_no_barrier() -> None:
+    assert go.measure.barrier(lambda p: 3.0, TREE, TREE) == 0.0
+
+
 test_errors_say_what_to_write = each_refused([
     (lambda: align(TREE | {"up": jnp.ones((2, 4))}, UNIT), "align: two trees that differ at 'up'"),
     (lambda: align(TREE | {"bias": jnp.ones(3)}, UNIT), "no leaf 'bias' among 2 leaves, as in the first"),

@@ -25,8 +25,9 @@ PACKABLE = ("head_linear", "rope_linear")
 CASES = [case for case in GAUGE_CASES if case.name.startswith((*PACKABLE, "product/linear"))]
 HEADS = go.head_linear({"query": "_ head basis"}, {"key": "_ head basis"})
 STACKED, PART = "layer _ head basis", ("qkv=0 _ head=0:2 basis", "qkv=1 _ head=0:2 basis")
+OF_LAYERS = go.head_linear({"query": STACKED}, {"key": STACKED})
 MORE = [  # a layer axis, and a block on a part of two axes
-    GaugeCase("stacked", lambda: [go.head_linear({"query": STACKED}, {"key": STACKED})],
+    GaugeCase("stacked", lambda: [OF_LAYERS],
               lambda _: normal(0, {"query": (2, 6, 2, 3), "key": (2, 6, 2, 3)}),
               lambda p: jnp.sum(jnp.cos(jnp.einsum("ldhe,lfhe->lhdf", p["query"], p["key"]))), dim=36),
     GaugeCase("part", lambda: [go.head_linear({"qkv": PART[0]}, {"qkv": PART[1]})],
@@ -144,6 +145,10 @@ def test_keys_are_packed_where_queries_are_grouped_and_outputs_where_values_are_
     grouped = go.head_linear({"query": "_ (head _) basis"}, {"key": "_ head basis"})
     queries = normal(0, SIX | {"query": (6, 4, 3)})
     assert list(go.orbit.packed_rows(go.orbit.pack(queries, grouped))) == ["key"]
+    biased = go.rope_linear(
+        {"query": "_ (head _) basis", "bias": "(head _) basis"}, {"key": "_ head basis"}, pairing="interleaved")
+    even = normal(0, {"query": (6, 4, 4), "bias": (4, 4), "key": (6, 2, 4)})
+    assert list(go.orbit.packed_rows(go.orbit.pack(even, biased))) == ["key"]  # a bias has no axis of rows
     params = normal(0, {"out": (2, 3, 5)}) | {"value": jnp.zeros((6, 2, 3))}
     packed = go.orbit.pack(params, go.head_linear({"value": "_ head basis"}, {"out": "head basis _"}))
     assert list(go.orbit.packed_rows(packed)) == ["out"] and leaves_by_path(packed)["out"].shape == (2, 3, 2)
@@ -287,6 +292,9 @@ ROWS_OF_OTHERS: list[Any] = [
     (lambda p: go.orbit.pack(p, HEADS, size=0.0), r"bad size"),
     (jax.jit(lambda p: go.orbit.pack(p, HEADS)), r"no numbers in '(query|key)'"),
     (lambda p: go.orbit.pack(jax.eval_shape(lambda: p), HEADS), r"no numbers in '(query|key)'"),
+    (lambda p: go.orbit.packed_dot(jnp.ones((2, 5)), p["query"]), "x does not fit axis 0"),
+    (lambda p: jax.vmap(go.orbit.unpack)(go.orbit.pack(jax.tree.map(lambda x: jnp.stack([x, x]), p), OF_LAYERS)),
+     "outside of scan"),
     (lambda p: go.orbit.packed_dot(jnp.ones((2, 2)), go.orbit.pack(p, HEADS)["query"], 1),
      r"no product with 'query' along axis 1"),
     *((lambda p, n=n: go.orbit.packed_dot(jnp.ones((2, n)), go.orbit.pack(p, HEADS)["query"]), "x does not fit axis 0")

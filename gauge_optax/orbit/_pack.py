@@ -211,6 +211,12 @@ class Layout:
 
     def leaf(self, arrays: Sequence[jax.Array]) -> jax.Array:
         """The inverse of `arrays`."""
+        for b, stored in zip(self.blocks, arrays, strict=False):
+            if jnp.shape(stored) != b.shape:  # `scan` and `vmap` pass one layer, and the layout is that of all
+                raise binding_error(
+                    "unpack", f"'{b.block.path}' has not the shape that was packed", f"{jnp.shape(stored)}",
+                    f"{b.shape}, of a leaf of shape {self.shape}",
+                    "call go.orbit.unpack on the whole tree, outside of scan and vmap over its layers")
         whole = jnp.zeros(self.shape, arrays[0].dtype)
         if self.rest is not None and self.joint is None:
             whole = whole.reshape(-1).at[self.rest].set(arrays[-1]).reshape(self.shape)
@@ -305,9 +311,10 @@ def pack(
       `unpack(packed)`. Gauges that bind packed leaves raise an error on the packed tree.
 
     Raises:
-      ValueError: no gauge of the list can be packed; a head has less than full rank, or, with `shared`, no choice of
-        rows has full rank in all heads; traced parameters without `rows`; `rows` of other gauges or leaves; a size that
-        is not positive; gauges that do not fit `params`; outside `jit`, a leaf of float16 that overflows.
+      ValueError: no gauge of the list can be packed; both factors have heads of less than full rank, or, with `shared`,
+        no choice of rows has full rank in all heads; traced parameters without `rows`; `rows` of other gauges or
+        leaves; a size that is not positive; gauges that do not fit `params`; outside `jit`, a leaf of float16 that
+        overflows.
 
     >>> keys = jax.random.split(jax.random.key(0))
     >>> params = {
@@ -371,6 +378,9 @@ def unpack(packed: Any) -> Any:
 
     Returns:
       A tree with the structure that `pack` was given. Packing it again changes no number.
+
+    Raises:
+      ValueError: a packed leaf of another shape than `pack` made, such as one layer of a stack inside `jax.lax.scan`.
 
     >>> gauge = go.head_linear({"a": "_ basis"}, {"b": "basis _"})
     >>> factor = jnp.array([[1.0, 1.0], [0.0, 2.0], [3.0, 0.0]])
@@ -444,16 +454,16 @@ def packed_dot(x: jax.Array | np.ndarray, kernel: Any, axis: int = 0) -> jax.Arr
 
     Reference: van Nierop, Transformer models are gauge invariant, §6.
     """
+    shape = kernel.layout.shape if _is_packed(kernel) else jnp.shape(kernel)
+    if not -len(shape) <= axis < len(shape) or jnp.shape(x)[-1:] != shape[axis : axis + 1 or None]:
+        of = f" of '{kernel.packed_path}'" if _is_packed(kernel) else ""
+        raise binding_error(
+            "packed_dot", f"x does not fit axis {axis}{of}", f"x of shape {jnp.shape(x)}",
+            f"(…, rows), with the rows of a kernel of shape {shape}", "pass axis=, the kernel's axis of rows",
+        )
     if not _is_packed(kernel):
         return jnp.tensordot(x, kernel, ([-1], [axis]))
-    layout, rank = kernel.layout, len(kernel.layout.shape)
-    if not -rank <= axis < rank or jnp.shape(x)[-1:] != layout.shape[axis : axis + 1 or None]:
-        raise binding_error(
-            "packed_dot", f"x does not fit axis {axis} of '{layout.blocks[0].block.path}'",
-            f"x of shape {jnp.shape(x)}",
-            f"(…, rows), with the rows of a kernel of shape {layout.shape}", "pass axis=, the kernel's axis of rows",
-        )
-    axis = axis % rank
+    layout, axis = kernel.layout, axis % len(shape)
     for b in layout.blocks:
         alone = len(b.block.groups[b.leaf_axis]) == 1 and b.block.window[b.leaf_axis] is None
         if b.leaf_axis != axis or not alone or (layout.joint is None and layout.rest is not None):

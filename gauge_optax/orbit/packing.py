@@ -45,8 +45,13 @@ def _packable_planes(copy: ComplexScale) -> tuple[Block, ...]:
 
 
 def _with_rows(blocks: Sequence[Block], rows: int) -> tuple[Block, ...]:
-    """The blocks with one free axis of at least `rows` rows that store their values themselves, not less one (`1+`)."""
-    single = [block for block in blocks if block.labels.count("_") == 1 and not block.one_plus]
+    """The blocks with one free axis of at least `rows` rows that store their values themselves, not less one (`1+`).
+
+    The one free axis of a bias beside grouped queries, `(head _) basis`, counts query heads: it is no axis of rows.
+    """
+    free = {block: block.labels.count("_") for block in blocks}
+    most = {argument: max(n for b, n in free.items() if b.argument == argument) for argument in ("left", "right")}
+    single = [block for block, n in free.items() if n == 1 == most[block.argument] and not block.one_plus]
     return tuple(block for block in single if block.view_shape[block.labels.index("_")] >= rows)
 
 

@@ -570,8 +570,8 @@ def product(gauges: Gauges) -> "Product":
       list causes a warning, because it has no effect.
 
     Raises:
-      ValueError: something that is not a gauge, at once; parts that do not commute on a leaf, when a tree is first
-        seen.
+      ValueError: something that is not a gauge, or a gauge of your own without a name or a hash, at once; parts that
+        do not commute on a leaf, when a tree is first seen.
 
     >>> norm = go.norm_scale({"scale": "channel"}, {"up": "channel _"})
     >>> relu = go.rescale({"up": "_ channel"}, {"down": "channel _"})
@@ -602,12 +602,32 @@ def product(gauges: Gauges) -> "Product":
                 "pass what go.rescale(...) and the like return",
             )
         parts.extend(gauge._gauges)
+    for part in parts:
+        if not isinstance(part, BlockGauge):
+            _require_name_and_hash(part)
     twice = next((part for at, part in enumerate(parts) if part in parts[:at]), None)
     if twice is not None:
         raise binding_error(
             "product", "a gauge given twice", twice._description, "every gauge once in a list", "drop one of the two"
         )
     return Product(tuple(parts))
+
+
+def _require_name_and_hash(gauge: Gauge) -> None:
+    """Raises ValueError if a user's gauge cannot be named in messages, or be a key of the caches of what is bound."""
+    kind = type(gauge).__name__
+    if not isinstance(getattr(gauge, "name", None), str):
+        raise binding_error(
+            "product", f"{kind} has no name", f"a {kind} without the attribute `name`", "a name for messages",
+            f"write name: ClassVar[str] = '{kind.lower()}' in the class",
+        )
+    try:
+        hash(gauge)
+    except TypeError as error:
+        raise binding_error(
+            gauge.name, "a gauge that has no hash", f"{error}", "a frozen class, whose fields have hashes",
+            "write @dataclasses.dataclass(frozen=True) above the class, and tuples in place of lists, dicts and arrays",
+        ) from error
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -149,3 +149,13 @@ def test_a_law_that_a_gauge_breaks_is_named() -> None:
     tx = go.quotient_adamw(1e-2, broken)
     with refused(r"break a law .*\n.*act\(inverse\(g\), act\(g, θ\)\) = θ"):
         go.check(tx, jax.eval_shape(tx.init, params), params, grads)
+
+
+def test_a_gauge_without_a_name_or_a_hash_is_refused() -> None:
+    def changed(kind: str, **attributes: Any) -> Any:
+        return type(kind, (go.Gauge,), {"act": Translation.act, "read": Translation.read, **attributes})()
+
+    with refused("^product: Nameless has no name", "write name"):
+        go.quotient(optax.sgd(0.1), changed("Nameless"))
+    with refused("^mine: a gauge that has no hash", "frozen=True"):
+        go.quotient(optax.sgd(0.1), [changed("Mutable", name="mine", __hash__=None), *OURS])

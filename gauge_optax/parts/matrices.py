@@ -3,8 +3,8 @@
 A leaf that a rotation acts on has one matrix per head, with the basis on one side and free axes (`_`) on the other. A
 leaf that a scale acts on has its channels on one side and its free axes on the other; among several named axes, the
 channels are the axis called `channel`, or the last. All other axes count matrices (are batch axes): stacked layers, a
-named axis between free axes (`_ head _`), an index (`qkv=0`), and a free axis that shares parentheses with a head
-(`(head _)`, grouped queries).
+named axis between free axes (`_ head _`), an index (`qkv=0`), and the free axis of grouped queries, which shares
+parentheses with a head (`(head _)`) or is an axis that keys and values lack (`_ head _ basis`).
 
 A fused kernel may hold several matrices of unequal widths side by side. Gauges then bind ranges of it,
 `(head basis)=0:32` or `channel=0:12`. Each range is read by itself, as if it were a leaf of its own. A range within a
@@ -228,7 +228,7 @@ def _of_factor(part: Factor, block: Block) -> tuple[int, Matrices | None] | None
 
 @matrices.register
 def _of_heads(part: HeadTurn, block: Block) -> tuple[int, Matrices | None]:
-    return 0, head_matrices(block)
+    return 0, head_matrices(block, part.blocks)
 
 
 def matrices_of(parts: Iterable[Part[Any]]) -> dict[str, Reading]:
@@ -361,16 +361,49 @@ def _widened(block: Block, at_index: bool = False) -> Block:
     return dataclasses.replace(block, picks=tuple(picks), labels=block.split_labels)
 
 
-def head_matrices(block: Block) -> Matrices | None:
-    """Returns one matrix per head, with the basis on one side; None if the block is no matrix."""
+def head_matrices(block: Block, beside: Iterable[Block] = ()) -> Matrices | None:
+    """Returns one matrix per head, with the basis on one side; None if the block is no matrix.
+
+    Args:
+      block: the block.
+      beside: all blocks of its heads, which tell whether a free axis counts the queries of a key head.
+    """
     whole = _widened(block)
-    labels = whole.split_labels
-    # A free part that shares its parentheses with a name counts matrices: `(head _)` are heads of grouped queries.
-    counting = {k for group in whole.groups for k in group if any(labels[j] not in ("_", "", BASIS) for j in group)}
-    free = [k for k, label in enumerate(labels) if label == "_" and k not in counting]
-    basis = [labels.index(BASIS)]
+    queries = _query_axis(whole, [_widened(other) for other in beside])
+    basis, free = [whole.split_labels.index(BASIS)], [k for k in _free_axes(whole) if k != queries]
     rows, columns = sorted((basis, free))
-    return _between(whole, rows, columns, of_head=basis)
+    return _between(whole, rows, columns, of_head=basis, queries=queries)
+
+
+def _free_axes(block: Block) -> list[int]:
+    """The free axes, without parts that share parentheses with a name: `(head _)` are heads of grouped queries."""
+    labels = block.split_labels
+    counting = {k for group in block.groups for k in group if any(labels[j] not in ("_", "", BASIS) for j in group)}
+    return [k for k, label in enumerate(labels) if label == "_" and k not in counting]
+
+
+def _query_axis(block: Block, beside: Sequence[Block]) -> int | None:
+    """The free axis of a leaf that counts the queries of each key head, as in `_ head _ basis`; None if there is none.
+
+    Such a block has one free axis more than the keys or values beside it. The others have the lengths of theirs; where
+    this does not decide, it is the axis behind the heads, or in front of them. Its bias has no other free axis.
+    """
+    labels, free = block.split_labels, _free_axes(block)
+    heads = [k for k, label in enumerate(labels) if label not in ("_", "", BASIS, PLANE, *COUNTING)]
+    others = [(other, _free_axes(other)) for other in beside]
+    single = [sorted(other.split[k] for k in own) for other, own in others if own and len(own) == len(free) - 1]
+    if heads and single:
+        left = {k: sorted(block.split[j] for j in free if j != k) for k in free}
+        fitting = [k for k in free if left[k] in single]
+        near = [k for k in (heads[-1] + 1, heads[0] - 1) if k in free]
+        return fitting[0] if len(fitting) == 1 else near[0] if near else None
+    for other, own in others:
+        if len(free) == 1 < len(own) and (at := _query_axis(other, beside)) is not None:
+            kept = [k for k in range(len(other.split)) if k not in own or k == at]
+            axes = [(other.split_labels[k], other.split[k]) for k in kept]
+            if axes == list(zip(labels, block.split, strict=True)):
+                return free[0]
+    return None
 
 
 def channel_matrices(part: Factor, block: Block) -> Matrices | None:
@@ -461,7 +494,7 @@ def _neuron_matrices(block: Block, at_index: bool) -> Matrices | None:
 
 
 def _between(
-    block: Block, rows: Sequence[int], columns: Sequence[int], of_head: Sequence[int] = ()
+    block: Block, rows: Sequence[int], columns: Sequence[int], of_head: Sequence[int] = (), queries: int | None = None
 ) -> Matrices | None:
     """Returns the block as matrices.
 
@@ -470,6 +503,7 @@ def _between(
       rows: the axes of `block.split` that are inputs.
       columns: those that are outputs.
       of_head: those of them that have the entries of one head, if an axis counts heads; () if none does.
+      queries: the axis of `block.split` that counts the queries of a key head by itself, if there is one.
 
     Returns:
       The matrices; None if a side is empty, or if both sides lie in a single axis of the leaf.
@@ -481,6 +515,7 @@ def _between(
     # Free parts in parentheses with heads count heads too.
     counting = tuple(k for group in block.groups if HEAD in (labels[j] for j in group)
                      for k in group if k in batch and labels[k] in (HEAD, "_"))
+    counting = tuple(sorted({*counting, queries})) if counting and queries is not None else counting
     heads = (counting, tuple(of_head)) if counting and of_head else None
     whole = None if block.whole else block
     return Matrices(block.shape, block.view_shape, block.groups, batch, tuple(rows), tuple(columns), heads, whole)

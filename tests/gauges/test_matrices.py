@@ -22,7 +22,7 @@ Tree = Any
 Shape = tuple[int, ...]
 Numbers = optax.contrib.MuonDimensionNumbers
 HEADS, OUT = {"query": "_ head basis", "key": "_ head basis"}, {"out": "head basis _"}
-QUERIES, FLAT = Numbers((0,), (2,)), Numbers((0,), (1,))
+QUERIES, FIRST, FLAT = Numbers((0,), (2,)), Numbers((1,), (2,)), Numbers((0,), (1,))
 
 
 class Reading(NamedTuple):
@@ -56,6 +56,16 @@ READINGS: dict[str, Reading] = {
                            "out": "(head _) basis _"})],
         {"query": (6, 4, 3), "bias": (4, 3), "key": (6, 2, 3), "out": (4, 3, 5)},
         {"query": QUERIES, "key": QUERIES, "out": Numbers((1,), (2,))}),
+    "grouped queries, an axis of their own": Reading(
+        [go.head_rotation({"query": "_ head _ basis", "bias": "head _ basis", "key": "_ head basis"}),
+         go.head_rotation({"value": "_ head basis", "out": "head _ basis _"})],
+        {"query": (6, 2, 4, 3), "bias": (2, 4, 3), "key": (6, 2, 3), "value": (6, 2, 3), "out": (2, 4, 3, 6)},
+        {"query": Numbers((0,), (3,)), "key": QUERIES, "value": QUERIES, "out": Numbers((2,), (3,))}),
+    "grouped queries, groups and heads first": Reading(
+        [go.head_linear({"key": "head _ basis"}, {"query": "head _ _ basis", "bias": "head _ basis"}),
+         go.head_linear({"value": "_ head basis"}, {"out": "_ head basis _"})],
+        {"query": (2, 4, 6, 3), "bias": (2, 4, 3), "key": (2, 6, 3), "value": (6, 2, 3), "out": (4, 2, 3, 5)},
+        {"query": Numbers((2,), (3,)), "key": FIRST, "value": QUERIES, "out": Numbers((2,), (3,))}),
     "one key head": Reading(  # one basis for all queries: one matrix
         [go.head_rotation({"query": "_ _ basis", "key": "_ basis"})], {"query": (6, 2, 4), "key": (6, 4)},
         {"query": Numbers((0, 1), (2,)), "key": FLAT}),
@@ -182,6 +192,9 @@ def test_neighbouring_queries_share_a_matrix(count: int, order: list[list[int]])
     own = _read(READINGS["grouped queries"].gauges, _params(READINGS["grouped queries"].shapes))["query"]
     found = _stack(own.grouped("query", count), query)
     np.testing.assert_array_equal(found, [query[:, heads].reshape(6, -1) for heads in np.array(order)])
+    apart = [go.head_rotation({"query": "_ head _ basis", "key": "_ head basis"})]
+    own = _read(apart, normal(0, {"query": (6, 2, 2, 3), "key": (6, 2, 3)}))["query"]
+    np.testing.assert_array_equal(_stack(own.grouped("query", count), query.reshape(6, 2, 2, 3)), found)
 
 
 def test_relative_steps_of_grouped_queries_have_one_factor() -> None:

@@ -389,7 +389,7 @@ def _query_axis(block: Block, beside: Sequence[Block]) -> int | None:
     this does not decide, it is the axis behind the heads, or in front of them. Its bias has no other free axis.
     """
     labels, free = block.split_labels, _free_axes(block)
-    heads = [k for k, label in enumerate(labels) if label not in ("_", "", BASIS, PLANE, *COUNTING)]
+    heads = [k for k, label in enumerate(labels) if label not in ("_", "", BASIS, PLANE, CHANNEL, *COUNTING)]
     others = [(other, _free_axes(other)) for other in beside]
     single = [sorted(other.split[k] for k in own) for other, own in others if own and len(own) == len(free) - 1]
     if heads and single:
@@ -418,7 +418,8 @@ def channel_matrices(part: Factor, block: Block) -> Matrices | None:
     named = CHANNEL if CHANNEL in part.named else next(reversed(part.named), None)
     every = [k for k, label in enumerate(labels) if label == "_"]
     # Where other axes are the sides of a matrix, a free part in parentheses with heads counts grouped queries.
-    queries = {k for group in whole.groups if HEAD in (labels[j] for j in group) for k in group}
+    grouped = _query_axis(whole, [_widened(other) for other in part.blocks]) if HEAD in labels else None
+    queries = {k for group in whole.groups if HEAD in (labels[j] for j in group) for k in group} | {grouped}
     free = [k for k in every if k not in queries]
     free = free if len(free) > (named != CHANNEL) else every
     at = None if named is None else labels.index(named)
@@ -427,7 +428,8 @@ def channel_matrices(part: Factor, block: Block) -> Matrices | None:
     of_heads = named == HEAD and (len(free) > 1 or (block.argument not in DIVIDED and labels[-1] == "_"))
     if at is None or between or of_heads or named in COUNTING:
         rows, columns = free[:-1], free[-1:]
-        return _between(whole, rows, columns, of_head=rows if HEAD in labels[: min(free, default=0)] else columns)
+        of_head = rows if HEAD in labels[: min(free, default=0)] else columns
+        return _between(whole, rows, columns, of_head, grouped)
     front, behind = [k for k in free if k < at], [k for k in free if k > at]
     if block.argument not in DIVIDED:
         rows, columns = free, [at]
@@ -437,7 +439,7 @@ def channel_matrices(part: Factor, block: Block) -> Matrices | None:
         before = any(b.split_labels[0] == named and b.split_labels.count("_") > 1 for b in part.up)
         outputs_first = len(front) == 1 and (before or len(behind) > 1)
         rows, columns = ([at, *behind], front) if outputs_first else ([*front, at], behind)
-    return _between(whole, rows, columns, of_head=[at])
+    return _between(whole, rows, columns, [at], grouped)
 
 
 def labelled_matrices(block: Block) -> Matrices | None:

@@ -111,6 +111,11 @@ READINGS: dict[str, Reading] = {
     "a scale per head": Reading(
         [go.rescale({"value": "_ head _", "bias": "head _"}, {"out": "head _ _"})],
         {"value": (6, 2, 4), "bias": (2, 4), "out": (2, 4, 5)}, {"value": QUERIES, "out": Numbers((1,), (2,))}),
+    "a scale per entry or head, and grouped queries": Reading(
+        [go.rescale({"value": "_ head channel"}, {"out": "head _ channel _"}),
+         go.rescale({"v": "_ head _"}, {"o": "head _ _ _"})],
+        {"value": (6, 2, 3), "out": (2, 4, 3, 6), "v": (6, 2, 3), "o": (2, 4, 3, 6)},
+        dict.fromkeys(("value", "v"), QUERIES) | dict.fromkeys(("out", "o"), Numbers((2,), (3,)))),
     "QK-norm": Reading(
         [go.scale_invariant({"query": "_ (head _) _"}, sizes={"head": 2}),
          go.multiplier_balance({"m": "(head _) _"}, {"n": "head _"})],

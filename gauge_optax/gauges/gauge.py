@@ -586,6 +586,7 @@ def product(gauges: Gauges) -> "Product":
     if isinstance(gauges, str | Mapping | optax.GradientTransformation) or not isinstance(gauges, Iterable):
         raise binding_error(
             "product", "no gauges", f"a {type(gauges).__name__}", "a gauge, or a sequence of gauges",
+            "write report.gauges, or report.whole outside of optimizers" if hasattr(type(gauges), "certificate") else
             "pass the list: quotient(inner, gauges), bind(gauges, params) or canonicalize(params, gauges)",
         )
     parts: list[Gauge] = []

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import gauge_optax as go
+from gauge_optax.discovery.report import Report
 from gauge_optax.gauges.gauge import Gauge
 from tests.refusals import complaint, each_refused
 
@@ -100,6 +101,7 @@ test_what_cannot_be_a_gauge_is_refused = each_refused({
     **{f"degree {degree!r}": (
         partial(untyped.rescale, {"up": "_"}, {"down": "_"}, degree=degree), f"(?s)rescale: .*degree.*{degree!r}")
         for degree in (0, -1, -0.5, float("nan"), float("inf"), "2", None, True)},
+    "product of a report": (lambda: untyped.product(object.__new__(Report)), "(?s)no gauges.*write report.gauges"),
     **{f"product of {stranger!r:.9}": (partial(untyped.product, [HEAD, stranger]), "product: .*not a gauge")
        for stranger in (3, "rescale", None, {"up": "_"}, go.rescale)},
     **{f"no basis in {axes}": (partial(go.head_rotation, {"q": axes}), "head_rotation: .*basis")

@@ -197,7 +197,7 @@ def test_neighbouring_queries_share_a_matrix(count: int, order: list[list[int]])
     own = _read(READINGS["grouped queries"].gauges, _params(READINGS["grouped queries"].shapes))["query"]
     found = _stack(own.grouped("query", count), query)
     np.testing.assert_array_equal(found, [query[:, heads].reshape(6, -1) for heads in np.array(order)])
-    apart = [go.head_rotation({"query": "_ head _ basis", "key": "_ head basis"})]
+    apart: list[go.Gauge] = [go.head_rotation({"query": "_ head _ basis", "key": "_ head basis"})]
     own = _read(apart, normal(0, {"query": (6, 2, 2, 3), "key": (6, 2, 3)}))["query"]
     np.testing.assert_array_equal(_stack(own.grouped("query", count), query.reshape(6, 2, 2, 3)), found)
 

@@ -437,7 +437,7 @@ def _require_no_mask_outside(tx: Any, gauges: Sequence[Any], params: Any, frozen
                 raise binding_error(
                     "check", f"'{still}' is frozen outside the optimizer that moves {gauge.name}",
                     f"a step that is zero on '{still}' after a step that {gauge.name} shares with '{other}'",
-                    "a mask inside, so that the other leaf trains as it would alone",
+                    "a mask inside, so that no step is shared with a frozen leaf",
                     "put the mask inside, go.quotient(optax.partition({'t': inner, 'f': optax.set_to_zero()}, labels), "
                     f"gauges), or {_say_frozen(still)}")
 

@@ -386,15 +386,17 @@ def _query_axis(block: Block, beside: Sequence[Block]) -> int | None:
     """The free axis of a leaf that counts the queries of each key head, as in `_ head _ basis`; None if there is none.
 
     Such a block has one free axis more than the keys or values beside it. The others have the lengths of theirs; where
-    this does not decide, it is the axis behind the heads, or in front of them. Its bias has no other free axis.
+    this does not decide, it is the axis behind the heads, or in front of them. With one key head, which has no name, it
+    is the axis in front of the basis, `_ _ basis`. The bias of such a block has no other free axis.
     """
     labels, free = block.split_labels, _free_axes(block)
     heads = [k for k, label in enumerate(labels) if label not in ("_", "", BASIS, PLANE, CHANNEL, *COUNTING)]
     others = [(other, _free_axes(other)) for other in beside]
     single = [sorted(other.split[k] for k in own) for other, own in others if own and len(own) == len(free) - 1]
-    if heads and single:
-        left = {k: sorted(block.split[j] for j in free if j != k) for k in free}
-        fitting = [k for k in free if left[k] in single]
+    if single:
+        fitting = [k for k in free if sorted(block.split[j] for j in free if j != k) in single]
+        if not heads:
+            return next((k for k in fitting if k == labels.index(BASIS) - 1), None)
         near = [k for k in (heads[-1] + 1, heads[0] - 1) if k in free]
         return fitting[0] if len(fitting) == 1 else near[0] if near else None
     for other, own in others:
@@ -517,7 +519,7 @@ def _between(
     # Free parts in parentheses with heads count heads too.
     counting = tuple(k for group in block.groups if HEAD in (labels[j] for j in group)
                      for k in group if k in batch and labels[k] in (HEAD, "_"))
-    counting = tuple(sorted({*counting, queries})) if counting and queries is not None else counting
+    counting = counting if queries is None else tuple(sorted({*counting, queries}))
     heads = (counting, tuple(of_head)) if counting and of_head else None
     whole = None if block.whole else block
     return Matrices(block.shape, block.view_shape, block.groups, batch, tuple(rows), tuple(columns), heads, whole)

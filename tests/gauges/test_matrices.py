@@ -66,9 +66,14 @@ READINGS: dict[str, Reading] = {
          go.head_linear({"value": "_ head basis"}, {"out": "_ head basis _"})],
         {"query": (2, 4, 6, 3), "bias": (2, 4, 3), "key": (2, 6, 3), "value": (6, 2, 3), "out": (4, 2, 3, 5)},
         {"query": Numbers((2,), (3,)), "key": FIRST, "value": QUERIES, "out": Numbers((2,), (3,))}),
-    "one key head": Reading(  # one basis for all queries: one matrix
-        [go.head_rotation({"query": "_ _ basis", "key": "_ basis"})], {"query": (6, 2, 4), "key": (6, 4)},
-        {"query": Numbers((0, 1), (2,)), "key": FLAT}),
+    "one key head": Reading(  # as `discover` writes it
+        [go.head_rotation({"query": "_ _ basis", "bias": "_ basis", "key": "_ basis"}),
+         go.head_rotation({"value": "_ basis", "out": "_ basis _"})],
+        {"query": (6, 2, 4), "bias": (2, 4), "key": (6, 4), "value": (6, 4), "out": (2, 4, 6)},
+        {"query": QUERIES, "key": FLAT, "value": FLAT, "out": Numbers((1,), (2,))}),
+    "factors of a convolution": Reading(  # the window is no axis of queries
+        [go.head_linear({"a": "_ _ basis"}, {"b": "basis _"})], {"a": (2, 6, 4), "b": (4, 6)},
+        {"a": Numbers((0, 1), (2,)), "b": FLAT}),
     "one key head, queries apart": Reading(
         [go.head_rotation({"query": "_ (head _) basis", "key": "_ (head basis)"}, sizes={"head": 1})],
         {"query": (6, 2, 4), "key": (6, 4)}, {"query": QUERIES, "key": (1, 6, 4)}),

@@ -50,7 +50,7 @@ def _with_rows(blocks: Sequence[Block], rows: int) -> tuple[Block, ...]:
     The one free axis of a bias beside grouped queries, `(head _) basis`, counts query heads: it is no axis of rows.
     """
     free = {block: block.labels.count("_") for block in blocks}
-    most = {argument: max(n for b, n in free.items() if b.argument == argument) for argument in ("left", "right")}
+    most = {block.argument: max(n for b, n in free.items() if b.argument == block.argument) for block in blocks}
     single = [block for block, n in free.items() if n == 1 == most[block.argument] and not block.one_plus]
     return tuple(block for block in single if block.view_shape[block.labels.index("_")] >= rows)
 

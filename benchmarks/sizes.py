@@ -55,22 +55,18 @@ SIZES = {
     "toy": Size(
         "2 layers of d = 128, LayerNorm, ReLU MLP, biases, untied head",
         lm.LMConfig(vocab=256, d_model=128, layers=2, heads=4, kv_heads=4, d_head=32, d_ff=512, max_len=1024),
-        batch=(8, 8), length=(64, 64),
-    ),
+        batch=(8, 8), length=(64, 64)),
     "gpt2": Size(
         "GPT-2 124M: 12 layers of d = 768, LayerNorm, GELU MLP, biases, tied head of 50,257",
-        GPT2, batch=(4, 8), length=(256, 1024),
-    ),
+        GPT2, batch=(4, 8), length=(256, 1024)),
     "1b_layer": Size(
         "one layer of a 1B Llama: d = 2048, 16 heads of 128, rotary, RMSNorm, SwiGLU of 8192, vocabulary of 256",
         lm.llama_config(vocab=256, d_model=2048, layers=1, heads=16, kv_heads=16, d_head=128, d_ff=8192),
-        batch=(4, 8), length=(256, 1024),
-    ),
+        batch=(4, 8), length=(256, 1024)),
     "attention": Size(
         "the 48 attention kernels of GPT-2 124M: 12 layers of query, key, value and output, d = 768, 12 heads; "
         "gradients drawn at random and made horizontal, as those of a loss are",
-        GPT2, attention_only=True,
-    ),
+        GPT2, attention_only=True),
 }
 
 

@@ -29,6 +29,7 @@ in two matrices, unless `experts=` has their number.
 from __future__ import annotations
 
 import abc
+import contextlib
 import json
 import math
 import re
@@ -40,6 +41,7 @@ import torch
 from torch import Tensor
 
 LEAST = 1e-4  # least eigenvalue, relative to the norm, from which a Gram matrix is inverted exactly after a step
+_OF_ADAPTERS = "pass go.tools.to_json(go.lora(params)) of the adapters alone"
 
 
 State = dict[str, Any]
@@ -165,16 +167,11 @@ def _check_shapes(pair: Pair, a: tuple[int, ...], b: tuple[int, ...]) -> None:
 
 def _entries(gauges: str) -> list[State]:
     """The gauges of a JSON text, one dictionary each."""
-    try:
+    with contextlib.suppress(ValueError, KeyError, TypeError):
         data = json.loads(gauges)
-        entries = data["gauges"] if data["format"] == 1 else None
-    except (ValueError, KeyError, TypeError):
-        entries = None
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise _error(
-            "no list of gauges", repr(gauges)[:60], "JSON of format 1",
-            "pass go.tools.to_json(go.lora(params)) of the adapters alone")
-    return entries
+        if data["format"] == 1 and all(isinstance(entry, dict) for entry in data["gauges"]):
+            return list(data["gauges"])
+    raise _error("no list of gauges", repr(gauges)[:60], "JSON of format 1", _OF_ADAPTERS)
 
 
 def _bound(entry: State, names: Sequence[str]) -> Iterable[Pair]:
@@ -182,29 +179,21 @@ def _bound(entry: State, names: Sequence[str]) -> Iterable[Pair]:
     sides = [entry.get(side) for side in ("left", "right")]
     if entry.get("kind") != "head_linear" or not all(isinstance(side, dict) and len(side) == 1 for side in sides):
         raise _error(
-            "a gauge that is no pair of LoRA factors", entry, "'head_linear' with one path a side",
-            "pass go.tools.to_json(go.lora(params)) of the adapters alone")
+            "a gauge that is no pair of LoRA factors", entry, "'head_linear' with one path a side", _OF_ADAPTERS)
     (left, a_axes), (right, b_axes) = (next(iter(side.items())) for side in sides if side)
     a_axes, b_axes = str(a_axes), str(b_axes)  # a list has several blocks, which are no such axes
     stacked = re.fullmatch(r"\((\w+) basis\) _", a_axes)
-    several = stacked is not None and b_axes == f"_ (basis {stacked[1]})"
+    sizes = entry.get("sizes") or {}
+    several = stacked is not None and b_axes == f"_ (basis {stacked[1]})" and stacked[1] in sizes
     if not several and not (re.fullmatch("basis( _)+", a_axes) and re.fullmatch("_ basis( _)*", b_axes)):
         raise _error(
             "factors in another layout", f"{a_axes!r} and {b_axes!r}",
-            "'basis _' and '_ basis', or '(expert basis) _' and '_ (basis expert)'",
+            "'basis _' and '_ basis', or '(expert basis) _' and '_ (basis expert)' with sizes={'expert': 8}",
             "write the JSON for PyTorch's tensors, A (rank, in) and B (out, rank)")
-    sizes = entry.get("sizes") or {}
-    if several and stacked and stacked[1] not in sizes:
-        raise _error(
-            f"experts whose number is unknown, {left!r}", f"sizes {sizes}", f"the length of '{stacked[1]}'",
-            f"write go.lora(params, axes=..., sizes={{{stacked[1]!r}: ...}})")
     experts = int(sizes[stacked[1]]) if several and stacked else 1
     pieces = re.split(r"(\{\w+\}|\*\*)", left)
-    groups = {"**": r".+"}
     pattern = "".join(
-        f"(?P<{piece[1:-1]}>[^./]+)" if piece.startswith("{") else groups.get(piece, re.escape(piece))
-        for piece in pieces
-    )
+        f"(?P<{x[1:-1]}>[^./]+)" if x[:1] == "{" else ".+" if x == "**" else re.escape(x) for x in pieces)
     for name in names:
         if hit := re.fullmatch(pattern, name):
             other = _partner(name) if "**" in right else right.format(**hit.groupdict())

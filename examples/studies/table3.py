@@ -247,13 +247,9 @@ def build(c: Config) -> dict[str, Construction]:
         return optax.chain(b8(transport), decay, optax.scale_by_learning_rate(rate))
 
     abelian = {
-        "CE shift, bias": bias_shift(c),
-        "CE shift, row": row_shift(c),
-        "ReLU rescale": relu_rescale(c),
-        "SwiGLU rescale": swiglu_rescale(c),
-        "LayerNorm scale": norm_scale(c),
-        "chained ReLU": chain(c, "_ _", "_ _"),
-        "chained ReLU, per unit": chain(c, "_ channel", "channel _"),
+        "CE shift, bias": bias_shift(c), "CE shift, row": row_shift(c), "ReLU rescale": relu_rescale(c),
+        "SwiGLU rescale": swiglu_rescale(c), "LayerNorm scale": norm_scale(c),
+        "chained ReLU": chain(c, "_ _", "_ _"), "chained ReLU, per unit": chain(c, "_ channel", "channel _"),
     }
     rows = {name: Construction(problem, ddc) for name, problem in abelian.items()}
     heads = attention(c)

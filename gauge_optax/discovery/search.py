@@ -371,15 +371,21 @@ def _with_fractions(rows: np.ndarray, close: float) -> np.ndarray:
 def _of_two_exponents(rows: np.ndarray) -> np.ndarray:
     """A basis of the same space in which more rows have one exponent, or two of opposite signs, as in a gauge."""
 
-    def simple(row: np.ndarray) -> bool:
-        values = np.unique(row[row != 0].round(5))
-        return len(values) == 1 or (len(values) == 2 and values[0] * values[1] < 0)
+    def odd(row: np.ndarray) -> int:
+        """How many entries have neither the most frequent positive exponent nor the most frequent negative one."""
+        sides = (np.unique(x.round(5), return_counts=True)[1] for x in (row[row > 0], row[row < 0]))
+        return sum(int(counts.sum() - counts.max(initial=0)) for counts in sides)
 
     rows, most = rows.copy(), [np.count_nonzero(row) for row in rows]
-    for i, j, factor in itertools.product(range(len(rows)), range(len(rows)), (1.0, -1.0, 2.0, -2.0)):
-        changed = rows[i] + factor * rows[j]
-        if i != j and not simple(rows[i]) and simple(changed) and np.count_nonzero(changed) <= most[i]:
-            rows[i] = changed
+    for i, row in enumerate(rows):
+        others = [factor * rows[j] for j in range(len(rows)) for factor in (1.0, -1.0, 2.0, -2.0) if j != i]
+        near = (row + other for other in others) if odd(row) else ()
+        best = next((x for x in near if not odd(x) and np.count_nonzero(x) <= most[i]), row)
+        if odd(best):  # a sum with several others: one of the stream, say, with one of each layer's MLP
+            for other in others:
+                step = best + other
+                best = step if odd(step) < odd(best) and np.count_nonzero(step) <= most[i] else best
+        rows[i] = row if odd(best) else best
     return rows
 
 

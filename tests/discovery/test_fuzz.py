@@ -53,6 +53,13 @@ def test_what_has_no_gauge_is_named_once() -> None:
     assert report.certificate.unexplained == len(where)
 
 
+def test_a_factor_of_a_stream_has_one_exponent_beside_squared_relus_of_two_layers() -> None:
+    """A search over parts of leaves wrote it on the kernels in front of them, with exponents 1 and 2, as in no gauge."""
+    report = found(dataclasses.replace(fuzz.drawn(65), width=4, heads=1, kv_heads=1, hidden=3, qk_norm="none"))
+    assert not any("exponents" in kind for kind in report.ungauged)
+    assert any(gauge.name == "scale_invariant" and "embed" in str(gauge) for gauge in report.whole)
+
+
 def test_a_bias_of_zero_does_not_refute_what_holds_at_every_other() -> None:
     """A gate without a bias takes up a shift of the norm's bias β by a multiple of 1/Σ(β/γ). Here β is zero."""
     spec = dataclasses.replace(fuzz.drawn(110), width=4, heads=1, kv_heads=1, hidden=3, position="none")

@@ -54,7 +54,7 @@ def test_what_has_no_gauge_is_named_once() -> None:
 
 
 def test_a_factor_of_a_stream_has_one_exponent_beside_squared_relus_of_two_layers() -> None:
-    """A search over parts of leaves wrote it on the kernels in front of them, with exponents 1 and 2, as in no gauge."""
+    """The search over parts of leaves wrote it on the kernels in front of them, with two exponents, as in no gauge."""
     report = found(dataclasses.replace(fuzz.drawn(65), width=4, heads=1, kv_heads=1, hidden=3, qk_norm="none"))
     assert not any("exponents" in kind for kind in report.ungauged)
     assert any(gauge.name == "scale_invariant" and "embed" in str(gauge) for gauge in report.whole)

@@ -385,27 +385,54 @@ def _free_axes(block: Block) -> list[int]:
 def _query_axis(block: Block, beside: Sequence[Block]) -> int | None:
     """The free axis of a leaf that counts the queries of each key head, as in `_ head _ basis`; None if there is none.
 
-    Such a block has one free axis more than the keys or values beside it. The others have the lengths of theirs; where
-    this does not decide, it is the axis behind the heads, or in front of them. With one key head, which has no name, it
-    is the axis in front of the basis, `_ _ basis`. The bias of such a block has no other free axis.
+    Such a block has one free axis more than the keys or values beside it. It is the axis behind the heads, or in front
+    of them, and preferably one without which the lengths are theirs. With one key head, which has no name, it is the
+    axis in front of the basis, `_ _ basis`, if the lengths say so. The axis next to another free one may be the window
+    of a convolution, `_ _ head basis` beside `head basis _`: it counts queries beside keys alone, whose inputs are on
+    the same side of the basis. The bias of such a block has no other free axis.
     """
     labels, free = block.split_labels, _free_axes(block)
-    heads = [k for k, label in enumerate(labels) if label not in ("_", "", BASIS, PLANE, CHANNEL, *COUNTING)]
+    named = [k for k, label in enumerate(labels) if label not in ("", *COUNTING)]
+    heads = [n for n, k in enumerate(named) if labels[k] not in ("_", BASIS, PLANE, CHANNEL)]
+    inside = next((name for name in (BASIS, CHANNEL) if name in labels), None)
+    near = [heads[-1] + 1, heads[0] - 1] if heads else [named.index(labels.index(BASIS)) - 1]
     others = [(other, _free_axes(other)) for other in beside]
-    single = [sorted(other.split[k] for k in own) for other, own in others if own and len(own) == len(free) - 1]
-    if single:
-        fitting = [k for k in free if sorted(block.split[j] for j in free if j != k) in single]
-        if not heads:
-            return next((k for k in fitting if k == labels.index(BASIS) - 1), None)
-        near = [k for k in (heads[-1] + 1, heads[0] - 1) if k in free]
-        return fitting[0] if len(fitting) == 1 else near[0] if near else None
+    # Where the head has no axis of its own, one free axis has its entries, and a block without another one is a bias.
+    single = [(other, own) for other, own in others if len(own) == len(free) - 1 > (inside is None)]
+
+    def counts(n: int, fits: bool) -> bool:
+        k = named[n]
+        rest = [j for j in free if j != k]
+        # An axis that shares parentheses, `_ (_ basis)`, is never a window.
+        window = (k,) in block.groups and not {*named[max(n - 1, 0) : n + 2]}.isdisjoint(rest)
+        alike = [(other, own) for other, own in single if not fits or _lengths(other, own) == _lengths(block, rest)]
+        if window and inside is not None:
+            alike = [(other, own) for other, own in alike if _sides(other, own, inside) == _sides(block, rest, inside)]
+        return bool(alike) and (fits or (bool(heads) and (n > heads[-1] or not window)))
+
+    near = [n for n in near if 0 <= n < len(named) and named[n] in free]
+    for n, fits in [(n, fits) for fits in (True, False) for n in near]:
+        # In `_ head _ basis` the bias `head _ basis` has the lengths of keys, too, and would make inputs of queries.
+        if counts(n, fits) and not (n != near[0] and len(single) > 1 and counts(near[0], False)):
+            return named[n]
     for other, own in others:
-        if len(free) == 1 < len(own) and (at := _query_axis(other, beside)) is not None:
+        # A block of one free axis is the keys if there are no others, and not a bias.
+        keys = any(each != block and len(axes) == len(own) - 1 for each, axes in others)
+        if len(free) == 1 < len(own) and keys and (at := _query_axis(other, beside)) is not None:
             kept = [k for k in range(len(other.split)) if k not in own or k == at]
             axes = [(other.split_labels[k], other.split[k]) for k in kept]
             if axes == list(zip(labels, block.split, strict=True)):
                 return free[0]
     return None
+
+
+def _lengths(block: Block, axes: Iterable[int]) -> list[int]:
+    return sorted(block.split[k] for k in axes)
+
+
+def _sides(block: Block, axes: Iterable[int], inside: str) -> list[bool]:
+    """For each of some axes, whether it is behind the axis of a head's entries."""
+    return sorted(k > block.split_labels.index(inside) for k in axes)
 
 
 def channel_matrices(part: Factor, block: Block) -> Matrices | None:
@@ -519,7 +546,7 @@ def _between(
     # Free parts in parentheses with heads count heads too.
     counting = tuple(k for group in block.groups if HEAD in (labels[j] for j in group)
                      for k in group if k in batch and labels[k] in (HEAD, "_"))
-    counting = counting if queries is None else tuple(sorted({*counting, queries}))
+    counting = tuple(sorted({*counting, queries})) if queries in batch else counting
     heads = (counting, tuple(of_head)) if counting and of_head else None
     whole = None if block.whole else block
     return Matrices(block.shape, block.view_shape, block.groups, batch, tuple(rows), tuple(columns), heads, whole)

@@ -74,6 +74,29 @@ READINGS: dict[str, Reading] = {
     "factors of a convolution": Reading(  # the window is no axis of queries
         [go.head_linear({"a": "_ _ basis"}, {"b": "basis _"})], {"a": (2, 6, 4), "b": (4, 6)},
         {"a": Numbers((0, 1), (2,)), "b": FLAT}),
+    "factors of a convolution as wide as its window": Reading(
+        [go.head_linear({"a": "_ _ basis"}, {"b": "basis _"})], {"a": (3, 6, 4), "b": (4, 3)},
+        {"a": Numbers((0, 1), (2,)), "b": FLAT}),
+    "convolutions inside heads": Reading(
+        [go.head_linear({"value": "_ _ head basis"}, OUT),
+         go.head_rotation({"v": "head _ _ basis", "o": "head basis _"}),
+         go.rescale({"up": "_ _ head channel"}, {"down": "head channel _"})],
+        {"value": (3, 6, 2, 4), "out": (2, 4, 6), "v": (2, 3, 6, 4), "o": (2, 4, 5), "up": (3, 6, 2, 4),
+         "down": (2, 4, 6)},
+        dict.fromkeys(("value", "up"), Numbers((0, 1), (3,))) | {"v": Numbers((1, 2), (3,))}
+        | dict.fromkeys(("out", "o", "down"), Numbers((1,), (2,)))),
+    "outputs of two axes": Reading(
+        [go.head_linear({"value": "_ head basis"}, {"out": "head basis _ _"})],
+        {"value": (6, 2, 4), "out": (2, 4, 6, 3)}, {"value": QUERIES, "out": Numbers((1,), (2, 3))}),
+    "grouped queries of other inputs than the keys": Reading(  # without the inputs, the lengths are those of the bias
+        [go.head_rotation({"query": "_ head _ basis", "bias": "head _ basis", "key": "_ head basis"})],
+        {"query": (8, 2, 5, 4), "bias": (2, 5, 4), "key": (6, 2, 4)},
+        {"query": Numbers((0,), (3,)), "key": QUERIES}),
+    "as many queries as inputs": Reading(  # the keys are no bias of the queries
+        [go.head_rotation({"query": "_ _ basis", "key": "_ basis"}), go.head_linear({"k": "head _ basis"},
+                                                                                 {"q": "head _ _ basis"})],
+        {"query": (6, 6, 4), "key": (6, 4), "k": (2, 6, 4), "q": (2, 6, 6, 4)},
+        {"query": QUERIES, "key": FLAT, "k": FIRST, "q": Numbers((2,), (3,))}),
     "one key head, queries apart": Reading(
         [go.head_rotation({"query": "_ (head _) basis", "key": "_ (head basis)"}, sizes={"head": 1})],
         {"query": (6, 2, 4), "key": (6, 4)}, {"query": QUERIES, "key": (1, 6, 4)}),
@@ -205,6 +228,12 @@ def test_neighbouring_queries_share_a_matrix(count: int, order: list[list[int]])
     apart: list[go.Gauge] = [go.head_rotation({"query": "_ head _ basis", "key": "_ head basis"})]
     own = _read(apart, normal(0, {"query": (6, 2, 2, 3), "key": (6, 2, 3)}))["query"]
     np.testing.assert_array_equal(_stack(own.grouped("query", count), query.reshape(6, 2, 2, 3)), found)
+
+
+def test_a_bias_beside_a_scale_per_head_makes_no_axis_of_queries() -> None:
+    row = READINGS["a scale per head"]
+    for path, own in _read(row.gauges, _params(row.shapes)).items():
+        assert own.grouped(path, 2).text == {"value": "1 × (6, 8)", "out": "1 × (8, 5)"}[path]
 
 
 def test_relative_steps_of_grouped_queries_have_one_factor() -> None:

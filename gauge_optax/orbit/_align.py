@@ -29,7 +29,7 @@ from gauge_optax.errors import binding_error, warn
 from gauge_optax.gauges.bound import require_nonzero_norms, require_readings_without_turns
 from gauge_optax.gauges.gauge import Element, Gauges, bind
 from gauge_optax.gauges.unread import no_frame, unread
-from gauge_optax.linalg import real_dtype, roundoff
+from gauge_optax.linalg import near_power_of_two, real_dtype, roundoff
 from gauge_optax.orbit.kinds import Stage, is_compact, is_constant, stage
 from gauge_optax.orbit.nearest import in_range, nearest
 from gauge_optax.orbit.renumber import carried, matched, renumbers, responses
@@ -307,8 +307,8 @@ def squared_distance(point: Arrays, target: Arrays) -> float:
 
 def _square(x: jax.Array) -> float:
     """The sum of squares, as a number of Python: of 1e20 it is no float32."""
-    most = float(jnp.max(jnp.abs(x), initial=0.0))
-    return most * most * float(jnp.sum(jnp.square(x / most))) if most else 0.0
+    size = near_power_of_two(jnp.max(jnp.abs(x), initial=0.0))
+    return float(size) * float(size) * float(jnp.sum(jnp.square(x / size)))
 
 
 # By activations -----------------------------------------------------------------------------------------

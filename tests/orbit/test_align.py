@@ -166,6 +166,12 @@ def test_twins_of_tiny_and_huge_weights_are_aligned(gauges: list[go.Gauge], size
         assert go.orbit.distance(a, b, gauges) <= 1e-5
 
 
+def test_different_functions_of_the_largest_weights_are_apart() -> None:
+    """In float32 the inverse of 1e38 is 0, so that they were at the distance 0."""
+    a = {"up": jnp.full((4, 3), 1e38), "down": jnp.full((3, 2), 1e38)}
+    assert go.orbit.distance(a, a | {"up": jnp.zeros((4, 3))}, UNIT) == pytest.approx((2 / 3) ** 0.5)
+
+
 # Bad input ----------------------------------------------------------------------------------------
 
 UNIT = go.permutation({"up": "_ channel", "down": "channel _"})

@@ -581,6 +581,15 @@ def product(gauges: Gauges) -> "Product":
 
     Reference: docs/design.md §2.
     """
+    parts = listed_gauges(gauges)
+    for part in parts:
+        if not isinstance(part, BlockGauge):
+            _require_hash(part)
+    return Product(parts)
+
+
+def listed_gauges(gauges: Gauges) -> tuple[Gauge, ...]:
+    """Returns the gauges of a `product`, which do not need a hash here. Raises its other errors."""
     if isinstance(gauges, Gauge):
         gauges = (gauges,)
     if isinstance(gauges, str | Mapping | optax.GradientTransformation) or not isinstance(gauges, Iterable):
@@ -604,24 +613,27 @@ def product(gauges: Gauges) -> "Product":
             )
         parts.extend(gauge._gauges)
     for part in parts:
-        if not isinstance(part, BlockGauge):
-            _require_name_and_hash(part)
+        _require_name(part)
     twice = next((part for at, part in enumerate(parts) if part in parts[:at]), None)
     if twice is not None:
         raise binding_error(
             "product", "a gauge given twice", twice._description, "every gauge once in a list", "drop one of the two"
         )
-    return Product(tuple(parts))
+    return tuple(parts)
 
 
-def _require_name_and_hash(gauge: Gauge) -> None:
-    """Raises ValueError if a user's gauge cannot be named in messages, or be a key of the caches of what is bound."""
+def _require_name(gauge: Gauge) -> None:
+    """Raises ValueError if a user's gauge cannot be named in messages."""
     kind = type(gauge).__name__
     if not isinstance(getattr(gauge, "name", None), str):
         raise binding_error(
             "product", f"{kind} has no name", f"a {kind} without the attribute `name`", "a name for messages",
             f"write name: ClassVar[str] = '{kind.lower()}' in the class",
         )
+
+
+def _require_hash(gauge: Gauge) -> None:
+    """Raises ValueError if a user's gauge cannot be a key of the caches of what is bound."""
     try:
         hash(gauge)
     except TypeError as error:

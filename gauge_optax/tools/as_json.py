@@ -14,7 +14,7 @@ import numpy as np
 
 from gauge_optax.discovery.calls import CONSTRUCTORS, Axes, Call
 from gauge_optax.errors import binding_error
-from gauge_optax.gauges.gauge import BlockGauge, Gauge, Gauges, product
+from gauge_optax.gauges.gauge import BlockGauge, Gauge, Gauges, listed_gauges, product
 
 FORMAT = 1
 _REMEDY = "pass what go.tools.to_json returned, with this version of the library or an older one"
@@ -46,7 +46,7 @@ def to_json(gauges: Gauges) -> str:
       ]
     }
     """
-    return json.dumps({"format": FORMAT, "gauges": [_entry(gauge) for gauge in product(gauges).gauges]}, indent=2)
+    return json.dumps({"format": FORMAT, "gauges": [_entry(gauge) for gauge in listed_gauges(gauges)]}, indent=2)
 
 
 def from_json(
@@ -93,7 +93,7 @@ def from_json(
 
 
 def _is_shape(shape: Any) -> bool:
-    return isinstance(shape, Sequence) and all(isinstance(n, int | np.integer) and n >= 0 for n in shape)
+    return isinstance(shape, Sequence | np.ndarray) and all(isinstance(n, int | np.integer) and n >= 0 for n in shape)
 
 
 @functools.singledispatch

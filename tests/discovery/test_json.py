@@ -29,7 +29,11 @@ def test_it_says_the_constructors_own_arguments() -> None:
 def test_names_of_another_framework() -> None:
     gauges = [go.rescale({"h.{i}.up.weight": "channel _"}, {"h.{i}.down.weight": "_ channel"})]
     shapes = {f"h.{i}.{name}.weight": shape for i in range(2) for name, shape in (("up", (8, 4)), ("down", (4, 8)))}
-    assert go.tools.from_json(go.tools.to_json(gauges), shapes) == gauges
+    kinds: list[Any] = [tuple, list, np.array]
+    for kind in kinds:
+        assert go.tools.from_json(go.tools.to_json(gauges), {name: kind(x) for name, x in shapes.items()}) == gauges
+    own = Rows("a", "b", {"first": (0, 1)})
+    assert go.tools.from_json(go.tools.to_json(own), classes=[Rows]) == [own]
     with pytest.raises(ValueError, match="unequal sizes of 'channel'"):
         go.tools.from_json(go.tools.to_json(gauges), shapes | {"h.1.down.weight": (4, 9)})
 

@@ -117,6 +117,6 @@ def _with_leaf(tree: Any, path: str, leaf: jax.Array, depth: int = 0) -> Any:
         raise binding_error(
             _NAME, f"no place for a leaf at '{path}'", f"keys that are no strings, such as {next(iter(tree))!r}",
             f"a dictionary of strings for the new key '{key}'", "give head a path below a dictionary of strings")
-    made = {**tree, own: _with_leaf(tree.get(own, type(tree)()), path, leaf, depth + 1) if rest else leaf}
-    of: Any = type(tree)  # such as Flax's FrozenDict
-    return made if isinstance(tree, dict) else of(made)
+    of: Any = dict if isinstance(tree, dict) else type(tree)  # such as Flax's FrozenDict and State
+    below = tree[own] if own in tree else of({})
+    return of({**tree, own: _with_leaf(below, path, leaf, depth + 1) if rest else leaf})

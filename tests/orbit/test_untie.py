@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from flax.core import FrozenDict
 
 import gauge_optax as go
@@ -80,10 +81,11 @@ def test_roundoff_of_the_weights_is_no_other_function(dtype: str) -> None:
     assert {x.dtype.name for x in jax.tree.leaves((untied, rotated))} == {dtype}
 
 
-def test_a_frozen_tree_stays_frozen() -> None:
-    tree: Any = FrozenDict({"e": {"table": jnp.ones((3, 2))}})
+@pytest.mark.parametrize("kind", [FrozenDict, nnx.State])
+def test_a_tree_keeps_its_kind(kind: Any) -> None:
+    tree: Any = kind({"e": {"table": jnp.ones((3, 2))}})
     untied = go.orbit.untie(tree, "e/table", "head/kernel")
-    assert isinstance(untied, FrozenDict) and isinstance(untied["head"], FrozenDict)
+    assert isinstance(untied, kind) and isinstance(untied["head"], kind)
     assert untied["head"]["kernel"].shape == (2, 3)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
@@ -137,7 +138,7 @@ class Recorder:
         """The last recorded step; −1 before the first record. To resume from it, save a checkpoint at this step."""
         return self.rows[-1]["step"] if self.rows else -1
 
-    def run(self, start: int = 0) -> Iterator[int]:
+    def run(self, start: int | np.integer[Any] | jax.Array = 0) -> Iterator[int]:
         """Yields the number of updates made so far, from `start` to `steps`, and shows a progress bar.
 
         Call `record` with each of these numbers, and then make the next update. After the last number, make no update.
@@ -148,9 +149,11 @@ class Recorder:
         Raises:
           ValueError: a `start` that is no number of steps.
         """
+        if isinstance(start, jax.Array) and jnp.issubdtype(start.dtype, jnp.integer):
+            start = operator.index(start)  # the step of a checkpoint
         require_count("Recorder.run", "start", start, 0)
-        with tqdm(total=self.steps, initial=start, desc=self.path.stem, disable=not self.progress) as self._bar:
-            for step in range(start, self.steps + 1):
+        with tqdm(total=self.steps, initial=int(start), desc=self.path.stem, disable=not self.progress) as self._bar:
+            for step in range(int(start), self.steps + 1):
                 yield step
                 self._bar.update(step < self.steps)
         self._bar = None

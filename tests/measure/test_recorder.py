@@ -49,8 +49,10 @@ def test_a_run_from_a_checkpoint_goes_on_and_its_steps_may_be_arrays(tmp_path: P
         record.record(2.5, 1.0)  # type: ignore[arg-type]
     with refused("a step behind the last of the run", "step 11", "the number of all steps"):
         record.record(11, 1.0)
-    with refused("bad start", "start=2.5"):
-        next(record.run(2.5))  # type: ignore[arg-type]
+    assert next(record.run(jnp.int32(4))) == 4  # the step of a restored state
+    for start in (2.5, True):
+        with refused("bad start", f"start={start}"):
+            next(record.run(start))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("stop", [0, 4, 9])

@@ -84,9 +84,10 @@ def second_order_leakage(
     gradient = grad_fn(params)
     paths = leaves_by_path(params)
     updates_at("second_order_leakage", paths, gradient, params)
-    updates_at("second_order_leakage", paths, precondition(params, gradient), params)
+    made = precondition(params, gradient)
+    updates_at("second_order_leakage", paths, made, params)
     # A preconditioner may compute in another dtype; `jax.jvp` needs tangents in the dtype of the parameters.
-    step = jax.tree.map(lambda x, p: jnp.asarray(x, p.dtype), precondition(params, gradient), params)
+    step = jax.tree.map(lambda x, p: jnp.asarray(x, p.dtype), made, params)
     _, curved = jax.jvp(grad_fn, (params,), (step,))
     _, composed = jax.jvp(lambda g: precondition(params, g), (gradient,), (curved,))
     _, changed = jax.jvp(lambda p: precondition(p, gradient), (params,), (step,))

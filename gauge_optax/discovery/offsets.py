@@ -144,6 +144,7 @@ class Flow:
 
     def observe(self, point: Leaves, gradients: Leaves, rng: np.random.Generator) -> None:
         """Draws motions at a point, and extends `products` and `squares` by gradients (rows, *shape) taken there."""
+        # Where a motion divides by zero it has no numbers (`moved`), and its gradients say nothing about it.
         motions = [(path, np.nan_to_num(motion.ravel())) for path, motion in self.make(point, rng)]
         pairs = [(gradients[path].reshape(-1, motion.size), motion) for path, motion in motions]
         self.products.append(np.stack([rows @ motion for rows, motion in pairs], 1))

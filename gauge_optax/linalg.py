@@ -168,6 +168,9 @@ def root_mean_square(weight: Any, old: jax.Array, new: jax.Array) -> jax.Array:
 
 # LAPACK -------------------------------------------------------------------------------------------
 
+# Outside `jit`, a loop would be compiled anew at every call; inside, these functions are as if they had no `jit`.
+_compiled_once = functools.partial(jax.jit, inline=True)
+
 
 def serial(make: Callable[..., T], *matrices: jax.Array) -> T:
     """Returns make(*matrices); on CPU it calls `make` for one matrix after the other.
@@ -270,6 +273,7 @@ def _in_width(wide: bool, function: Callable[..., T], *stacks: jax.Array) -> T:
         return function(*stacks)
 
 
+@_compiled_once
 def svd(m: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the thin U, Σ (descending) and Vᵀ of m = U·Σ·Vᵀ; see `serial`."""
     u, sizes, vt = serial(lambda x: tuple(jnp.linalg.svd(x, full_matrices=False)), m)
@@ -287,12 +291,14 @@ def orthogonal_factor(m: jax.Array) -> jax.Array:
     return matmul(u, vt)
 
 
+@_compiled_once
 def qr(m: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the thin Q and R of m = Q·R; see `serial`."""
     q, r = serial(lambda x: tuple(jnp.linalg.qr(x)), m)
     return q, r
 
 
+@_compiled_once
 def triangular_factor(rows: jax.Array) -> jax.Array:
     """Returns the triangular factor R of A = Q·R; see `serial`.
 
@@ -361,11 +367,13 @@ def independent_rows(matrices: jax.Array) -> jax.Array:
     return jax.lax.fori_loop(0, size, pick, start)[2]
 
 
+@_compiled_once
 def solve(a: jax.Array, b: jax.Array) -> jax.Array:
     """Returns a⁻¹·b for (…, d, d) and (…, d, k) with equal leading axes; see `serial`."""
     return serial(jnp.linalg.solve, a, b)
 
 
+@_compiled_once
 def symmetric_eigen(m: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns eigenvalues (descending) and eigenvectors (columns) of symmetric matrices; see `serial`.
 
@@ -520,6 +528,7 @@ _Solving = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+@functools.partial(_compiled_once, static_argnames="steps")
 def lyapunov_by_products(m: jax.Array, k: jax.Array, steps: int = 24) -> jax.Array:
     """Returns the skew solution A of M·A + A·M = K − Kᵀ, by conjugate gradients preconditioned by the diagonal.
 
@@ -584,6 +593,7 @@ def _lyapunov_derivative(steps: int, at: tuple[Any, Any], along: tuple[Any, Any]
     return solution, jnp.where(unsolved[..., None, None], 0.0, derivative)
 
 
+@functools.partial(_compiled_once, static_argnames="steps")
 def rotation_back(m: jax.Array, cross: jax.Array, steps: int = 12) -> jax.Array:
     """Returns R − 1 for the rotation R that turns the end of a step back, so that the step does not rotate its rows.
 
@@ -915,6 +925,7 @@ def nearly_orthogonal(r: jax.Array) -> jax.Array:
     return 1.5 * r - 0.5 * matmul(matmul(r, transpose(r)), r)
 
 
+@_compiled_once
 def matrix_exponential(a: jax.Array) -> jax.Array:
     """Returns exp(A) of matrices (…, d, d), which are rotations where A is antisymmetric; see `serial`."""
     return serial(jax.scipy.linalg.expm, a)

@@ -207,6 +207,14 @@ def test_on_cpu_lapack_gets_one_matrix_at_a_time(door: str) -> None:
     assert batched == [False, True], "ours, and the plain one"
 
 
+@pytest.mark.parametrize("door", DOORS)
+def test_a_loop_over_matrices_is_compiled_once_outside_jit(door: str) -> None:
+    m = 4.0 * jnp.eye(4) + jnp.ones((3, 4, 4))
+    DOORS[door][0](m)
+    with jax.no_tracing(True):
+        DOORS[door][0](m)
+
+
 @pytest.mark.slow_rows("matrix_exponential")
 @pytest.mark.parametrize("door", DOORS)
 def test_a_door_gives_maps_and_differentiates_what_one_batched_call_does(door: str) -> None:

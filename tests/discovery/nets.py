@@ -115,7 +115,10 @@ def _without(*names: str) -> dict[str, int]:
 # Kinds of decoders that gave another list for another seed, a crash, or no gauge where there is one; and what each has.
 _SWITCHES: Mapping[str, tuple[dict[str, Any], dict[str, int]]] = {
     "qk_norm_scanned": (dict(qk_norm="rms", scanned=True, eps=1e-5), _without("rope_linear") | {"rescale": 2}),
-    "tied_without_eps": (dict(tied=True, eps=0.0, kv_heads=2), _without("logit_shift", "residual_rotation")),
+    # Without eps the stream has a factor of its own. Gates see its sign, so that it is a `rescale`, not a `norm_scale`.
+    "tied_without_eps": (
+        dict(tied=True, eps=0.0, kv_heads=2),
+        _without("logit_shift", "residual_rotation") | {"norm_scale": 2, "rescale": 2}),
     "outlier": (dict(tied=True, outlier=True), _without("logit_shift", "residual_rotation") | {"norm_scale": 2}),
     "one_interleaved_key": (dict(layers=1, position="interleaved", layout="flat", bias="qkv"), _GAUGES),
     "stack_of_one": (_CENTRED | _STACK_OF_ONE, _GAUGES | _SHIFTS),

@@ -1,6 +1,7 @@
 """The preflight: what it tells, and that it is silent for every right set-up."""
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -435,6 +436,22 @@ def test_a_learning_rate_that_is_not_inside_is_noted(inner: Any, said: bool) -> 
     links = optax.chain(go.scale_by_ddc([UNITS]), optax.scale_by_learning_rate(1e-3), go.gauge_retract([UNITS]))
     for tx, of_tx in (go.quotient(inner, [UNITS]), said), (links, False):
         assert ("put the learning rate inside" in repr(_preflight(tx, params, mlp_loss))) == of_tx
+
+
+@pytest.mark.parametrize(("link", "said"), [
+    (optax.clip_by_global_norm(1e3), True), (optax.adaptive_grad_clip(0.1), True), (optax.trace(0.9), False),
+], ids=["clip", "adaptive", "momentum"])
+def test_a_clip_in_front_of_the_gauges_is_noted(link: Any, said: bool) -> None:
+    tx = optax.chain(link, ADAMW)
+    for state in tx.init(MLP), trained(tx, mlp_loss, MLP, 1)[1]:
+        assert ("put it inside, go.quotient(optax.chain(" in repr(_preflight(tx, MLP, mlp_loss, state))) == said
+
+
+def test_an_infinity_in_a_state_is_no_difference() -> None:
+    """`reduce_on_plateau` starts with a best loss of infinity."""
+    tx = go.quotient(optax.chain(optax.adam(1e-3), optax.contrib.reduce_on_plateau()), [UNITS])
+    with warnings.catch_warnings(action="error"):
+        _preflight(tx, MLP, mlp_loss)
 
 
 SCALED = {"g": jnp.linspace(0.5, 1.5, 8), **MLP}

@@ -6,6 +6,7 @@ leaves or gradients are zero, this test says nothing, and a note says so.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -60,6 +61,7 @@ _SIGNAL = 1e-6  # a leaf's gradient below this share of the largest one is round
 _QUIET = 1e-4
 _FAST = 0.1  # beside Muon, a step of Adam on a matrix may have at most this share of the matrix's norm
 _NO_RULE = LeafRule("")
+_LARGER = 2.0**20  # so many times a usual gradient is above the limit of every clip; a power of two rounds nothing
 _FEW = 64  # from fewer entries than this, the precision of a computation is not judged
 _MOST_ENTRIES = 4096  # the precision is judged from at most so many entries of each leaf
 _TRAILING = 4  # more zeros at the end of the median mantissa show that it was computed in a coarser dtype than stored
@@ -404,7 +406,8 @@ def _no_symmetry(name: str, copy: str, share: _Share, limit: float, precision: s
         f"an asymmetry{where} of {share.number:.2g}",
         f"at most {limit:.0e}, the roundoff of {precision}",
         f"take this {name} out of the list, or take out of the loss what sees it: a penalty on these weights, on "
-        f"logits or on activations, or another reader of these leaves{''.join(stopped)}",
+        "logits or on activations, or another reader of these leaves; take the gradient at these very parameters"
+        f"{''.join(stopped)}",
     )
 
 
@@ -460,7 +463,8 @@ def _require_none_frozen_unseen(
         program = _one_program(update)
         recorded = program(grads, state, params) if gauges else []
         # A masked step is zero for the negative gradient too. A step that happens to round to zero is not.
-        others = program(jax.tree.map(_negative, grads), state, params) if gauges else []
+        others = program(jax.tree.map(functools.partial(_times, -1), grads), state, params) if gauges else []
+        larger = program(jax.tree.map(functools.partial(_times, _LARGER), grads), state, params) if gauges else []
     except jax.errors.UnexpectedTracerError:
         return ["frozen leaves were not looked for beyond what states say: a wrapper calls an optimizer with gauges "
                 "inside jax.lax.cond or a loop; check that optimizer too, go.check(inner, inner.init(params), params, "
@@ -469,7 +473,7 @@ def _require_none_frozen_unseen(
         return [f"frozen leaves were not looked for beyond what states say: the update raised {type(error).__name__}"]
     most = {path: _most(leaf) for path, leaf in leaves_by_path(grads).items()}
     zero = {path for path, leaf in leaves_by_path(params).items() if not _most(leaf)}
-    notes = dict[str, None]()
+    notes = dict.fromkeys(_out_of_proportion(gauges, params, state, recorded[:1], others[:1], larger[:1]))
     for number, ((given, steps, point), (_, other, _)) in enumerate(zip(recorded, others, strict=True)):
         g, u, v, at = (leaves_by_path(tree) if tree is not None else {} for tree in (given, steps, other, point))
         for gauge in gauges:
@@ -509,8 +513,36 @@ def _require_none_frozen_unseen(
     return list(notes)
 
 
-def _negative(leaf: Any) -> Any:
-    return -leaf if _is_real(leaf) else leaf
+def _out_of_proportion(gauges: Sequence[Any], params: Any, state: Any, *recorded: Any) -> list[str]:
+    """A note if what reaches the gauges is not proportional to the gradient, because of a link in front of them.
+
+    Such links are clips, noise, and an L2 term. They see the gradient of the weights as they are stored, which is
+    larger in one twin than in the other.
+
+    Args:
+      gauges: the gauges of the optimizer.
+      params: the parameters.
+      state: the state of the optimizer.
+      *recorded: what reaches the gauges for the gradient, for its negative, and for `_LARGER` times the gradient.
+    """
+    if not any(bound((gauge,), params).whole.sizes for gauge in gauges):
+        return []
+    # After some steps, what a momentum in front has summed is added to what depends on the gradient.
+    counters = (x for x in jax.tree.leaves(state) if jnp.issubdtype(jnp.result_type(x), jnp.integer))
+    share = 0.5 if any(np.any(np.asarray(x)) for x in counters) else 0.0
+    for trees in zip(*recorded, strict=True):
+        for leaves in zip(*(jax.tree.leaves(given) for given, *_ in trees), strict=True):
+            x, y, z = (np.asarray(leaf, np.float64) if _is_real(leaf) else np.zeros(()) for leaf in leaves)
+            kept = share * (x + y)
+            if np.all(np.isfinite(z)) and _most((z - kept) / _LARGER - (x - kept)) > 1e-3 * _most(x):
+                return ["a link in front of the gauges does not pass the gradient on in proportion, as a clip does "
+                        "not. Twins have gradients of different sizes, so that it makes them part: put it inside, "
+                        "go.quotient(optax.chain(optax.clip_by_global_norm(1.0), inner), gauges)"]
+    return []
+
+
+def _times(factor: float, leaf: Any) -> Any:
+    return factor * leaf if _is_real(leaf) else leaf
 
 
 def _most(leaf: Any) -> float:
@@ -567,10 +599,16 @@ def _require_state_of(tx: Any, state: Any, params: Any) -> None:
         size = float(np.linalg.norm(np.asarray(b, np.float64)))
         # Roundoff decides some arrays, such as the eigenbasis of a head with equal eigenvalues. An array that differs
         # much between `params` and the disturbed weights may therefore differ from `init` too.
-        off, least = (float(np.linalg.norm(np.asarray(x, np.float64) - np.asarray(b, np.float64))) for x in (a, c))
+        off, least = (float(np.linalg.norm(_difference(x, b))) for x in (a, c))
         if off > max(_OTHER_WEIGHTS * size, least / _NOISE * 1e-2) and size > 0:
             raise _other_weights(jax.tree_util.keystr(keys), off / size)
     return None
+
+
+def _difference(a: Any, b: Any) -> np.ndarray:
+    """a − b, and 0 where both are the same infinity, such as the best loss before the first step."""
+    x, y = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    return np.subtract(x, y, out=np.zeros_like(x), where=x != y)
 
 
 def _disturbed(params: Any) -> Any:

@@ -286,7 +286,8 @@ def _results(equation: Any, given: list[_Known]) -> list[_Known]:
 def _repeated(closed: Any, given: list[_Known], constants: int, carried: int) -> list[_Known]:
     """Returns what is known of the results of a loop.
 
-    A carried array is known if it is known at first and one iteration leaves it as it is. The loop may have none.
+    A carried array is known if it is known before the loop and one iteration leaves it as it is. The loop may have no
+    iteration.
 
     Args:
       closed: the body of the loop.
@@ -317,7 +318,7 @@ def _zero_if(condition: bool) -> _Known:
 
 
 def _may_change(value: Any) -> bool:
-    """Whether a constant may be another number at later steps, as a rate that `inject_hyperparams` holds."""
+    """Whether a constant may be another number at later steps, such as a rate that `inject_hyperparams` holds."""
     known = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
     return known and value.ndim == 0 and jnp.issubdtype(value.dtype, jnp.number)
 

@@ -453,8 +453,8 @@ def _turn_of_eigenbasis(
     # V turns by V·Ω. Between eigenspaces, GV = VΛ determines Ω. (JAX's rule for eigenvectors divides by zero gaps.)
     gaps = jnp.where(same, 1.0, values[..., None, :] - values[..., :, None])
     between = jnp.where(same, 0.0, matmul(matmul(transpose(basis), gram_dot), basis) / gaps)
-    # Within one, M = VᵀK is symmetric and remains so: with N, what V's turn between eigenspaces and K's own change add,
-    # Ω solves MΩ + ΩM = N − Nᵀ.
+    # Within an eigenspace, M = VᵀK is symmetric, and stays so when K changes. Let N be the change of M that comes from
+    # K and from V's turn between eigenspaces. Then Ω solves MΩ + ΩM = N − Nᵀ.
     added = matmul(transpose(between), matmul(transpose(basis), transpose(mixed)))
     added = jnp.where(same, added + matmul(transpose(basis), transpose(mixed_dot)), 0.0)
     within = lyapunov(safe_divide(inside, size), skew(safe_divide(added, size)))

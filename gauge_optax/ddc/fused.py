@@ -352,7 +352,7 @@ class _Stored:
     def _rest_of_pair(self, block: Block, removed: _Removed) -> tuple[jax.Array, jax.Array] | None:
         """Returns a stored leaf and its stored gradient, from which `removed` is subtracted in stored coordinates.
 
-        Returns None if stored leaves do not suffice for that.
+        Returns None if that needs more than the stored leaves.
         """
         if block.path not in self.pairs:
             return None

@@ -183,7 +183,7 @@ def _takes_fewer(fn: Callable[[Any, Any], Any], params: Any, batch: Any, lists: 
 
 
 def _counting(short: Shallow, params: Any, batch: Any, counts: Sequence[int]) -> Shallow | None:
-    """Cuts a function that needs all layers down to three; None if it treats some layers differently.
+    """Makes a function of three layers from one that needs all layers; None if it treats some layers differently.
 
     Args:
       short: the function of the whole tree, and the shorter tree.

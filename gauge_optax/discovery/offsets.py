@@ -675,7 +675,7 @@ def _tensor(view: View, point: Leaves) -> np.ndarray:
 
 
 def _motion(view: View, tensor: np.ndarray) -> Motion:
-    """A tensor over a view's atoms as a motion of its leaf, which is zero where the view does not read."""
+    """The path of a view's leaf, and a change of this leaf: `tensor` at the view's entries, zero elsewhere."""
     if view.size == math.prod(view.shape):
         return view.path, np.ascontiguousarray(tensor).reshape(view.shape)
     motion, numbers = np.zeros(math.prod(view.shape)), np.arange(math.prod(view.shape))

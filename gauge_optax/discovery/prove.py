@@ -26,8 +26,8 @@ from gauge_optax.xla import quick_options
 
 _NOTICED = 1e-5  # a move proves something only if noise of its size changes the outputs by more than this, relatively
 _CLIPPED = 1e-3  # a change that is no roundoff
-# A gauge must hold where its leaves are so many times as large, and under factors so large and so small, too: there a
-# clip, as in ReLU6, acts.
+# A clip, as in ReLU6, acts only on large numbers. A gauge is therefore also tested at leaves that are so many times as
+# large, and with moves that multiply and divide by so much.
 _FAR = 64.0
 # An eps of 1e-12, as in BERT's norms, changes the outputs by about what counts as roundoff. Where leaves are so many
 # times as large, it changes them by more, and roundoff does not.

@@ -201,7 +201,7 @@ class _Evaluation:
         return applied(eqn, arrays, **params)
 
     def _summed(self, eqn: Any, ins: list[_Short]) -> tuple[int, int]:
-        """`_Short.summed` of the result: how many entries it sums, at full length and after entries were dropped."""
+        """The value of `_Short.summed` for the result: the number of terms in the full and in the short function."""
         name, shapes = eqn.primitive.name, [getattr(v.aval, "shape", ()) for v in eqn.invars]
         if name == "reduce_sum":
             return _times(ins[0].summed, shapes[0], jnp.shape(ins[0].array), eqn.params["axes"])

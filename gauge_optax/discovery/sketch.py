@@ -341,7 +341,7 @@ class Gradients:
     def _chunks(
         self, leaves: Leaves, batches: Sequence[Any], each: int, most: int, rng: np.random.Generator
     ) -> Iterator[Leaves]:
-        """Gradients for some batches: `each` per batch, of which a chunk holds `most` at most."""
+        """Yields `each` gradients per batch, for random weights of the outputs, in chunks of at most `most`."""
         for batch in batches:
             outputs = jax.eval_shape(self._fn, leaves, batch)
             for start in range(0, each, most):

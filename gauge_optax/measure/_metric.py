@@ -192,7 +192,9 @@ def _basis_of_heads(turn: Rotation, point: Leaves) -> jax.Array:
 
 
 def _vertical(group: Product, params: Any, point: Leaves) -> tuple[Callable[[Any], Leaves], Callable[[Leaves], Any]]:
-    """The map from coordinates to vertical vectors, scaled so that all coordinates count alike, and its transpose.
+    """The map from coordinates to vertical vectors, and its transpose.
+
+    Each coordinate is scaled so that a change of it by one has a vertical vector of norm about 1.
 
     Args:
       group: the gauges.

@@ -353,7 +353,11 @@ def _metrics(
 
 
 def _known(group: Product, params: Any) -> dict[str, tuple[()]]:
-    """`TrackState.gauges`. Records name a gauge by its place among those of its kind; a label depends on the leaves."""
+    """The value of `TrackState.gauges`: an empty entry per gauge, keyed by its place in the list and a label.
+
+    `update` refuses a state with other keys. Records name a gauge by its place ("rescale0"), and the label says which
+    leaves it binds.
+    """
     return {f"{at}: {copies[0].parts[0].label}": () for at, copies in enumerate(group._bound(params).copies)}
 
 

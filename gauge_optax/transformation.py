@@ -144,6 +144,10 @@ def transformation(
     """
 
     def init_fn(params: optax.Params) -> Any:
+        if isinstance(params, optax.LookaheadParams):
+            raise binding_error(
+                name, "two sets of parameters", "optax.LookaheadParams", "the fast parameters alone",
+                f"put lookahead around it: optax.lookahead(go.{name}(...), sync_period=6, slow_step_size=0.5)")
         require_numbers(name, params)
         with own_settings():
             return init_empty(params) if is_empty(params) else init(params)

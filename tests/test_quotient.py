@@ -300,6 +300,14 @@ def test_other_gauges_inside_are_refused(inside: Any, outside: Any) -> None:
         go.quotient(inside, outside).init(normal(0, NET))
 
 
+@pytest.mark.parametrize("make", [go.ddc_adamw, go.quotient_adamw, go.quotient_muon])
+def test_lookahead_belongs_around_a_transformation(make: Any) -> None:
+    params = optax.LookaheadParams.init_synced(normal(0, NET))
+    with refused("two sets of parameters", f"optax.lookahead(go.{make.__name__}("):
+        make(1e-2, SCALE).init(params)
+    assert optax.lookahead(make(1e-2, SCALE), sync_period=6, slow_step_size=0.5).init(params)
+
+
 @pytest.mark.slow
 def test_a_run_is_differentiated_through_what_holds_its_heads(x64: None) -> None:
     """The conjugate gradients inside have NaN for derivatives once they have converged."""

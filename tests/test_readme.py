@@ -109,8 +109,8 @@ def test_times_of_updates_in_the_guides_are_what_was_measured() -> None:
          f"| {adam['ddc_adamw']:.1f} × AdamW's", f"| {muon['quotient_muon']:.2f} × `optax.cont",
          f"takes {cpu('adam')['quotient(optax.adamw)']['step_ratio'][1]:.2f} × AdamW's with `quotient`",
          f"| {max_norm:.2f} × Muon's |", f"| {short:.1f} × AdamW's with bfloat16, {shorter:.1f} × with uint8 |",
-         f"QK-clip | the ratio of both sides | {beside['hold_products(optax.adamw)']:.1f} × AdamW's |",
-         f"a step | {beside['rotational_adamw']:.1f} × AdamW's |",
+         f"QK-clip | the sides keep their ratio | {beside['hold_products(optax.adamw)']:.1f} × AdamW's |",
+         f"mean angles | {beside['rotational_adamw']:.1f} × AdamW's |",
          f"`quotient(optax.adamw)` takes {gpu_adam['quotient(optax.adamw)']:.1f} × AdamW's",
          f"take {gpu_muon['quotient_muon']:.1f} × and {gpu_muon['max_norm_muon']:.1f} × Muon's in TF32",
          "[{:.2f} × and {:.2f} ×](/results/precision.md) Muon's in float32".format(*exact))

@@ -19,6 +19,7 @@ Leaves = dict[str, np.ndarray]
 Function = Callable[[Mapping[str, Any], Any], Any]
 DRAWS = 5  # where outputs or gradients are not finite, up to so many times as many points are drawn as are needed
 _SPREAD = 0.5  # noise around the given point, relative to a leaf's RMS
+_TINY, _RAISED = 1e-2, 0.1  # leaves with only positive entries below the one are drawn of the other size
 _CHUNK = 2**29  # bytes of gradients that are held at a time
 # A finite difference, relative to a leaf's RMS. A step of 1e-5 crosses kinks of wide ReLU nets, and is off by 1e-2.
 _STEP = 1e-7
@@ -62,7 +63,8 @@ def generic_point(
     Returns:
       Leaves plus normal noise of half their RMS. The noise of a small leaf is so large that a kernel's outputs are as
       large as its inputs: the function would hardly depend on a layer that keeps initial values of 0.02. Leaves with
-      only positive entries (norms' scales, variances) are multiplied by the noise's exponential, and stay positive.
+      only positive entries (norms' scales, variances) are multiplied by the noise's exponential, and stay positive. If
+      they are tiny, as a LayerScale of 1e-6, they grow to 0.1, because no output would show the layer behind them.
 
     >>> point = generic_point({"scale": np.ones(3), "bias": np.zeros(3)}, np.random.default_rng(0))
     >>> bool((point["scale"] > 0).all()), bool(point["bias"].any())
@@ -74,7 +76,7 @@ def generic_point(
         if path in signed:
             leaf = leaf * rng.choice((-1.0, 1.0), leaf.shape)
         elif not leaf.size or (leaf > 0).all():
-            return leaf * np.exp(noise)
+            return leaf * np.exp(noise) * (_RAISED / rms if 0 < (rms := root_mean_square(leaf)) < _TINY else 1.0)
         rms = root_mean_square(leaf)
         width = leaf.size ** (1 / leaf.ndim) if leaf.ndim > 1 else 4.0
         return leaf + max(rms, 2.0 * width**-0.5) * noise

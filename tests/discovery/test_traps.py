@@ -244,6 +244,13 @@ def test_a_start_of_zeros_or_ones_makes_no_symmetry(start: float, monkeypatch: p
     assert blind.dead or blind.rejected or blind.ungauged or blind.gauges != [RELU]
 
 
+@pytest.mark.parametrize("shape", [(3,), ()])
+def test_a_layer_behind_a_tiny_scale_keeps_its_gauges(shape: tuple[int, ...]) -> None:
+    """A LayerScale near zero: no output would show whether the layer's units are rescaled."""
+    got = found(lambda p, x: x[..., :3] + p["gamma"] * mlp(p, x), {**MLP, "gamma": np.full(shape, 1e-8)})
+    assert RELU in got.gauges and len(got.gauges) == 2 and not got.rejected, got
+
+
 def test_dead_units_make_no_symmetry() -> None:
     """Of these units a batch reaches few, and not all at one point."""
     params = {**MLP, "up": {"kernel": normal(D, 5), "bias": np.full(5, -4.0)}}

@@ -292,6 +292,8 @@ def flows(trace: Trace, leaves: Leaves) -> list[Flow]:
         for kernel in _readers(vector, kernels, kernel_parts, trace):
             beside = [b for b in vectors if (b.path, kernel.path) in trace.vector_reads]
             tried.append(_hidden_by_norm(kernel, _Norm(vector, plus), beside, behind.get(kernel.path, []), layers))
+    for space in sorted({space for _, axis in trace.readers for space in trace.atom_keys(axis)} - layers):
+        tried += _written_to_zero(space, views + parts, trace)
     for view in views + parts:
         others = [other for other in views + parts if other.path != view.path]
         met = [[other for other in others if (view.path, other.path) in pairs] for pairs in (trace.gains, trace.shifts)]
@@ -348,6 +350,39 @@ def _mapped_to_zero(vector: View, kernel: View, layers: set[Space]) -> list[Flow
     length = math.prod(sizes[label] for label in inputs)
     ways = [(out, centred) for out in others for centred in (False, True) if length + centred > sizes[out]]
     return [Flow(kind, functools.partial(make, *way), 1, _with_the_first(1)) for way in ways]
+
+
+def _written_to_zero(space: Space, views: Sequence[View], trace: Trace) -> Iterator[Flow]:
+    """Additions to what a kernel or table writes along a space that kernels behind it map to zero, or to a constant.
+
+    These kernels have fewer outputs together than the space has entries, as a head of few classes has. Outputs that
+    differ by one constant are the same behind a softmax or a centred norm. If a bias is added to what the kernel
+    writes, the kernels behind it are those that read the bias.
+    """
+    along = [view for view in views if view.labels.count(space) == 1]
+    paths = {path for path, axis in trace.readers if set(space) & set(trace.spaces.key(axis))}
+
+    def front(view: View, point: Leaves) -> np.ndarray:
+        return np.moveaxis(_tensor(view, point), view.labels.index(space), 0).reshape(len(space), -1)
+
+    def make(
+        writer: View, readers: Sequence[View], centred: bool, point: Leaves, rng: np.random.Generator
+    ) -> list[Motion]:
+        kernel = np.concatenate([front(view, point) for view in readers], 1)
+        kept = np.linalg.qr((kernel - kernel.mean(-1, keepdims=True))[:, :-1] if centred else kernel)[0]
+        free, at = rng.standard_normal(writer.lengths), writer.labels.index(space)
+        along_last = np.moveaxis(free, at, -1)
+        return [_motion(writer, np.moveaxis(along_last - along_last @ kept @ kept.T, -1, at))]
+
+    kind = "a part of what a kernel writes that the kernels behind it map to nothing that is read"
+    for writer in [view for view in along if len(view.labels) > 1 and view.path not in paths]:
+        biases = {vector for kernel, vector in trace.added_behind if kernel == writer.path}
+        behind = {kernel for vector, kernel in trace.vector_reads if vector in biases}
+        readers = [view for view in along if view.path in (paths & behind or paths)]
+        outputs = sum(view.size for view in readers) // len(space)
+        for centred in (False, True) if len(readers) == 1 else (False,):
+            if 0 < outputs < len(space) + centred:
+                yield Flow(kind, functools.partial(make, writer, readers, centred), 1, _with_the_first(1))
 
 
 def _absorbed(vector: View, kernels: Sequence[View], behind: Mapping[str, Sequence[View]], layers: set[Space]) -> Flow:

@@ -283,6 +283,22 @@ def test_a_part_of_a_bias_that_its_kernel_maps_to_nothing_is_named(norm: str, wi
     assert (kind in named) == (width < 8 or (norm == "centred" and width == 8))
 
 
+@pytest.mark.parametrize(("form", "classes", "named"), [
+    ("sum", 3, "down + first"), ("sum", 9, ""), ("gained", 3, "shift"), ("gained", 9, "")])
+def test_a_part_of_a_kernel_that_the_kernel_behind_it_maps_to_nothing_is_named(
+    form: str, classes: int, named: str
+) -> None:
+    def fn(p: Any, x: Any) -> jax.Array:
+        y = jnp.tanh(x @ p["up"])
+        y = y @ p["down"] + x @ p["first"] if form == "sum" else y * (x @ p["gain"]) + x @ p["shift"] + p["bias"]
+        return jnp.sin(y @ p["head"])
+
+    shapes = {"down": (8, 8), "first": (4, 8)} if form == "sum" else {"gain": (4, 8), "shift": (4, 8), "bias": (8,)}
+    found = ungauged(fn, drawn(up=(4, 8), **shapes, head=(8, classes)), inputs(2, 40, 4))
+    kind = "a part of what a kernel writes that the kernels behind it map to nothing that is read"
+    assert set(found.get(kind, ())) == set(named.split(" + ") if named else ()), found
+
+
 KINDS = np.arange(40) % D
 MODULATED: dict[str, tuple[Any, str]] = {
     "halves of one kernel": (lambda p, y, g, h, x: y * (1 + g) + h, "bias + both + c"),

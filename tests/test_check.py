@@ -447,6 +447,19 @@ def test_a_clip_in_front_of_the_gauges_is_noted(link: Any, said: bool) -> None:
         assert ("put it inside, go.quotient(optax.chain(" in repr(_preflight(tx, MLP, mlp_loss, state))) == said
 
 
+@pytest.mark.parametrize(("link", "said"), [
+    (optax.clip(1e-3), True), (optax.clip_by_global_norm(1e-3), False), (optax.clip_by_block_rms(1e-3), False),
+    (optax.add_decayed_weights(0.1), False), (optax.trace(0.9), False),
+], ids=["entries", "norm", "leaves", "decay", "momentum"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_beside_rotations_a_clip_of_a_norm_is_right(dtype: str, link: Any, said: bool) -> None:
+    turns = go.head_rotation({"query": "_ head basis", "key": "_ head basis"})
+    tx = optax.chain(link, go.quotient_adamw(1e-3, [turns]))
+    params = jax.tree.map(lambda x: x.astype(dtype), QK)
+    for state in tx.init(params), trained(tx, _heads, params, 1)[1]:
+        assert ("put it inside, go.quotient(optax.chain(" in repr(_preflight(tx, params, _heads, state))) == said
+
+
 def test_an_infinity_in_a_state_is_no_difference() -> None:
     """`reduce_on_plateau` starts with a best loss of infinity."""
     tx = go.quotient(optax.chain(optax.adam(1e-3), optax.contrib.reduce_on_plateau()), [UNITS])

@@ -473,7 +473,7 @@ def _require_none_frozen_unseen(
         return [f"frozen leaves were not looked for beyond what states say: the update raised {type(error).__name__}"]
     most = {path: _most(leaf) for path, leaf in leaves_by_path(grads).items()}
     zero = {path for path, leaf in leaves_by_path(params).items() if not _most(leaf)}
-    notes = dict.fromkeys(_out_of_proportion(gauges, params, state, recorded[:1], others[:1], larger[:1]))
+    notes = dict.fromkeys(_out_of_proportion(gauges, params, grads, state, recorded[:1], others[:1], larger[:1]))
     for number, ((given, steps, point), (_, other, _)) in enumerate(zip(recorded, others, strict=True)):
         g, u, v, at = (leaves_by_path(tree) if tree is not None else {} for tree in (given, steps, other, point))
         for gauge in gauges:
@@ -513,30 +513,43 @@ def _require_none_frozen_unseen(
     return list(notes)
 
 
-def _out_of_proportion(gauges: Sequence[Any], params: Any, state: Any, *recorded: Any) -> list[str]:
+def _out_of_proportion(
+    gauges: Sequence[Any], params: Any, grads: Any, state: Any, *recorded: Any
+) -> list[str]:
     """A note if what reaches the gauges is not proportional to the gradient, because of a link in front of them.
 
-    Such links are clips, noise, and an L2 term. They see the gradient of the weights as they are stored, which is
-    larger in one twin than in the other.
+    Such links are clips, noise, and an L2 term. They see the gradient of the weights as they are stored. Scales make it
+    larger in one twin than in the other. Rotations turn it: they allow for a clip that multiplies all entries of a leaf
+    by one number, as one of the norm of the whole gradient does, and for an L2 term.
 
     Args:
       gauges: the gauges of the optimizer.
       params: the parameters.
+      grads: their gradient.
       state: the state of the optimizer.
       *recorded: what reaches the gauges for the gradient, for its negative, and for `_LARGER` times the gradient.
     """
-    if not any(bound((gauge,), params).whole.sizes for gauge in gauges):
+    slices = [bound((gauge,), params).whole for gauge in gauges]
+    scaled = any(s.sizes for s in slices)
+    if not scaled and not any(s.turns for s in slices):
         return []
     # After some steps, what a momentum in front has summed is added to what depends on the gradient.
     counters = (x for x in jax.tree.leaves(state) if jnp.issubdtype(jnp.result_type(x), jnp.integer))
-    share = 0.5 if any(np.any(np.asarray(x)) for x in counters) else 0.0
+    share = 0.0 if scaled and not any(np.any(np.asarray(x)) for x in counters) else 0.5
+    usual = leaves_by_path(grads)
     for trees in zip(*recorded, strict=True):
-        for leaves in zip(*(jax.tree.leaves(given) for given, *_ in trees), strict=True):
-            x, y, z = (np.asarray(leaf, np.float64) if _is_real(leaf) else np.zeros(()) for leaf in leaves)
+        reached = [leaves_by_path(given) for given, *_ in trees]
+        for path in (path for path in reached[0] if _is_real(usual.get(path, 0))):
+            x, y, z = (np.asarray(leaves[path], np.float64) for leaves in reached)
             kept = share * (x + y)
-            if np.all(np.isfinite(z)) and _most((z - kept) / _LARGER - (x - kept)) > 1e-3 * _most(x):
+            # A clip of entries that leaves the signs alone passes on the larger gradient as it does the usual one.
+            once, often = x - kept if scaled else np.asarray(usual[path], np.float64), z - kept
+            square = float(np.vdot(once, once))
+            times = _LARGER if scaled or square == 0 else float(np.vdot(once, often)) / square
+            near = max(1e-3, 8.0 * float(jnp.finfo(reached[0][path].dtype).eps)) * max(_most(x), _most(once))
+            if np.all(np.isfinite(z)) and _most(often - times * once) > max(abs(times), 1e-9) * near:
                 return ["a link in front of the gauges does not pass the gradient on in proportion, as a clip does "
-                        "not. Twins have gradients of different sizes, so that it makes them part: put it inside, "
+                        "not. Twins have other gradients, so that it makes them part: put it inside, "
                         "go.quotient(optax.chain(optax.clip_by_global_norm(1.0), inner), gauges)"]
     return []
 

@@ -533,7 +533,8 @@ def _out_of_proportion(
     scaled = any(s.sizes for s in slices)
     if not scaled and not any(s.turns for s in slices):
         return []
-    # After some steps, what a momentum in front has summed is added to what depends on the gradient.
+    # Half the sum for a gradient and its negative does not depend on the gradient. It is an L2 term, which rotations
+    # allow for, and after some steps what a momentum in front has summed. At the first step there is no momentum.
     counters = (x for x in jax.tree.leaves(state) if jnp.issubdtype(jnp.result_type(x), jnp.integer))
     share = 0.0 if scaled and not any(np.any(np.asarray(x)) for x in counters) else 0.5
     usual = leaves_by_path(grads)
@@ -549,8 +550,8 @@ def _out_of_proportion(
             near = max(1e-3, 8.0 * float(jnp.finfo(reached[0][path].dtype).eps)) * max(_most(x), _most(once))
             if np.all(np.isfinite(z)) and _most(often - times * once) > max(abs(times), 1e-9) * near:
                 return ["a link in front of the gauges does not pass the gradient on in proportion, as a clip does "
-                        "not. Twins have other gradients, so that it makes them part: put it inside, "
-                        "go.quotient(optax.chain(optax.clip_by_global_norm(1.0), inner), gauges)"]
+                        "not. Weights of one function have different gradients, so that it makes their runs part: "
+                        "put it inside, go.quotient(optax.chain(optax.clip_by_global_norm(1.0), inner), gauges)"]
     return []
 
 

@@ -179,6 +179,15 @@ def quick_options() -> dict[str, Any]:
     return _known(_QUICK)
 
 
+def one_program(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiles a function, and waits at each call until it has ended.
+
+    On CPUs, two programs whose devices wait for each other can block each other forever if they run at once.
+    """
+    compiled = jax.jit(function, compiler_options=quick_options())
+    return lambda *arrays: jax.block_until_ready(compiled(*arrays))
+
+
 @functools.cache
 def unfused_options() -> dict[str, Any]:
     """Returns `compiler_options` of `jax.jit` for a gradient that `quick_options` may spoil.

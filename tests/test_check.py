@@ -81,6 +81,7 @@ def test_nothing_is_raised_for_a_net_of_the_register(case: GaugeCase, dtype: str
     with jax.enable_x64(dtype == "float64"):
         params = _cast(dtype, case.params(jax.random.key(1)))
         report = _preflight(go.quotient_adamw(1e-2, case.gauges()), params, case.loss)
+        assert "part under this optimizer" not in repr(report)
         assert len(report.asymmetries) == len(go.product(case.gauges()).gauges)
         worst = max(number for *_, number in report.asymmetries)
         # A key bias's gradient is a sum of large terms that is zero: there is nothing to compare it with.
@@ -438,26 +439,48 @@ def test_a_learning_rate_that_is_not_inside_is_noted(inner: Any, said: bool) -> 
         assert ("put the learning rate inside" in repr(_preflight(tx, params, mlp_loss))) == of_tx
 
 
-@pytest.mark.parametrize(("link", "said"), [
-    (optax.clip_by_global_norm(1e3), True), (optax.adaptive_grad_clip(0.1), True), (optax.trace(0.9), False),
-], ids=["clip", "adaptive", "momentum"])
-def test_a_clip_in_front_of_the_gauges_is_noted(link: Any, said: bool) -> None:
-    tx = optax.chain(link, ADAMW)
-    for state in tx.init(MLP), trained(tx, mlp_loss, MLP, 1)[1]:
-        assert ("put it inside, go.quotient(optax.chain(" in repr(_preflight(tx, MLP, mlp_loss, state))) == said
+def _parts(tx: Any, params: Any = MLP, loss: Loss = mlp_loss) -> bool:
+    return any("part under this optimizer" in note for note in _preflight(tx, params, loss).notes)
+
+
+def _sam(inner: Any) -> Any:
+    return optax.contrib.sam(inner, optax.chain(optax.contrib.normalize(), optax.sgd(0.05)))
+
+
+CLIPPED = optax.chain(optax.clip_by_global_norm(1e3), ADAMW)
+PARTING: dict[str, tuple[Any, bool]] = {  # whether weights of one function part
+    "in front": (CLIPPED, True),
+    "behind": (optax.chain(ADAMW, optax.clip(1e-4)), True),
+    "around": (_sam(ADAMW), True),
+    "inside": (go.quotient(_sam(optax.adamw(1e-3)), [UNITS]), False),
+    "in a condition": (optax.apply_if_finite(CLIPPED, 3), True),
+    "right in a condition": (optax.apply_if_finite(ADAMW, 3), False),
+    "penalty": (optax.chain(optax.add_decayed_weights(0.1), ADAMW), True),
+    "noise": (optax.chain(optax.add_noise(0.1, 0.55, jax.random.key(0)), ADAMW), True),
+    "adaptive": (optax.chain(optax.adaptive_grad_clip(0.1), ADAMW), True),
+    "momentum": (optax.chain(optax.trace(0.9), ADAMW), False),
+    "decay behind": (optax.chain(ADAMW, optax.add_decayed_weights(-1e-3)), False),
+    "along the orbit": (go.orbit.gauge_fix(ADAMW, [UNITS], every=2), False),
+}
+
+
+@pytest.mark.slow_rows(
+    "right in a condition", "penalty", "noise", "adaptive", "momentum", "decay behind", "along the orbit")
+@pytest.mark.parametrize("name", PARTING)
+def test_a_link_that_sees_more_than_the_function_is_noted(name: str) -> None:
+    tx, said = PARTING[name]
+    assert _parts(tx) == said
 
 
 @pytest.mark.parametrize(("link", "said"), [
     (optax.clip(1e-3), True), (optax.clip_by_global_norm(1e-3), False), (optax.clip_by_block_rms(1e-3), False),
-    (optax.add_decayed_weights(0.1), False), (optax.trace(0.9), False),
-], ids=["entries", "norm", "leaves", "decay", "momentum"])
+    (optax.add_decayed_weights(0.1), False),
+], ids=["entries", "norm", "leaves", "decay"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_beside_rotations_a_clip_of_a_norm_is_right(dtype: str, link: Any, said: bool) -> None:
     turns = go.head_rotation({"query": "_ head basis", "key": "_ head basis"})
     tx = optax.chain(link, go.quotient_adamw(1e-3, [turns]))
-    params = jax.tree.map(lambda x: x.astype(dtype), QK)
-    for state in tx.init(params), trained(tx, _heads, params, 1)[1]:
-        assert ("put it inside, go.quotient(optax.chain(" in repr(_preflight(tx, params, _heads, state))) == said
+    assert _parts(tx, jax.tree.map(lambda x: x.astype(dtype), QK), _heads) == said
 
 
 def test_an_infinity_in_a_state_is_no_difference() -> None:

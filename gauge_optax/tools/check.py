@@ -6,7 +6,6 @@ leaves or gradients are zero, this test says nothing, and a note says so.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -27,6 +26,7 @@ from gauge_optax.parts.part import changed
 from gauge_optax.slice import Frame
 from gauge_optax.tools.mappings import require_no_contradiction
 from gauge_optax.tools.plan import aligned, gauges_of, said_by
+from gauge_optax.tools.twins import parted
 from gauge_optax.transformation import (
     LeafRule,
     in_computing_dtype,
@@ -41,7 +41,7 @@ from gauge_optax.transformation import (
     require_values,
 )
 from gauge_optax.wrapped import preflight_of, transformations_of, wrapped_by
-from gauge_optax.xla import quick_options, unfused_options, unseen
+from gauge_optax.xla import one_program, unfused_options, unseen
 
 # Bits of the mantissas of a gradient → the largest asymmetry that roundoff explains. tests/tolerances.py has measured
 # asymmetries of right and of wrong gauges.
@@ -61,7 +61,6 @@ _SIGNAL = 1e-6  # a leaf's gradient below this share of the largest one is round
 _QUIET = 1e-4
 _FAST = 0.1  # beside Muon, a step of Adam on a matrix may have at most this share of the matrix's norm
 _NO_RULE = LeafRule("")
-_LARGER = 2.0**20  # so many times a usual gradient is above the limit of every clip; a power of two rounds nothing
 _FEW = 64  # from fewer entries than this, the precision of a computation is not judged
 _MOST_ENTRIES = 4096  # the precision is judged from at most so many entries of each leaf
 _TRAILING = 4  # more zeros at the end of the median mantissa show that it was computed in a coarser dtype than stored
@@ -183,6 +182,7 @@ def check(
     while isinstance(tx, optax.MultiSteps):  # its first update is always zero: look at the optimizer inside
         tx, state = tx._opt, state.inner_opt_state
     notes += _require_none_frozen_unseen(tx, state, params, grads, gauges, frozen)
+    notes += _parting(tx, params, grads, frozen)
     notes += _require_steps_that_count(tx, state, params, grads)
     notes += _inflated(tx, gauges, params, frozen)
     return Report(tuple(map(_row, gauges, shares)), limit, precision, tuple(sorted(frozen)), tuple(notes))
@@ -324,16 +324,7 @@ def _asymmetries(gauges: Sequence[Any], params: Any, grads: Any) -> _Numbers:
         return numbers
 
     arrays = jax.tree.map(jnp.asarray, (params, grads))
-    return cast(_Numbers, jax.device_get(_one_program(of_each)(*arrays)))
-
-
-def _one_program(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiles a function, and waits at each call until it has ended.
-
-    On CPUs, two programs whose devices wait for each other can block each other forever if they run at once.
-    """
-    compiled = jax.jit(function, compiler_options=quick_options())
-    return lambda *arrays: jax.block_until_ready(compiled(*arrays))
+    return cast(_Numbers, jax.device_get(one_program(of_each)(*arrays)))
 
 
 def _in_double(
@@ -460,11 +451,10 @@ def _require_none_frozen_unseen(
         return recorded
 
     try:
-        program = _one_program(update)
+        program = one_program(update)
         recorded = program(grads, state, params) if gauges else []
         # A masked step is zero for the negative gradient too. A step that happens to round to zero is not.
-        others = program(jax.tree.map(functools.partial(_times, -1), grads), state, params) if gauges else []
-        larger = program(jax.tree.map(functools.partial(_times, _LARGER), grads), state, params) if gauges else []
+        others = program(jax.tree.map(_negative, grads), state, params) if gauges else []
     except jax.errors.UnexpectedTracerError:
         return ["frozen leaves were not looked for beyond what states say: a wrapper calls an optimizer with gauges "
                 "inside jax.lax.cond or a loop; check that optimizer too, go.check(inner, inner.init(params), params, "
@@ -473,7 +463,7 @@ def _require_none_frozen_unseen(
         return [f"frozen leaves were not looked for beyond what states say: the update raised {type(error).__name__}"]
     most = {path: _most(leaf) for path, leaf in leaves_by_path(grads).items()}
     zero = {path for path, leaf in leaves_by_path(params).items() if not _most(leaf)}
-    notes = dict.fromkeys(_out_of_proportion(gauges, params, grads, state, recorded[:1], others[:1], larger[:1]))
+    notes = dict[str, None]()
     for number, ((given, steps, point), (_, other, _)) in enumerate(zip(recorded, others, strict=True)):
         g, u, v, at = (leaves_by_path(tree) if tree is not None else {} for tree in (given, steps, other, point))
         for gauge in gauges:
@@ -513,50 +503,8 @@ def _require_none_frozen_unseen(
     return list(notes)
 
 
-def _out_of_proportion(
-    gauges: Sequence[Any], params: Any, grads: Any, state: Any, *recorded: Any
-) -> list[str]:
-    """A note if what reaches the gauges is not proportional to the gradient, because of a link in front of them.
-
-    Such links are clips, noise, and an L2 term. They see the gradient of the weights as they are stored. Scales make it
-    larger in one twin than in the other. Rotations turn it: they allow for a clip that multiplies all entries of a leaf
-    by one number, as one of the norm of the whole gradient does, and for an L2 term.
-
-    Args:
-      gauges: the gauges of the optimizer.
-      params: the parameters.
-      grads: their gradient.
-      state: the state of the optimizer.
-      *recorded: what reaches the gauges for the gradient, for its negative, and for `_LARGER` times the gradient.
-    """
-    slices = [bound((gauge,), params).whole for gauge in gauges]
-    scaled = any(s.sizes for s in slices)
-    if not scaled and not any(s.turns for s in slices):
-        return []
-    # Half the sum for a gradient and its negative does not depend on the gradient. It is an L2 term, which rotations
-    # allow for, and after some steps what a momentum in front has summed. At the first step there is no momentum.
-    counters = (x for x in jax.tree.leaves(state) if jnp.issubdtype(jnp.result_type(x), jnp.integer))
-    share = 0.0 if scaled and not any(np.any(np.asarray(x)) for x in counters) else 0.5
-    usual = leaves_by_path(grads)
-    for trees in zip(*recorded, strict=True):
-        reached = [leaves_by_path(given) for given, *_ in trees]
-        for path in (path for path in reached[0] if _is_real(usual.get(path, 0))):
-            x, y, z = (np.asarray(leaves[path], np.float64) for leaves in reached)
-            kept = share * (x + y)
-            # A clip of entries that leaves the signs alone passes on the larger gradient as it does the usual one.
-            once, often = x - kept if scaled else np.asarray(usual[path], np.float64), z - kept
-            square = float(np.vdot(once, once))
-            times = _LARGER if scaled or square == 0 else float(np.vdot(once, often)) / square
-            near = max(1e-3, 8.0 * float(jnp.finfo(reached[0][path].dtype).eps)) * max(_most(x), _most(once))
-            if np.all(np.isfinite(z)) and _most(often - times * once) > max(abs(times), 1e-9) * near:
-                return ["a link in front of the gauges does not pass the gradient on in proportion, as a clip does "
-                        "not. Weights of one function have different gradients, so that it makes their runs part: "
-                        "put it inside, go.quotient(optax.chain(optax.clip_by_global_norm(1.0), inner), gauges)"]
-    return []
-
-
-def _times(factor: float, leaf: Any) -> Any:
-    return factor * leaf if _is_real(leaf) else leaf
+def _negative(leaf: Any) -> Any:
+    return -leaf if _is_real(leaf) else leaf
 
 
 def _most(leaf: Any) -> float:
@@ -569,6 +517,20 @@ def _frozen_unseen(path: str, how: str, what: str) -> ValueError:
         "a mask of whole leaves inside, which says what stays",
         "put the mask inside, go.quotient(optax.partition({'t': inner, 'f': optax.set_to_zero()}, labels), gauges), or "
         f"{_say_frozen(path)}; a leaf that is frozen in part needs this gauge left out, or leaves of its own")
+
+
+def _parting(tx: Any, params: Any, grads: Any, frozen: frozenset[str]) -> list[str]:
+    """A note if weights of one function part under the optimizer: a link in front of the gauges, behind or around them
+    sees the coordinates.
+    """
+    try:
+        path = parted(tx, params, grads, frozen)
+    except Exception as error:  # further arguments, or weights at which `init` refuses a twin
+        return [f"whether two weight sets of one function part was not looked at: a step raised {type(error).__name__}"]
+    return [] if path is None else [
+        f"two weight sets of one function part under this optimizer, most in '{path}': a link outside the gauges, such "
+        "as a clip, a penalty, noise or SAM, sees more than the function. Put it inside: "
+        "go.quotient(optax.chain(optax.clip_by_global_norm(1.0), inner), gauges)"]
 
 
 # States ---------------------------------------------------------------------------------------------------
@@ -591,7 +553,7 @@ def _require_state_of(tx: Any, state: Any, params: Any) -> None:
     Before the first step, all arrays of the state have to be near those of `tx.init(params)`. Later only the sizes in
     its frames have to be.
     """
-    init = _one_program(tx.init)
+    init = one_program(tx.init)
     fresh = init(params)
     pairs = list(zip(jax.tree.leaves_with_path(state), jax.tree.leaves(fresh), strict=False))
     made, expected = (str(jax.tree.structure(x)) for x in (state, fresh))
@@ -676,7 +638,7 @@ def _require_steps_that_count(tx: Any, state: Any, params: Any, grads: Any) -> l
     if not polar and not coarse:  # no dtype is coarser than the arithmetic, and no rate is meant for Muon
         return []
     try:
-        updates, _ = _one_program(tx.update)(grads, state, params)
+        updates, _ = one_program(tx.update)(grads, state, params)
     except TypeError:
         return ["the first update was not looked at, because the optimizer needs further arguments"]
     # A leaf that stores γ − 1 is moved as γ, so that roundoff is relative to γ.
@@ -742,7 +704,7 @@ def _inflated(tx: Any, gauges: Sequence[Any], params: Any, frozen: frozenset[str
         return {path: jnp.vdot(u, x) / jnp.vdot(x, x) for (path, x), (_, u) in pairs if path in leaves}
 
     try:
-        found = {path: float(x) for path, x in _one_program(growths)(start).items()}
+        found = {path: float(x) for path, x in one_program(growths)(start).items()}
     except (TypeError, ValueError):  # further arguments, or a start at which `init` refuses random values
         return []
     least = max(_LEAST_GROWTH, -0.05 * min(found.values(), default=0.0))

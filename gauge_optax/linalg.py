@@ -7,7 +7,7 @@ Functions that call LAPACK run matrix by matrix on CPU, for the reason that `ser
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -148,6 +148,20 @@ def near_power_of_two(size: jax.Array) -> jax.Array:
     most = jnp.finfo(size.dtype).maxexp - 28  # so that the inverse is a number as well
     exponent = jnp.clip(jnp.frexp(jax.lax.stop_gradient(size))[1], -most, most)
     return jnp.ldexp(jnp.ones_like(size), exponent)
+
+
+def norm_of(arrays: Iterable[jax.Array]) -> float:
+    """Returns the root of the sum of squares over all arrays, as a number of Python: its square may be no float32.
+
+    Entries are divided by about the largest, so that no square overflows or underflows. They are not divided by the
+    largest itself: of 1e38 the inverse, by which XLA multiplies, is 0 in float32.
+
+    >>> [f"{norm_of([jnp.array([3 * x, 4 * x])]):.1e}" for x in (1e-30, 1e30)]
+    ['5.0e-30', '5.0e+30']
+    """
+    given = [*arrays]
+    size = near_power_of_two(jnp.max(jnp.stack([jnp.zeros(()), *(jnp.max(jnp.abs(x), initial=0.0) for x in given)])))
+    return float(size) * sum(float(jnp.sum(jnp.square(jnp.abs(x / size)))) for x in given) ** 0.5
 
 
 def root_mean_square(weight: Any, old: jax.Array, new: jax.Array) -> jax.Array:

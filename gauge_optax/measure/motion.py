@@ -27,6 +27,7 @@ from gauge_optax.linalg import (
     inverse_pair_sums,
     matmul,
     matrix_exponential,
+    near_power_of_two,
     orthogonal_logarithm,
     skew,
     svd,
@@ -319,8 +320,14 @@ def turning(b: Bound, point: Arrays, tangent: Arrays) -> tuple[dict[str, jax.Arr
 
 def _turns_of_heads(s: Slice, start: Arrays, end: Arrays) -> dict[Any, jax.Array]:
     """Turn → the skew logarithms, (*named, size, size), of the rotations of its heads from `start` to `end`."""
-    change = {path: end[path] - x for path, x in start.items()}
-    return {turn: _logarithm(turn.gram(start, start), turn.gram(start, change)) for turn in s.heads}
+    found = {}
+    for turn in s.heads:
+        # Angles do not depend on the size of the rows, whose squares may be no float32.
+        size = near_power_of_two(jnp.max(jnp.stack([jnp.max(jnp.abs(start[path])) for path in turn.paths])))
+        rows = {path: start[path] / size for path in turn.paths}
+        change = {path: end[path] / size - x for path, x in rows.items()}
+        found[turn] = _logarithm(turn.gram(rows, rows), turn.gram(rows, change))
+    return found
 
 
 def _logarithm(gram: jax.Array, step: jax.Array) -> jax.Array:

@@ -15,7 +15,7 @@ import numpy as np
 from gauge_optax.binding import leaves_by_path
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, product
-from gauge_optax.linalg import real_dtype, safe_divide, svd, unit_and_size
+from gauge_optax.linalg import near_power_of_two, real_dtype, safe_divide, svd, unit_and_size
 from gauge_optax.transformation import updates_at
 
 
@@ -36,7 +36,7 @@ def effective_rank(matrix: jax.Array | np.ndarray) -> jax.Array:
 
     Reference: Roy and Vetterli 2007. DDC App. C.11 takes it of activations, one row per input.
     """
-    sizes = _singular_values("effective_rank", matrix)
+    sizes, _ = _singular_values("effective_rank", matrix)
     total = jnp.sum(sizes, -1, keepdims=True)
     shares = safe_divide(sizes, total)
     entropy = -jnp.sum(jnp.where(shares > 0, shares * jnp.log(jnp.where(shares > 0, shares, 1.0)), 0.0), -1)
@@ -60,7 +60,8 @@ def smallest_singular_value(matrix: jax.Array | np.ndarray) -> jax.Array:
     >>> round(float(go.measure.smallest_singular_value(matrix)), 4)
     0.5
     """
-    return _singular_values("smallest_singular_value", matrix)[..., -1]
+    sizes, multiple = _singular_values("smallest_singular_value", matrix)
+    return sizes[..., -1] * multiple[..., 0]
 
 
 def dead_units(preactivations: jax.Array | np.ndarray) -> jax.Array:
@@ -168,9 +169,13 @@ def gauge_fraction(params: Any, gauges: Gauges, tangent: Any = None) -> dict[str
     return {path: share(along[path], whole[path]) for path in paths}
 
 
-def _singular_values(name: str, matrix: jax.Array | np.ndarray) -> jax.Array:
+def _singular_values(name: str, matrix: jax.Array | np.ndarray) -> tuple[jax.Array, jax.Array]:
+    """The singular values, (…, count), divided by a number per matrix of about the largest entry, and that number."""
     _require_matrix(name, matrix)
-    return svd(jnp.asarray(matrix, real_dtype()))[1]
+    given = jnp.asarray(matrix, real_dtype())
+    # The sum of singular values may be no float32, and LAPACK has no singular values of tiny matrices.
+    size = near_power_of_two(jnp.max(jnp.abs(given), (-2, -1), keepdims=True))
+    return svd(given / size)[1], size[..., 0]
 
 
 def _require_matrix(name: str, matrix: jax.Array | np.ndarray) -> None:

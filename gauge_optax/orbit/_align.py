@@ -29,7 +29,7 @@ from gauge_optax.errors import binding_error, warn
 from gauge_optax.gauges.bound import require_nonzero_norms, require_readings_without_turns
 from gauge_optax.gauges.gauge import Element, Gauges, bind
 from gauge_optax.gauges.unread import no_frame, unread
-from gauge_optax.linalg import near_power_of_two, real_dtype, roundoff
+from gauge_optax.linalg import norm_of, real_dtype, roundoff
 from gauge_optax.orbit.kinds import Stage, is_compact, is_constant, stage
 from gauge_optax.orbit.nearest import in_range, nearest
 from gauge_optax.orbit.renumber import carried, matched, renumbers, responses
@@ -207,7 +207,7 @@ class _Path:
 
 def _roundoff(point: Arrays) -> float:
     """The squared distance that roundoff explains: a second point at most this far from the first counts as equal."""
-    return roundoff(real_dtype()) ** 2 * sum(map(_square, point.values()))
+    return (roundoff(real_dtype()) * norm_of(point.values())) ** 2
 
 
 def _order(s: Slice) -> list[Any]:
@@ -302,13 +302,7 @@ def _distance_on(path: _Path, paths: Sequence[str]) -> float:
 
 def squared_distance(point: Arrays, target: Arrays) -> float:
     """The sum of squares of the difference, over the leaves of `target`."""
-    return sum(_square(point[path] - x) for path, x in target.items())
-
-
-def _square(x: jax.Array) -> float:
-    """The sum of squares, as a number of Python: of 1e20 it is no float32."""
-    size = near_power_of_two(jnp.max(jnp.abs(x), initial=0.0))
-    return float(size) * float(size) * float(jnp.sum(jnp.square(x / size)))
+    return norm_of(point[path] - x for path, x in target.items()) ** 2
 
 
 # By activations -----------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from gauge_optax.binding import inexact_leaves, leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, Product, product
-from gauge_optax.linalg import near_power_of_two
+from gauge_optax.linalg import norm_of
 from gauge_optax.orbit._align import align, check_same_tree
 from gauge_optax.states.statistics import require_no_statistics, require_no_statistics_behind
 from gauge_optax.transformation import in_computing_dtype, in_dtype_of, on_any_mesh, require_arrays
@@ -128,17 +128,8 @@ def relative_difference(value: Any, expected: Any) -> float:
     """‖value − expected‖/‖expected‖ over all leaves of real or complex numbers; ‖value‖ if `expected` is zero."""
     leaves = {path: in_computing_dtype(x) for path, x in inexact_leaves(expected).items()}
     pairs = leaves_by_path(value)
-    apart, size = _norm([in_computing_dtype(pairs[p]) - x for p, x in leaves.items()]), _norm([*leaves.values()])
+    apart, size = norm_of(in_computing_dtype(pairs[p]) - x for p, x in leaves.items()), norm_of(leaves.values())
     return apart / size if size else apart
-
-
-def _norm(arrays: Sequence[jax.Array]) -> float:
-    """The root of the sum of squares, taken of the entries over about the largest, so that no square overflows.
-
-    They are not divided by the largest itself: of 1e38 the inverse, by which XLA multiplies, is 0 in float32.
-    """
-    size = near_power_of_two(jnp.max(jnp.stack([jnp.zeros(()), *(jnp.max(jnp.abs(x), initial=0.0) for x in arrays)])))
-    return float(size) * sum(float(jnp.sum(jnp.square(jnp.abs(x / size)))) for x in arrays) ** 0.5
 
 
 def _slice_point(group: Any, params: Any) -> Any:

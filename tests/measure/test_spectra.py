@@ -51,6 +51,7 @@ def test_the_gauge_fraction_of_a_head_is_its_mean_over_classes(x64: None) -> Non
 def test_leaves_whose_squares_leave_the_range_of_float32_have_the_same_shares(scale: float) -> None:
     leaf, gauge = jnp.array([[3.0, 1.0], [1.0, 1.0]]), go.logit_shift({"head": "_ vocab"})
     assert go.measure.axis_alignment(scale * leaf) == pytest.approx(0.7)
+    assert go.measure.effective_rank(3e7 * scale * jnp.eye(12)) == pytest.approx(12)  # 12 · 3e37 is no float32 either
     assert go.measure.gauge_fraction({"head": leaf}, gauge, {"head": scale * leaf})["head"] == pytest.approx(10 / 12)
 
 

@@ -7,6 +7,7 @@ checks and the handling of meshes to them.
 import contextlib
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -667,7 +668,38 @@ def require_count(function: str, argument: str, count: Any, least: int) -> None:
             f"pass {argument}={least}")
 
 
-def listed(function: str, batches: Any) -> list[Any]:
+def require_function(function: str, argument: str, value: Any, takes: str) -> None:
+    """Raises ValueError unless an argument can be called with the arguments that `takes` names, as "params, batch"."""
+    write = f"write {argument}=lambda {takes}: function({takes.replace('batch', '*batch')})"
+    expected = f"a function of {takes.replace(', ', ' and ')}"
+    if not callable(value):
+        raise binding_error(function, f"{argument} is no function", f"{argument}={value!r:.60}", expected, write)
+    try:
+        signature = inspect.signature(value)
+    except (TypeError, ValueError):  # some functions of C have none
+        return
+    try:
+        signature.bind(*takes.split(", "))
+    except TypeError as error:
+        raise binding_error(
+            function, f"{argument} is a function of other arguments", f"{signature}", expected, write) from error
+
+
+def require_real(function: str, argument: str, value: Any) -> None:
+    """Raises ValueError unless an argument is a real number, or an array or a list of real numbers."""
+    try:
+        dtype = value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
+    except ValueError:  # rows of several lengths
+        dtype = np.dtype(object)
+    if not any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_)):
+        parts = jnp.issubdtype(dtype, jnp.complexfloating)
+        raise binding_error(
+            function, f"complex numbers in {argument}" if parts else f"no numbers in {argument}",
+            str(dtype) if parts else f"{argument}={value!r:.60}", "real numbers",
+            "pass the real and the imaginary part one by one" if parts else "pass a number or an array of numbers")
+
+
+def listed(function: str, batches: Any, argument: str = "batches") -> list[Any]:
     """Returns batches as a list. Raises ValueError for a dict, whose keys a loop would take for batches.
 
     >>> from gauge_optax.transformation import listed
@@ -678,6 +710,10 @@ def listed(function: str, batches: Any) -> list[Any]:
         raise binding_error(
             function, "batches is a dict", f"the keys {', '.join(map(repr, batches))}", "a list of batches",
             "pass list(batches.values()), or [batches] for one batch that is a dict")
+    if isinstance(batches, str) or not isinstance(batches, Iterable):
+        raise binding_error(
+            function, f"{argument} is no list", f"{argument}={batches!r:.60}", f"a list of {argument}",
+            f"write {argument}=[...]")
     return list(batches)
 
 

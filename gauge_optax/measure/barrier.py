@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from gauge_optax.orbit.merge import interpolate
-from gauge_optax.transformation import require_arrays, require_scalar
+from gauge_optax.transformation import require_arrays, require_function, require_scalar
 
 
 def barrier(loss: Callable[[Any], Any], a: Any, b: Any) -> float:
@@ -31,6 +31,7 @@ def barrier(loss: Callable[[Any], Any], a: Any, b: Any) -> float:
     Reference: Frankle et al. 2020, linear mode connectivity; Git Re-Basin, Definition 2.1.
     """
     require_arrays("barrier", a, b)
+    require_function("barrier", "loss", loss, "params")
     values = [loss(interpolate(a, b, step / 10)) for step in range(11)]
     for value in values:
         require_scalar("barrier", value, differentiable=False)

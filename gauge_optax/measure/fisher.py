@@ -45,6 +45,7 @@ from gauge_optax.transformation import (
     listed,
     require_arrays,
     require_count,
+    require_function,
     require_key,
     require_scalar,
     require_traceable,
@@ -482,6 +483,7 @@ class Hessian(Operator):
         """See the class."""
         batches = listed("Hessian", batches)
         arrays = _arrays("Hessian", params, batches, only)
+        require_function("Hessian", "loss", loss, "params, batch")
         for batch in batches:
             require_scalar("Hessian", jax.eval_shape(loss, arrays.params, batch))
         super().__init__("Hessian", _Rule(loss, None), arrays._replace(labels=[None] * len(batches)))
@@ -649,7 +651,7 @@ class EmpiricalFisher(Operator):
     ) -> None:
         """See the class."""
         curve, batches = _curves("EmpiricalFisher", likelihood)[2], listed("EmpiricalFisher", batches)
-        labels = list(labels)
+        labels = listed("EmpiricalFisher", labels, "labels")
         arrays = _arrays("EmpiricalFisher", params, batches, only)
         if len(labels) > len(batches):
             raise binding_error(
@@ -798,6 +800,7 @@ def quotient_fisher(operator: Operator, gauges: Gauges, at: str = "balanced") ->
     """
     group, name = product(gauges), "quotient_fisher"
     check_at(name, at)
+    _require_operator(name, operator)
     if operator._rule.curve is None or isinstance(operator, Quotient):
         raise binding_error(
             name, "no operator with zeros along orbits", operator.name, "a GGN, Fisher or EmpiricalFisher",
@@ -846,12 +849,20 @@ def directional_fisher(operator: Operator, direction: Any) -> jax.Array:
 
     Reference: DDC §5.8, read before and after one step.
     """
+    _require_operator("directional_fisher", operator)
     vector = operator.enter(direction) if isinstance(operator, Quotient) else operator.ravel(direction)
     most = jnp.max(jnp.abs(vector), initial=0.0)
     vector = vector / jnp.where(most == 0, 1.0, most)  # so that no square overflows
     square = vector @ vector
     zero = square == 0  # false for NaN, so that NaN is passed on
     return jnp.where(zero, 0.0, (vector @ (operator @ vector)) / jnp.where(zero, 1.0, square))
+
+
+def _require_operator(name: str, operator: Any) -> None:
+    if not isinstance(operator, Operator):
+        raise binding_error(
+            name, "no operator", f"a {type(operator).__name__}", "a GGN, Fisher, EmpiricalFisher or Hessian",
+            "pass go.measure.GGN(fn, params, batches)")
 
 
 # Arrays -----------------------------------------------------------------------------------------------------
@@ -863,7 +874,10 @@ def _arrays(name: str, params: Any, batches: Sequence[Any], only: str | Sequence
         raise binding_error(name, "no batches", "an empty list", "at least one batch", "pass a list of batches")
     require_traceable(name, params)
     leaves = {path: in_single_or_better(x) for path, x in real_leaves(name, params).items()}
-    patterns = [only] if isinstance(only, str) else only
+    patterns = only if only is None else [only] if isinstance(only, str) else listed(name, only, "only")
+    if patterns is not None and not all(isinstance(pattern, str) for pattern in patterns):
+        raise binding_error(name, "only is no list of paths", f"only={only!r:.60}", "paths of leaves",
+                            "pass only=['up']")
     selected = leaves
     if patterns is not None:
         hits = {pattern: [path for path in leaves if match(name, pattern, path) is not None] for pattern in patterns}
@@ -885,6 +899,7 @@ def _arrays(name: str, params: Any, batches: Sequence[Any], only: str | Sequence
 
 def _output_shapes(name: str, fn: Callable[[Any, Any], Any], arrays: _Arrays) -> list[tuple[int, ...]]:
     """Returns the shape of the outputs for each batch. Raises ValueError for outputs without rows or columns."""
+    require_function(name, "fn", fn, "params, batch")
     shapes = []
     for number, batch in enumerate(arrays.batches):
         outputs = jax.eval_shape(fn, arrays.params, batch)

@@ -22,7 +22,7 @@ from gauge_optax.linalg import lyapunov, near_power_of_two, safe_divide, skew, u
 from gauge_optax.parts.heads import BASIS, PLANE, Planes, Rotation
 from gauge_optax.parts.part import Part
 from gauge_optax.parts.sizes import Factor
-from gauge_optax.transformation import in_computing_dtype, require_choice
+from gauge_optax.transformation import in_computing_dtype, require_choice, require_function, require_real
 
 Arrays = Mapping[str, jax.Array]
 
@@ -400,11 +400,12 @@ def leakage_along(measure: Callable[..., Any], trajectory: Iterable[Sequence[Any
     Reference: DDC Remarks 8 and 12.
     """
     results = []
-    for point in trajectory:
+    for point in trajectory if isinstance(trajectory, Iterable) else [trajectory]:
         if not isinstance(point, tuple | list):
             raise binding_error(
                 "leakage_along", "a point that is no tuple of arguments", f"a {type(point).__name__}",
                 "what the measure takes", "pass [(params, gradient, preconditioner), ...], or [(params,), ...]")
+        require_function("leakage_along", "measure", measure, ", ".join(f"x{number}" for number in range(len(point))))
         results.append(measure(*point))
     if not results:
         raise binding_error(
@@ -435,10 +436,11 @@ def predicted_drift(rates: Element, learning_rate: float | jax.Array) -> Element
     Reference: DDC Remark 8. Per step, the error of this sum is of second order in lr (`second_order_leakage`).
     """
     given: Any = learning_rate
-    if not (isinstance(given, int | float | list | tuple) or hasattr(given, "dtype")) or jnp.iscomplexobj(given):
+    if callable(given):
         raise binding_error(
             "predicted_drift", "a learning rate that is no real number", repr(learning_rate),
             "a number, or an array of one per step", "call a schedule first: jax.vmap(schedule)(jnp.arange(steps))")
+    require_real("predicted_drift", "learning_rate", learning_rate)
 
     def accumulated(rate: jax.Array) -> jax.Array:
         if not jnp.ndim(rate) or jnp.shape(learning_rate) not in ((), (1,), jnp.shape(rate)[:1]):

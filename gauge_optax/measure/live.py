@@ -274,7 +274,8 @@ def slice_norms(
     >>> {path: round(float(x), 3) for path, x in norms.items()}
     {'down': 12.0, 'up': 1.0}
     """
-    require_numbers("slice_norms", (params, gradient, update))
+    for tree in (params, gradient, update):
+        require_numbers("slice_norms", tree)
     _require_names("slice_norms", layers)
     for tree in (gradient, update):
         updates_at("slice_norms", leaves_by_path(tree).keys() & leaves_by_path(params).keys(), tree, params)
@@ -283,7 +284,7 @@ def slice_norms(
 
 def _require_names(name: str, layers: Any) -> None:
     """Raises ValueError unless `layers` is a collection of names: of one text, every piece would be a name."""
-    if isinstance(layers, str) or not isinstance(layers, Collection):
+    if isinstance(layers, str) or not (isinstance(layers, Collection) and all(isinstance(x, str) for x in layers)):
         raise binding_error(
             name, "bad layers", f"layers={layers!r}", "names of axes in a tuple", 'pass layers=("layer",)')
 

@@ -35,6 +35,7 @@ from gauge_optax.measure._metric import Leaves, stored, ways
 from gauge_optax.transformation import (
     listed,
     require_count,
+    require_function,
     require_key,
     require_number,
     require_scalar,
@@ -130,6 +131,7 @@ def llc(
     """
     require_key("llc", key)
     require_traceable("llc", params)
+    require_function("llc", "loss", loss, "params, batch")
     batches = listed("llc", batches)
     if not jax.tree.leaves(batches) or any(
         jax.tree.map(jnp.shape, x) != jax.tree.map(jnp.shape, batches[0]) for x in batches[1:]

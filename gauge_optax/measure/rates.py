@@ -34,7 +34,14 @@ from gauge_optax.measure._metric import (
 )
 from gauge_optax.orbit._align import check_same_tree
 from gauge_optax.slice import Elements
-from gauge_optax.transformation import in_interval, on_any_mesh, require_arrays, require_number, require_traceable
+from gauge_optax.transformation import (
+    in_interval,
+    on_any_mesh,
+    require_arrays,
+    require_number,
+    require_real,
+    require_traceable,
+)
 
 _LEAST_POINTS = 8  # with fewer points, two halves cannot be compared
 _NORMAL = 3.0  # the exponents of two halves may differ by this many standard errors by chance
@@ -233,10 +240,8 @@ def power_law(
             "pass window=(0.0, np.inf) for all lengths")
     require_number("power_law", "drift", drift, "[0, inf]", "pass drift=0.1")
     require_number("power_law", "span", span, "[1, inf)", "pass span=2.0")
-    if np.iscomplexobj(lengths) or np.iscomplexobj(values):
-        raise binding_error(
-            "power_law", "complex lengths or values", "complex numbers", "real numbers", "pass jnp.abs(values)"
-        )
+    for name, given in (("lengths", lengths), ("values", values)):
+        require_real("power_law", name, given)
     x, y = np.asarray(lengths, np.float64).ravel(), np.asarray(values, np.float64).ravel()
     if x.shape != y.shape:
         raise binding_error(

@@ -66,6 +66,9 @@ class Recorder:
         *,
         progress: bool = True,
     ) -> None:
+        if not isinstance(path, str | Path):
+            raise binding_error(
+                "Recorder", "bad path", f"path={path!r:.60}", "the path of a file", 'pass path="run.jsonl"')
         require_count("Recorder", "every", every, 1)
         require_count("Recorder", "steps", steps, 0)
         if not isinstance(readings, Mapping) or not all(

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from gauge_optax.binding import leaves_by_path
 from gauge_optax.gauges.gauge import Element, Gauges
 from gauge_optax.measure.leakage import RESCALE, ROTATION, Orbit
-from gauge_optax.transformation import require_differentiable, updates_at
+from gauge_optax.transformation import require_differentiable, require_function, updates_at
 
 
 class SecondOrderLeakage(NamedTuple):
@@ -79,6 +79,8 @@ def second_order_leakage(
     generator of that orbit is symmetric.
     """
     require_differentiable("second_order_leakage", params)
+    require_function("second_order_leakage", "grad_fn", grad_fn, "params")
+    require_function("second_order_leakage", "precondition", precondition, "params, gradient")
     params = jax.tree.map(jnp.asarray, params)  # Python numbers have no dtype
     orbit = Orbit("second_order_leakage", gauge, params, (RESCALE, ROTATION))
     gradient = grad_fn(params)

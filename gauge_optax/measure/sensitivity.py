@@ -22,9 +22,11 @@ from gauge_optax.transformation import (
     require_arrays,
     require_count,
     require_differentiable,
+    require_function,
     require_key,
     require_number,
     require_scalar,
+    require_transformation,
 )
 
 LossFn = Callable[[Any], jax.Array]
@@ -117,6 +119,9 @@ def gauge_sensitivity(
             _NAME, "no gauges", "an empty list", "at least one gauge",
             "pass the gauges under which the optimizer is to be tested",
         )
+    require_transformation(_NAME, tx, "tx")
+    require_function(_NAME, "loss_fn", loss_fn, "params")
+    require_function(_NAME, "represent", represent, "params")
     require_count(_NAME, "num_samples", num_samples, 1)
     require_count(_NAME, "steps", steps, 1)
     require_number(_NAME, "scale", scale, "(0, inf)", "write scale=1.0")

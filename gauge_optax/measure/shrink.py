@@ -13,6 +13,7 @@ import numpy as np
 
 from gauge_optax.errors import binding_error
 from gauge_optax.linalg import matmul, real_dtype, transpose
+from gauge_optax.transformation import require_real
 
 _NAME = "gram_evolution"
 
@@ -71,11 +72,7 @@ def gram_evolution(
     given = dict(left=left, right=right, left_update=left_update, right_update=right_update,
                  left_shrink=left_shrink, right_shrink=right_shrink)
     for name, array in given.items():
-        if jnp.iscomplexobj(array):
-            raise binding_error(
-                _NAME, f"complex numbers in {name}", str(jnp.result_type(array)), "real numbers",
-                "pass the real and the imaginary part one by one",
-            )
+        require_real(_NAME, name, array)
     left, right, left_update, right_update = (jnp.asarray(x) for x in (left, right, left_update, right_update))
     if left.ndim < 2 or right.ndim < 2 or (left.shape[:-2], left.shape[-1]) != (right.shape[:-2], right.shape[-1]):
         raise binding_error(

@@ -16,7 +16,7 @@ from gauge_optax.binding import leaves_by_path
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, product
 from gauge_optax.linalg import near_power_of_two, real_dtype, safe_divide, svd, unit_and_size
-from gauge_optax.transformation import updates_at
+from gauge_optax.transformation import require_real, updates_at
 
 
 def effective_rank(matrix: jax.Array | np.ndarray) -> jax.Array:
@@ -82,8 +82,9 @@ def dead_units(preactivations: jax.Array | np.ndarray) -> jax.Array:
     Reference: DDC App. C.11, which calls a unit dead if its pre-activation never crosses zero. Deviation: a unit whose
     pre-activations are all positive does not count. It is linear on these inputs, and its weights are in use.
     """
+    require_real("dead_units", "preactivations", preactivations)
     preactivations = jnp.asarray(preactivations)
-    if preactivations.ndim < 2 or not preactivations.size or jnp.iscomplexobj(preactivations):
+    if preactivations.ndim < 2 or not preactivations.size:
         raise binding_error(
             "dead_units", "no inputs", _said(preactivations), "real numbers, (inputs, units)",
             "stack the pre-activations of all inputs",
@@ -115,7 +116,8 @@ def axis_alignment(directions: jax.Array | np.ndarray) -> jax.Array:
 
     Reference: DDC App. C.13.
     """
-    if jnp.ndim(directions) != 2 or not jnp.size(directions) or jnp.iscomplexobj(directions):
+    require_real("axis_alignment", "directions", directions)
+    if jnp.ndim(directions) != 2 or not jnp.size(directions):
         raise binding_error(
             "axis_alignment", "no directions", _said(directions), "real numbers, (count, dimensions)",
             "pass one direction per row",
@@ -179,12 +181,13 @@ def _singular_values(name: str, matrix: jax.Array | np.ndarray) -> tuple[jax.Arr
 
 
 def _require_matrix(name: str, matrix: jax.Array | np.ndarray) -> None:
-    if jnp.ndim(matrix) < 2 or not jnp.size(matrix) or jnp.iscomplexobj(matrix):
+    require_real(name, "matrix", matrix)
+    if jnp.ndim(matrix) < 2 or not jnp.size(matrix):
         raise binding_error(
             name, "no matrix", _said(matrix), "real numbers, (…, rows, columns)",
-            "reshape it to the matrix that it stands for, and pass real and imaginary parts one by one",
+            "reshape it to the matrix that it stands for",
         )
 
 
 def _said(array: Any) -> str:
-    return f"an array of shape {jnp.shape(array)} of {jnp.result_type(array)}"
+    return f"an array of shape {jnp.shape(array)} of {jnp.asarray(array).dtype}"

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gauge_optax.errors import binding_error
-from gauge_optax.transformation import require_choice
+from gauge_optax.transformation import require_choice, require_real
 
 Number = Any
 """A float, or an array that broadcasts against the other arguments, such as one number per neuron or per step."""
@@ -124,19 +124,19 @@ def predict_equilibrium(
         if value is None:
             raise binding_error(
                 "predict_equilibrium", f"'{kind}' without {argument}", f"{argument}=None", "a number",
-                f"give {argument}: see the argument's line in the docstring",
+                _REMEDIES[argument],
             )
         return value
 
+    lr, decay = needed("learning_rate", learning_rate), needed("weight_decay", weight_decay)
+    require_real("predict_equilibrium", "weight_decay", decay)
     if _known(weight_decay) and not np.all(np.asarray(weight_decay) > 0):
         raise binding_error(
             "predict_equilibrium", "no decay", f"weight_decay={weight_decay!r}", "a positive number",
-            "give the decay of the optimizer: without decay the norm of a scale-invariant vector grows for ever",
+            f"{_REMEDIES['weight_decay']}: without decay the norm of a scale-invariant vector grows for ever",
         )
-    lr, decay = learning_rate, weight_decay
     b1 = (0.95 if kind == "muon" else 0.9) if b1 is None else b1
-    rate = "give the rate of the optimizer, without steps at which it is zero"
-    _refuse("learning_rate", lr, lambda x: x <= 0, "a positive number", rate)
+    _refuse("learning_rate", lr, lambda x: x <= 0, "a positive number", _REMEDIES["learning_rate"])
     for argument, momentum in {"b1": b1, "b2": b2}.items():
         momentum_of = "give the momentum of the optimizer"
         _refuse(argument, momentum, lambda x: (x < 0) | (x >= 1), "a number from 0 to below 1", momentum_of)
@@ -145,9 +145,9 @@ def predict_equilibrium(
         "update_norm": update_norm,
     }
     for argument, size in measured.items():  # some vectors of several may have 0, or NaN
-        expected, remedy = "a positive number, or an array without negative ones", f"see {argument} in the docstring"
-        _refuse(argument, size, lambda x: x < 0 if np.ndim(x) else x <= 0, expected, remedy)
-    _refuse("dim", dim, lambda x: x <= 0, "a positive number", "give the number of entries of the vector")
+        expected = "a positive number, or an array without negative ones"
+        _refuse(argument, size, lambda x: x < 0 if np.ndim(x) else x <= 0, expected, _REMEDIES[argument])
+    _refuse("dim", dim, lambda x: x <= 0, "a positive number", _REMEDIES["dim"])
     if second_order and kind == "adam_l2":
         raise binding_error(
             "predict_equilibrium", "second_order with 'adam_l2'", "second_order=True",
@@ -172,7 +172,8 @@ def predict_equilibrium(
             alignment = math.sqrt(2 / math.pi) if sign_alignment is None else sign_alignment
         else:
             matrix = needed("shape", shape)
-            if len(matrix) != 2 or min(matrix) < 1:
+            require_real("predict_equilibrium", "shape", matrix)
+            if np.shape(matrix) != (2,) or min(matrix) < 1:
                 raise binding_error(
                     "predict_equilibrium", "a shape of no matrix", f"shape={shape!r}", "(rows, columns)",
                     "give the matrix that Muon takes a polar factor of; predict stacked matrices one at a time",
@@ -198,6 +199,18 @@ def predict_equilibrium(
     return Equilibrium(norm, lr * step, lr * step / norm, lr * total, lr * total / norm)
 
 
+_REMEDIES = {
+    "learning_rate": "pass learning_rate=1e-3, the rate of the optimizer, without steps at which it is zero",
+    "weight_decay": "pass weight_decay=0.1, the decay of the optimizer",
+    "dim": "pass dim=weights.size, the number of entries of the vector",
+    "gradient_norm": "pass gradient_norm=jnp.linalg.norm(weights) * jnp.linalg.norm(gradient)",
+    "gradient_roots": "leave gradient_roots out: then all entries count as of one variance",
+    "sign_alignment": "leave sign_alignment out: then entries count as normal",
+    "shape": "pass shape=kernel.shape, of one matrix",
+    "update_norm": "leave update_norm out: then updates count as polar factors",
+}
+
+
 def _known(value: Any) -> bool:
     """Whether values can be looked at: arrays of JAX may be traced."""
     return isinstance(value, int | float | np.ndarray | np.generic)
@@ -206,7 +219,12 @@ def _known(value: Any) -> bool:
 def _refuse(
     argument: str, value: Any, bad: Callable[[Any], Any], expected: str, remedy: str, name: str = "predict_equilibrium"
 ) -> None:
-    """Raises ValueError for an argument that is known and for which `bad` is True anywhere."""
+    """Raises ValueError for an argument that is no real number, or is known and `bad` is True anywhere."""
+    if isinstance(value, list | tuple):
+        raise binding_error(name, f"bad {argument}", f"a {type(value).__name__}", "a number or an array",
+                            f"pass {argument}=jnp.array([...])")
+    if value is not None:
+        require_real(name, argument, value)
     if _known(value) and _known(found := bad(value)) and np.any(found):
         raise binding_error(name, f"bad {argument}", f"{argument}={value!r}", expected, remedy)
 
@@ -254,6 +272,10 @@ def corrected(prediction: Equilibrium, *, decay_ratio: Number = 1.0, gradient_sq
     Reference: Kosson et al., Eq. (96) to (98). Deviation: the paper defines C_err by E‖g/√v‖, but its derivation uses
       E‖g/√v‖².
     """
+    if not isinstance(prediction, Equilibrium):
+        raise binding_error(
+            "corrected", "no prediction", f"a {type(prediction).__name__}", "what predict_equilibrium returned",
+            'pass go.measure.predict_equilibrium("adamw", ...)')
     for argument, ratio, bad in (
         ("decay_ratio", decay_ratio, lambda x: x <= 0), ("gradient_square", gradient_square, lambda x: x < 0)
     ):

@@ -17,7 +17,6 @@ change.
 All of it is deterministic. References: Ainsworth, Hayase and Srinivasa, Git Re-Basin, §3; Schönemann 1966 (Procrustes).
 """
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -36,7 +35,7 @@ from gauge_optax.orbit.renumber import carried, matched, renumbers, responses
 from gauge_optax.parts.part import Arrays, Part, changed
 from gauge_optax.slice import Elements, Slice
 from gauge_optax.states.statistics import require_no_statistics_behind
-from gauge_optax.transformation import listed, on_any_mesh, require_arrays
+from gauge_optax.transformation import listed, on_any_mesh, require_arrays, require_function
 
 Fn = Callable[[Any, Any], Any]
 
@@ -405,13 +404,8 @@ def check_fn(name: str, batches: Sequence[Any] | None, fn: Fn | None) -> None:
             "both, with at least one batch, or neither",
             f"write {name}(..., batches=[batch], fn=lambda params, batch: ...)",
         )
-    try:
-        _ = fn is None or inspect.signature(fn).bind(None, None)
-    except TypeError as error:
-        raise binding_error(
-            name, "a function of other arguments", f"{inspect.signature(fn)}",  # type: ignore[arg-type]
-            "a function of parameters and one batch", "write fn=lambda params, batch: model(params, *batch)",
-        ) from error
+    if fn is not None:
+        require_function(name, "fn", fn, "params, batch")
 
 
 _MOST_ROUNDS = 100

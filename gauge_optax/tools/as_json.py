@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -81,6 +81,10 @@ def from_json(
         raise binding_error(
             "from_json", "no list of gauges", repr(text)[:60], f'JSON with "format": {FORMAT} and "gauges"',
             "pass what go.tools.to_json returned, with a version of this library that knows its format")
+    if not isinstance(classes, Iterable) or not all(isinstance(of, type) for of in classes):
+        raise binding_error(
+            "from_json", "classes that are none", f"classes={classes!r:.60}", "a list of subclasses of go.Gauge",
+            "pass classes=[Mine]")
     own = {of.__name__: of for of in classes}
     gauges = [_gauge(entry, own) for entry in entries]
     if shapes is not None:

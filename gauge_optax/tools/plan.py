@@ -203,6 +203,10 @@ def plan(
         raise binding_error(
             "plan", "no gauges", f"a {type(tx_or_gauges).__name__}", "gauges, or an optimizer that was made with some",
             "pass go.quotient(...) or a list of gauges")
+    if report is not None and not hasattr(report, "turning"):
+        raise binding_error(
+            "plan", "no report", f"a {type(report).__name__}", "what discover returned, or None",
+            "pass report=go.discover(fn, params, batches), or leave it out")
     leaves, matrices = leaves_by_path(params), matrices_of(product(gauges)._bound(params).slice.parts)
     texts = {path: reading.text for path, reading in matrices.items()}
     labels: dict[str, dict[str, None]] = {}

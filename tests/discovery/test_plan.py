@@ -109,4 +109,5 @@ def test_a_line_search_whose_decay_cannot_be_measured_has_a_plan() -> None:
 test_what_has_no_gauges_is_refused = each_refused([
     (lambda: go.plan(optax.adam(0.1), {"w": jnp.ones(3)}), "no gauges"),
     (lambda: go.plan([], {"w": jnp.ones(3)}), "no gauges"),
+    (lambda: go.plan(go.key_bias({"w": "_"}), {"w": jnp.ones(3)}, report="all"), "plan: no report"),
 ])

@@ -225,6 +225,11 @@ test_messages = each_refused([
     *((functools.partial(kind, *GIVEN[:2], DICT, *more), "batches is a dict")
       for kind, *more in ((go.measure.GGN,), (go.measure.Hessian,), (go.measure.Fisher, KEY),
                           (go.measure.EmpiricalFisher, []))),
+    (lambda: go.measure.GGN("net", *GIVEN[1:]), "GGN: fn is no function"),  # type: ignore[arg-type]
+    (lambda: go.measure.Hessian(_net, POINT, None), "Hessian: batches is no list"),  # type: ignore[arg-type]
+    (lambda: go.measure.EmpiricalFisher(*GIVEN, None), "labels is no list"),  # type: ignore[arg-type]
+    (lambda: go.measure.GGN(*GIVEN, only=3), "only is no list"),  # type: ignore[arg-type]
+    (lambda: go.measure.quotient_fisher(_net, UNIT), "quotient_fisher: no operator"),  # type: ignore[arg-type]
     (lambda: go.measure.GGN(*GIVEN, "poisson"), 'likelihood="softmax"'),
     (lambda: go.measure.GGN(*GIVEN, only="side"), "no leaf matches 'side'"),
     (lambda: go.measure.EmpiricalFisher(*GIVEN, []), "labels do not fit batch 0"),

@@ -279,6 +279,11 @@ test_what_has_no_leakage_is_refused = each_refused({
     "points that are trees": (
         lambda: go.measure.leakage_along(SAME, [PARAMS]), "no tuple of arguments"),  # type: ignore[list-item]
     "a dict of points": (lambda: go.measure.leakage_along(SAME, {"a": (PARAMS,)}), "no tuple of arguments"),
+    "no trajectory": (lambda: go.measure.leakage_along(SAME, 3), "no tuple of arguments"),  # type: ignore[arg-type]
+    "no measure": (lambda: go.measure.leakage_along(None, [(PARAMS,)]), "no function"),  # type: ignore[arg-type]
+    "no gradient": (
+        lambda: go.measure.second_order_leakage(PARAMS, SAME, PARAMS, TURN), "no function"),  # type: ignore[arg-type]
+    "rates that are names": (lambda: go.measure.predicted_drift({"": jnp.ones(3)}, ["a"]), "no numbers"),  # type: ignore[arg-type]
     "no points": (lambda: go.measure.leakage_along(lambda: None, []), "no points"),
     "four rates for three": (lambda: go.measure.predicted_drift({"": jnp.ones((3, 2))}, jnp.ones(4)), "one per step"),
     "a schedule": (

@@ -116,6 +116,7 @@ ONES, GIVEN = jnp.ones(2), dict[str, Any](key=KEY, n_beta=1.0, lr=1e-3)
 estimated: Any = functools.partial(go.measure.llc, lambda p, x: jnp.sum(p["w"] * x), {"w": ONES}, **GIVEN)
 test_messages = each_refused([
     (lambda: estimated([]), "one batch or more"),
+    (lambda: go.measure.llc(None, {"w": ONES}, [ONES], **GIVEN), "llc: loss is no function"),  # type: ignore[arg-type]
     (lambda: estimated({"x": ONES}), "batches is a dict"),
     (lambda: estimated([ONES, jnp.ones(3)]), "different shapes"),
     (lambda: estimated([ONES], num_draws=0), "num_draws=1"),

@@ -141,7 +141,7 @@ def test_a_step_that_no_rotation_brings_back_has_no_angle(x64: None) -> None:
 @pytest.mark.parametrize(("angle", "size"), [(0.05, 1.0), (1.0, 1.0), (2.0, 1.0), (1.0, 1e-22), (1.0, 1e20)])
 def test_a_short_step_may_turn_a_weak_plane_far(angle: float, size: float) -> None:
     """Of weights, too, whose squares are no float32."""
-    gauge, w = go.head_rotation({"w": "_ basis"}), {"w": np.diag(np.float32([size, 0.1 * size, 0.1 * size]))}
+    gauge, w = go.head_rotation({"w": "_ basis"}), {"w": np.diag(np.array([size, 0.1 * size, 0.1 * size], np.float32))}
     turn = np.float32(_rotations(np.array([[0.0, 0.0, 0.0], [0.0, 0.0, angle], [0.0, -angle, 0.0]])))
     step = optax.tree.sub({"w": w["w"] @ turn}, w)
     assert float(go.measure.vertical_motion(w, step, gauge)[0][""][1, 2]) == pytest.approx(angle, rel=1e-4)

@@ -176,7 +176,8 @@ def test_a_part_along_the_orbit_that_is_not_found_is_an_error(monkeypatch: pytes
 
 POINT = {"u": jnp.ones(2), "v": jnp.ones(2)}
 test_messages = each_refused([
-    (lambda: go.measure.power_law(LENGTHS, LENGTHS * (1 + 1j)), "power_law: complex lengths or values"),
+    (lambda: go.measure.power_law(LENGTHS, LENGTHS * (1 + 1j)), "power_law: complex numbers in values"),
+    (lambda: go.measure.power_law(["a"], LENGTHS), "power_law: no numbers in lengths"),
     (lambda: go.measure.kl_order(LENGTHS, LENGTHS, of="loss"), "of='loss'"),
     (lambda: go.measure.kl_order(LENGTHS, LENGTHS[:3]), "60 lengths and 3 values"),
     (lambda: go.measure.quotient_arc_length([POINT], RESCALE), "at least two"),

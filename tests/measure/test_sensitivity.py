@@ -117,6 +117,7 @@ test_what_has_no_sensitivity_is_refused = each_refused([
     _refused("(?s)^(?!.*head_rotation).*rescale", represent=lambda p: {"ab": p["a"] @ p["b"].T, "up": p["up"]}),
     # One changes it, and the other does not.
     _refused("(?s)^(?!.*rescale).*head_rotation", represent=lambda p: p["a"]),
+    _refused("represent is no function", represent="a"),
     _refused("do not move", represent=lambda p: jnp.ones(3)),
     _refused("do not move", loss_fn=lambda p: jnp.nan * jnp.sum(p["a"])),
     _refused("no gauges", gauges=[]),

@@ -60,6 +60,7 @@ test_shapes_that_do_not_fit_are_refused = each_refused([
     (lambda: evolved([2.0], [1.0], [0.0], [0.0]), "gram_evolution: factors that are no pair"),
     (lambda: evolved(LEFT, RIGHT, LEFT, RIGHT, np.ones(5)), "left_shrink of another shape"),
     (lambda: evolved(LEFT, RIGHT, LEFT, RIGHT, 1j), "complex numbers in left_shrink"),
+    (lambda: evolved(LEFT, None, LEFT, RIGHT), "no numbers in right"),
     (lambda: evolved(LEFT, RIGHT, LEFT, LEFT), "gram_evolution: right_update of another shape"),
 ])
 

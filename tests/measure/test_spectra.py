@@ -1,5 +1,6 @@
 """Spectra of matrices, against NumPy and against what is known of them."""
 
+import functools
 from typing import Any
 
 import jax
@@ -67,5 +68,7 @@ test_a_vector_is_refused = each_refused([
     (lambda: go.measure.dead_units(jnp.full((2, 1), jnp.nan)), "pre-activations that are no numbers"),
     (lambda: go.measure.dead_units(jnp.ones(4)), "(?s)dead_units.*stack the pre-activations"),
     (lambda: go.measure.gauge_fraction({"a": jnp.ones(3)}, go.key_bias({"a": "_"}), {"a": 1.0}), "shape for 'a'"),
+    *((functools.partial(getattr(go.measure, name), "a"), f"{name}: no numbers in")
+      for name in ("effective_rank", "dead_units", "axis_alignment")),
     (lambda: go.measure.axis_alignment(jnp.eye(3, 2)), "a direction of length zero"),
 ])

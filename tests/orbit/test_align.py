@@ -193,13 +193,14 @@ test_errors_say_what_to_write = each_refused([
     (lambda: go.orbit.interpolate(TREE, TREE, "0.5"), "t='0.5'"),  # type: ignore[arg-type]
     (lambda: go.measure.barrier(lambda p: 0.0, TREE, {}), "interpolate: two trees that differ at"),
     (lambda: go.measure.barrier(lambda p: p["up"], TREE, TREE), "barrier: a loss that is no scalar"),
+    (lambda: go.measure.barrier(lambda: 0.0, TREE, TREE), "of other arguments"),  # type: ignore[arg-type, misc]
     (lambda: go.measure.drift(TREE, TREE | {"up": jnp.ones((5, 3))}, UNIT), "drift: two trees that differ at 'up'"),
     (lambda: go.measure.quotient_arc_length([TREE | {"b": jnp.ones(n)} for n in (3, 1)], UNIT), "differ at 'b'"),
     (lambda: align(TREE, go.permutation({"gate": "_ channel"})), "no leaf matches 'gate'"),
     (lambda: align(TREE, UNIT, batches=[1]), "batches and a function come together"),
     (lambda: align(TREE, UNIT, fn=lambda p, x: x), "batches and a function come together"),
     (lambda: align(TREE, UNIT, batches=[], fn=lambda p, x: x), "with at least one batch"),
-    (lambda: align(TREE, UNIT, [1], lambda p, x, y: x), r"model\(params, \*batch\)"),  # type: ignore[arg-type, misc]
+    (lambda: align(TREE, UNIT, [1], lambda p, x, y: x), r"function\(params, \*batch\)"),  # type: ignore[arg-type, misc]
     (lambda: align(TREE, UNIT, [1], lambda p, x: jnp.argmax(p["up"], -1)), "nothing to compare"),
     (lambda: align(TREE, UNIT, jnp.ones((1, 2)), lambda p, x: p["up"]), "batches is one array"),
     (lambda: align(TREE, UNIT, {"x": jnp.ones((1, 2))}, lambda p, x: p["up"]), "batches is a dict"),

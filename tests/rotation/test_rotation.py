@@ -400,6 +400,8 @@ def test_everything_broadcasts() -> None:
     ("sgdm", {"gradient_norm": 1.0, "learning_rate": np.ones(2), "second_order": True}, "less than 0.1"),
     ("adam_l2", {"dim": C, "gradient_roots": 5.0, "second_order": True}, "second_order with 'adam_l2'"),
     ("sgdm", {"gradient_norm": 0.0}, "bad gradient_norm"),  # ZeroDivisionError
+    ("adamw", {"dim": "C"}, "no numbers in dim"), ("adamw", {"dim": C, "weight_decay": None}, "without weight_decay"),
+    ("sgdm", {}, r"pass gradient_norm=jnp"), ("lion", {"dim": [C]}, "bad dim"), ("muon", {"shape": 3}, "of no matrix"),
     ("adamw", {"dim": C, "b1": 1.0}, "bad b1"), ("lion", {"dim": np.array([C, -1])}, "bad dim"),
     ("muon", {"shape": (3,)}, "a shape of no matrix"), ("muon", {"shape": (0, 3)}, "a shape of no matrix"),
 ])
@@ -416,5 +418,7 @@ def test_corrections_are_those_of_appendix_g() -> None:
     assert found.rms_update / found.norm == pytest.approx(found.rotation, rel=1e-12)
     with refused("corrected: bad decay_ratio"):
         go.measure.corrected(plain, decay_ratio=-0.1)
+    with refused("corrected: no prediction"):
+        go.measure.corrected(None)  # type: ignore[arg-type]
     wanted = predict("adamw", dim=C * 0.25)._replace(rotation=plain.rotation)
     assert go.measure.corrected(plain, gradient_square=0.25).norm == pytest.approx(wanted.norm)

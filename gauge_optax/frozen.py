@@ -133,7 +133,7 @@ def said_to_be_frozen(name: str, frozen: Any, params: Any) -> frozenset[str]:
         raise binding_error(
             name,
             "a mask `frozen` that does not fit the tree",
-            str(jax.tree.structure(frozen))[:200],
+            f"leaves {', '.join(list(leaves_by_path(frozen))[:6]) or 'none'}",
             "booleans in a tree or prefix of the parameters' structure, or a callable that makes one",
             f'write frozen=go.tools.by_path({{"{path}": True}}, default=False)',
         ) from error

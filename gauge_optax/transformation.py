@@ -17,7 +17,7 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from gauge_optax.binding import has_dtype, is_empty, leaf_shape, leaves_by_path, with_leaves
+from gauge_optax.binding import has_dtype, is_empty, leaf_shape, leaves_by_path, structures_apart, with_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.linalg import real_dtype
 from gauge_optax.xla import quick_options, varying_together
@@ -784,14 +784,13 @@ def explain_state_mismatch(transformation: str, inner: Any, state: Any, params: 
         told, *rest = str(error).splitlines() or [""]
         if "state" in told and any(line.startswith("  remedy:") for line in rest):
             raise  # a transformation inside has raised a better message about its state
-        actual, expected = (str(jax.tree.structure(tree)) for tree in (state, jax.eval_shape(inner.init, params)))
-        if actual == expected:
+        apart = structures_apart(state, jax.eval_shape(inner.init, params))
+        if apart is None:
             raise
-        raise _wrong_state(transformation, actual, expected) from error
+        raise _wrong_state(transformation, *apart) from error
 
 
 def _wrong_state(transformation: str, actual: str, expected: str, conversion: str = "") -> ValueError:
-    actual, expected = (text if len(text) <= 200 else f"{text[:200]}…" for text in (actual, expected))
     return binding_error(
         transformation,
         "a state of another optimizer",

@@ -253,6 +253,7 @@ def test_a_leaf_without_a_gauge_may_have_no_update() -> None:
 def test_a_state_of_another_optimizer(name: str, state: Any) -> None:
     text = complaint(lambda: TAKERS[name]([RESCALE]).update(PARAMS, state, PARAMS))
     assert text.startswith(f"{name}: a state of another optimizer") and "tx.init(params)" in text
+    assert "PyTreeDef" not in text
     assert ("from_state" in text) == (name == "quotient" and type(state) is tuple)  # only there it applies
 
 

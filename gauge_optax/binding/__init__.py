@@ -16,6 +16,7 @@ from gauge_optax.binding.leaves import (
     real_leaves,
     shared_leaves,
     shown_and_hidden,
+    structures_apart,
     values_at,
     with_leaves,
 )
@@ -49,6 +50,7 @@ __all__ = [
     "real_leaves",
     "shared_leaves",
     "shown_and_hidden",
+    "structures_apart",
     "values_at",
     "with_leaves",
 ]

@@ -104,6 +104,43 @@ def leaves_by_path(tree: Any) -> dict[str, Any]:
     return shown_and_hidden(tree)[0]
 
 
+def structures_apart(found: Any, expected: Any, path: str = "") -> tuple[str, str] | None:
+    """What two trees hold at the first place where their structures differ; None if they differ nowhere.
+
+    Args:
+      found: any pytree, such as a state.
+      expected: another one.
+      path: the path of both in larger trees.
+
+    Returns:
+      Two phrases, for the lines `found` and `expected` of an error.
+
+    >>> from gauge_optax.binding import structures_apart
+    >>> structures_apart({"a": (1.0, {"b": 2.0})}, {"a": (1.0, {"c": 2.0})})
+    ("'a/1' with b", "'a/1' with c")
+    """
+    if str(jax.tree.structure(found)) == str(jax.tree.structure(expected)):
+        return None
+    sides: list[dict[str, Any]] = []
+    for tree in (found, expected):
+        # One level: the node itself is flattened, and its children are leaves.
+        children = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x, tree=tree: x is not tree)[0]
+        sides.append({jax.tree_util.keystr(keys, simple=True, separator="/"): child for keys, child in children})
+    one, other = sides
+    where, at = (f"'{path}'", f" at '{path}'") if path else ("the tree", "")
+    kinds = type(found).__name__, type(expected).__name__
+    if kinds[0] != kinds[1]:
+        return f"{kinds[0]}{at}", f"{kinds[1]}{at}"
+    # `measure.live.Figures` is a pair of other fields, whose `keys` are the names in it.
+    names = [[*map(str, x.keys())] if hasattr(x, "keys") else [*y] for x, y in ((found, one), (expected, other))]
+    first, second = ([name for name in a if name not in b][:6] for a, b in (names, names[::-1]))
+    if first or second:
+        return tuple(f"{where} with {', '.join(own)}" if own else f"{where} without {', '.join(more)}"
+                     for own, more in ((first, second), (second, first)))  # type: ignore[return-value]
+    deeper = (structures_apart(one[x], other[x], "/".join(filter(None, (path, x)))) for x in one if x in other)
+    return next(filter(None, deeper), (f"another {kinds[0]}{at}", f"the {kinds[1]} that was expected"))
+
+
 def real_leaves(name: str, tree: Any) -> dict[str, Any]:
     """Leaves of floating-point numbers by path, for functions that count or move every parameter.
 

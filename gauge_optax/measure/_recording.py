@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gauge_optax.binding import structures_apart
 from gauge_optax.errors import binding_error
 from gauge_optax.transformation import in_dtypes_of_state, layout
 from gauge_optax.xla import cond, recomputed_after
@@ -65,10 +66,9 @@ def either(
 
     def due() -> Metrics:
         made = record()
-        found, expected = (str(jax.tree.structure(metrics)) for metrics in (last, made))
-        if found != expected:
+        if apart := structures_apart(last, made):
             raise binding_error(
-                "measure", "a state of other gauges, axes or leaves", found[:200], expected[:200],
+                "measure", "a state of other gauges, axes or leaves", *apart,
                 "start anew, state = tx.init(params), or give what the state was made with")
         return in_dtypes_of_state(kept, made)
 

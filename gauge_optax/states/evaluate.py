@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import optax
 
-from gauge_optax.binding import leaves_by_path, with_leaves
+from gauge_optax.binding import leaves_by_path, structures_apart, with_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.bound import slice_of_frame
 from gauge_optax.optimizers._quotient import QuotientState
@@ -58,10 +58,9 @@ def evaluate(fn: Fn, state: Any, params: Any) -> Any:
     def on_slice(inside: Any, params: Any) -> Any:
         entered, seen = _points(inside, params)
         made = fn(inside.inner_state, with_leaves(params, seen.point))
-        if str(jax.tree.structure(made)) != str(jax.tree.structure(params)):
+        if apart := structures_apart(made, params):
             raise binding_error(
-                "evaluate", "fn returns no weights", str(jax.tree.structure(made))[:200],
-                f"the structure of params, {str(jax.tree.structure(params))[:200]}",
+                "evaluate", "fn returns no weights", apart[0], f"the structure of params: {apart[1]}",
                 "return one tree of weights, such as state.z or optax.contrib.schedule_free_eval_params(state, params)")
         s = _slice(inside, params)
         values = entered.leave(seen.leave(s.vectors(made)))
@@ -118,10 +117,10 @@ def restart(
         return inside._replace(inner_state=kept)
 
     made = layout(params).run(fresh, inside, params)
-    if str(jax.tree.structure(made)) != str(jax.tree.structure(inside)):
+    if apart := structures_apart(made.inner_state, inside.inner_state):
         raise binding_error(
-            "restart", "another structure of the inner state", str(jax.tree.structure(made.inner_state))[:200],
-            str(jax.tree.structure(inside.inner_state))[:200], "give restart the optimizer that made the state")
+            "restart", "another structure of the inner state", *apart,
+            "give restart the optimizer that made the state")
     if choose is None and inside.offset:  # a fresh inner optimizer starts at the slice point, without an offset
         parts = (part for part in _slice(inside, params).parts if part.label in inside.offset)
         made = made._replace(offset={part.label: part.identity() for part in parts})

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import optax
 
-from gauge_optax.binding import leaves_by_path, with_leaves
+from gauge_optax.binding import leaves_by_path, structures_apart, with_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.frozen import frozen_leaves, said_to_be_frozen
 from gauge_optax.gauges.bound import bound, require_nonzero_norms
@@ -95,9 +95,8 @@ def from_state(
 
 
 def _check_structure(state: Any, expected: Any) -> None:
-    structure, wanted = (str(jax.tree.structure(x)) for x in (state, expected))
-    if structure != wanted:
+    if apart := structures_apart(state, expected):
         raise binding_error(
-            "from_state", "not a state of this optimizer", structure, wanted,
+            "from_state", "not a state of this optimizer", *apart,
             "pass what inner.init or inner.update returned, and the same optimizer as inner",
         )

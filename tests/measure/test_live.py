@@ -207,5 +207,5 @@ def test_weights_that_are_no_numbers_are_not_balanced() -> None:
 def test_a_state_of_other_axes_is_refused() -> None:
     params = {"up": jnp.ones((2, 3))}
     state = go.measure.track_rotation({"up": "_ channel"}).init(params)
-    with refused("measure: a state of other gauges, axes or leaves", "state = tx.init(params)"):
+    with refused("measure: a state of other gauges, axes or leaves", "tx.init(params)", "found:    'norm/layout'"):
         go.measure.track_rotation({"up": "channel _"}).update(params, state, params)

@@ -81,7 +81,7 @@ def pairs_of(
     """
     shapes = {name: tuple(x.shape) for name, x in names.items()} if isinstance(names, Mapping) else {}
     names = list(names)
-    if experts is not None and (not isinstance(experts, int) or isinstance(experts, bool) or experts < 1):
+    if experts is not None and (isinstance(experts, bool) or not hasattr(experts, "__index__") or experts < 1):
         raise _error("bad experts", f"experts={experts!r}", "the number of experts, from 1", "pass experts=8, or None")
     if gauges is None:
         found = [Pair(name, _partner(name)) for name in names if _partner(name) != name and not name.endswith(".bias")]

@@ -89,6 +89,8 @@ def test_gpt2_saves_two_squares_per_layer_and_head() -> None:
 
 def test_the_size_keeps_the_block_as_large_as_it_was() -> None:
     params = jax.tree.map(lambda x: 0.01 * x, normal(0, {"query": (64, 4, 8), "key": (64, 4, 8)}))
+    packed = go.orbit.pack(params, HEADS, size=np.float32(1.0))  # type: ignore[arg-type]
+    assert go.orbit.packed_rows(packed)["query"]["_ head basis"]["size"] == 1.0
     packed = go.orbit.pack(params, HEADS)
     own = go.orbit.packed_rows(packed)["query"]["_ head basis"]
     assert np.log2(own["size"]) == round(np.log2(own["size"]))

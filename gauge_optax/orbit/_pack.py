@@ -30,7 +30,7 @@ from gauge_optax.gauges.gauge import Gauges, bind
 from gauge_optax.linalg import rank_cutoff
 from gauge_optax.orbit.packing import choose_rows, constant_rows, packable, to_constant
 from gauge_optax.parts.part import Arrays, changed
-from gauge_optax.transformation import on_any_mesh, overflow_check, own_settings
+from gauge_optax.transformation import in_interval, on_any_mesh, overflow_check, own_settings
 from gauge_optax.xla import unseen
 
 Rows = Mapping[str, Mapping[str, Mapping[str, Any]]]
@@ -339,7 +339,7 @@ def pack(
             "a head_linear or rope_linear gauge, one of whose blocks has a free axis of at least d_h rows",
             "write go.head_linear(left, right) in place of go.head_rotation; under rotary, go.rope_linear",
         )
-    if size is not None and not (isinstance(size, int | float) and 0 < size < math.inf):
+    if size is not None and not in_interval(size, "(0, inf)"):
         raise binding_error(
             _NAME, "bad size", repr(size), "a positive number, or None", "write size=1.0 for the identity"
         )
@@ -550,7 +550,7 @@ def _given(copy: Copy, rows: Rows) -> PackedBlock:
     blocks = [block for block in packable(copy) if block.axes in rows.get(block.path, {})]
     entry: Mapping[str, Any] = rows[blocks[0].path][blocks[0].axes] if blocks else {}
     numbers, size, count = np.asarray(entry.get("rows", ())), entry.get("size"), len(constant_rows(copy))
-    fits = numbers.ndim == 2 and np.issubdtype(numbers.dtype, np.integer) and isinstance(size, int | float) and size > 0
+    fits = numbers.ndim == 2 and np.issubdtype(numbers.dtype, np.integer) and in_interval(size, "(0, inf)")
     if fits:
         plain = PackedBlock.of(copy, blocks[0])
         fits = numbers.shape in ((1, count), (math.prod(plain.heads), count))

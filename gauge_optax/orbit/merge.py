@@ -12,7 +12,7 @@ from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.linalg import norm_of
 from gauge_optax.orbit._align import align, check_same_tree
 from gauge_optax.states.statistics import require_no_statistics, require_no_statistics_behind
-from gauge_optax.transformation import in_computing_dtype, in_dtype_of, on_any_mesh, require_arrays
+from gauge_optax.transformation import in_computing_dtype, in_dtype_of, in_interval, on_any_mesh, require_arrays
 
 Params = TypeVar("Params")
 
@@ -112,10 +112,10 @@ def interpolate(a: Params, b: Params, t: float | jax.Array) -> Params:
     """
     check_same_tree("interpolate", a, b)
     require_no_statistics("interpolate", [a])
-    if not (hasattr(t, "dtype") or isinstance(t, int | float)) or jnp.ndim(t) or jnp.iscomplexobj(t):
+    if not in_interval(t, "[-inf, inf]"):
         raise binding_error(
             "interpolate", "a `t` that is no single number",
-            f"an array of {jnp.result_type(t)}, shape {jnp.shape(t)}" if hasattr(t, "dtype") else f"t={t!r}",
+            f"an array of {t.dtype}, shape {jnp.shape(t)}" if hasattr(t, "dtype") else f"t={t!r}",
             "a real number, or an array of one without axes",
             "pass one number, such as 0.5, and call it once for each",
         )

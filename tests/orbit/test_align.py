@@ -190,6 +190,7 @@ test_errors_say_what_to_write = each_refused([
     (lambda: go.orbit.interpolate(TREE, {"up": TREE["up"]}, 0.5), "interpolate: two trees that differ at 'down'"),
     (lambda: go.orbit.interpolate(TREE, TREE | {"up": 1j * TREE["up"]}, 0.5), "complex numbers in the second"),
     (lambda: go.orbit.interpolate(TREE, TREE, jnp.ones(1)), "a `t` that is no single number"),
+    (lambda: go.orbit.interpolate(TREE, TREE, jax.random.key(0)), "an array of key"),
     (lambda: go.orbit.interpolate(TREE, TREE, "0.5"), "t='0.5'"),  # type: ignore[arg-type]
     (lambda: go.measure.barrier(lambda p: 0.0, TREE, {}), "interpolate: two trees that differ at"),
     (lambda: go.measure.barrier(lambda p: p["up"], TREE, TREE), "barrier: a loss that is no scalar"),

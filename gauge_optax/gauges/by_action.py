@@ -98,13 +98,18 @@ class UserCopy(Copy):
     @classmethod
     def of(cls, found: Matched, **options: Any) -> "UserCopy":
         whole, params = options["whole"], options["params"]
-        shapes = jax.eval_shape(lambda tree: tree, params)
+        shapes, before = jax.eval_shape(lambda tree: tree, params), whole._checksum(())
         leaves, treedef = jax.tree.flatten(shapes)
         by_path = leaves_by_path(shapes)
         reading, acting = (
             _used(function, shapes, count)
             for function, count in ((whole.read, None), (lambda p: whole.act(whole.identity(p), p), len(leaves)))
         )
+        if whole._checksum(()) != before:  # by which states know the gauge that they were made with
+            raise binding_error(
+                found.gauge, "act or read changes an attribute of the gauge", f"{whole!r:.80}",
+                "functions of their arguments, with attributes that stay as they are",
+                "keep what act computes in the element, or in an attribute that is no number or string")
         paths = [path for path, number in zip(by_path, range(len(leaves)), strict=True) if number in reading | acting]
         wrong = [path for path in paths if not jnp.issubdtype(by_path[path].dtype, jnp.floating)]
         if wrong or not paths:

@@ -86,6 +86,15 @@ def test_state_moves_with_the_weights() -> None:
     assert all(map(jnp.array_equal, jax.tree.leaves(plain), jax.tree.leaves(same)))
 
 
+@dataclasses.dataclass(frozen=True)
+class Counting(Trade):
+    calls: int = 0
+
+    def act(self, element: Any, params: Any) -> Any:
+        object.__setattr__(self, "calls", self.calls + 1)
+        return super().act(element, params)
+
+
 PARAMS = _params("float32")
 CLASHING = go.product([go.rescale({"position": "_ channel"}, {"up": "channel _"}), USERS])
 HALF_FIXED = go.orbit.gauge_fix(optax.sgd(0.1), USERS, strength=0.5)
@@ -95,6 +104,7 @@ test_errors_name_the_gauge_and_the_remedy = each_refused([
      "not on real numbers: 'token'"),
     (lambda: HALF_FIXED.update(PARAMS, HALF_FIXED.init(PARAMS), PARAMS), "translation: no method power"),
     (lambda: Translation("tokens", "position").read(PARAMS), "translation: no leaf"),
+    (lambda: go.quotient(optax.sgd(0.1), Counting("up", "down")).init(PARAMS), "changes an attribute of the gauge"),
 ])
 
 

@@ -212,12 +212,14 @@ def _traced(
             error = failed
     structure = str(jax.tree.structure(state))
     if not said and ("Masked" in structure or "Partition" in structure):
+        looks = isinstance(error, jax.errors.ConcretizationTypeError)  # as a schedule with an `if` does
         raise binding_error(
             name,
             "cannot see which leaves `inner` freezes",
-            f"{type(error).__name__}: {error}",
+            f"{type(error).__name__}: {str(error)[:200]}",
             "an update that can be traced with gradients, a state and parameters alone",
-            "give every further argument of its update a default"
+            ("let schedules compute with jnp: jnp.where(count < 5, 0.1, 0.01) in place of an `if`" if looks else
+             "give every further argument of its update a default")
             + (", or say it: quotient(..., frozen=mask), True for what never changes" if name == "quotient" else ""),
         ) from error
     return None

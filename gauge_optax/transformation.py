@@ -660,6 +660,16 @@ def require_number(function: str, argument: str, value: Any, interval: str, reme
         raise binding_error(function, f"bad {argument}", f"{argument}={value!r}", f"one number in {interval}", remedy)
 
 
+def require_no_schedule(function: str, **numbers: Any) -> None:
+    """Raises ValueError if one of these arguments of an optimizer is a schedule: only rates and decays can be."""
+    for argument, value in numbers.items():
+        if callable(value):
+            raise binding_error(
+                function, f"a schedule for {argument}", f"{argument}={value!r:.60}", "one number",
+                f"write optax.inject_hyperparams(lambda {argument}: go.{function}(..., {argument}={argument}))"
+                f"({argument}=schedule)")
+
+
 def require_count(function: str, argument: str, count: Any, least: int) -> None:
     """Raises ValueError unless an argument is an integer from `least`."""
     if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < least:

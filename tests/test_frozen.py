@@ -349,6 +349,15 @@ def _said(mask: Any) -> Any:
     return go.quotient(optax.adam(1e-2), RELU, frozen=mask).init({"up": jnp.ones((2, 4)), "down": jnp.ones((4, 3))})
 
 
+FALLING, LINEAR = (lambda count: 0.1 if count < 5 else 0.01), optax.linear_schedule(0.9, 0.5, 10)
+test_schedules_that_cannot_be_followed_are_refused = each_refused([
+    (lambda: go.quotient_muon(FALLING, RELU).init({"up": jnp.ones((2, 4)), "down": jnp.ones((4, 3))}), "jnp.where"),
+    *((functools.partial(make, 0.1, RELU, **{name: LINEAR}), f"{make.__name__}: a schedule for {name}")
+      for make, name in ((go.quotient_adamw, "b1"), (go.ddc_adamw, "eps"), (go.ddc_muon, "beta"),
+                         (go.quotient_muon, "adam_b2"))),
+])
+
+
 test_masks_that_do_not_fit_are_refused = each_refused([
     (lambda: go.tools.by_path({"**/bais": 1, "**": 2})(PARAMS), r"no leaf matches '\*\*/bais'"),
     (lambda: go.tools.by_path({"**/bias": 1})(PARAMS), "no pattern for 'blocks/0/kernel'"),

@@ -23,7 +23,7 @@ from gauge_optax.optimizers._quotient import group_of, quotient_for, require_rat
 from gauge_optax.optimizers.muon import muon, readings_of_neurons
 from gauge_optax.optimizers.polar import polar_of, rotated_or_scaled
 from gauge_optax.parts.matrices import TOKEN, Reading, matrices_of
-from gauge_optax.transformation import GaugeTransformation
+from gauge_optax.transformation import GaugeTransformation, require_no_schedule
 
 Scalar = float | jax.Array
 _NAME = "max_norm_muon"
@@ -149,6 +149,7 @@ def max_norm_muon(
       names, and for defaults except those of Adam's rate and b2.
     """
     require_rate_first(_NAME, learning_rate, gauges)
+    require_no_schedule(_NAME, adam_b1=adam_b1, adam_b2=adam_b2, adam_eps_root=adam_eps_root)
     undecided = None
     if isinstance(gauges, Found):
         undecided = gauges.undecided if neurons is None else None

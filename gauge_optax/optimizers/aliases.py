@@ -13,7 +13,7 @@ from gauge_optax.optimizers._quotient import group_of, quotient_for
 from gauge_optax.optimizers.muon import muon
 from gauge_optax.optimizers.polar import Labels, polar_of
 from gauge_optax.parts.matrices import Reading
-from gauge_optax.transformation import GaugeTransformation
+from gauge_optax.transformation import GaugeTransformation, require_no_schedule
 
 Scalar = float | jax.Array
 
@@ -73,6 +73,7 @@ def quotient_adamw(
       about 1e2.
     """
     group = group_of("quotient_adamw", learning_rate, gauges)
+    require_no_schedule("quotient_adamw", b1=b1, b2=b2, eps=eps, eps_root=eps_root)
     inner = optax.adamw(learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov=nesterov)
     return quotient_for("quotient_adamw", inner, group, hold=hold, pin=pin, rest=rest)
 
@@ -160,6 +161,7 @@ def quotient_muon(
     Reference: Jordan et al. 2024 (Muon); DDC B.10 for heads; `optax.contrib.muon` for names and defaults.
     """
     group = group_of("quotient_muon", learning_rate, gauges)
+    require_no_schedule("quotient_muon", adam_b1=adam_b1, adam_b2=adam_b2, adam_eps_root=adam_eps_root)
     polar = polar_of("quotient_muon", ns_coeffs, ns_steps, beta, eps, scale, labels, None, consistent_rms, sizes)
     tail = optax.add_decayed_weights(weight_decay, weight_decay_mask), optax.scale_by_learning_rate(learning_rate)
     adam_rate = learning_rate if adam_learning_rate is None else adam_learning_rate

@@ -97,7 +97,7 @@ RUNS: dict[str, tuple[str, dict[str, np.ndarray], Any]] = {
 def test_twenty_steps_are_those_of_the_jax_function(row: str, x64: None) -> None:
     """Whether bindings are found by names or given as JSON."""
     name, start, loss = RUNS[row]
-    options: dict[str, Any]
+    options: Any
     gauges, options = (EXPERTS_GAUGES, {"experts": np.int64(3)}) if row == "experts" else (gauges_of(start), {})
     ours = in_torch(MAKERS[name], start, loss, weight_decay=0.1, **options)
     from_json = in_torch(MAKERS[name], start, loss, weight_decay=0.1, gauges=go.tools.to_json(gauges))

@@ -193,16 +193,20 @@ class Bound:
 _REMEDY = "take an element from identity(params), read(params) or sample(key, params) of the same gauges"
 
 
-def _require_element(gauge: Any, copies: Sequence[Copy], element: Any) -> None:
+def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    return {jax.tree_util.keystr(keys): np.shape(x) for keys, x in jax.tree.leaves_with_path(tree)}
+
+
+@functools.lru_cache(maxsize=64)  # every `act` outside `jit` would trace it anew
+def _shapes_of_identity(gauge: Any, copies: tuple[Copy, ...]) -> dict[str, tuple[int, ...]]:
+    return _shapes(jax.eval_shape(lambda: gauge._join(copies, [copy.identity() for copy in copies])))
+
+
+def _require_element(gauge: Any, copies: tuple[Copy, ...], element: Any) -> None:
     """Raises ValueError unless the element has the keys and shapes of the gauge's identity; a user's may have any."""
     if any(isinstance(copy, UserCopy) for copy in copies):
         return
-
-    def shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-        return {jax.tree_util.keystr(keys): np.shape(x) for keys, x in jax.tree.leaves_with_path(tree)}
-
-    identity = jax.eval_shape(lambda: gauge._join(copies, [copy.identity() for copy in copies]))
-    found, expected = shapes(element), shapes(identity)
+    found, expected = _shapes(element), _shapes_of_identity(gauge, copies)
     if found != expected:
         keys = [key for key in {**expected, **found} if found.get(key) != expected.get(key)]
         wrong, right = (

@@ -151,6 +151,9 @@ def test_keys_are_packed_where_queries_are_grouped_and_outputs_where_values_are_
         {"query": "_ (head _) basis", "bias": "(head _) basis"}, {"key": "_ head basis"}, pairing="interleaved")
     even = normal(0, {"query": (6, 4, 4), "bias": (4, 4), "key": (6, 2, 4)})
     assert list(go.orbit.packed_rows(go.orbit.pack(even, biased))) == ["key"]  # a bias has no axis of rows
+    narrow = go.head_linear({"query": "_ _ basis", "other": "_ basis"}, {"key": "basis"})  # a kernel, and no bias
+    own = normal(0, {"query": (5, 2, 3), "other": (6, 3), "key": (3,)})
+    assert list(go.orbit.packed_rows(go.orbit.pack(own, narrow))) == ["other"]
     params = normal(0, {"out": (2, 3, 5)}) | {"value": jnp.zeros((6, 2, 3))}
     packed = go.orbit.pack(params, go.head_linear({"value": "_ head basis"}, {"out": "head basis _"}))
     assert list(go.orbit.packed_rows(packed)) == ["out"] and leaves_by_path(packed)["out"].shape == (2, 3, 2)

@@ -8,6 +8,7 @@ Reference: van Nierop, Transformer models are gauge invariant, §3 and §6.
 """
 
 import functools
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,11 +48,18 @@ def _packable_planes(copy: ComplexScale) -> tuple[Block, ...]:
 def _with_rows(blocks: Sequence[Block], rows: int) -> tuple[Block, ...]:
     """The blocks with one free axis of at least `rows` rows that store their values themselves, not less one (`1+`).
 
-    The one free axis of a bias beside grouped queries, `(head _) basis`, counts query heads: it is no axis of rows.
+    The one free axis of a bias beside grouped queries, `(head _) basis`, counts query heads: it is no axis of rows. Such
+    a bias has the axes of its kernel, `_ (head _) basis`, but one; a kernel of other lengths is none.
     """
-    free = {block: block.labels.count("_") for block in blocks}
-    most = {block.argument: max(n for b, n in free.items() if b.argument == block.argument) for block in blocks}
-    single = [block for block, n in free.items() if n == 1 == most[block.argument] and not block.one_plus]
+
+    def axes(block: Block) -> Counter[tuple[str, int]]:
+        return Counter(zip(block.labels, block.view_shape, strict=True))
+
+    def is_bias(block: Block) -> bool:
+        more = (axes(b) - axes(block) for b in blocks if b.argument == block.argument and axes(block) < axes(b))
+        return any([label for label, _ in own.elements()] == ["_"] for own in more)
+
+    single = [b for b in blocks if b.labels.count("_") == 1 and not b.one_plus and not is_bias(b)]
     return tuple(block for block in single if block.view_shape[block.labels.index("_")] >= rows)
 
 

@@ -49,11 +49,12 @@ KERNELS: list[tuple[Any, str, tuple[int, ...], tuple[int, ...]]] = [
     (go.rescale, "expert _ channel", (2, 5, 6), (1,)), (go.rescale, "head _ _", (2, 5, 3), (1,)),
     (go.rescale, "_ head _", (5, 2, 3), (0,)), (go.rescale, "(head _) _", (6, 5), (1,)),
     (go.rescale, "_ (head _) _", (5, 4, 3), (0,)), (go.rescale, "layer _ _", (2, 5, 3), (1,)),
+    (go.rescale, "_ head _ _", (5, 2, 3, 4), (0,)),
     (go.rope_linear, "_ head basis", (5, 2, 8), (0,)), (go.rope_linear, "_ (head _) basis", (5, 6, 4), (0,)),
 ]
 
 
-@pytest.mark.slow_rows("*[014569]-inputs*", "*10-inputs*")
+@pytest.mark.slow_rows("*[014569]-inputs*", "*11-inputs*")
 @pytest.mark.parametrize(("make", "axes", "shape", "inputs"), KERNELS)
 def test_columns_of_norm_one_stay_on_the_slice(make: Any, axes: str, shape: Any, inputs: Any, x64: None) -> None:
     """At the usual start the optimizer inside starts as itself, in any layout, and beside a bias, which is zero."""

@@ -6,6 +6,7 @@ stretch, and Q, a rotation, is a turn.
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -167,10 +168,17 @@ def columns(anchor: Anchor, named: tuple[str, ...]) -> int:
     >>> count("_ _ _ channel", (3, 3, 5, 8), "channel"), count("_ head _", (6, 2, 4), "head")
     (1, 4)
     """
-    sides = [_free_axes(block, named) for block in anchor]
+    sides = [_free_axes(block, named) for block in anchor if not _is_bias(block, anchor)]
     # The one axis of a bias (head, _) counts columns, as the axes of its kernel show.
     least = min(2 if any(parted for _, _, parted in sides) else 1, max(rest for rest, _, _ in sides))
     return sum(count for rest, count, _ in sides if rest >= least)
+
+
+def _is_bias(block: Block, anchor: Anchor) -> bool:
+    """Whether a block is another one without the free axes in front, as `head _ _` is of the queries `_ head _ _`."""
+    whole = [[*zip(b.labels, b.view_shape, strict=True)] for b in (block, *anchor)]
+    return any(axes[0][0] == "_" and whole[0] == [*itertools.dropwhile(lambda x: x[0] == "_", axes)]
+               for axes in whole[1:] if axes)
 
 
 def _free_axes(block: Block, named: tuple[str, ...]) -> tuple[int, int, bool]:

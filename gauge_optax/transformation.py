@@ -727,6 +727,15 @@ def listed(function: str, batches: Any, argument: str = "batches") -> list[Any]:
     return list(batches)
 
 
+def require_batches(function: str, batches: Sequence[Any]) -> None:
+    """Raises ValueError for a batch with anything but arrays and numbers in it, such as text."""
+    for number, batch in enumerate(batches):
+        if wrong := [leaf for leaf in jax.tree.leaves(batch) if not has_dtype(leaf)]:
+            raise binding_error(
+                function, f"batch {number} holds what is no array", f"{wrong[0]!r:.60}", "arrays, or trees of them",
+                "pass batches=[x], with numbers such as tokens in an array x")
+
+
 def require_scalar(function: str, value: Any, differentiable: bool = True) -> None:
     """Raises ValueError unless a loss has returned one real number, of a floating dtype if it is differentiated."""
     array = hasattr(value, "shape") or isinstance(value, int | float)

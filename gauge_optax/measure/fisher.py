@@ -44,6 +44,7 @@ from gauge_optax.measure._metric import (
 from gauge_optax.transformation import (
     listed,
     require_arrays,
+    require_batches,
     require_count,
     require_function,
     require_key,
@@ -873,6 +874,7 @@ def _arrays(name: str, params: Any, batches: Sequence[Any], only: str | Sequence
     if not batches:
         raise binding_error(name, "no batches", "an empty list", "at least one batch", "pass a list of batches")
     require_traceable(name, params)
+    require_batches(name, batches)
     leaves = {path: in_single_or_better(x) for path, x in real_leaves(name, params).items()}
     patterns = only if only is None else [only] if isinstance(only, str) else listed(name, only, "only")
     if patterns is not None and not all(isinstance(pattern, str) for pattern in patterns):

@@ -34,6 +34,7 @@ from gauge_optax.linalg import real_dtype
 from gauge_optax.measure._metric import Leaves, stored, ways
 from gauge_optax.transformation import (
     listed,
+    require_batches,
     require_count,
     require_function,
     require_key,
@@ -133,6 +134,7 @@ def llc(
     require_traceable("llc", params)
     require_function("llc", "loss", loss, "params, batch")
     batches = listed("llc", batches)
+    require_batches("llc", batches)
     if not jax.tree.leaves(batches) or any(
         jax.tree.map(jnp.shape, x) != jax.tree.map(jnp.shape, batches[0]) for x in batches[1:]
     ):

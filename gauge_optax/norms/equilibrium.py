@@ -129,7 +129,7 @@ def predict_equilibrium(
         return value
 
     lr, decay = needed("learning_rate", learning_rate), needed("weight_decay", weight_decay)
-    require_real("predict_equilibrium", "weight_decay", decay)
+    _refuse("weight_decay", decay, lambda x: x < 0, "a positive number", _REMEDIES["weight_decay"])
     if _known(weight_decay) and not np.all(np.asarray(weight_decay) > 0):
         raise binding_error(
             "predict_equilibrium", "no decay", f"weight_decay={weight_decay!r}", "a positive number",
@@ -276,6 +276,8 @@ def corrected(prediction: Equilibrium, *, decay_ratio: Number = 1.0, gradient_sq
         raise binding_error(
             "corrected", "no prediction", f"a {type(prediction).__name__}", "what predict_equilibrium returned",
             'pass go.measure.predict_equilibrium("adamw", ...)')
+    for argument, ratio in {"decay_ratio": decay_ratio, "gradient_square": gradient_square}.items():
+        require_real("corrected", argument, ratio)
     for argument, ratio, bad in (
         ("decay_ratio", decay_ratio, lambda x: x <= 0), ("gradient_square", gradient_square, lambda x: x < 0)
     ):

@@ -48,8 +48,8 @@ def _packable_planes(copy: ComplexScale) -> tuple[Block, ...]:
 def _with_rows(blocks: Sequence[Block], rows: int) -> tuple[Block, ...]:
     """The blocks with one free axis of at least `rows` rows that store their values themselves, not less one (`1+`).
 
-    The one free axis of a bias beside grouped queries, `(head _) basis`, counts query heads: it is no axis of rows. Such
-    a bias has the axes of its kernel, `_ (head _) basis`, but one; a kernel of other lengths is none.
+    The one free axis of a bias beside grouped queries, `(head _) basis`, counts query heads: it is no axis of rows.
+    Such a bias has the axes of its kernel, `_ (head _) basis`, but one; a kernel of other lengths is none.
     """
 
     def axes(block: Block) -> Counter[tuple[str, int]]:

@@ -226,6 +226,7 @@ test_messages = each_refused([
       for kind, *more in ((go.measure.GGN,), (go.measure.Hessian,), (go.measure.Fisher, KEY),
                           (go.measure.EmpiricalFisher, []))),
     (lambda: go.measure.GGN("net", *GIVEN[1:]), "GGN: fn is no function"),  # type: ignore[arg-type]
+    (lambda: go.measure.GGN(_net, POINT, ["text"]), "batch 0 holds what is no array"),
     (lambda: go.measure.Hessian(_net, POINT, None), "Hessian: batches is no list"),  # type: ignore[arg-type]
     (lambda: go.measure.EmpiricalFisher(*GIVEN, None), "labels is no list"),  # type: ignore[arg-type]
     (lambda: go.measure.GGN(*GIVEN, only=3), "only is no list"),  # type: ignore[arg-type]

@@ -420,5 +420,7 @@ def test_corrections_are_those_of_appendix_g() -> None:
         go.measure.corrected(plain, decay_ratio=-0.1)
     with refused("corrected: no prediction"):
         go.measure.corrected(None)  # type: ignore[arg-type]
+    with refused("corrected: no numbers in decay_ratio"):
+        go.measure.corrected(plain, decay_ratio=None)
     wanted = predict("adamw", dim=C * 0.25)._replace(rotation=plain.rotation)
     assert go.measure.corrected(plain, gradient_square=0.25).norm == pytest.approx(wanted.norm)

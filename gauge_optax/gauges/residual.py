@@ -15,13 +15,14 @@ SO(d), which adds no dimension; norm scales are part of the action, where the pa
 """
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.binding import Axes, Block, Matched, overlap
+from gauge_optax.binding import Axes, Block, BlockSpec, Matched, bind_leaf, overlap
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.copies import part_label
 from gauge_optax.gauges.gauge import BlockGauge, Gauges, block_gauge, product
@@ -31,6 +32,8 @@ from gauge_optax.linalg import nearly_orthogonal, real_dtype
 from gauge_optax.parts.heads import BASIS
 from gauge_optax.parts.sizes import Factor
 from gauge_optax.parts.stream import READ, WRITE, Stream
+
+_AXIS = re.compile(r"(?:\([^)]*\)|[^\s(])+")  # one item of an axes string, which may have parts in parentheses
 
 
 def residual_rotation(
@@ -126,7 +129,7 @@ class ResidualRotation(HeadRotation):
                     f"'{norm.down[0].axes}' of '{norm.down[0].path}'", "a norm of the residual stream",
                     "take this norm_scale out of `norms`; the rotation does not pass it",
                 )
-            moved += [dataclasses.replace(b, argument=WRITE, labels=_renamed(b.labels, stream)) for b in biases]
+            moved += [part for b in biases for part in _turned_bias(b, norm, blocks, stream, found)]
             scales.append((scale, tuple(behind)))
         bound = found._replace(key="", blocks=(*moved, *(scale for scale, _ in scales)))
         held = bool(options.get("hold"))
@@ -166,6 +169,20 @@ def _stream_axis(norm: Factor, blocks: Sequence[Block]) -> str:
     return norm.named[-1]
 
 
-def _renamed(labels: Sequence[str], stream: str) -> tuple[str, ...]:
-    """The labels of a norm's bias, with `basis` in place of the stream's axis `stream`, and "_" for all others."""
-    return tuple(BASIS if label == stream else "_" for label in labels)
+def _turned_bias(bias: Block, norm: Factor, blocks: Sequence[Block], stream: str, found: Matched) -> list[Block]:
+    """The blocks of a norm's bias that turn: `basis` in place of the stream's axis `stream`, and "_" for all others.
+
+    A norm may lie over several places of the stream that are concatenated. The bias then has the parts that its readers
+    have along this axis, each of which turns.
+    """
+    parts: list[Block] = []
+    items = bias.axes.split()
+    for reader in norm.down if stream in items else ():
+        for block in blocks:
+            item = next(text for text in _AXIS.findall(block.axes) if re.search(rf"\b{BASIS}\b", text))
+            if block.argument == READ and item != BASIS and overlap(block, reader):
+                axes = " ".join(item if text == stream else "_" for text in items)
+                part = bind_leaf(found.gauge, BlockSpec(WRITE, bias.path, axes), bias.path, bias.shape, found.sizes)
+                parts += [] if any(overlap(part, other) for other in parts) else [part]
+    renamed = tuple(BASIS if label == stream else "_" for label in bias.labels)
+    return parts or [dataclasses.replace(bias, argument=WRITE, labels=renamed)]

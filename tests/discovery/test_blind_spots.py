@@ -429,3 +429,19 @@ def test_a_channel_with_two_filters_of_a_depthwise_convolution_has_a_scale() -> 
         return jnp.tanh(y).mean((1, 2)) @ p["down"]
 
     explained(fn, drawn(up=(D, 5), filters=(2, 2, 1, 10), down=(10, 3)), "rescale")
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_norm_over_several_places_of_a_stream(whole: bool) -> None:
+    """Its bias has a part per place, and each part turns; the search ended in an error of shapes."""
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        y = (x @ p["in"]).reshape(-1, 2, 4)
+        y = y + jnp.sin(centred(y) @ p["up"]) @ p["down"]
+        places = y.reshape(len(y), -1) if whole else jnp.concatenate([y[:, 0], x[::2, :2], y[:, 1]], -1)
+        return jnp.sin((centred(places) * p["scale"] + p["bias"]) @ p["out"])
+
+    size = 8 if whole else 10
+    params = drawn(**{"in": (D, 4)}, up=(4, 5), down=(5, 4), scale=(size,), bias=(size,), out=(size, 9))
+    report = go.discover(fn, params, inputs(2, 40, D), "predictions", progress=False)
+    assert "residual_rotation" in {gauge.name for gauge in report.whole}, report

@@ -292,6 +292,9 @@ def flows(trace: Trace, leaves: Leaves) -> list[Flow]:
         for kernel in _readers(vector, kernels, kernel_parts, trace):
             beside = [b for b in vectors if (b.path, kernel.path) in trace.vector_reads]
             tried.append(_hidden_by_norm(kernel, _Norm(vector, plus), beside, behind.get(kernel.path, []), layers))
+    for view, scale in itertools.product(views + parts, vectors):
+        if (view.path, scale.path) in trace.scaled_behind | trace.gains:
+            tried += [_hidden_behind_scale(view, _Norm(scale, plus), layers) for plus in (0.0, 1.0)]
     for space in sorted({space for _, axis in trace.readers for space in trace.atom_keys(axis)} - layers):
         tried += _written_to_zero(space, views + parts, trace)
     for view in views + parts:
@@ -465,6 +468,24 @@ def _hidden_by_norm(
 
     kind, least = "a direction that a centred norm hides from the kernel behind it", 1 if scaled else 2
     return _linear(kind, rest, columns if scaled or pairs else [], _with_the_first(least), write)
+
+
+def _hidden_behind_scale(view: View, scale: _Norm, layers: set[Space]) -> Flow:
+    """Adds u/γ along the channels of what a kernel or bias writes, where a scale γ multiplies what they write.
+
+    A stream then gains u in all channels, which centred norms hide. An example is the scale of a layer (LayerScale).
+    """
+    vector = scale.vector
+    channels = set(vector.labels) - layers
+    rest = tuple(label for label in view.labels if label not in channels)
+
+    def write(taken: Coefficients, unread: list[int]) -> Call:
+        blocks = {"read": [view], "scale": [vector]}
+        return _call("norm_read_shift", blocks, _names(vector.labels, layers), [vector.path] if scale.plus else [])
+
+    columns = [_Column(view, (scale,))] if set(vector.labels) <= set(view.labels) and view != vector else []
+    kind = "the mean of what a scale multiplies, which centred norms hide"
+    return _linear(kind, rest, columns, _with_the_first(1), write)
 
 
 def _hidden_and_absorbed(

@@ -56,6 +56,7 @@ class Trace:
         residual stream.
       vector_reads: (vector, kernel): the kernel contracts what the vector was added to or multiplied with.
       added_behind: (kernel, vector): the vector is added to the kernel's product.
+      scaled_behind: (kernel, vector): the vector multiplies the kernel's product, as a layer scale does.
       gains: (vector, leaf): what the vector was added to is multiplied with a value that is linear in the leaf.
       shifts: (vector, leaf): what the vector was added to or multiplied with gets such a value added.
       added: parameters that are added to a value which depends on others, as a bias is and a norm's scale is not.
@@ -81,6 +82,7 @@ class Trace:
         self.readers: list[tuple[str, np.ndarray]] = []
         self.vector_reads: set[tuple[str, str]] = set()
         self.added_behind: set[tuple[str, str]] = set()
+        self.scaled_behind: set[tuple[str, str]] = set()
         self.gains: set[tuple[str, str]] = set()
         self.shifts: set[tuple[str, str]] = set()
         self.added: set[str] = set()
@@ -186,6 +188,9 @@ class Trace:
             met = self.shifts if name in _SUMS else self.gains
             met |= {(vector, path) for one, other in itertools.permutations(ins, 2) for vector in one.vectors
                     for path in (other.leaf, *other.writers, *other.vectors)}
+            if name in _PRODUCTS:
+                self.scaled_behind |= {(kernel, vector) for one, other in itertools.permutations(ins, 2)
+                                       for kernel in one.writers for vector in (other.leaf, *other.vectors)}
         if leaves and name in _SUMS | _PRODUCTS and len(leaves) == sum(value.depends for value in ins):
             # Leaves, data and constants alone: one plus a norm's scale, or the scale of a norm on the data itself.
             return writers, vectors | leaves

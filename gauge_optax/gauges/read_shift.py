@@ -6,6 +6,9 @@ and let u have one number per output of W. W ↦ W + γ⁻¹ ⊗ u then changes 
 A point reads as the mean of γ·W over channels. A norm behind a layer (BERT) has no `norm_scale`, because the residual
 stream of the next layer depends on γ too. Then γ is trained like any weight, and the move is not affine in W and γ
 together.
+
+A kernel W in front of a trained scale γ, whose product x·W·γ is added to a stream that LayerNorms read, hides the same
+move: W ↦ W + u ⊗ γ⁻¹ adds x·u to all channels of the stream. The scale of a layer (LayerScale) is such a γ.
 Reference: docs/design.md §3, "What else is dead"; van Nierop, §4 (the plane that layer normalisation restricts to).
 """
 
@@ -35,8 +38,10 @@ def norm_read_shift(
 
     Args:
       read: path → axes of kernels that read the norm; `channel` is the axis that the norm centres:
-        `{"blocks/{i}/mlp/up/kernel": "channel _"}`.
-      scale: path → axes of the norm's scale, `"channel"` or `"1+ channel"`, if it has one.
+        `{"blocks/{i}/mlp/up/kernel": "channel _"}`. Or kernels and biases whose sum a scale multiplies before a stream
+        gains it that only LayerNorms read: `{"blocks/{i}/mlp/down/kernel": "_ channel"}`.
+      scale: path → axes of the norm's scale, or of the scale behind such kernels, `"channel"` or `"1+ channel"`, if
+        there is one.
       bias: path → axes of the norm's bias, `"channel"`, if it has one.
       into: path → axes of the bias behind each kernel, in the order of `read`, if the norm has a bias.
       sizes: axis name → length, for axes inside `(a b)` whose length no other block determines.

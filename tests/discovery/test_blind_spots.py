@@ -445,3 +445,18 @@ def test_a_norm_over_several_places_of_a_stream(whole: bool) -> None:
     params = drawn(**{"in": (D, 4)}, up=(4, 5), down=(5, 4), scale=(size,), bias=(size,), out=(size, 9))
     report = go.discover(fn, params, inputs(2, 40, D), "predictions", progress=False)
     assert "residual_rotation" in {gauge.name for gauge in report.whole}, report
+
+
+def test_the_scale_of_a_layer_stands_between_a_kernel_and_the_mean_that_norms_hide() -> None:
+    """LayerScale, as in ConvNeXt: the kernel and bias before it gain u/γ. None of it was named."""
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
+            y = jnp.sin(centred(x) @ w["up"]) @ w["down"] + w["bias"]
+            return x + (1.0 + w["scale"]) * y, None
+
+        x = jax.lax.scan(layer, jnp.sin(p["in"] * x), p["layers"])[0]
+        return jnp.sin(centred(x) @ p["head"])
+
+    layers = drawn(up=(2, D, 3), down=(2, 3, D), bias=(2, D), scale=(2, D))
+    explained(fn, drawn(**{"in": (D,)}, head=(D, 6)) | {"layers": layers}, "norm_read_shift")

@@ -255,16 +255,21 @@ class _Reader:
     def _vectors(self, path: str, free: list[int], tokens: set[int]) -> bool:
         """Whether the rows of a table have exactly the input axes of some kernel, so that it can contract them.
 
+        A row may also be one of several vectors that are concatenated along the kernel's only input axis.
+
         Args:
           path: the table.
           free: its axes that are longer than 1 and do not count matrices.
           tokens: those of `free` whose indices number the rows. The others are the axes of a row.
         """
         rows = {self._key(path, a) for a in free if a not in tokens}
-        return any(
-            rows == {self._key(product.path, a) for k in product.inputs if k not in product.window
-                     for a in varying(product.ids, k, self.walk.shapes[product.path])}
-            for products in self.uses.values() for product in products)
+        read = [{self._key(product.path, a) for k in product.inputs if k not in product.window
+                 for a in varying(product.ids, k, self.walk.shapes[product.path])}
+                for products in self.uses.values() for product in products]
+        keys = [{self.trace.spaces.key(axis) for axis in joined} for joined in self.trace.concatenated]
+        whole = [set(axis) for axes in read if len(axes) == 1 for axis in axes if axis]
+        return rows in read or any(
+            rows <= joined and set().union(*joined) <= axis for joined in keys for axis in whole if len(rows) == 1)
 
     def _text(self, path: str, shape: tuple[int, ...], tokens: set[int]) -> str:
         layers = _counting({a: COUNTING[0] for p, a in self.walk.counted if p == path})

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -307,7 +307,9 @@ def flows(trace: Trace, leaves: Leaves) -> list[Flow]:
         tried.append(_common_row(spaces, [view for view in views if labels[view.path] >= set(spaces)], layers))
     for space in sorted({space for own in labels.values() for space in own} - layers):
         along = [view for view in views if view.labels.count(space) == 1]
-        tried += [_read_past_norms(space, along), *(_passed_on(space, along, behind, same) for same in (False, True))]
+        tried.append(_read_past_norms(space, along))
+        along += _apart([view for view in parts if view.labels.count(space) == 1], {view.path for view in along})
+        tried += [_passed_on(space, along, behind, same) for same in (False, True)]
     return [flow for flow in tried if 0 < flow.columns <= _MOST]
 
 
@@ -317,6 +319,17 @@ def _readers(vector: View, kernels: Sequence[View], parts: Sequence[View], trace
             if (vector.path, view.path) in trace.vector_reads and set(vector.labels) < set(view.labels)]
     whole = {view.path for view in read if view.size == math.prod(view.shape)}
     return [view for view in read if view.path not in whole or view.size == math.prod(view.shape)]
+
+
+def _apart(parts: Sequence[View], whole: Collection[str]) -> list[View]:
+    """Parts without a common entry, of leaves that are not in `whole`: parts of a kernel that reads a concatenation."""
+    out, taken = list[View](), dict[str, set[int]]()
+    for view in parts:
+        entries = set(view.read(np.arange(math.prod(view.shape)).reshape(1, *view.shape)).ravel().tolist())
+        if view.path not in whole and entries.isdisjoint(taken.setdefault(view.path, set())):
+            taken[view.path] |= entries
+            out.append(view)
+    return out
 
 
 def _mapped_to_zero(vector: View, kernel: View, layers: set[Space]) -> list[Flow]:

@@ -288,6 +288,10 @@ CASES: Mapping[str, Case] = {
                                features, {"w": "layer expert _ neuron"}, outputs="loss"),
     "one token at a time": Case(one_by_one, {**EMBED, "inputs": (D, D), "state": (D, D)}, tokens,
                                 {"inputs": MATRIX, "state": MATRIX, **HEAD}, TABLE),
+    "concatenated embeddings": Case(
+        lambda p, t: jnp.tanh(jnp.concatenate([p["user"][t], p["item"][t]], -1) @ p["w"]),
+        {"user": (V, D), "item": (V, 2), "w": (D + 2, F)}, tokens, {"w": MATRIX},
+        {"user": "token _", "item": "token _"}, "loss"),
     "mixed kernels": Case(
         mixed_kernels, {"router": (D, N), "up": (N, D, F), "filters": (N, 3, 3, E, F)}, features,
         {"router": MATRIX, "up": "expert _ neuron", "filters": "expert _ _ _ neuron"}, outputs="loss"),

@@ -460,3 +460,14 @@ def test_the_scale_of_a_layer_stands_between_a_kernel_and_the_mean_that_norms_hi
 
     layers = drawn(up=(2, D, 3), down=(2, 3, D), bias=(2, D), scale=(2, D))
     explained(fn, drawn(**{"in": (D,)}, head=(D, 6)) | {"layers": layers}, "norm_read_shift")
+
+
+def test_a_vector_on_every_row_of_a_table_whose_rows_are_concatenated() -> None:
+    """The bias of the kernel that reads the concatenation takes it away."""
+
+    def fn(p: Any, ids: Any) -> jax.Array:
+        return jnp.tanh(jnp.concatenate([p["user"][ids], p["item"][ids]], -1) @ p["w"] + p["bias"])
+
+    params = drawn(user=(5, 3), item=(5, 2), w=(5, 6), bias=(6,))
+    ids = [np.random.default_rng(k).integers(0, 5, 20) for k in range(2)]
+    assert set(*ungauged(fn, params, ids).values()) == {"item + bias", "user + bias"}

@@ -5,12 +5,16 @@ What is done with the others is not here: `instance` leaves them out of the sear
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import collections
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from gauge_optax.discovery.calls import bound_copies
 from gauge_optax.discovery.groups import STILL
-from gauge_optax.discovery.prove import Prover
+from gauge_optax.discovery.prove import Held, Prover
 from gauge_optax.discovery.sketch import Leaves, root_mean_square
 
 _DEAD = 1e-11  # an entry of a leaf has no effect if its gradient, relative to the median of all entries, is smaller
@@ -57,6 +61,22 @@ def unreached(
         else:
             uncovered.append(Uncovered(path, int(mask.sum()), mask.size))
     return masks, dead, uncovered, rejected
+
+
+def of_no_key_bias(uncovered: Iterable[Uncovered], held: Iterable[Held], params: Any) -> tuple[Uncovered, ...]:
+    """Leaves out the entries that a proved `key_bias` moves: batches do reach them, but they have no effect.
+
+    Args:
+      uncovered: what no batch seems to reach.
+      held: the proved gauges.
+      params: the tree that they bind to; shapes are enough.
+    """
+    moved = collections.Counter[str]()
+    for one in held:
+        for _, _, blocks in bound_copies(one.gauge, params) if one.call.kind == "key_bias" else ():
+            moved.update({block.path: math.prod(block.view_shape) for block in blocks})
+    rest = (u._replace(entries=u.entries - moved[u.path]) for u in uncovered)
+    return tuple(u for u in rest if u.entries > 0)
 
 
 def without_gradient(squares: Leaves, point: Leaves) -> dict[str, np.ndarray]:

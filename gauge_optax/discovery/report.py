@@ -32,7 +32,7 @@ from gauge_optax.discovery.instance import REST, TRAINING, in_order, refuted, se
 from gauge_optax.discovery.layers import Shallow, shallower
 from gauge_optax.discovery.lift import in_double
 from gauge_optax.discovery.prove import Held, Prover
-from gauge_optax.discovery.reach import Uncovered, unreached, without_gradient
+from gauge_optax.discovery.reach import Uncovered, of_no_key_bias, unreached, without_gradient
 from gauge_optax.discovery.shrink import LARGE, smaller
 from gauge_optax.discovery.sketch import DRAWS, Function, Leaves, generic_point, squared_gradients
 from gauge_optax.discovery.trace import traced_once, walked
@@ -300,7 +300,8 @@ def _discovered(
         trace = walked(on_few, leaves, given[0])
     with checks.gradients_named("discover"):
         found = search_instance(on_few, tree, leaves, given, trace, near, seed, bar)
-    report = Report(**found._replace(held=_readable(found.held, tree))._asdict())
+    held, uncovered = _readable(found.held, tree), of_no_key_bias(found.uncovered, found.held, tree)
+    report = Report(**found._replace(held=held, uncovered=uncovered)._asdict())
     census = functools.partial(certified, on_few, tree, leaves, given, report.whole, seed, not bar.disable)
     assumed = asked and outputs == "logits"
     report = dataclasses.replace(report, census=census, axes=axes, outputs=outputs, _assumed=assumed)
@@ -428,6 +429,6 @@ def _carried(
     rejected = [*report.rejected, *failed, *refused]
     return dataclasses.replace(
         report, held=_readable(held, params), nearly=tuple(nearly), rejected=tuple(rejected), dead=tuple(dead),
-        uncovered=tuple(uncovered))
+        uncovered=of_no_key_bias(uncovered, held, params))
 
 

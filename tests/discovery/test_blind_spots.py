@@ -471,3 +471,14 @@ def test_a_vector_on_every_row_of_a_table_whose_rows_are_concatenated() -> None:
     params = drawn(user=(5, 3), item=(5, 2), w=(5, 6), bias=(6,))
     ids = [np.random.default_rng(k).integers(0, 5, 20) for k in range(2)]
     assert set(*ungauged(fn, params, ids).values()) == {"item + bias", "user + bias"}
+
+
+def test_the_key_part_of_a_fused_bias_is_reached_by_every_batch() -> None:
+    """It has a gauge, and no other batch would show an effect of it."""
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        q, k, v = jnp.split(x @ p["qkv"] + p["bias"], 3, -1)
+        return jnp.sin(jax.nn.softmax(q @ k.T) @ v)
+
+    report = go.discover(fn, drawn(qkv=(3, 6), bias=(6,)), inputs(2, 5, 3), "loss", progress=False)
+    assert "key_bias" in {gauge.name for gauge in report.whole} and not report.uncovered, report

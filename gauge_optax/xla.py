@@ -188,6 +188,25 @@ def one_program(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *arrays: jax.block_until_ready(compiled(*arrays))
 
 
+def quick_noise(like: jax.Array, seed: int | jax.Array) -> jax.Array:
+    """Returns noise in [−1, 1), in the shape and dtype of an array of real numbers: hashes of its indices.
+
+    It serves to shake weights, and not as statistics. *Measured* on a CPU: `jax.random.normal` compiles for 0.2 s per
+    shape, or for 1.8 s with XLA's own options, which was half the time of `go.check` on a Llama of one layer; this
+    compiles for 30 ms.
+
+    Reference: the last steps of MurmurHash3 (Appleby), which mix the bits of an integer.
+
+    >>> quick_noise(jnp.zeros((2, 2)), 0).shape
+    (2, 2)
+    """
+    bits = jnp.arange(like.size, dtype=jnp.uint32).reshape(like.shape)
+    bits += jnp.uint32(0x9E3779B9) * jnp.asarray(seed, jnp.uint32)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+        bits = (bits ^ (bits >> shift)) * jnp.uint32(factor)
+    return (bits.astype(jnp.float32) * 2.0**-31 - 1.0).astype(like.dtype)
+
+
 @functools.cache
 def unfused_options() -> dict[str, Any]:
     """Returns `compiler_options` of `jax.jit` for a gradient that `quick_options` may spoil.

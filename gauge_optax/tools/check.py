@@ -6,6 +6,7 @@ leaves or gradients are zero, this test says nothing, and a note says so.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -26,7 +27,7 @@ from gauge_optax.parts.part import changed
 from gauge_optax.slice import Frame
 from gauge_optax.tools.mappings import require_no_contradiction
 from gauge_optax.tools.plan import aligned, gauges_of, said_by
-from gauge_optax.tools.twins import parted
+from gauge_optax.tools.twins import noisy, parted
 from gauge_optax.transformation import (
     LeafRule,
     in_computing_dtype,
@@ -454,7 +455,7 @@ def _require_none_frozen_unseen(
         program = one_program(update)
         recorded = program(grads, state, params) if gauges else []
         # A masked step is zero for the negative gradient too. A step that happens to round to zero is not.
-        others = program(jax.tree.map(_negative, grads), state, params) if gauges else []
+        others = program(one_program(_negative)(grads), state, params) if gauges else []
     except jax.errors.UnexpectedTracerError:
         return ["frozen leaves were not looked for beyond what states say: a wrapper calls an optimizer with gauges "
                 "inside jax.lax.cond or a loop; check that optimizer too, go.check(inner, inner.init(params), params, "
@@ -503,8 +504,8 @@ def _require_none_frozen_unseen(
     return list(notes)
 
 
-def _negative(leaf: Any) -> Any:
-    return -leaf if _is_real(leaf) else leaf
+def _negative(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: -leaf if _is_real(leaf) else leaf, tree)
 
 
 def _most(leaf: Any) -> float:
@@ -568,7 +569,8 @@ def _require_state_of(tx: Any, state: Any, params: Any) -> None:
     started = all(np.array_equal(a, b) for (_, a), b in counted or kept)
     if not started or not (counted or kept):
         return _require_sizes(state, fresh, _OTHER_SIZE if counted else _OTHER_WEIGHTS)
-    disturbed = jax.tree.leaves(init(_disturbed(params)))
+    shaken = on_any_mesh(one_program(functools.partial(noisy, size=_NOISE, seed=0)))(params)
+    disturbed = jax.tree.leaves(init(shaken))
     for (keys, a), b, c in zip((p for p, _ in pairs), jax.tree.leaves(fresh), disturbed, strict=True):
         if not _is_real(a):
             continue
@@ -585,19 +587,6 @@ def _difference(a: Any, b: Any) -> np.ndarray:
     """a − b, and 0 where both are the same infinity, such as the best loss before the first step."""
     x, y = np.asarray(a, np.float64), np.asarray(b, np.float64)
     return np.subtract(x, y, out=np.zeros_like(x), where=x != y)
-
-
-def _disturbed(params: Any) -> Any:
-    """Returns weights with a random relative change of about `_NOISE`."""
-
-    def moved(key: jax.Array, leaf: Any) -> Any:
-        noise = jax.random.normal(key, jnp.shape(leaf))
-        return (in_computing_dtype(leaf) * (1.0 + _NOISE * noise)).astype(leaf.dtype) if _is_real(leaf) else leaf
-
-    leaves, structure = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(0), max(1, len(leaves)))
-    arrays = map(jnp.asarray, leaves)
-    return jax.block_until_ready(jax.tree.unflatten(structure, map(moved, keys, arrays)))
 
 
 def _require_sizes(state: Any, fresh: Any, most: float) -> None:

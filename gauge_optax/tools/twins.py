@@ -15,7 +15,7 @@ from gauge_optax.gauges.bound import bound
 from gauge_optax.linalg import real_dtype
 from gauge_optax.transformation import GaugeTransformation, in_computing_dtype, on_any_mesh
 from gauge_optax.wrapped import walk
-from gauge_optax.xla import one_program
+from gauge_optax.xla import one_program, quick_noise
 
 _SCALE = 0.7  # of the element between the twins: factors of up to 2, and turns by about a right angle
 _LARGE = 2.0**20  # so many times a usual gradient is above the limit of every clip; a power of two rounds nothing
@@ -50,16 +50,18 @@ def parted(tx: optax.GradientTransformation, params: Any, grads: Any, frozen: fr
     gauges = _gauges_of_quotients(tx)
     if not gauges:
         return None
-    params, grads = (jax.tree.map(_computed, tree) for tree in (params, grads))
+    params, grads = map(_computed, (params, grads))
     init, update, step = one_program(tx.init), one_program(tx.update), one_program(optax.apply_updates)
     moved = on_any_mesh(one_program(functools.partial(_moved, gauges)))
     on_slice = on_any_mesh(one_program(functools.partial(_on_slice, gauges)))
     elements = on_any_mesh(one_program(functools.partial(_elements, gauges, frozen)))(params)
-    points = {"one": params, "rounded": _noisy(params, 1), "twin": moved(elements, params, grads)[0]}
+    eps = float(jnp.finfo(real_dtype()).eps)
+    shake, noise = (on_any_mesh(one_program(function)) for function in (noisy, _noise))
+    points = {"one": params, "rounded": shake(params, eps, 1), "twin": moved(elements, params, grads)[0]}
     states = {name: init(point) for name, point in points.items()}
     kinds = (1.0, 2), (_LARGE, 3), (_LARGE, 4)
-    for number, gradient in enumerate((grads, *(_noise(grads, size, seed) for size, seed in kinds))):
-        given = {"one": gradient, "rounded": _noisy(gradient, 5 + number)}
+    for number, gradient in enumerate((grads, *(noise(grads, size, seed) for size, seed in kinds))):
+        given = {"one": gradient, "rounded": shake(gradient, eps, 5 + number)}
         given["twin"] = moved(elements, points["one"], gradient)[1]
         before = points["twin"]
         for name in points:
@@ -134,27 +136,28 @@ def _computed(tree: Any) -> Any:
     return with_leaves(arrays, {path: in_computing_dtype(x) for path, x in _real(arrays).items()})
 
 
-def _noisy(tree: Any, seed: int) -> Any:
-    """The tree, every entry changed by about its roundoff."""
-    eps = float(jnp.finfo(real_dtype()).eps)
-    return _drawn(tree, seed, lambda x, key: x * (1.0 + eps * jax.random.normal(key, x.shape, x.dtype)))
+def noisy(tree: Any, size: float | jax.Array, seed: int | jax.Array) -> Any:
+    """The tree, every real entry changed by a random share of at most `size` of itself."""
+
+    def shaken(x: jax.Array, seed: Any) -> jax.Array:
+        return (in_computing_dtype(x) * (1.0 + size * quick_noise(x, seed))).astype(x.dtype)
+
+    return _drawn(tree, seed, shaken)
 
 
-def _noise(grads: Any, most: float, seed: int) -> Any:
-    """Noise that is up to `most` times as large or small as each leaf of a gradient, so that some of it is clipped.
-    """
+def _noise(grads: Any, most: jax.Array, seed: jax.Array) -> Any:
+    """Noise that is up to `most` times as large or small as each leaf of a gradient, so that some of it is clipped."""
 
-    def noise(x: jax.Array, key: jax.Array) -> jax.Array:
-        factors = most ** jax.random.uniform(jax.random.fold_in(key, 1), x.shape, x.dtype, -1.0)
-        return jnp.max(jnp.abs(x), initial=0.0) * factors * jax.random.normal(key, x.shape, x.dtype)
+    def noise(x: jax.Array, seed: jax.Array) -> jax.Array:
+        return jnp.max(jnp.abs(x), initial=0.0) * most ** quick_noise(x, seed + 1000) * quick_noise(x, seed)
 
     return _drawn(grads, seed, noise)
 
 
-def _drawn(tree: Any, seed: int, entries: Callable[[jax.Array, jax.Array], jax.Array]) -> Any:
-    key, real = jax.random.key(seed), _real(tree)
-    made = {path: entries(x, jax.random.fold_in(key, number)) for number, (path, x) in enumerate(real.items())}
-    return jax.block_until_ready(with_leaves(tree, made))
+def _drawn(tree: Any, seed: Any, entries: Callable[[jax.Array, Any], jax.Array]) -> Any:
+    """The tree with `entries` of each real leaf and a seed of its own."""
+    leaves = enumerate(_real(tree).items())
+    return with_leaves(tree, {path: entries(x, 2000 * seed + number) for number, (path, x) in leaves})
 
 
 def _distances(a: Any, b: Any) -> dict[str, float]:

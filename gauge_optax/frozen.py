@@ -16,6 +16,7 @@ import numpy as np
 from gauge_optax.binding import leaves_by_path, mask_by_path, values_at, with_leaves
 from gauge_optax.errors import binding_error, warn
 from gauge_optax.traced import loop_counts
+from gauge_optax.transformation import unrecorded
 
 _SEARCHED = {"value", "grad", "value_fn"}  # arguments of line searches, for which `init` tries some loss
 _HYPERPARAMETERS = "hyperparams"  # the field of Optax's states whose numbers users change between steps
@@ -207,7 +208,8 @@ def _traced(
             return inner.update(g, s, p, **given)
 
         try:
-            return jax.make_jaxpr(update)(shapes, state, shapes)
+            with unrecorded():  # `optax.inject_hyperparams` makes its optimizer anew inside every update
+                return jax.make_jaxpr(update)(shapes, state, shapes)
         except Exception as failed:  # of any class: if the update is wrong, it raises again when the user calls it
             error = failed
     structure = str(jax.tree.structure(state))

@@ -247,6 +247,17 @@ def recording() -> Iterator[list[tuple[Any, Any, Any]]]:
         _recorders.pop()
 
 
+@contextlib.contextmanager
+def unrecorded() -> Iterator[None]:
+    """Keeps what runs inside out of `recording`, as an update that is traced alone to see what it does."""
+    held = [*_recorders]
+    _recorders.clear()
+    try:
+        yield
+    finally:
+        _recorders.extend(held)
+
+
 def in_computing_dtype(leaf: Any) -> jax.Array:
     """Returns a leaf in the dtype in which gauges compute; a complex leaf, which no gauge binds, as it is."""
     return jnp.asarray(leaf, None if jnp.iscomplexobj(leaf) else real_dtype())

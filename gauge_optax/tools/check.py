@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gauge_optax.binding import leaves_by_path, with_leaves
+from gauge_optax.binding import leaves_by_path, structures_apart, with_leaves
 from gauge_optax.binding.paths import natural_key
 from gauge_optax.discovery.lift import in_double
 from gauge_optax.errors import binding_error
@@ -557,10 +557,12 @@ def _require_state_of(tx: Any, state: Any, params: Any) -> None:
     init = one_program(tx.init)
     fresh = init(params)
     pairs = list(zip(jax.tree.leaves_with_path(state), jax.tree.leaves(fresh), strict=False))
-    made, expected = (str(jax.tree.structure(x)) for x in (state, fresh))
-    if made != expected or any(jnp.shape(a) != jnp.shape(b) for (_, a), b in pairs):
+    apart = structures_apart(state, fresh) or next(
+        ((f"{jax.tree_util.keystr(k)} of {jnp.shape(a)}", f"{jnp.shape(b)}") for (k, a), b in pairs
+         if jnp.shape(a) != jnp.shape(b)), None)
+    if apart:
         raise binding_error(
-            "check", "a state of another optimizer, or of another tree", made[:200], expected[:200],
+            "check", "a state of another optimizer, or of another tree", *apart,
             "write state = tx.init(params), or restore a checkpoint into jax.eval_shape(tx.init, params)")
     # A run has begun if a counter has changed. A state without counters, as of momentum, is compared by its arrays
     # except frames. If it has no such arrays either, only sizes in frames are compared.

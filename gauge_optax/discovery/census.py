@@ -38,7 +38,14 @@ from gauge_optax.discovery.sketch import Trial, untrue, with_constants
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauge, Gauges, product
 from gauge_optax.linalg import singular_vectors
-from gauge_optax.transformation import listed, require_choice, require_count, require_no_tracers
+from gauge_optax.transformation import (
+    listed,
+    require_choice,
+    require_count,
+    require_function,
+    require_no_tracers,
+    require_number,
+)
 from gauge_optax.xla import quick_options, unfused_options, unseen
 
 _SEEN = 1e-8  # outputs that change by more along an orbit, relatively, show that it is not dead
@@ -261,10 +268,12 @@ def census(
         raise binding_error(
             "census", "too few probes", f"probes={probes}", "0, or at least 2, for a standard error", "pass probes=2"
         )
-    if not 0 < cutoff < 1:
-        raise binding_error(
-            "census", f"bad cutoff {cutoff!r}", repr(cutoff), "a number between 0 and 1, without its ends",
-            "leave it at 1e-10")
+    require_function("census", "fn", fn, "params, batch")
+    require_number("census", "cutoff", cutoff, "(0, 1)", "leave it at 1e-10")
+    require_count("census", "whole", whole, 0)
+    require_count("census", "block", block, 1)
+    if not (isinstance(seconds, float) and seconds == math.inf):
+        require_number("census", "seconds", seconds, "[0, inf)", "leave it out for no limit")
     checks.check_seed("census", seed)
     checks.check_batches("census", batches)
     params, batches = unseen((params, batches))

@@ -118,9 +118,10 @@ def test_what_cannot_be_counted_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         ((name, value),) = wrong.items()
         with refused(rf"{name}={value}|bad {name}"):
             _counted(row, row.gauges, **wrong)
-    for name, value in ("cutoff", 0.0), ("cutoff", np.nan), ("cutoff", "a"), ("seconds", 1j):
-        with refused(f"bad {name}"):
-            _counted(row, row.gauges, **{name: value})
+    options: dict[str, Any]
+    for options in {"cutoff": 0.0}, {"cutoff": np.nan}, {"cutoff": "a"}, {"seconds": 1j}:
+        with refused(f"bad {next(iter(options))}"):
+            _counted(row, row.gauges, **options)
     with refused("no block of 2 entries", "pass block=4"):
         go.measure.census(relu, {"up": UP, "down": DOWN}, [X], [], whole=1, block=2, progress=False)
     for params in ({"count": np.arange(3)}, {"a": jax.ShapeDtypeStruct((2,), float)}):

@@ -230,9 +230,11 @@ class _Search:
         along_orbits = self._prover.along_orbits(held)
         for addition in additions:
             where = self.ungauged.get(addition.kind, [])
-            vectors = self.ungauged.get(offsets.ON_STREAM, []) if addition.kind == offsets.PAST_NORMS else []
-            if addition.where in (*where, *vectors):
-                continue  # an addition of any vector to these leaves is listed, and includes that of a constant
+            kinds = [offsets.ABSORBED, offsets.ON_STREAM, offsets.PAST_NORMS]  # each is a case of the one before it
+            before = kinds[: kinds.index(addition.kind) + 1] if addition.kind in kinds else [addition.kind]
+            if set(addition.where.split(" + ")) in (
+                    set(one.split(" + ")) for kind in before for one in self.ungauged.get(kind, [])):
+                continue
             moved = [addition.move(point) for point in self._prover.points] if addition.move is not None else []
             if not moved or (self._prover.change(moved) <= STILL and not along_orbits(moved[0])):
                 self.ungauged[addition.kind] = [*where, addition.where]

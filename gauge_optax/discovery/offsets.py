@@ -34,6 +34,7 @@ Motion = tuple[str, np.ndarray]  # a leaf's path and what is added to it
 Labels = Sequence[Space | None]
 Coefficients = Mapping[int, float]  # by the number of a column
 PAST_NORMS = "the mean of a stream, which centred norms hide, and which a kernel without a norm before it reads"
+ABSORBED = "a bias that flows into the biases behind it"
 ON_STREAM = "a vector on a stream, which later leaves and the biases between them take away"
 _MOST = 96  # a flow with more columns is not tried: it comes from a residual stream that every layer writes to
 
@@ -411,8 +412,7 @@ def _absorbed(vector: View, kernels: Sequence[View], behind: Mapping[str, Sequen
         blocks = {"bias": [vector], "through": [k for k, _ in used], "into": [b for _, b in used]}
         return _call("bias_absorption", blocks, _names(vector.labels, layers))
 
-    kind = "a bias that flows into the biases behind it"
-    return _linear(kind, vector.labels, columns if pairs else [], _with_the_first(2), write)
+    return _linear(ABSORBED, vector.labels, columns if pairs else [], _with_the_first(2), write)
 
 
 def _carried_on(
@@ -682,8 +682,11 @@ def merged_reads(calls: Sequence[Call]) -> list[Call]:
     out: dict[Any, Call] = {}
     for number, call in enumerate(calls):
         norm = [tuple(call.roles.get(role, {}).items()) for role in ("scale", "bias")]
-        key = tuple(norm) if call.kind == "norm_read_shift" else number
-        if before := out.get(key):
+        key: Any = tuple(norm) if call.kind == "norm_read_shift" else number
+        before = out.get(key)
+        if before and not before.roles["read"].keys().isdisjoint(call.roles["read"]):
+            key = number  # another part of one kernel, which reads the norm twice
+        elif before:
             roles = {role: {**blocks, **call.roles[role]} for role, blocks in before.roles.items()}
             call = dataclasses.replace(before, roles=roles, sizes={**before.sizes, **call.sizes})
         out[key] = call
@@ -728,13 +731,18 @@ def _call(
       blocks: views by role.
       names: spaces with a name; all others are free.
       plus: paths of norms' scales that are stored less one.
+
+    Raises:
+      Unwritable: two views are parts of one leaf.
     """
     roles, sizes = dict[str, dict[str, Axes]](), dict[str, int]()
     for role, views in blocks.items():
         roles[role] = {}
         for view in views:
             text, lengths = axes_text(view, names, role in ("bias", "scale") or kind == "bias_absorption")
-            roles[role][view.path] = f"1+ {text}" if view.path in plus else text
+            text = f"1+ {text}" if view.path in plus else text
+            if roles[role].setdefault(view.path, text) != text:
+                raise Unwritable("two parts of one kernel that read one vector")
             sizes |= lengths
     return Call(kind, roles, {}, sizes)
 

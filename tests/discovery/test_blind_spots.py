@@ -482,3 +482,20 @@ def test_the_key_part_of_a_fused_bias_is_reached_by_every_batch() -> None:
 
     report = go.discover(fn, drawn(qkv=(3, 6), bias=(6,)), inputs(2, 5, 3), "loss", progress=False)
     assert "key_bias" in {gauge.name for gauge in report.whole} and not report.uncovered, report
+
+
+def test_a_kernel_that_reads_one_norm_twice() -> None:
+    """As a message of a graph network reads both ends of an edge: the second part's gauge took the first's place.
+
+    A vector on the norm's bias, which both parts read, is named once, and no half of it is called refuted.
+    """
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        y = centred(x) * p["scale"] + p["shift"]
+        message = jnp.concatenate([jnp.roll(y, 1, 0), y], -1) @ p["up"] + p["bias"]
+        return jnp.sin(jax.nn.silu(message) @ p["down"])
+
+    params = drawn(scale=(4,), shift=(4,), up=(8, 5), bias=(5,), down=(5, 3))
+    report = go.discover(fn, params, inputs(2, 40, 4), "predictions", progress=False)
+    assert sum(gauge.dim(params) for gauge in report.whole if gauge.name == "norm_read_shift") == 10, report
+    assert [*report.ungauged.values()] == [("shift + bias",)] and not report.rejected, report

@@ -262,13 +262,15 @@ def flows(trace: Trace, leaves: Leaves) -> list[Flow]:
     >>> flows(trace, tree)[0].kind
     'a bias that flows into the biases behind it'
     """
-    searched, views, parts = set(spaces_with_companions(trace)), list[View](), list[View]()
+    searched, views, parts, squares = set(spaces_with_companions(trace)), list[View](), list[View](), list[View]()
     for path, leaf in leaves.items():  # one view per leaf that reads all of it, each axis along a space of its own
         ways = [*views_of(trace, path, leaf.shape, searched), undivided(trace, path, leaf.shape)]
         numbered = [_with_numbered_parts(view, trace) for view in ways]
         usable = [view for view in numbered if None not in view.labels and len(set(view.labels)) == len(view.labels)]
         views += [view for view in usable if view.size == leaf.size > 1][:1]
         parts += [view for view in usable if 1 < view.size < leaf.size]
+        squares += [view for view in numbered if None not in view.labels and len(set(view.labels)) < len(view.labels)
+                    and view.size == leaf.size][:1]
     layers = trace.layer_spaces()
     kernel_paths = {kernel for _, kernel in trace.vector_reads} | {kernel for kernel, _ in trace.added_behind}
     vector_paths = {vector for vector, _ in trace.vector_reads} | {vector for _, vector in trace.added_behind}
@@ -293,6 +295,13 @@ def flows(trace: Trace, leaves: Leaves) -> list[Flow]:
         for kernel in _readers(vector, kernels, kernel_parts, trace):
             beside = [b for b in vectors if (b.path, kernel.path) in trace.vector_reads]
             tried.append(_hidden_by_norm(kernel, _Norm(vector, plus), beside, behind.get(kernel.path, []), layers))
+    for view, vector, plus in itertools.product(squares, vectors, (0.0, 1.0, None)):
+        beside = [b for b in vectors if (b.path, view.path) in trace.vector_reads]
+        biases = [_relabelled(b, range(len(b.windows))) for b in behind.get(view.path, [])]
+        for axis in range(len(view.windows)) if (vector.path, view.path) in trace.vector_reads else ():
+            kernel = _relabelled(view, [axis])
+            if len(set(kernel.labels)) == len(kernel.labels):
+                tried.append(_hidden_by_norm(kernel, _Norm(vector, plus), beside, biases, layers))
     for view, scale in itertools.product(views + parts, vectors):
         if (view.path, scale.path) in trace.scaled_behind | trace.gains:
             tried += [_hidden_behind_scale(view, _Norm(scale, plus), layers) for plus in (0.0, 1.0)]
@@ -320,6 +329,20 @@ def _readers(vector: View, kernels: Sequence[View], parts: Sequence[View], trace
             if (vector.path, view.path) in trace.vector_reads and set(vector.labels) < set(view.labels)]
     whole = {view.path for view in read if view.size == math.prod(view.shape)}
     return [view for view in read if view.path not in whole or view.size == math.prod(view.shape)]
+
+
+def _relabelled(view: View, axes: Collection[int]) -> View:
+    """The view with spaces of their own on some axes: the output axis of a kernel, and the bias behind it.
+
+    Both axes of the kernel are along one space if what it computes is added to what it reads, as in x + f(x·W).
+    """
+
+    def changed(atom: Atom) -> Atom:
+        return atom._replace(space=None if atom.space is None else tuple(-1 - entry for entry in atom.space))
+
+    windows = tuple(window._replace(atoms=tuple(map(changed, window.atoms))) if axis in axes else window
+                    for axis, window in enumerate(view.windows))
+    return dataclasses.replace(view, windows=windows)
 
 
 def _apart(parts: Sequence[View], whole: Collection[str]) -> list[View]:

@@ -499,3 +499,21 @@ def test_a_kernel_that_reads_one_norm_twice() -> None:
     report = go.discover(fn, params, inputs(2, 40, 4), "predictions", progress=False)
     assert sum(gauge.dim(params) for gauge in report.whole if gauge.name == "norm_read_shift") == 10, report
     assert [*report.ungauged.values()] == [("shift + bias",)] and not report.rejected, report
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_a_kernel_whose_outputs_are_added_to_what_it_reads(grouped: bool) -> None:
+    """Both of its axes are along one space, or along the same two. What the norm hides was neither found nor named."""
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        y = centred(jnp.tanh(x @ p["first"])) * p["scale"] + p["shift"]
+        y = y + jax.nn.silu(y @ p["w"] + p["bias"])
+        if grouped:
+            y = y + jnp.tanh(jnp.einsum("bhe,hef->bhf", y.reshape(-1, 2, 2), p["groups"])).reshape(-1, 4)
+        return jnp.sin(y @ p["out"])
+
+    params = drawn(first=(D, 4), scale=(4,), shift=(4,), w=(4, 4), bias=(4,), out=(4, 5), groups=(2, 2, 2))
+    report = go.discover(fn, params, inputs(2, 40, D), "predictions", progress=False)
+    hidden = "a direction that a centred norm hides from the kernel behind it"
+    found = [*report.ungauged.get(hidden, ()), *(gauge.name for gauge in report.whole)]
+    assert found == (["w + bias"] if grouped else ["norm_read_shift"]), report

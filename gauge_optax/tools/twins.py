@@ -55,29 +55,40 @@ def parted(tx: optax.GradientTransformation, params: Any, grads: Any, frozen: fr
     moved = on_any_mesh(one_program(functools.partial(_moved, gauges)))
     on_slice = on_any_mesh(one_program(functools.partial(_on_slice, gauges)))
     elements = on_any_mesh(one_program(functools.partial(_elements, gauges, frozen)))(params)
+    across = on_any_mesh(one_program(functools.partial(_across, gauges)))
     eps = float(jnp.finfo(real_dtype()).eps)
     shake, noise = (on_any_mesh(one_program(function)) for function in (noisy, _noise))
-    points = {"one": params, "rounded": shake(params, eps, 1), "twin": moved(elements, params, grads)[0]}
-    states = {name: init(point) for name, point in points.items()}
     kinds = (1.0, 2), (_LARGE, 3), (_LARGE, 4)
-    for number, gradient in enumerate((grads, *(noise(grads, size, seed) for size, seed in kinds))):
-        given = {"one": gradient, "rounded": shake(gradient, eps, 5 + number)}
-        given["twin"] = moved(elements, points["one"], gradient)[1]
-        before = points["twin"]
-        for name in points:
-            updates, states[name] = update(given[name], states[name], points[name])
-            points[name] = step(points[name], updates)
-        one, rounded = (moved(elements, points[name], gradient)[0] for name in ("one", "rounded"))
-        ends = one, rounded, before, points["twin"]
-        if _farthest(_ROUNDED, *ends):  # a `gauge_fix` leads twins to one point of the orbit, where they stay together
-            return _farthest(_ROUNDED_THERE, *map(on_slice, ends))
-    return None
+
+    def farthest(names: Sequence[str]) -> str | None:
+        points = {"one": params, "twin": moved(elements, params, grads)[0], "rounded": shake(params, eps, 1)}
+        points = {name: points[name] for name in names}
+        states = {name: init(point) for name, point in points.items()}
+        for number in range(1 + len(kinds)):
+            gradient = across(points["one"], noise(grads, *kinds[number - 1]) if number else grads)
+            given = {"one": gradient, "twin": moved(elements, points["one"], gradient)[1]}
+            if "rounded" in names:
+                given["rounded"] = shake(gradient, eps, 5 + number)
+            sizes = {}
+            for name in names:
+                updates, states[name] = update(given.pop(name), states[name], points[name])
+                before, points[name] = points[name], step(points[name], updates)
+                sizes[name] = _norm(_distances(points[name], before))
+            ends = [points["twin"], *(moved(elements, points[name], gradient)[0] for name in names if name != "twin")]
+            if _beyond(_ROUNDED, sizes["twin"], *ends):
+                # A `gauge_fix` leads twins to one point of the orbit, where they stay together.
+                return _beyond(_ROUNDED_THERE, 0.0, *map(on_slice, ends))
+        return None
+
+    # Mostly the runs without roundoff decide, and hold less in memory at once.
+    return farthest(("one", "twin")) and farthest(("one", "rounded", "twin"))
 
 
-def _farthest(times: float, one: Any, rounded: Any, before: Any, twin: Any) -> str | None:
-    """The leaf in which a twin differs most from where it should be, `one`; None if roundoff explains that."""
-    apart, roundoff, step = (_distances(*pair) for pair in ((twin, one), (rounded, one), (twin, before)))
-    least = max(_PARTED * _norm(step), times * _norm(roundoff))
+def _beyond(times: float, step: float, twin: Any, one: Any, rounded: Any = None) -> str | None:
+    """The leaf in which a twin differs most from where it should be, `one`; None if its step or roundoff explains that.
+    """
+    apart, roundoff = _distances(twin, one), {} if rounded is None else _distances(rounded, one)
+    least = max(_PARTED * step, times * _norm(roundoff))
     return max(apart, key=lambda path: apart[path]) if np.isfinite(least) and _norm(apart) > least else None
 
 
@@ -117,6 +128,16 @@ def _moved(gauges: Sequence[Any], elements: Sequence[Any], params: Any, grads: A
 
         grads = with_leaves(grads, jax.vjp(back, _real(params))[1](_real(grads))[0])
     return params, grads
+
+
+def _across(gauges: Sequence[Any], params: Any, grads: Any) -> Any:
+    """A covector less what it says of motions along orbits, as the gradient of a function says nothing of them."""
+    whole = bound(tuple(gauges), params).whole
+
+    def horizontal(tangent: Any) -> Any:
+        return _real(tangent) | dict(whole.horizontal_at(params, with_leaves(params, tangent)))
+
+    return with_leaves(grads, jax.vjp(horizontal, _real(grads))[1](_real(grads))[0])
 
 
 def _on_slice(gauges: Sequence[Any], params: Any) -> Any:

@@ -25,7 +25,7 @@ from gauge_optax.parts.part import Arrays, Part, changed, name_of
 from gauge_optax.parts.stream import Stream
 from gauge_optax.slice import Elements, Frame, Slice
 from gauge_optax.transformation import require_key
-from gauge_optax.xla import quick_noise, varying_together
+from gauge_optax.xla import varying_together
 
 Params = TypeVar("Params")
 
@@ -294,7 +294,8 @@ def _asymmetry(gauge: Any, params: Any, grads: Any) -> dict[str, jax.Array]:
 
     def nth(number: jax.Array) -> dict[str, jax.Array]:
         """The squared norm of all products, per copy: of the gradient for number 0, else of a random gradient."""
-        drawn = {p: 3.0**0.5 * quick_noise(g[p], 1000 * number + k) for k, p in enumerate(sorted(g))}
+        keys = jax.random.split(jax.random.fold_in(jax.random.key(0), number), len(g))
+        drawn = {p: jax.random.normal(k, g[p].shape, g[p].dtype) for p, k in zip(sorted(g), keys, strict=True)}
         return sizes({p: jnp.where(number == 0, y, norms[p] * drawn[p]) for p, y in g.items()})
 
     # `map` takes the gradients one by one, so that one program is compiled and one random gradient is in memory.

@@ -377,6 +377,37 @@ def _stacked_stream_loss(p: Tree) -> jax.Array:
     return _square(x @ x.T)
 
 
+def _latent_gauges() -> list[Gauge]:
+    norm = go.norm_scale({"layers/{i}/scale": "channel"}, {"layers/{i}/up": "channel _"})
+    return [go.latent_rotation({"layers/{i}/up": "basis _"}, {"layers/{i}/down": "_ basis"}, [norm]), norm]
+
+
+def _latents_loss(p: Tree) -> jax.Array:
+    x = p["token"][np.array([0, 3, 1, 7])]
+    for q in p["layers"].values():
+        latent = x @ q["down"]
+        latent = latent * jax.lax.rsqrt(jnp.mean(jnp.square(latent), -1, keepdims=True)) * q["scale"]
+        x = x + jnp.tanh(latent @ q["up"])
+    return _square(x)
+
+
+def _stacked_latent_gauges() -> list[Gauge]:
+    """A residual stream, and a centred latent vector per layer, whose kernels all turn with the stream."""
+    own = {"layers/scale": "layer channel", "layers/norm_bias": "layer channel"}
+    norm = go.norm_scale(own, {"layers/up": "layer channel _"})
+    read, write = {"layers/up": "layer basis _"}, {"layers/down": "layer _ basis"}
+    return [go.latent_rotation(read, write, [norm], centred=True, hold=True), norm,
+            go.residual_rotation({"layers/down": "_ basis _"}, {"token": "_ basis", "layers/up": "_ _ basis"})]
+
+
+def _stacked_latents_loss(p: Tree) -> jax.Array:
+    def layer(x: jax.Array, q: Tree) -> tuple[jax.Array, None]:
+        return x + (_layer_normalised(x @ q["down"]) * q["scale"] + q["norm_bias"]) @ q["up"], None
+
+    x, _ = jax.lax.scan(layer, p["token"][np.array([0, 3, 1, 7])], p["layers"])
+    return _square(x @ x.T)
+
+
 def _norm_and_shift() -> list[Gauge]:
     return [go.norm_scale({"norm": "channel"}, {"kernel": "channel _"}), go.logit_shift(_KERNEL_AND_BIAS)]
 
@@ -531,6 +562,15 @@ FLAT_CASES: tuple[GaugeCase, ...] = (
         "residual_rotation/stacked", _stacked_residual_gauges, _params(
             token=(8, 6), layers__scale=(2, 6), layers__norm_bias=(2, 6), layers__up=(2, 6, 5), layers__down=(2, 5, 6)
         ), _stacked_stream_loss, dim=22),
+    GaugeCase(
+        "latent_rotation/layers", _latent_gauges, _params(
+            token=(8, 6), **{f"layers__{i}__{name}": shape for i in (0, 1) for name, shape in (
+                ("down", (6, 4)), ("scale", (4,)), ("up", (4, 6)))}
+        ), _latents_loss, dim=20),
+    GaugeCase(
+        "product/stacked_latents", _stacked_latent_gauges, _params(
+            token=(8, 6), layers__down=(2, 6, 4), layers__scale=(2, 4), layers__norm_bias=(2, 4), layers__up=(2, 4, 6)
+        ), _stacked_latents_loss, dim=29),
     _one("residual_scale/layers", 1, _skips_loss,
          _params(token=(8, 6), layers__0__out=(6, 6), layers__1__out=(6, 6), up=(6, 5)),
          go.residual_scale, {"token": "_ _", "layers/{i}/out": "_ _"}),

@@ -1,4 +1,6 @@
-"""Searches for the rotation of the residual stream, at points where the norms' scales are one.
+"""Searches for rotations of streams, at points where the norms' scales are one.
+
+A stream is the residual stream, or the latent vector between two kernels of one layer.
 
 A rotation R of the stream does not commute with a norm's scale γ: a kernel W behind the norm must become γ⁻¹·Rᵀ·γ·W.
 Where γ = 1 this is Rᵀ·W, a plain rotation of the leaf. The gradients of this search are therefore taken at points with
@@ -63,7 +65,7 @@ def stream_rotations(
 
 
 def rotation_call(symmetry: Symmetry, trace: Trace, norms: Sequence[Call], params: Any) -> Call:
-    """The gauge of a rotation of the stream.
+    """The gauge of a rotation of the stream, or of the latent vector of one layer.
 
     Args:
       symmetry: the rotation.
@@ -75,23 +77,31 @@ def rotation_call(symmetry: Symmetry, trace: Trace, norms: Sequence[Call], param
       Unwritable: a leaf turns by another angle than the others, or no leaf writes to the stream.
     """
     readers = {kernel for kernel, axis in trace.readers if set(symmetry.space) <= set(trace.spaces.key(axis))}
-    passed, moved = [], set[str]()
-    axes = {t.piece.path: axes_text(t.piece.view, {symmetry.space: "basis"})[0] for t in whole_leaves(symmetry.terms)}
+    passed, moved, elsewhere = [], set[str](), False
+    names = {symmetry.space: "basis"}
+    names |= {layer: f"layer{k}" if k else "layer" for k, layer in enumerate(symmetry.beside)}
+    axes = {t.piece.path: axes_text(t.piece.view, names)[0] for t in whole_leaves(symmetry.terms)}
     for norm in norms:
-        blocks = [block for _, _, blocks in bound_copies(norm.gauge(), params) for block in blocks]
-        into = {block.path for block in blocks if block.argument == "down"}
-        # The stream does not pass a scale that multiplies another axis of a kernel, as multipliers of its outputs do.
-        if into <= symmetry.paths and all(_on_basis(b.axes, axes[b.path]) for b in blocks if b.argument == "down"):
-            passed.append(norm)
-            readers |= into
-            moved |= {block.path for block in blocks if block.argument == "up"}
+        inside = []
+        for _, _, blocks in bound_copies(norm.gauge(), params):
+            into = {block.path for block in blocks if block.argument == "down"}
+            # The stream does not pass a scale that multiplies another axis of a kernel, as multipliers of its outputs
+            # do.
+            if into <= symmetry.paths and all(_on_basis(b.axes, axes[b.path]) for b in blocks if b.argument == "down"):
+                inside.append(True)
+                readers |= into
+                moved |= {block.path for block in blocks if block.argument == "up"}
+            else:
+                inside.append(False)
+        passed += [norm] * any(inside)
+        elsewhere |= any(inside) and not all(inside)  # the norm of other layers, whose latent vectors turn apart
     sides: dict[str, dict[str, Axes]] = {"read": {}, "write": {}}
     sizes: dict[str, int] = {}
     terms = whole_leaves([term for term in symmetry.terms if term.piece.path not in moved])
     if any(abs(term.exponent - symmetry.terms[0].exponent) > ZERO for term in terms):
         raise Unwritable("a rotation that turns leaves by different angles")
     for term in sorted(terms, key=lambda term: (len(term.piece.view.shape) < 2, term.piece.path)):
-        text, lengths = axes_text(term.piece.view, {symmetry.space: "basis"})
+        text, lengths = axes_text(term.piece.view, names)
         side = sides["read" if term.piece.path in readers else "write"]
         if text != side.get(term.piece.path):
             side[term.piece.path] = joined(side.get(term.piece.path), text)
@@ -99,6 +109,13 @@ def rotation_call(symmetry: Symmetry, trace: Trace, norms: Sequence[Call], param
     if not sides["write"]:
         raise Unwritable("a rotation of what nothing writes")
     options = {"centred": True} if symmetry.family == "centred" else {}
+    if elsewhere or symmetry.beside:
+        call = Call("latent_rotation", sides, options, sizes, tuple(passed))
+        try:
+            bound_copies(call.gauge(), params)
+        except ValueError as error:
+            raise Unwritable(str(error).splitlines()[0]) from error
+        return call
     roles = {role: captured_blocks(blocks) for role, blocks in sides.items()}
     return Call("residual_rotation", roles, options, sizes, tuple(passed))
 

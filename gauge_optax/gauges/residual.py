@@ -15,6 +15,7 @@ SO(d), which adds no dimension; norm scales are part of the action, where the pa
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -74,16 +75,34 @@ def residual_rotation(
     Reference: van Nierop, Eq. (6)-(17). Not a symmetry of a tied embedding behind a norm with a scale, of a norm with a
     scale whose output becomes the stream or is added to it, or of anything that reads single channels.
     """
-    norms = product(norms).gauges if norms else ()
-    for norm in norms:
+    options = {"centred": centred, "hold": hold}
+    return rotation_of_stream("residual_rotation", ResidualRotation, read, write, norms, sizes, options)
+
+
+def rotation_of_stream(
+    name: str, kind: Any, read: Mapping[str, Axes], write: Mapping[str, Axes], norms: Gauges,
+    sizes: Mapping[str, int] | None, options: Mapping[str, Any],
+) -> BlockGauge:
+    """The gauge of a constructor that rotates a stream. Raises ValueError for norms that are no `norm_scale`.
+
+    Args:
+      name: the constructor's name.
+      kind: the class of its copies, `ResidualRotation` or a subclass.
+      read: path → axes of the readers.
+      write: path → axes of the writers.
+      norms: the gauges of the norms between them.
+      sizes: axis name → length.
+      options: further options of the copies.
+    """
+    passed = product(norms).gauges if norms else ()
+    for norm in passed:
         if not isinstance(norm, BlockGauge) or norm.kind is not Scale or norm.name != "norm_scale":
             raise binding_error(
-                "residual_rotation", "norms that are no norm_scale", repr(norm).splitlines()[0],
+                name, "norms that are no norm_scale", repr(norm).splitlines()[0],
                 "the go.norm_scale gauges of the norms that the rotation passes",
                 "pass norms=[go.norm_scale(...), ...]",
             )
-    roles, options = {READ: read, WRITE: write}, {"norms": norms, "centred": centred, "hold": hold}
-    return block_gauge("residual_rotation", ResidualRotation, roles, sizes, **options)
+    return block_gauge(name, kind, {READ: read, WRITE: write}, sizes, norms=passed, **options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +122,7 @@ class ResidualRotation(HeadRotation):
     def of(cls, found: Matched, **options: Any) -> "ResidualRotation":
         norms, centred = options.get("norms", ()), bool(options.get("centred"))
         gauge, blocks = found.gauge, found.blocks
-        if found.named:
+        if found.named and cls.joined:
             raise binding_error(
                 gauge, f"a named axis '{found.named[0]}'", f"axes {', '.join(found.named)}",
                 "one rotation for the whole stream",
@@ -131,12 +150,12 @@ class ResidualRotation(HeadRotation):
                 )
             moved += [part for b in biases for part in _turned_bias(b, norm, blocks, stream, found)]
             scales.append((scale, tuple(behind)))
-        bound = found._replace(key="", blocks=(*moved, *(scale for scale, _ in scales)))
+        bound = found._replace(blocks=(*moved, *(scale for scale, _ in scales)))
         held = bool(options.get("hold"))
         passed = sorted((scale.path, scale.axes, sorted((b.path, b.axes) for b in behind)) for scale, behind in scales)
         name, size, turned = part_label(bound, centred=centred, norms=passed), found.sizes[BASIS], tuple(moved)
-        part = Stream(name, (), (), turned, size, tuple(scales), centred, held, turned)
-        return cls("", (part,))
+        part = Stream(name, found.named, found.shape, turned, size, tuple(scales), centred, held, turned)
+        return cls(found.key, (part,))
 
     @property
     def _free(self) -> int:
@@ -145,13 +164,13 @@ class ResidualRotation(HeadRotation):
 
     @property
     def dim(self) -> int:
-        return self._free * (self._free - 1) // 2
+        return math.prod(self.shape) * self._free * (self._free - 1) // 2
 
     def sample(self, key: jax.Array, scale: float, leaves: Mapping[str, Any]) -> jax.Array:
-        return self.parts[0].embedded(random_rotation(key, (self._free, self._free), scale))
+        return self.parts[0].embedded(random_rotation(key, (*self.shape, self._free, self._free), scale))
 
     def algebra(self) -> jax.Array:
-        return jnp.zeros((self._free, self._free), real_dtype())
+        return jnp.zeros((*self.shape, self._free, self._free), real_dtype())
 
     def exponential(self, coordinates: jax.Array, near: bool = False) -> jax.Array:
         return self.parts[0].embedded(rotation_of(coordinates, near))
@@ -170,7 +189,9 @@ def _stream_axis(norm: Factor, blocks: Sequence[Block]) -> str:
 
 
 def _turned_bias(bias: Block, norm: Factor, blocks: Sequence[Block], stream: str, found: Matched) -> list[Block]:
-    """The blocks of a norm's bias that turn: `basis` in place of the stream's axis `stream`, and "_" for all others.
+    """The blocks of a norm's bias that turn: `basis` in place of the stream's axis `stream`, and "_" for other axes.
+
+    Named axes, which count streams, keep their names.
 
     A norm may lie over several places of the stream that are concatenated. The bias then has the parts that its readers
     have along this axis, each of which turns.
@@ -181,8 +202,9 @@ def _turned_bias(bias: Block, norm: Factor, blocks: Sequence[Block], stream: str
         for block in blocks:
             item = next(text for text in _AXIS.findall(block.axes) if re.search(rf"\b{BASIS}\b", text))
             if block.argument == READ and item != BASIS and overlap(block, reader):
-                axes = " ".join(item if text == stream else "_" for text in items)
+                axes = " ".join(item if text == stream else text if text in found.named else "_" for text in items)
                 part = bind_leaf(found.gauge, BlockSpec(WRITE, bias.path, axes), bias.path, bias.shape, found.sizes)
                 parts += [] if any(overlap(part, other) for other in parts) else [part]
-    renamed = tuple(BASIS if label == stream else "_" for label in bias.labels)
+    names = {stream: BASIS} | {name: name for name in found.named}
+    renamed = tuple(names.get(label, "_") for label in bias.labels)
     return parts or [dataclasses.replace(bias, argument=WRITE, labels=renamed)]

@@ -285,8 +285,8 @@ def _along_stretch(part: Stretch, start: Arrays, end: Arrays) -> tuple[Any, Arra
 def _along_stream(part: Stream, start: Arrays, end: Arrays) -> tuple[Any, Arrays]:
     rows, (here, there) = part.rows_seen, (part.divided(x, x) for x in (start, end))
     change = {path: there[path] - x for path, x in here.items()}
-    gram, step = (part.restricted(rows.gram(here, x))[None] for x in (here, change))
-    (turn,) = _logarithm(gram, step)
+    gram, step = (part.restricted(rows.gram(here, x)) for x in (here, change))
+    turn = _logarithm(*(x.reshape(-1, *x.shape[-2:]) for x in (gram, step))).reshape(gram.shape)
     still = part.embedded(jnp.zeros_like(turn))
     return part.embedded(turn) - still, part.undo(part.embedded(matrix_exponential(turn)), end)
 

@@ -212,7 +212,7 @@ def _roundoff(point: Arrays) -> float:
 def _order(s: Slice) -> list[Any]:
     """The order in which parts take turns: a part comes before those whose best element depends on it.
 
-    The rotation of the residual stream comes first, then permutations of units and heads, then rotations of heads, then
+    Rotations of streams come first, then permutations of units and heads, then rotations of heads, then
     sizes, then constants. If two permutations share blocks, the one with the smaller fraction of shared blocks comes
     first.
     """
@@ -228,7 +228,10 @@ def _order(s: Slice) -> list[Any]:
         order.append(min(waiting, key=share))
         waiting.remove(order[-1])
 
-    return sorted([*order, *(part for part in s.acting if part not in order)], key=stage)
+    # Of two streams that turn one kernel, the one that is read first determines the other.
+    streams = [part for part in s.parts if stage(part) is Stage.STREAM]
+    chosen = [*streams, *order]
+    return sorted([*chosen, *(part for part in s.acting if part not in chosen)], key=stage)
 
 
 def _from_itself(s: Slice, a: Any, b: Any, known: Mapping[Any, Any]) -> _Path:

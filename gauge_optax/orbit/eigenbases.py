@@ -133,8 +133,8 @@ def _eigenbasis_of_stream(turn: Stream, point: Arrays, weights: Weights) -> jax.
     # free.
     whole = turn.embedded(basis)
     columns = seen.turned(values, reflected(whole, -1) if turn.keeps_ones else whole)
-    signs = _signs(seen, columns, weights)[turn.size - basis.shape[-1] :]
-    return transpose(turn.embedded(basis * signs))
+    signs = _signs(seen, columns, weights)[..., turn.size - basis.shape[-1] :]
+    return transpose(turn.embedded(basis * signs[..., None, :]))
 
 
 def _in_range(turn: Heads, point: Arrays) -> Arrays:

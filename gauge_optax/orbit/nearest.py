@@ -139,7 +139,7 @@ def _nearest_stream_rotation(
     In the point and in the target, each norm's scale is first multiplied into the kernels behind it. If scales are not
     1, the result brings these products nearest to each other, and not the stored weights.
     """
-    seen = Heads((), (), apart_from(part.blocks, others), part.size)
+    seen = Heads(part.named, part.shape, apart_from(part.blocks, others), part.size)
     inside = (part.divided(x, x) for x in (point, target))
     return part.embedded(orthogonal_factor(part.restricted(seen.gram(*inside))))
 

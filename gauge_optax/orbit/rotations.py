@@ -63,11 +63,11 @@ def _random_angles(part: Planes, key: jax.Array, by: str) -> jax.Array:
 def _random_stream(part: Stream, key: jax.Array, by: str) -> jax.Array:
     if by == "random":
         size = part.size - part.keeps_ones
-        return part.embedded(haar(key, (size, size)))
+        return part.embedded(haar(key, (*part.shape, size, size)))
     require_even(name_of(part), part.blocks, part.size, 4 if part.keeps_ones else 2)
     if part.keeps_ones:
-        return hadamard_with_ones(key, part.size)
-    return randomized_hadamard(key, (), part.size)
+        return jnp.broadcast_to(hadamard_with_ones(key, part.size), (*part.shape, part.size, part.size))
+    return randomized_hadamard(key, part.shape, part.size)
 
 
 @functools.singledispatch
@@ -93,7 +93,7 @@ def _misfit_of_stretch(part: Stretch, e: jax.Array) -> tuple[jax.Array | float, 
 @misfit.register
 def _misfit_of_stream(part: Stream, e: jax.Array) -> tuple[jax.Array | float, str]:
     error = jnp.max(jnp.abs(matmul(e, transpose(e)) - jnp.eye(part.size, dtype=e.dtype)))
-    moved = jnp.max(jnp.abs(jnp.sum(e, 0) - 1.0))
+    moved = jnp.max(jnp.abs(jnp.sum(e, -2) - 1.0))
     return jnp.maximum(error, moved) if part.keeps_ones else error, "rotation"
 
 

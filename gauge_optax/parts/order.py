@@ -92,13 +92,17 @@ def in_order(parts: Sequence[Any]) -> list[Place]:
 def turns_by_class(turns: Sequence[Any]) -> tuple[tuple[type[Any], tuple[Any, ...]], ...]:
     """Turns in the order in which they are read, grouped by class, because a class computes all of its turns at once.
 
-    Turns whose anchor another turn moves form groups of their own, which come after all other groups. Both among these
-    and among the others, a class with `last = True` comes last.
+    A turn whose anchor another turn moves comes after this other turn, in a later *round*. Turns of one class and one
+    round are one group. In every round, a class with `last = True` comes last.
     """
-    ordered = [place.part for place in in_order(turns)]
-    waits = {t: any(moves(q, t.anchors[0]) for q in turns if q is not t) for t in ordered}
-    kinds = sorted({(waits[t], type(t).last, type(t).__name__): type(t) for t in ordered}.items())
-    return tuple((kind, tuple(t for t in ordered if type(t) is kind and waits[t] == key[0])) for key, kind in kinds)
+    rounds: dict[Any, int] = {}
+    for place in in_order(turns):
+        earlier = [rounds[q] for q in turns if q is not place.part and moves(q, place.part.anchors[0])]
+        rounds[place.part] = max(earlier, default=-1) + 1
+    groups: dict[tuple[int, bool, str], list[Any]] = {}
+    for turn, number in rounds.items():
+        groups.setdefault((number, type(turn).last, type(turn).__name__), []).append(turn)
+    return tuple((type(group[0]), tuple(group)) for _, group in sorted(groups.items()))
 
 
 def _cycle(waiting: Sequence[Any]) -> ValueError:

@@ -1,4 +1,6 @@
-"""The rotation of the residual stream: x ↦ x·R for everything that writes to it, undone by everything that reads it.
+"""The rotation of a stream: x ↦ x·R for everything that writes to it, undone by everything that reads it.
+
+A stream is the residual stream, or a latent vector between two kernels.
 
 A norm's scale γ stands between the stream and its readers, and does not commute with R. With γ = 1 a reader W moves to
 Rᵀ·W. In general it moves to γ⁻¹·Rᵀ·γ·W, and the norm's bias β to γ·((β/γ)·R). On the slice γ = 1, because the sizes of
@@ -22,7 +24,7 @@ import jax.numpy as jnp
 from gauge_optax.binding import Block, laid_out
 from gauge_optax.linalg import lyapunov_by_products, orthogonal_factor, real_dtype, rotation_back, transpose
 from gauge_optax.parts.heads import BASIS, Heads
-from gauge_optax.parts.part import Anchor, Arrays, Orthogonal, Part, Turn, changed, moves
+from gauge_optax.parts.part import Anchor, Arrays, Orthogonal, Part, Turn, blocks_by_path, changed, overlaps
 
 READ, WRITE = "read", "write"
 _STEPS = 200
@@ -30,7 +32,7 @@ _STEPS = 200
 
 @dataclasses.dataclass(frozen=True)
 class Stream(Orthogonal, Turn[jax.Array]):
-    """The rotation of one residual stream. An element is an orthogonal matrix, (d, d), which serves all layers.
+    """The rotation of one stream. An element is an orthogonal matrix, (*shape, d, d); a residual stream has one alone.
 
     Attributes:
       size: d, the number of channels of the stream.
@@ -60,11 +62,10 @@ class Stream(Orthogonal, Turn[jax.Array]):
         return (self.seen,) if self.seen else ()
 
     def beside(self, others: Sequence[Part[Any]]) -> "Stream":
-        turns = [other for other in others if isinstance(other, Turn)]
-        return dataclasses.replace(self, seen=tuple(b for b in self.blocks if not any(moves(t, (b,)) for t in turns)))
+        return dataclasses.replace(self, seen=_seen_by(self, [other for other in others if isinstance(other, Turn)]))
 
     def identity(self) -> jax.Array:
-        return jnp.eye(self.size, dtype=real_dtype())
+        return jnp.broadcast_to(jnp.eye(self.size, dtype=real_dtype()), (*self.shape, self.size, self.size))
 
     def act(self, e: jax.Array, x: Arrays) -> Arrays:
         inside = self.divided(x, x)
@@ -80,12 +81,12 @@ class Stream(Orthogonal, Turn[jax.Array]):
     @functools.cached_property
     def rows(self) -> Heads:
         """The rows of all blocks that the rotation moves."""
-        return Heads((), (), self.blocks, self.size)
+        return Heads(self.named, self.shape, self.blocks, self.size)
 
     @functools.cached_property
     def rows_seen(self) -> Heads:
         """The rows of the blocks that the rotation is read from."""
-        return Heads((), (), self.seen or self.blocks, self.size)
+        return Heads(self.named, self.shape, self.seen or self.blocks, self.size)
 
     def divided(self, x: Arrays, at: Arrays, back: bool = False) -> Arrays:
         """Multiplies readers by their norm's scale, and divides norms' biases by it.
@@ -104,22 +105,23 @@ class Stream(Orthogonal, Turn[jax.Array]):
         return {path: out[path] for path in changed(self)}
 
     def restricted(self, matrix: jax.Array) -> jax.Array:
-        """HᵀMH for a (d, d) matrix M, where the columns of H are an orthonormal basis of the vectors of sum zero.
+        """HᵀMH for a (…, d, d) matrix M, where the columns of H are an orthonormal basis of the vectors of sum zero.
 
         It is M itself without `keeps_ones`.
         """
         if not self.keeps_ones:
             return matrix
-        return reflected(reflected(matrix, -1), -2)[1:, 1:]
+        return reflected(reflected(matrix, -1), -2)[..., 1:, 1:]
 
     def embedded(self, matrix: jax.Array) -> jax.Array:
-        """H·M·Hᵀ + 1·1ᵀ/d for an orthogonal (d − 1, d − 1) matrix M: 1 is the vector of ones, H that of `restricted`.
+        """H·M·Hᵀ + 1·1ᵀ/d for orthogonal (…, d − 1, d − 1) matrices M: 1 is the vector of ones, H that of `restricted`.
 
-        The result keeps 1, and `restricted` takes it back to M. Without `keeps_ones` it is M itself, (d, d).
+        The result keeps 1, and `restricted` takes it back to M. Without `keeps_ones` it is M itself, (…, d, d).
         """
         if not self.keeps_ones:
             return matrix
-        embedded = jnp.zeros((self.size, self.size), matrix.dtype).at[1:, 1:].set(matrix).at[0, 0].set(1.0)
+        larger = jnp.zeros((*matrix.shape[:-2], self.size, self.size), matrix.dtype)
+        embedded = larger.at[..., 1:, 1:].set(matrix).at[..., 0, 0].set(1.0)
         return reflected(reflected(embedded, -1), -2)
 
     @classmethod
@@ -128,7 +130,8 @@ class Stream(Orthogonal, Turn[jax.Array]):
 
     def _read(self, x: Arrays) -> jax.Array:
         mixed = self.restricted(self.rows_seen.mixed_rows(self.divided(x, x)))
-        return self.embedded(orthogonal_factor(mixed[None])[0])
+        factors = orthogonal_factor(mixed.reshape(-1, *mixed.shape[-2:]))
+        return self.embedded(factors.reshape(mixed.shape))
 
     @classmethod
     def project(
@@ -179,10 +182,35 @@ class Stream(Orthogonal, Turn[jax.Array]):
         return out
 
 
+def _seen_by(stream: Stream, others: Sequence[Turn[Any]]) -> tuple[Block, ...]:
+    """The blocks that a stream is read from beside other turns.
+
+    These are the blocks that no other turn moves. In latent attention such blocks have too few rows: the kernel that
+    writes the latent vector reads the residual stream, which turns too, and the kernels that read it have heads. Such a
+    stream is read from blocks that only streams turn which are read before it.
+    """
+    moving = blocks_by_path([stream, *others])
+    waiting: list[Any] = [turn for turn in (stream, *others) if isinstance(turn, Stream)]
+    while True:
+        ready = [one for one in waiting if sum(map(one.rows.row_count, _unmoved(one, moving))) >= one.size]
+        if stream in ready or not ready:
+            return _unmoved(stream, moving)
+        waiting = [one for one in waiting if one not in ready]
+        moving = {path: [pair for pair in pairs if pair[0] not in ready] for path, pairs in moving.items()}
+
+
+def _unmoved(stream: Stream, moving: Mapping[str, Sequence[tuple[Any, Block]]]) -> tuple[Block, ...]:
+    """The blocks of a stream that no other turn moves; `moving` has the turns that count, by path of what they move."""
+    return tuple(
+        block for block in stream.blocks
+        if not any(turn is not stream and overlaps(block, other) for turn, other in moving[block.path])
+    )
+
+
 def reflected(matrix: jax.Array, axis: int) -> jax.Array:
     """The matrix times, along an axis, the reflection that swaps the vectors (1, 0, …, 0) and (1, …, 1)/√d."""
     size = matrix.shape[axis]
     normal = jnp.full(size, -1.0 / size**0.5, matrix.dtype).at[0].add(1.0)
     unit = normal / jnp.sqrt(jnp.sum(jnp.square(normal)))
     along = jnp.tensordot(matrix, unit, ((axis,), (0,)))
-    return matrix - 2.0 * (along[..., :, None] * unit if axis == -1 else unit[:, None] * along[None, :])
+    return matrix - 2.0 * (along[..., :, None] * unit if axis == -1 else unit[:, None] * along[..., None, :])

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from gauge_optax.gauges.absorption import bias_absorption
     from gauge_optax.gauges.embedding_shift import embedding_shift
     from gauge_optax.gauges.gauge import Gauge, bind, product
-    from gauge_optax.gauges.latent import latent_rotation
     from gauge_optax.gauges.linear import head_linear
     from gauge_optax.gauges.permutation import permutation
     from gauge_optax.gauges.read_shift import norm_read_shift
@@ -40,7 +39,6 @@ else:
         "gauges.absorption": "bias_absorption",
         "gauges.embedding_shift": "embedding_shift",
         "gauges.gauge": "Gauge bind product",
-        "gauges.latent": "latent_rotation",
         "gauges.linear": "head_linear",
         "gauges.permutation": "permutation",
         "gauges.read_shift": "norm_read_shift",
@@ -84,9 +82,9 @@ __all__ = [  # noqa: RUF022  by what a user wants
     # Train with your optimizer, on the slice.
     "quotient", "quotient_adamw", "quotient_muon", "max_norm_muon", "ddc_adamw", "ddc_muon",
     # Say which symmetries a model has.
-    "Gauge", "bind", "bias_absorption", "embedding_shift", "head_linear", "head_rotation", "key_bias",
-    "latent_rotation", "logit_shift", "multiplier_balance", "norm_read_shift", "norm_scale", "norm_write_shift",
-    "permutation", "product", "rescale", "residual_rotation", "residual_scale", "rope_linear", "rope_torus", "scale_invariant",
+    "Gauge", "bind", "bias_absorption", "embedding_shift", "head_linear", "head_rotation", "key_bias", "logit_shift",
+    "multiplier_balance", "norm_read_shift", "norm_scale", "norm_write_shift", "permutation", "product",
+    "rescale", "residual_rotation", "residual_scale", "rope_linear", "rope_torus", "scale_invariant",
     # Find them, and look at a run before it starts.
     "discover", "lora", "plan", "check",
     # The links of DDC, in the order of a chain.

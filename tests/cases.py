@@ -379,7 +379,8 @@ def _stacked_stream_loss(p: Tree) -> jax.Array:
 
 def _latent_gauges() -> list[Gauge]:
     norm = go.norm_scale({"layers/{i}/scale": "channel"}, {"layers/{i}/up": "channel _"})
-    return [go.latent_rotation({"layers/{i}/up": "basis _"}, {"layers/{i}/down": "_ basis"}, [norm]), norm]
+    return [go.residual_rotation(
+        {"layers/{i}/up": "basis _"}, {"layers/{i}/down": "_ basis"}, [norm], per_layer=True), norm]
 
 
 def _latents_loss(p: Tree) -> jax.Array:
@@ -396,7 +397,7 @@ def _stacked_latent_gauges() -> list[Gauge]:
     own = {"layers/scale": "layer channel", "layers/norm_bias": "layer channel"}
     norm = go.norm_scale(own, {"layers/up": "layer channel _"})
     read, write = {"layers/up": "layer basis _"}, {"layers/down": "layer _ basis"}
-    return [go.latent_rotation(read, write, [norm], centred=True, hold=True), norm,
+    return [go.residual_rotation(read, write, [norm], centred=True, hold=True, per_layer=True), norm,
             go.residual_rotation({"layers/down": "_ basis _"}, {"token": "_ basis", "layers/up": "_ _ basis"})]
 
 
@@ -406,6 +407,22 @@ def _stacked_latents_loss(p: Tree) -> jax.Array:
 
     x, _ = jax.lax.scan(layer, p["token"][np.array([0, 3, 1, 7])], p["layers"])
     return _square(x @ x.T)
+
+
+def _latent_head_gauges() -> list[Gauge]:
+    """Keys of heads from a latent vector: the stream is read first, then the vector, then the heads."""
+    norm = go.norm_scale({"scale": "1+ channel"}, {"key": "channel _ _"})
+    return [go.head_rotation({"query": "_ head basis", "key": "_ head basis"}), norm,
+            go.residual_rotation({"key": "basis _ _"}, {"down": "_ basis"}, [norm], per_layer=True),
+            go.residual_rotation({"query": "basis _ _", "down": "basis _"}, {"token": "_ basis"})]
+
+
+def _latent_heads_loss(p: Tree) -> jax.Array:
+    x = p["token"][np.array([0, 3, 1, 7])]
+    latent = x @ p["down"]
+    latent = latent * jax.lax.rsqrt(jnp.mean(jnp.square(latent), -1, keepdims=True)) * (1.0 + p["scale"])
+    query, key = (jnp.einsum("ti,ihd->thd", *pair) for pair in ((x, p["query"]), (latent, p["key"])))
+    return _square(jnp.tanh(jnp.einsum("thd,shd->hts", query, key)))
 
 
 def _norm_and_shift() -> list[Gauge]:
@@ -563,10 +580,14 @@ FLAT_CASES: tuple[GaugeCase, ...] = (
             token=(8, 6), layers__scale=(2, 6), layers__norm_bias=(2, 6), layers__up=(2, 6, 5), layers__down=(2, 5, 6)
         ), _stacked_stream_loss, dim=22),
     GaugeCase(
-        "latent_rotation/layers", _latent_gauges, _params(
+        "residual_rotation/latents", _latent_gauges, _params(
             token=(8, 6), **{f"layers__{i}__{name}": shape for i in (0, 1) for name, shape in (
                 ("down", (6, 4)), ("scale", (4,)), ("up", (4, 6)))}
         ), _latents_loss, dim=20),
+    GaugeCase(
+        "product/latent_heads", _latent_head_gauges, _params(
+            token=(8, 6), down=(6, 4), scale=(4,), query=(6, 2, 3), key=(4, 2, 3)
+        ), _latent_heads_loss, dim=31),
     GaugeCase(
         "product/stacked_latents", _stacked_latent_gauges, _params(
             token=(8, 6), layers__down=(2, 6, 4), layers__scale=(2, 4), layers__norm_bias=(2, 4), layers__up=(2, 4, 6)

@@ -18,7 +18,6 @@ from gauge_optax.errors import binding_error
 from gauge_optax.gauges.absorption import bias_absorption
 from gauge_optax.gauges.embedding_shift import embedding_shift
 from gauge_optax.gauges.gauge import Gauge
-from gauge_optax.gauges.latent import latent_rotation
 from gauge_optax.gauges.linear import head_linear
 from gauge_optax.gauges.permutation import permutation
 from gauge_optax.gauges.read_shift import norm_read_shift
@@ -33,8 +32,8 @@ from gauge_optax.parts.heads import BASIS, PLANE
 CONSTRUCTORS: Mapping[str, Callable[..., Gauge]] = {
     constructor.__name__: constructor
     for constructor in (
-        bias_absorption, embedding_shift, head_linear, head_rotation, key_bias, latent_rotation, logit_shift,
-        multiplier_balance, norm_read_shift, norm_scale, norm_write_shift, permutation, rescale, residual_rotation, residual_scale,
+        bias_absorption, embedding_shift, head_linear, head_rotation, key_bias, logit_shift, multiplier_balance,
+        norm_read_shift, norm_scale, norm_write_shift, permutation, rescale, residual_rotation, residual_scale,
         rope_linear, rope_torus, scale_invariant,
     )
 }
@@ -353,7 +352,10 @@ def merge_layers(calls: Iterable[Call], same: Callable[[Call, list[Call]], bool]
             (role, tuple((template(path), axes) for path, axes in _ordered(blocks).items()))
             for role, blocks in call.roles.items()
         )
-        key = (call.kind, roles, *call.options.items(), *sorted(call.sizes.items()), *map(id, call.norms))
+        # One rotation of a stream is one for all captures, so that two streams are no two layers of one gauge.
+        apart = id(call) if call.kind == "residual_rotation" and "per_layer" not in call.options else 0
+        norms = map(id, call.norms)
+        key = (call.kind, roles, *call.options.items(), *sorted(call.sizes.items()), *norms, apart)
         groups.setdefault(key, []).append(call)
     out = []
     for group in groups.values():

@@ -29,8 +29,7 @@ _ROWS = 1.5  # gradients per column of `search`: fewer gradients than columns le
 # The order in which a report lists gauges: first those that optimizers take, then those that make a step dearer.
 TRAINING = ("norm_scale", "scale_invariant", "head_rotation", "head_linear", "rope_torus", "rope_linear", "rescale",
             "logit_shift")
-REST = ("residual_rotation", "latent_rotation", "norm_read_shift", "norm_write_shift", "embedding_shift", "key_bias",
-        "bias_absorption")
+REST = ("residual_rotation", "norm_read_shift", "norm_write_shift", "embedding_shift", "key_bias", "bias_absorption")
 
 
 class Found(NamedTuple):

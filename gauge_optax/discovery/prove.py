@@ -36,7 +36,7 @@ _ROUNDED = 1e-13  # roundoff of large leaves, which must not change the outputs:
 # Kinds whose elements do not depend on leaves that they leave alone: these are not made larger with the others.
 _ALONE = frozenset(("norm_scale", "scale_invariant", "head_rotation", "head_linear", "rope_torus", "rope_linear",
                     "rescale", "logit_shift", "key_bias", "embedding_shift", "multiplier_balance", "residual_scale",
-                    "norm_write_shift", "residual_rotation", "latent_rotation"))
+                    "norm_write_shift", "residual_rotation"))
 # Kinds whose elements are logarithms of factors.
 _FACTORS = frozenset(("norm_scale", "scale_invariant", "rescale", "multiplier_balance", "residual_scale"))
 _SHORT = 1e-5  # `along_orbits` makes this fraction of a move, as a small step in its direction

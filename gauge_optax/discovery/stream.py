@@ -110,7 +110,7 @@ def rotation_call(symmetry: Symmetry, trace: Trace, norms: Sequence[Call], param
         raise Unwritable("a rotation of what nothing writes")
     options = {"centred": True} if symmetry.family == "centred" else {}
     if elsewhere or symmetry.beside:
-        call = Call("latent_rotation", sides, options, sizes, tuple(passed))
+        call = Call("residual_rotation", sides, options | {"per_layer": True}, sizes, tuple(passed))
         try:
             bound_copies(call.gauge(), params)
         except ValueError as error:

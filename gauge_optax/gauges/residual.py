@@ -18,7 +18,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,7 @@ def residual_rotation(
     *,
     centred: bool = False,
     hold: bool = False,
+    per_layer: bool = False,
     sizes: Mapping[str, int] | None = None,
 ) -> BlockGauge:
     """An orthogonal matrix that rotates the residual stream. It keeps the vector of ones if LayerNorms read the stream.
@@ -59,10 +60,13 @@ def residual_rotation(
       centred: True if the norms subtract the mean, as LayerNorm does. R then keeps the vector of ones.
       hold: whether optimizers remove the part of each step that rotates the stream. It costs a d × d equation per step.
         With False, the stream rotates as it does under the wrapped optimizer.
+      per_layer: True if every layer has a vector of its own, as the latent vectors of latent attention. Every capture
+        has its own rotation then, and so has every index of a named axis such as `layer`.
       sizes: axis name → length, for axes inside `(a b)` whose length no other block determines.
 
     Returns:
-      A frozen, hashable gauge; it holds no array. Elements are {"": R} with R (d, d), which moves writers by W ↦ W·R.
+      A frozen, hashable gauge; it holds no array. Elements are {"": R} with R (d, d), which moves writers by W ↦ W·R;
+      with `per_layer`, {captures: R} with R `(*named, d, d)`.
 
     Raises:
       ValueError: malformed axes, norms that are no `norm_scale`, at once; any mismatch with the tree, when first seen.
@@ -75,34 +79,17 @@ def residual_rotation(
     Reference: van Nierop, Eq. (6)-(17). Not a symmetry of a tied embedding behind a norm with a scale, of a norm with a
     scale whose output becomes the stream or is added to it, or of anything that reads single channels.
     """
-    options = {"centred": centred, "hold": hold}
-    return rotation_of_stream("residual_rotation", ResidualRotation, read, write, norms, sizes, options)
-
-
-def rotation_of_stream(
-    name: str, kind: Any, read: Mapping[str, Axes], write: Mapping[str, Axes], norms: Gauges,
-    sizes: Mapping[str, int] | None, options: Mapping[str, Any],
-) -> BlockGauge:
-    """The gauge of a constructor that rotates a stream. Raises ValueError for norms that are no `norm_scale`.
-
-    Args:
-      name: the constructor's name.
-      kind: the class of its copies, `ResidualRotation` or a subclass.
-      read: path → axes of the readers.
-      write: path → axes of the writers.
-      norms: the gauges of the norms between them.
-      sizes: axis name → length.
-      options: further options of the copies.
-    """
     passed = product(norms).gauges if norms else ()
     for norm in passed:
         if not isinstance(norm, BlockGauge) or norm.kind is not Scale or norm.name != "norm_scale":
             raise binding_error(
-                name, "norms that are no norm_scale", repr(norm).splitlines()[0],
+                "residual_rotation", "norms that are no norm_scale", repr(norm).splitlines()[0],
                 "the go.norm_scale gauges of the norms that the rotation passes",
                 "pass norms=[go.norm_scale(...), ...]",
             )
-    return block_gauge(name, kind, {READ: read, WRITE: write}, sizes, norms=passed, **options)
+    roles, kind = {READ: read, WRITE: write}, LatentRotation if per_layer else ResidualRotation
+    options: dict[str, Any] = {"norms": passed, "centred": centred, "hold": hold}
+    return block_gauge("residual_rotation", kind, roles, sizes, **options, **{"per_layer": True} if per_layer else {})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,14 +106,14 @@ class ResidualRotation(HeadRotation):
     )
 
     @classmethod
-    def of(cls, found: Matched, **options: Any) -> "ResidualRotation":
+    def of(cls, found: Matched, **options: Any) -> Self:
         norms, centred = options.get("norms", ()), bool(options.get("centred"))
         gauge, blocks = found.gauge, found.blocks
         if found.named and cls.joined:
             raise binding_error(
                 gauge, f"a named axis '{found.named[0]}'", f"axes {', '.join(found.named)}",
                 "one rotation for the whole stream",
-                "write '_' for every axis but basis; one rotation serves all layers and heads",
+                "write '_' for every axis but basis: one rotation serves all layers and heads; or per_layer=True",
             )
         moved, scales = list(blocks), []
         for (norm,) in (copy.parts for copy in norms):
@@ -177,6 +164,30 @@ class ResidualRotation(HeadRotation):
 
     def normalized(self, element: jax.Array) -> jax.Array:
         return self.parts[0].embedded(nearly_orthogonal(self.parts[0].restricted(element)))
+
+
+class LatentRotation(ResidualRotation):
+    """The copy of one layer, for vectors that every layer has for itself. An element is R, (*shape, d, d).
+
+    Latent attention writes a short vector c = RMSNorm(x·A)·γ, from which kernels B compute keys and values. It turns as
+    a residual stream does: A ↦ A·R and B ↦ γ⁻¹·Rᵀ·γ·B. Reference: DeepSeek-V2 (arXiv 2405.04434), Eq. (9)-(13).
+    """
+
+    joined: ClassVar[bool] = False
+
+    @classmethod
+    def of(cls, found: Matched, **options: Any) -> Self:
+        readers = [b for b in found.blocks if b.argument == READ]
+        # The gauge of a norm has the norms of all layers. This copy passes its own.
+        own = [copy for copy in options["norms"] if any(overlap(a, b) for a in readers for b in copy.parts[0].down
+                                                        if a.path == b.path)]
+        for (norm,) in (copy.parts for copy in own):
+            if absent := [name for name in found.named if name not in norm.named]:
+                raise binding_error(
+                    found.gauge, f"a norm whose scale '{norm.up[0].path}' has no axis '{absent[0]}'",
+                    f"'{norm.up[0].axes}'", f"the axes that count vectors, {', '.join(found.named)}, by these names",
+                    f"write '{absent[0]}' in the axes of the norm_scale gauge too")
+        return super().of(found, **options | {"norms": tuple(own)})
 
 
 def _stream_axis(norm: Factor, blocks: Sequence[Block]) -> str:

@@ -1,5 +1,6 @@
 """Still planes of rotary, learned probes, multipliers per query head, fused biases, hidden means: missed once."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -517,3 +518,21 @@ def test_a_kernel_whose_outputs_are_added_to_what_it_reads(grouped: bool) -> Non
     hidden = "a direction that a centred norm hides from the kernel behind it"
     found = [*report.ungauged.get(hidden, ()), *(gauge.name for gauge in report.whole)]
     assert found == (["w + bias"] if grouped else ["norm_read_shift"]), report
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_latent_vectors_behind_a_norm_turn_layer_by_layer(stacked: bool) -> None:
+    """A norm's scale between two kernels hid the rotation of the vector, of which every layer has its own."""
+
+    def layer(x: jax.Array, q: Any) -> tuple[jax.Array, None]:
+        latent = normalised(x @ q["down"]) * q["scale"]
+        return x + jnp.sin(jnp.tensordot(latent, q["up"], 1)).prod(-2), None
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        if stacked:
+            return jax.lax.scan(layer, x, p)[0]
+        return functools.reduce(lambda x, q: layer(x, q)[0], p.values(), x)
+
+    params = drawn(down=(2, D, 4), scale=(2, 4), up=(2, 4, 3, D))
+    params = params if stacked else {str(i): {name: x[i] for name, x in params.items()} for i in range(2)}
+    explained(fn, params, "residual_rotation", "norm_scale")

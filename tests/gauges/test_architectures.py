@@ -176,6 +176,11 @@ ROWS: list[tuple[str, Function, Any, bool]] = [
     ("experts: factors of units", _experts, go.rescale(
         {"expert_up": "expert _ channel"}, {"expert_down": "expert channel _"}), True),
     ("latent attention: planes", _latent, latent.gauges(LATENT), True),
+    ("latent attention: vectors", _latent, go.residual_rotation(
+        {"attn/q_b/kernel": "basis _ _"}, {"attn/q_a/kernel": "_ basis"},
+        [go.norm_scale({"attn/q_norm/scale": "channel"}, {"attn/q_b/kernel": "channel _ _"})], per_layer=True), True),
+    ("latent attention: vectors, not the norm", _latent, go.residual_rotation(
+        {"attn/q_b/kernel": "basis _ _"}, {"attn/q_a/kernel": "_ basis"}, per_layer=True), False),
     ("latent attention: no rotation", _latent, go.head_rotation(
         {"attn/q_b/kernel": "_ _ basis=3:7", "attn/kv_a/kernel": "_ basis=6:10"}), False),
 ]

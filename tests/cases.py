@@ -425,6 +425,19 @@ def _latent_heads_loss(p: Tree) -> jax.Array:
     return _square(jnp.tanh(jnp.einsum("thd,shd->hts", query, key)))
 
 
+def _normed_head_gauges() -> list[Gauge]:
+    """Heads whose outputs are normalised one by one, with one scale for all of them, as in differential attention."""
+    norm = go.norm_scale({"scale": "channel"}, {"out": "_ channel _"})
+    read, write = {"out": "head basis _"}, {"value": "_ head basis"}
+    return [go.residual_rotation(read, write, [norm], per_layer=True, hold=True), norm]
+
+
+def _normed_heads_loss(p: Tree) -> jax.Array:
+    values = jnp.einsum("ti,ihd->thd", _inputs(p["value"], 4, 6), p["value"])
+    values = values * jax.lax.rsqrt(jnp.mean(jnp.square(values), -1, keepdims=True)) * p["scale"]
+    return _square(jnp.tanh(jnp.einsum("thd,hdo->to", values, p["out"])))
+
+
 def _norm_and_shift() -> list[Gauge]:
     return [go.norm_scale({"norm": "channel"}, {"kernel": "channel _"}), go.logit_shift(_KERNEL_AND_BIAS)]
 
@@ -584,6 +597,9 @@ FLAT_CASES: tuple[GaugeCase, ...] = (
             token=(8, 6), **{f"layers__{i}__{name}": shape for i in (0, 1) for name, shape in (
                 ("down", (6, 4)), ("scale", (4,)), ("up", (4, 6)))}
         ), _latents_loss, dim=20),
+    GaugeCase(
+        "product/normed_heads", _normed_head_gauges, _params(value=(6, 2, 4), scale=(4,), out=(2, 4, 5)),
+        _normed_heads_loss, dim=16),
     GaugeCase(
         "product/latent_heads", _latent_head_gauges, _params(
             token=(8, 6), down=(6, 4), scale=(4,), query=(6, 2, 3), key=(4, 2, 3)

@@ -283,12 +283,18 @@ def flows(trace: Trace, leaves: Leaves) -> list[Flow]:
         if added in by_path and by_path[added] in vectors:
             behind.setdefault(writer, []).append(by_path[added])
     tried = []
+
+    def read(vector: View) -> set[str]:
+        return {kernel for path, kernel in trace.vector_reads if path == vector.path}
+
     for view in vectors + vector_parts:
         readers = _readers(view, kernels, kernel_parts, trace)
         tried += [_absorbed(view, readers, behind, layers), _carried_on(view, readers, behind, vectors, layers)]
         if len(readers) == 1:
             tried += _mapped_to_zero(view, readers[0], layers)
-        for vector in [v for v in vectors if v.module == view.module and v.labels == view.labels]:
+        # The scale and the bias of one norm are in one module, or at least have the same readers.
+        alike = [v for v in vectors if v.labels == view.labels and (v.module == view.module or read(v) == read(view))]
+        for vector in alike:
             for norm in [_Norm(vector, None)] if vector is view else [_Norm(vector, 0.0), _Norm(vector, 1.0)]:
                 tried.append(_hidden_and_absorbed(view, norm, readers, behind, layers))
     for vector, plus in itertools.product(vectors, (0.0, 1.0, None)):

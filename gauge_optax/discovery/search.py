@@ -223,8 +223,8 @@ def candidates(trace: Trace, leaves: Leaves, stream: bool = False) -> list[_Cand
     Args:
       trace: the walk.
       leaves: the parameters by path.
-      stream: True for the rotations of streams alone, of an axis that kernels read and that all heads share. Gradients
-        show these rotations only at points where norms' scales are one. False for all other candidates.
+      stream: True for the rotations of streams alone, of axes that kernels read: gradients show these rotations only at
+        points where norms' scales are one. False for all other candidates.
 
     >>> from gauge_optax.discovery.trace import walked
     >>> tree = {"up": np.ones((2, 3)), "down": np.ones((3, 4))}
@@ -232,7 +232,7 @@ def candidates(trace: Trace, leaves: Leaves, stream: bool = False) -> list[_Cand
     >>> sorted({len(one.space) for one in candidates(trace, tree) if one.family == "linear"})
     [2, 3, 4]
     """
-    spaces, layers = spaces_with_companions(trace), trace.layer_spaces()
+    spaces = spaces_with_companions(trace)
     read = {space for _, axis in trace.readers for space in trace.atom_keys(axis)}
     searched = set(spaces)
     views = [view for path, leaf in leaves.items() for view in views_of(trace, path, leaf.shape, searched)]
@@ -255,9 +255,7 @@ def candidates(trace: Trace, leaves: Leaves, stream: bool = False) -> list[_Cand
         # companions, each alone, and none.
         sizes: Iterable[int] = range(len(present), -1, -1) if len(present) <= 3 else (len(present), 1, 0)
         every = itertools.chain.from_iterable(itertools.combinations(present, size) for size in sizes)
-        # A residual stream is one for all layers; each of a stack of layers has its own latent vector.
-        of_layers = [(), *((c,) for c in present if c in layers)] if space in read else []
-        for beside in of_layers if stream else every:
+        for beside in every if space in read or not stream else ():
             pieces = list(_pieces(space, beside, views))
             for family, modes in FAMILIES.items() if pieces else ():
                 matrices = family in ("linear", "orthogonal", "centred")

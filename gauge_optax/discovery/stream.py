@@ -21,7 +21,7 @@ from gauge_optax.discovery.groups import ZERO, Symmetry, independent
 from gauge_optax.discovery.search import candidates, sketched
 from gauge_optax.discovery.sketch import Gradients, Leaves, generic_point
 from gauge_optax.discovery.trace import Trace
-from gauge_optax.discovery.write import Unwritable, axes_text, whole_leaves
+from gauge_optax.discovery.write import Unwritable, axes_text, companion_names, whole_leaves
 
 _POINTS = 3
 
@@ -48,7 +48,11 @@ def stream_rotations(
       The rotations that the gradients do not see.
     """
     ones = _scales(norms, params)
-    tried = candidates(trace, leaves, stream=True)
+    # A residual stream is one for all layers and heads. Behind a norm with a scale, each layer or head may have its own
+    # vector. Without a scale, gradients at other points show the rotation of this vector.
+    axes = [axis for path in ones for axis in trace.leaves[path] if axis is not None]
+    scaled = {space for axis in axes for space in trace.atom_keys(axis)}
+    tried = [one for one in candidates(trace, leaves, stream=True) if not one.beside or one.space in scaled]
     if not tried:
         return []
     columns = max(len(one.columns) for one in tried)
@@ -78,8 +82,7 @@ def rotation_call(symmetry: Symmetry, trace: Trace, norms: Sequence[Call], param
     """
     readers = {kernel for kernel, axis in trace.readers if set(symmetry.space) <= set(trace.spaces.key(axis))}
     passed, moved, elsewhere = [], set[str](), False
-    names = {symmetry.space: "basis"}
-    names |= {layer: f"layer{k}" if k else "layer" for k, layer in enumerate(symmetry.beside)}
+    names = {symmetry.space: "basis"} | companion_names(symmetry.beside, trace.layer_spaces())
     axes = {t.piece.path: axes_text(t.piece.view, names)[0] for t in whole_leaves(symmetry.terms)}
     for norm in norms:
         inside = []

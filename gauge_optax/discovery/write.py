@@ -25,6 +25,17 @@ _CLOSE = 1e-5  # difference of exponents that count as equal
 _COMPANIONS = ("head", "group", "part", "slot")  # names of the axes that index a group's copies
 
 
+def companion_names(beside: Iterable[Space], layers: set[Space]) -> dict[Space, str]:
+    """Companion → the name of the axis that counts the group's copies; `layers` are the axes of stacked layers.
+
+    >>> companion_names([(0, 1), (2, 3), (4, 5)], {(2, 3)})
+    {(0, 1): 'head', (2, 3): 'layer', (4, 5): 'group'}
+    """
+    stacks = (f"layer{k}" if k else "layer" for k in itertools.count())  # a scan of scans has two axes of layers
+    spare = itertools.chain(_COMPANIONS, (f"axis{k}" for k in itertools.count()))
+    return {space: next(stacks if space in layers else spare) for space in beside}
+
+
 class Unwritable(Exception):
     """A symmetry for which the library has no gauge; its text says which kind."""
 

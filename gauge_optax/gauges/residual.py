@@ -61,7 +61,8 @@ def residual_rotation(
       hold: whether optimizers remove the part of each step that rotates the stream. It costs a d × d equation per step.
         With False, the stream rotates as it does under the wrapped optimizer.
       per_layer: True if every layer has a vector of its own, as the latent vectors of latent attention. Every capture
-        has its own rotation then, and so has every index of a named axis such as `layer`.
+        has its own rotation then, and so has every index of a named axis, such as `layer`, or `head` for heads behind
+        a norm.
       sizes: axis name → length, for axes inside `(a b)` whose length no other block determines.
 
     Returns:
@@ -182,11 +183,12 @@ class LatentRotation(ResidualRotation):
         own = [copy for copy in options["norms"] if any(overlap(a, b) for a in readers for b in copy.parts[0].down
                                                         if a.path == b.path)]
         for (norm,) in (copy.parts for copy in own):
-            if absent := [name for name in found.named if name not in norm.named]:
-                raise binding_error(
-                    found.gauge, f"a norm whose scale '{norm.up[0].path}' has no axis '{absent[0]}'",
-                    f"'{norm.up[0].axes}'", f"the axes that count vectors, {', '.join(found.named)}, by these names",
-                    f"write '{absent[0]}' in the axes of the norm_scale gauge too")
+            for bias in norm.up[1:]:  # vectors may share a scale, but a bias turns with its vector
+                if absent := [name for name in found.named if name not in norm.named]:
+                    raise binding_error(
+                        found.gauge, f"a norm's bias '{bias.path}' without the axis '{absent[0]}'", f"'{bias.axes}'",
+                        f"the axes that count vectors, {', '.join(found.named)}, by these names",
+                        f"write '{absent[0]}' in the axes of the norm_scale gauge too")
         return super().of(found, **options | {"norms": tuple(own)})
 
 

@@ -520,19 +520,31 @@ def test_a_kernel_whose_outputs_are_added_to_what_it_reads(grouped: bool) -> Non
     assert found == (["w + bias"] if grouped else ["norm_read_shift"]), report
 
 
+@pytest.mark.parametrize("heads", [False, True])
 @pytest.mark.parametrize("stacked", [False, True])
-def test_latent_vectors_behind_a_norm_turn_layer_by_layer(stacked: bool) -> None:
-    """A norm's scale between two kernels hid the rotation of the vector, of which every layer has its own."""
+def test_vectors_behind_a_norm_turn_layer_by_layer_and_head_by_head(stacked: bool, heads: bool) -> None:
+    """A norm's scale hid the rotation of a latent vector between two kernels, or of a head; heads share the scale."""
 
     def layer(x: jax.Array, q: Any) -> tuple[jax.Array, None]:
-        latent = normalised(x @ q["down"]) * q["scale"]
-        return x + jnp.sin(jnp.tensordot(latent, q["up"], 1)).prod(-2), None
+        latent = normalised(jnp.tensordot(x, q["down"], 1)) * q["scale"]
+        return x + jnp.sin(jnp.tensordot(latent, q["up"], 2 if heads else 1)).prod(-2), None
 
     def fn(p: Any, x: Any) -> jax.Array:
         if stacked:
             return jax.lax.scan(layer, x, p)[0]
         return functools.reduce(lambda x, q: layer(x, q)[0], p.values(), x)
 
-    params = drawn(down=(2, D, 4), scale=(2, 4), up=(2, 4, 3, D))
+    head = (2,) if heads else ()
+    params = drawn(down=(2, D, *head, 4), scale=(2, 4), up=(2, *head, 4, 3, D))
     params = params if stacked else {str(i): {name: x[i] for name, x in params.items()} for i in range(2)}
     explained(fn, params, "residual_rotation", "norm_scale")
+
+
+def test_a_scale_and_a_bias_that_no_module_holds_are_of_one_norm() -> None:
+    """The leaves of a flat tree have no modules: the readers tell which scale and bias are of one norm."""
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        return jnp.sin((centred(x @ p["down"]) * p["scale"] + p["bias"]) @ p["up"])
+
+    params = drawn(down=(D, 4), scale=(4,), bias=(4,), up=(4, 9))
+    assert list(ungauged(fn, params, inputs(2, 40, D)).values()) == [("bias + up",)]

@@ -438,6 +438,19 @@ def _normed_heads_loss(p: Tree) -> jax.Array:
     return _square(jnp.tanh(jnp.einsum("thd,hdo->to", values, p["out"])))
 
 
+def _layer_scale_gauges() -> list[Gauge]:
+    """A layer writes to the stream through a trained scale."""
+    scale = go.norm_scale({"scale": "channel"}, {"down": "_ channel", "bias": "channel"})
+    write = {"token": "_ basis", "down": "_ basis", "bias": "basis"}
+    return [go.residual_rotation({"up": "basis _"}, write, [scale]), scale]
+
+
+def _layer_scale_loss(p: Tree) -> jax.Array:
+    x = p["token"][np.array([0, 3, 1, 7])]
+    x = x + (jnp.tanh(x @ p["up"]) @ p["down"] + p["bias"]) * p["scale"]
+    return _square(x @ x.T)
+
+
 def _norm_and_shift() -> list[Gauge]:
     return [go.norm_scale({"norm": "channel"}, {"kernel": "channel _"}), go.logit_shift(_KERNEL_AND_BIAS)]
 
@@ -597,6 +610,10 @@ FLAT_CASES: tuple[GaugeCase, ...] = (
             token=(8, 6), **{f"layers__{i}__{name}": shape for i in (0, 1) for name, shape in (
                 ("down", (6, 4)), ("scale", (4,)), ("up", (4, 6)))}
         ), _latents_loss, dim=20),
+    GaugeCase(
+        "residual_rotation/layer_scale", _layer_scale_gauges, _params(
+            token=(8, 6), up=(6, 5), down=(5, 6), bias=(6,), scale=(6,)
+        ), _layer_scale_loss, dim=21),
     GaugeCase(
         "product/normed_heads", _normed_head_gauges, _params(value=(6, 2, 4), scale=(4,), out=(2, 4, 5)),
         _normed_heads_loss, dim=16),

@@ -6,7 +6,8 @@ every R. A LayerNorm commutes with those R that keep the vector of ones, which f
 R, because they add to the same stream (van Nierop, §4.4).
 
 A norm's scale γ does not commute with R. If γ is first moved into the readers, R acts as above. On the stored leaves
-this is W_read ↦ γ⁻¹·Rᵀ·γ·W, and β ↦ γ·((β/γ)·R) for the norm's bias β. `parts.stream` says how R is read and held.
+this is W_read ↦ γ⁻¹·Rᵀ·γ·W, and β ↦ γ·((β/γ)·R) for the norm's bias β. A kernel in front of the scale γ of a layer
+(LayerScale) becomes W·γ·R·γ⁻¹. `parts.stream` says how R is read and held.
 
 Cost of a step under `quotient`: three products of every kernel with a d × d matrix. With `hold=True` there is one more,
 and the solution of an equation of d × d matrices (`parts.stream`).
@@ -55,8 +56,9 @@ def residual_rotation(
         whatever the captures are.
       write: path → axes of every leaf that writes to it: embeddings, output kernels, their biases. Norms' biases are
         not listed.
-      norms: the `norm_scale` gauges of all norms between the stream and its readers that have a scale. The rotation
-        also moves the norms' biases that these gauges bind.
+      norms: the `norm_scale` gauges of all norms between the stream and its readers that have a scale, and of all
+        scales between writers and the stream (LayerScale). The rotation also moves the norms' biases that these gauges
+        bind.
       centred: True if the norms subtract the mean, as LayerNorm does. R then keeps the vector of ones.
       hold: whether optimizers remove the part of each step that rotates the stream. It costs a d × d equation per step.
         With False, the stream rotates as it does under the wrapped optimizer.
@@ -126,9 +128,9 @@ class ResidualRotation(HeadRotation):
                     f"name the axis: scale={{'{scale.path}': 'channel'}}, and in `into` the axis that it multiplies",
                 )
             behind = [dataclasses.replace(b, argument=WRITE) for b in biases]
-            for reader in norm.down:
-                if any(b.argument == READ and overlap(b, reader) for b in blocks):
-                    behind.append(dataclasses.replace(reader, argument=READ))
+            for scaled in norm.down:  # a kernel behind the norm; or one in front of a layer's scale, which writes
+                if any(overlap(b, scaled) and (b.argument == READ or _names_basis(b, scaled)) for b in blocks):
+                    behind.append(dataclasses.replace(scaled, argument=READ))
             stream = _stream_axis(norm, blocks)
             if stream == "_":
                 raise binding_error(
@@ -190,6 +192,11 @@ class LatentRotation(ResidualRotation):
                         f"the axes that count vectors, {', '.join(found.named)}, by these names",
                         f"write '{absent[0]}' in the axes of the norm_scale gauge too")
         return super().of(found, **options | {"norms": tuple(own)})
+
+
+def _names_basis(block: Block, scaled: Block) -> bool:
+    """Whether a norm's gauge names the axis of a leaf that the rotation's block calls `basis`."""
+    return block.split == scaled.split and scaled.split_labels[block.split_labels.index(BASIS)] != "_"
 
 
 def _stream_axis(norm: Factor, blocks: Sequence[Block]) -> str:

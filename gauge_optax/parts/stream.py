@@ -37,7 +37,8 @@ class Stream(Orthogonal, Turn[jax.Array]):
     Attributes:
       size: d, the number of channels of the stream.
       scales: pairs of a norm's scale γ and the blocks behind it: the norm's readers, which are multiplied by γ before
-        they turn, and its bias, which is divided by γ.
+        they turn, and its bias, which is divided by γ. Or the scale of a layer (LayerScale) and the blocks in front of
+        it, the layer's writers, which are multiplied by it.
       keeps_ones: whether the rotation keeps the vector of ones, as LayerNorm needs.
       held: whether optimizers remove the rotation from every step.
       seen: the blocks that the rotation is read from: those that no other turn moves.
@@ -89,7 +90,7 @@ class Stream(Orthogonal, Turn[jax.Array]):
         return Heads(self.named, self.shape, self.seen or self.blocks, self.size)
 
     def divided(self, x: Arrays, at: Arrays, back: bool = False) -> Arrays:
-        """Multiplies readers by their norm's scale, and divides norms' biases by it.
+        """Multiplies kernels behind or in front of a scale by it, and divides norms' biases by theirs.
 
         Args:
           x: bound leaves.

@@ -30,7 +30,7 @@ def stream_rotations(
     trace: Trace, leaves: Leaves, gradients: Gradients, at_once: int, rows: float, norms: Sequence[Call], params: Any,
     before: Sequence[Symmetry], dead: Mapping[str, np.ndarray], rng: Callable[..., np.random.Generator],
 ) -> list[Symmetry]:
-    """Finds the rotations of the residual stream, an axis that kernels read and that all heads share.
+    """Finds the rotations of the residual stream, and of the vectors that layers or heads have behind their norms.
 
     Args:
       trace: the walk.
@@ -78,7 +78,8 @@ def rotation_call(symmetry: Symmetry, trace: Trace, norms: Sequence[Call], param
       params: the tree that they bind to.
 
     Raises:
-      Unwritable: a leaf turns by another angle than the others, or no leaf writes to the stream.
+      Unwritable: a leaf turns by another angle than the others, no leaf writes to the stream, or no gauge can bind the
+        leaves.
     """
     readers = {kernel for kernel, axis in trace.readers if set(symmetry.space) <= set(trace.spaces.key(axis))}
     passed, moved, elsewhere = [], set[str](), False

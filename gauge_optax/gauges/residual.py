@@ -190,7 +190,8 @@ class LatentRotation(ResidualRotation):
                     raise binding_error(
                         found.gauge, f"a norm's bias '{bias.path}' without the axis '{absent[0]}'", f"'{bias.axes}'",
                         f"the axes that count vectors, {', '.join(found.named)}, by these names",
-                        f"write '{absent[0]}' in the axes of the norm_scale gauge too")
+                        f"write '{absent[0]}' in the axes of the norm_scale gauge too; vectors that share one bias "
+                        f"turn as one: then write '_' for '{absent[0]}' here")
         return super().of(found, **options | {"norms": tuple(own)})
 
 

@@ -41,7 +41,7 @@ class Stream(Orthogonal, Turn[jax.Array]):
         it, the layer's writers, which are multiplied by it.
       keeps_ones: whether the rotation keeps the vector of ones, as LayerNorm needs.
       held: whether optimizers remove the rotation from every step.
-      seen: the blocks that the rotation is read from: those that no other turn moves.
+      seen: the blocks that the rotation is read from, see `_seen_by`: if possible, those that no other turn moves.
     """
 
     size: int = 0

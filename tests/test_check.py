@@ -145,7 +145,7 @@ WRAPPERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.slow_rows("[!q]*-False", "[lqbim]*-True")
+@pytest.mark.slow_rows("[!q]*-False", "[lqbimgs]*-True")
 @pytest.mark.parametrize("jitted", [False, True])
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_nothing_is_raised_at_the_first_step_or_later(name: str, jitted: bool) -> None:
@@ -473,6 +473,7 @@ def test_a_link_that_sees_more_than_the_function_is_noted(name: str) -> None:
     assert _parts(tx) == said
 
 
+@pytest.mark.slow_rows("bfloat16-[!e]*")
 @pytest.mark.parametrize(("link", "said"), [
     (optax.clip(1e-3), True), (optax.clip_by_global_norm(1e-3), False), (optax.clip_by_block_rms(1e-3), False),
     (optax.add_decayed_weights(0.1), False),

@@ -147,7 +147,7 @@ FUSIONS: dict[str, tuple[Any, Any, Callable[[int], Any], Callable[[Any], Any]]] 
 }
 
 
-@pytest.mark.slow_rows("ddc_muon*", "scale_by_*", "quotient_muon, rms*")
+@pytest.mark.slow_rows("ddc_muon*", "scale_by_*", "quotient_muon, *", "a rotation's label")
 @pytest.mark.parametrize("name", FUSIONS)
 def test_fused_kernels_get_the_steps_of_split_ones(name: str, x64: None) -> None:
     """Three steps; the same function in two trees."""
@@ -224,7 +224,8 @@ BOUND = {
 }
 
 
-@pytest.mark.slow_rows("*_muon, *", "*-float64-*", "*-bfloat16-rescale", "[!q]*-bfloat16-heads", "[hms]*-heads")
+@pytest.mark.slow_rows(
+    "*_muon, *", "*-float64-*", "*-bfloat16-rescale", "[!q]*-bfloat16-heads", "*-float32-heads", "[qs]*-rescale")
 @pytest.mark.parametrize("gauge", BOUND)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 @pytest.mark.parametrize("name", TINY)

@@ -157,7 +157,9 @@ LEFT_OUT = {
 }
 SLOW = (  # what takes a second
     "GGN-*", "check-*", "llc-*", "discover-*", "quotient_arc_length-*", "quotient_fisher-*", "average-*", "transport-*",
-    "census-*", "track", "max_norm_muon", "quotient_muon", "head_linear", "rope_linear", "residual_rotation",
+    "census-*", "align-all", "rotation_leakage-all", "slice_norms-all", "adam_*-all", "unpack-all", "*_motion-all",
+    "step_leakage-all", "*Fisher-all", "track", "track_rotation", "*_muon", "compress_*", "rotational_*",
+    "head_linear", "rope_linear", "residual_rotation",
 )
 
 
@@ -395,7 +397,7 @@ MASKED: dict[str, Callable[[Any], optax.GradientTransformation]] = with_masks(NE
 }
 
 
-@pytest.mark.slow_rows("*-function")
+@pytest.mark.slow_rows("*-function", "rotational_[al]*", "scale_by_*", "max_norm-*", "ddc_adamw-*", "*_muon-*")
 @pytest.mark.parametrize("kind", ["tree", "function"])
 @pytest.mark.parametrize("name", MASKED)
 def test_a_module_takes_the_steps_of_a_dict(name: str, kind: str) -> None:

@@ -62,7 +62,9 @@ SLACK = {("product/whole_gpt", "lion"): 10.0}
 OVERLAP = {"product/whole_gpt": 2, "product/whole_gpt_linear": 2}
 
 
-@pytest.mark.slow_rows("*/stacked-*", "norm_read_shift/one_plus_bias-*", "product/whole_*", "*/residual_layernorm-*")
+@pytest.mark.slow_rows(
+    "*/stacked*", "norm_read_shift/one_plus_bias-*", "product/whole_*", "*/residual_layernorm-*", "*/latents-*",
+    "product/normed_heads-*")
 @pytest.mark.parametrize(("case", "inner", "dtype"), [
     pytest.param(
         case, inner, dtype, id=f"{case.name}-{inner}-{dtype}",

@@ -106,7 +106,7 @@ class _Search:
         self._rows = max(24, int(_ROWS * columns) + 8)
         # At one point no more gradients are independent than the batches have outputs: a scalar loss needs more points.
         self._at_once = min(-(-self._rows // _POINTS), self._gradients.outputs(leaves) * len(batches))
-        self._untrue = list[str]()
+        self._untrue, self._unseen = list[str](), dict[str, str]()
         self._squares = {path: np.zeros(leaf.shape) for path, leaf in leaves.items()}
 
     def _rng(self, *purpose: int) -> np.random.Generator:
@@ -149,7 +149,8 @@ class _Search:
 
     def without_effect(self) -> tuple[dict[str, np.ndarray], list[str], list[Uncovered]]:
         """Masks of the entries without a gradient; leaves without effect; entries that no batch reaches."""
-        masks, dead, uncovered, self.rejected = unreached(self._prover, self._squares, self._rng(4))
+        masks, dead, uncovered, self._unseen = unreached(self._prover, self._squares, self._rng(4))
+        self.rejected += self._unseen.values()
         if untrue := [path for path in self._untrue if not masks[path].all()]:
             self.rejected.append(
                 f"{', '.join(untrue)}: gradients that are not the derivatives of the outputs (a straight-through "
@@ -210,7 +211,8 @@ class _Search:
           masks: by path, masks of entries without a gradient.
         """
         matrices = [set(symmetry.paths) for symmetry in exact if symmetry.family == "linear"]
-        additions = _additions(self._trace, masks, self._flows, self._shifts, self._prover.points[0], matrices)
+        still = {path: mask for path, mask in masks.items() if path not in self._unseen}
+        additions = _additions(self._trace, still, self._flows, self._shifts, self._prover.points[0], matrices)
         norms = passed([one.call for one in proved if one.call.kind == "norm_scale"], self._params)
         turns = _rotations_of_stream(
             self._trace, self._leaves, self._gradients, self._at_once, norms, self._params, exact, masks, self._rng,

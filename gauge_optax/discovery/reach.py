@@ -34,7 +34,7 @@ class Uncovered(NamedTuple):
 
 def unreached(
     prover: Prover, squares: Leaves, noise: np.random.Generator
-) -> tuple[dict[str, np.ndarray], list[str], list[Uncovered], list[str]]:
+) -> tuple[dict[str, np.ndarray], list[str], list[Uncovered], dict[str, str]]:
     """Classifies the entries without a gradient, by whether new values of them change the outputs all the same.
 
     Args:
@@ -43,11 +43,11 @@ def unreached(
       noise: source of the new values.
 
     Returns:
-      Masks of these entries by path; leaves without effect on the outputs; entries that no batch reaches; and, as text,
-      leaves whose new values do change the outputs.
+      Masks of these entries by path; leaves without effect on the outputs; entries that no batch reaches; and, by path,
+      a text on each leaf whose new values do change the outputs.
     """
     masks = without_gradient(squares, prover.points[0])
-    dead, uncovered, rejected = list[str](), list[Uncovered](), list[str]()
+    dead, uncovered, rejected = list[str](), list[Uncovered](), dict[str, str]()
     for path, mask in masks.items():
         if not mask.any():
             continue
@@ -55,7 +55,7 @@ def unreached(
         if change > STILL:  # for example, stop_gradient hides a value from gradients and not from the outputs
             which = "" if mask.all() else f" at {mask.sum()} of {mask.size} entries"
             why = "stop_gradient?" if mask.all() else "dead units, stop_gradient?"
-            rejected.append(f"{path}: no gradient{which} ({why}), but its values move the outputs by {change:.1e}")
+            rejected[path] = f"{path}: no gradient{which} ({why}), but its values move the outputs by {change:.1e}"
         elif mask.all():
             dead.append(path)
         else:

@@ -548,3 +548,33 @@ def test_a_scale_and_a_bias_that_no_module_holds_are_of_one_norm() -> None:
 
     params = drawn(down=(D, 4), scale=(4,), bias=(4,), up=(4, 9))
     assert list(ungauged(fn, params, inputs(2, 40, D)).values()) == [("bias + up",)]
+
+
+def test_a_code_book_behind_stop_gradient_is_no_bias_without_effect() -> None:
+    """As in VQ-VAE: no gradient reaches the code book, but it was called a bias without effect, and also refuted."""
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        z = x @ p["encode"]
+        code = p["book"][jnp.argmin(jnp.square(z[:, None] - p["book"]).sum(-1), -1)]
+        return jnp.sin((z + jax.lax.stop_gradient(code - z)) @ p["decode"])
+
+    params = drawn(encode=(D, 3), book=(5, 3), decode=(3, 4))
+    report = go.discover(fn, params, inputs(2, 40, D), "predictions", progress=False)
+    assert not report.ungauged and [row.startswith("book: no gradient") for row in report.rejected] == [True, False]
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_one_number_on_a_bias_in_front_of_a_kernel_along_another_axis_is_named(stacked: bool) -> None:
+    """As in MLP-Mixer: the kernel mixes places, and reads the number at each of them."""
+
+    def layer(x: jax.Array, q: Any) -> tuple[jax.Array, None]:
+        y = jnp.einsum("bsd,st->btd", centred(x) * q["scale"] + q["shift"], q["mix"]) + q["bias"][:, None]
+        return x + jnp.sin(y), None
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        x = jnp.tanh(x.reshape(-1, 3, D))
+        return jnp.sin(jax.lax.scan(layer, x, p)[0] if stacked else layer(x, p)[0])
+
+    leaves = {"scale": (D,), "shift": (D,), "mix": (3, 3), "bias": (3,)}
+    found = ungauged(fn, drawn(**{name: (2,) * stacked + x for name, x in leaves.items()}), inputs(2, 60, D))
+    assert list(found.values()) == [("shift + bias",)]

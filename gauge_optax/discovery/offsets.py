@@ -282,6 +282,14 @@ def flows(trace: Trace, leaves: Leaves) -> list[Flow]:
     for writer, added in sorted(trace.added_behind):
         if added in by_path and by_path[added] in vectors:
             behind.setdefault(writer, []).append(by_path[added])
+    for view in squares:
+        if view.path in kernel_paths - by_path.keys():
+            # Which of its axes the kernel reads is not known here: a flow has columns for either.
+            ways = [_relabelled(view, [axis]) for axis in range(len(view.windows))]
+            kernels += [way for way in ways if len(set(way.labels)) == len(way.labels)]
+            biases = [_relabelled(b, [k for k, window in enumerate(b.windows) if window.atoms[0].space not in layers])
+                      for b in behind.get(view.path, [])]
+            behind[view.path] = [*behind.get(view.path, []), *biases]
     tried = []
 
     def read(vector: View) -> set[str]:
@@ -290,6 +298,7 @@ def flows(trace: Trace, leaves: Leaves) -> list[Flow]:
     for view in vectors + vector_parts:
         readers = _readers(view, kernels, kernel_parts, trace)
         tried += [_absorbed(view, readers, behind, layers), _carried_on(view, readers, behind, vectors, layers)]
+        tried.append(_one_number(view, [k for k in kernels if k.path in read(view)], behind, layers))
         if len(readers) == 1:
             tried += _mapped_to_zero(view, readers[0], layers)
         # The scale and the bias of one norm are in one module, or at least have the same readers.
@@ -301,13 +310,6 @@ def flows(trace: Trace, leaves: Leaves) -> list[Flow]:
         for kernel in _readers(vector, kernels, kernel_parts, trace):
             beside = [b for b in vectors if (b.path, kernel.path) in trace.vector_reads]
             tried.append(_hidden_by_norm(kernel, _Norm(vector, plus), beside, behind.get(kernel.path, []), layers))
-    for view, vector, plus in itertools.product(squares, vectors, (0.0, 1.0, None)):
-        beside = [b for b in vectors if (b.path, view.path) in trace.vector_reads]
-        biases = [_relabelled(b, range(len(b.windows))) for b in behind.get(view.path, [])]
-        for axis in range(len(view.windows)) if (vector.path, view.path) in trace.vector_reads else ():
-            kernel = _relabelled(view, [axis])
-            if len(set(kernel.labels)) == len(kernel.labels):
-                tried.append(_hidden_by_norm(kernel, _Norm(vector, plus), beside, biases, layers))
     for view, scale in itertools.product(views + parts, vectors):
         if (view.path, scale.path) in trace.scaled_behind | trace.gains:
             tried += [_hidden_behind_scale(view, _Norm(scale, plus), layers) for plus in (0.0, 1.0)]
@@ -469,6 +471,22 @@ def _carried_on(
         return len(taken) > 2 and taken[0] == 0 and taken[1] < first <= taken[-1]
 
     return _linear(ON_STREAM, vector.labels, columns if pairs and later else [], belongs, write)
+
+
+def _one_number(
+    vector: View, kernels: Sequence[View], behind: Mapping[str, Sequence[View]], layers: set[Space]
+) -> Flow:
+    """One number on all entries of a vector, which the bias behind a kernel along another axis takes away.
+
+    A kernel W along another axis reads the number at all of its inputs, so that the bias behind it loses the number
+    times the sum of W over its inputs. Examples are the kernels of MLP-Mixer and gMLP that mix places.
+    """
+    stacked = tuple(label for label in vector.labels if label in layers)
+    pairs = [(k, b) for k in kernels for b in behind.get(k.path, []) if set(stacked) <= set(b.labels) < set(k.labels)]
+    apart = {k + 1 for k, (kernel, _) in enumerate(pairs) if set(vector.labels) & set(kernel.labels) <= layers}
+    columns = [_Column(vector), *(_Column(b, (kernel,)) for kernel, b in pairs)] if apart else []
+    kind = "one number on all entries of a bias, which the biases behind kernels along another axis take away"
+    return _linear(kind, stacked, columns, lambda taken: len(taken) > 1 and taken[0] == 0 and taken[1] in apart)
 
 
 def _pairs(

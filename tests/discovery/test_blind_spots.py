@@ -578,3 +578,16 @@ def test_one_number_on_a_bias_in_front_of_a_kernel_along_another_axis_is_named(s
     leaves = {"scale": (D,), "shift": (D,), "mix": (3, 3), "bias": (3,)}
     found = ungauged(fn, drawn(**{name: (2,) * stacked + x for name, x in leaves.items()}), inputs(2, 60, D))
     assert list(found.values()) == [("shift + bias",)]
+
+
+def test_the_bias_of_a_norm_flows_through_a_kernel_that_gates_what_it_reads() -> None:
+    """As in AlphaFold's triangles: both axes of the gate's kernel are along the stream, and its bias was passed over."""
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        x = jnp.tanh(x @ p["first"])
+        y = centred(x) * p["scale"] + p["shift"]
+        x = x + jax.nn.sigmoid(y @ p["gate"] + p["gate_bias"]) * (jnp.sin(y @ p["up"] + p["up_bias"]) @ p["down"])
+        return jnp.sin(x @ p["out"])
+
+    params = drawn(first=(D, 4), scale=(4,), shift=(4,), gate=(4, 4), gate_bias=(4,), up=(4, 5), up_bias=(5,))
+    explained(fn, params | drawn(1, down=(5, 4), out=(4, 5)), "bias_absorption", "norm_read_shift")

@@ -36,6 +36,7 @@ Coefficients = Mapping[int, float]  # by the number of a column
 PAST_NORMS = "the mean of a stream, which centred norms hide, and which a kernel without a norm before it reads"
 ABSORBED = "a bias that flows into the biases behind it"
 ON_STREAM = "a vector on a stream, which later leaves and the biases between them take away"
+ONE_NUMBER = "one number on all entries of a bias, which the biases behind kernels along another axis take away"
 _MOST = 96  # a flow with more columns is not tried: it comes from a residual stream that every layer writes to
 
 
@@ -485,8 +486,7 @@ def _one_number(
     pairs = [(k, b) for k in kernels for b in behind.get(k.path, []) if set(stacked) <= set(b.labels) < set(k.labels)]
     apart = {k + 1 for k, (kernel, _) in enumerate(pairs) if set(vector.labels) & set(kernel.labels) <= layers}
     columns = [_Column(vector), *(_Column(b, (kernel,)) for kernel, b in pairs)] if apart else []
-    kind = "one number on all entries of a bias, which the biases behind kernels along another axis take away"
-    return _linear(kind, stacked, columns, lambda taken: len(taken) > 1 and taken[0] == 0 and taken[1] in apart)
+    return _linear(ONE_NUMBER, stacked, columns, lambda taken: len(taken) > 1 and taken[0] == 0 and taken[1] in apart)
 
 
 def _pairs(

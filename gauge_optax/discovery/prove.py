@@ -42,6 +42,7 @@ _FACTORS = frozenset(("norm_scale", "scale_invariant", "rescale", "multiplier_ba
 _SHORT = 1e-5  # `along_orbits` makes this fraction of a move, as a small step in its direction
 _MANY = 60  # the moves of more copies of gauges would compile for longer than they run
 _ALONG = 1e-3  # a step is along an orbit if it moves the slice point by less than this, relative to its own length
+_SLIGHT = 1e-4  # the scale of a move whose chord shows its tangent
 
 
 class Held(NamedTuple):
@@ -299,15 +300,28 @@ class Prover:
         return paths([merged]) == paths(group)
 
     def together(self, held: Sequence[Held]) -> tuple[list[Held], list[str]]:
-        """The gauges that the library accepts as one product, and why it refuses the others.
+        """The gauges that the library accepts as one product, and why it refuses those whose moves these do not make.
 
         If the library refuses the product of all, one gauge gets another anchor, or else is dropped. If neither helps
         for any gauge, they are added one by one.
         """
+        kept, refused = self._accepted(held)
+        along = self.along_orbits(kept) if refused else None
+        # A move may be found twice, as of biases whose channels a norm divides into groups: then it has a gauge.
+        return kept, [f"{one}: {reason}" for one, reason in refused if not (along and along(self._slightly_moved(one)))]
+
+    def _slightly_moved(self, one: Held) -> Leaves:
+        """The first of `points` after a small random move of a gauge."""
+        tree = with_leaves(self._params, self.points[0])
+        moved = leaves_by_path(one.gauge.act(one.gauge.sample(jax.random.key(0), tree, _SLIGHT), tree))
+        return {path: moved[path] for path in self.points[0]}
+
+    def _accepted(self, held: Sequence[Held]) -> tuple[list[Held], list[tuple[Held, str | None]]]:
+        """The gauges that the library accepts as one product, and the others with the reasons why it refuses them."""
         reason = self._refusal(held)
         if reason is None:
             return list(held), []
-        dropped: tuple[list[Held], list[str]] | None = None
+        dropped: tuple[list[Held], list[tuple[Held, str | None]]] | None = None
         # Mostly one gauge is the reason. If dropping any of several would do, the last is dropped, because the gauges
         # that optimizers take come first. But a single matrix goes before the matrices of heads: behind a learned query
         # both move the query's kernel.
@@ -317,16 +331,16 @@ class Prover:
                 if self._refusal([*before, other, *after]) is None:
                     return [*before, other, *after], []
             if dropped is None and self._refusal([*before, *after]) is None:
-                dropped = [*before, *after], [f"{one}: {reason}"]
+                dropped = [*before, *after], [(one, reason)]
         return dropped or self._one_by_one(held)
 
-    def _one_by_one(self, held: Sequence[Held]) -> tuple[list[Held], list[str]]:
+    def _one_by_one(self, held: Sequence[Held]) -> tuple[list[Held], list[tuple[Held, str | None]]]:
         """The gauges that the library accepts in one product with those kept before, and why it refuses the others.
 
         If it refuses a gauge, the same gauge is tried with other anchors, and then as one gauge per layer.
         """
         kept: list[Held] = []
-        refused = []
+        refused = list[tuple[Held, str | None]]()
 
         def beside(new: Sequence[Held]) -> list[Held]:
             done: list[Held] = []
@@ -341,7 +355,7 @@ class Prover:
         for one in held:
             fitting = beside([one]) or beside(one.parts)
             if not fitting:
-                refused.append(f"{one}: {self._refusal([*kept, one])}")
+                refused.append((one, self._refusal([*kept, one])))
             kept += fitting
         return kept, refused
 

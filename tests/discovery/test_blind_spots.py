@@ -591,3 +591,15 @@ def test_the_bias_of_a_norm_flows_through_a_kernel_that_gates_what_it_reads() ->
 
     params = drawn(first=(D, 4), scale=(4,), shift=(4,), gate=(4, 4), gate_bias=(4,), up=(4, 5), up_bias=(5,))
     explained(fn, params | drawn(1, down=(5, 4), out=(4, 5)), "bias_absorption", "norm_read_shift")
+
+
+def test_two_biases_in_front_of_a_norm_of_groups_have_one_gauge() -> None:
+    """As in a UNet whose time embedding is added in front of a GroupNorm: the gauge was refused beside itself."""
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        y = x[:, :3] @ p["w"] + p["bias"] + jnp.sin(x[:, 3:]) @ p["time"] + p["shift"]
+        return jnp.sin(jax.nn.silu(centred(y.reshape(-1, 2, 3)).reshape(-1, 6) * p["scale"]) @ p["out"])
+
+    params = drawn(w=(3, 6), bias=(6,), time=(D - 3, 6), shift=(6,), scale=(6,), out=(6, 4))
+    report = go.discover(fn, params, inputs(2, 40, D), "predictions", progress=False)
+    assert [gauge.name for gauge in report.whole].count("embedding_shift") == 1 and not report.rejected, report

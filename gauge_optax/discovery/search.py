@@ -190,7 +190,8 @@ def spaces_with_companions(trace: Trace) -> dict[Space, set[Space]]:
     [2, 3]
     """
     spaces: dict[Space, set[Space]] = {}
-    for axis, beside in trace.contracted:
+    paired = [(axis, axes) for axes in trace.paired for axis in axes if len(axes) > 1]
+    for axis, beside in (*trace.contracted, *paired):
         atoms = [atom for atom in trace.atom_keys(axis) if len(atom) > 1]
         others = [atom for other in beside for atom in trace.atom_keys(other) if len(atom) > 1]
         for atom in atoms:

@@ -47,6 +47,7 @@ class Trace:
       spaces: ids, shared by all walks.
       leaves: the ids of every leaf's axes, by path.
       contracted: axes on which symmetries are searched, each with the axes that may count copies of it, such as heads.
+      paired: the axes of each product of two leaves, entry by entry: other axes may count copies of one of them.
       concatenated: per concatenation, the axes that it joined end to end.
       layers: during the walk, leading axes of the arrays that the enclosing scans loop over.
       stacked: all axes that are scanned over.
@@ -74,6 +75,7 @@ class Trace:
     def __init__(self, spaces: Spaces, leaves: dict[str, Axes]) -> None:
         self.spaces, self.leaves = spaces, leaves
         self.contracted: list[tuple[np.ndarray, list[np.ndarray]]] = []
+        self.paired: list[list[np.ndarray]] = []
         self.concatenated: list[list[np.ndarray]] = []
         self.layers: list[np.ndarray] = []
         self.stacked: list[np.ndarray] = []
@@ -173,6 +175,8 @@ class Trace:
         leaf = next((value.leaf for value in ins if value.leaf), "") if name in _MOVES else ""
         outs = rule_of(name)(self, eqn, ins)
         writers, vectors = self._parameters_in(name, ins)
+        if name in _PRODUCTS and all(value.leaf for value in ins):
+            self.paired += [[axis for axis in axes if axis is not None and len(axis) > 1] for axes in outs]
         return [Value(axes, None, depends, leaf, writers, vectors) for axes in outs]
 
     def _parameters_in(self, name: str, ins: Sequence[Value]) -> tuple[frozenset[str], frozenset[str]]:

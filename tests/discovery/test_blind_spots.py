@@ -603,3 +603,18 @@ def test_two_biases_in_front_of_a_norm_of_groups_have_one_gauge() -> None:
     params = drawn(w=(3, 6), bias=(6,), time=(D - 3, 6), shift=(6,), scale=(6,), out=(6, 4))
     report = go.discover(fn, params, inputs(2, 40, D), "predictions", progress=False)
     assert [gauge.name for gauge in report.whole].count("embedding_shift") == 1 and not report.rejected, report
+
+
+@pytest.mark.parametrize("more", [(), (3,)])
+def test_two_kernels_that_are_multiplied_entry_by_entry_have_a_factor_per_entry(more: tuple[int, ...]) -> None:
+    """As the scales of the splines of a KAN. A factor per row was found, and one per column was refused as cyclic."""
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        kernel = p["kernel"] * p["scale"].reshape(D, 4, *[1] * len(more))
+        powers = jnp.stack([jnp.sin(k * x) for k in range(1, 4)], -1)
+        return jnp.sin(jnp.einsum("big,iog->bo", powers, kernel) if more else x @ kernel)
+
+    report = go.discover(
+        fn, drawn(kernel=(D, 4, *more), scale=(D, 4)), inputs(2, 40, D), "predictions", progress=False)
+    assert [gauge.dim(drawn(kernel=(D, 4, *more), scale=(D, 4))) for gauge in report.whole] == [4 * D], report
+    assert not report.rejected

@@ -182,7 +182,7 @@ class Report(Mappings):
             ("rejected candidates", self.rejected),
             ("leaves that do not affect the outputs", self.dead),
             ("not reached by any batch", [f"{u.entries} of {u.of} entries of {u.path}" for u in self.uncovered]),
-            ("symmetries without a gauge", [f"{kind}: {', '.join(where)}" for kind, where in self.ungauged.items()]),
+            ("symmetries without a gauge", [f"{kind}: {'; '.join(where)}" for kind, where in self.ungauged.items()]),
             ("axes that the function does not decide", [f"{path}: {why}" for path, why in self.undecided.items()]),
             ("the function does not show what its outputs are, so that every change of them counted",
              [asked] * (self.outputs is None)),

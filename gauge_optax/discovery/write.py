@@ -22,6 +22,8 @@ from gauge_optax.discovery.spaces import Space
 from gauge_optax.discovery.views import Atom, Piece, View, Window
 
 _CLOSE = 1e-5  # difference of exponents that count as equal
+_TRADED = "a vector that some leaves gain and others lose, each times a number of its own"
+_LOGARITHM = "factors of leaves that an addition to another leaf undoes, as to a scale that is stored as its logarithm"
 _COMPANIONS = ("head", "group", "part", "slot")  # names of the axes that index a group's copies
 
 
@@ -100,7 +102,8 @@ def _scale_call(symmetry: Symmetry, names: _Names) -> Call:
     for piece, modes in exponents.items():
         scale, offset = modes.get("scale", 0.0), modes.get("offset", 0.0)
         if not scale:
-            raise Unwritable("a constant added")
+            factors = any(modes.get("scale") for modes in exponents.values())
+            raise Unwritable(_LOGARITHM if factors else _TRADED)
         if offset and abs(offset / scale - 1) > _CLOSE:
             raise Unwritable(f"a scale about {-offset / scale:.3g}")
         terms.append(Term(piece, "offset" if offset else "scale", scale))
@@ -134,7 +137,7 @@ def _trade_call(terms: Sequence[Term], names: _Names) -> Call:
     """The gauge of two biases that are added to each other: what one gains at an entry, the other loses."""
     gains, loses = terms
     if abs(gains.exponent + loses.exponent) > _CLOSE * abs(gains.exponent):
-        raise Unwritable("a constant added")
+        raise Unwritable(_TRADED)
     roles = {"token": names.role([gains], "channel"), "position": names.role([loses], "channel")}
     return Call("embedding_shift", roles, {}, names.sizes)
 

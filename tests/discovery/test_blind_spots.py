@@ -618,3 +618,16 @@ def test_two_kernels_that_are_multiplied_entry_by_entry_have_a_factor_per_entry(
         fn, drawn(kernel=(D, 4, *more), scale=(D, 4)), inputs(2, 40, D), "predictions", progress=False)
     assert [gauge.dim(drawn(kernel=(D, 4, *more), scale=(D, 4))) for gauge in report.whole] == [4 * D], report
     assert not report.rejected
+
+
+def test_what_has_no_gauge_is_said_in_words_one_by_one() -> None:
+    """Such rows were called "a constant added", and their leaves stood in one list."""
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        y = jnp.sin(x @ p["w"] * jnp.exp(p["logs"])) + jnp.cos(x @ p["v"] * jnp.exp(p["more"]))
+        return jnp.sin(y + p["bias"] + 0.5 * p["half"])
+
+    params = drawn(w=(D, 4), logs=(4,), v=(D, 4), more=(4,), bias=(4,), half=(4,))
+    text = str(go.discover(fn, params, inputs(2, 40, D), "predictions", progress=False))
+    assert "as to a scale that is stored as its logarithm: logs, w; more, v" in text, text
+    assert "each times a number of its own: bias, half" in text, text

@@ -38,6 +38,11 @@ CONSTRUCTORS: Mapping[str, Callable[..., Gauge]] = {
     )
 }
 
+# The order in which a report lists gauges: first those that optimizers take, then those that make a step dearer.
+TRAINING = ("norm_scale", "scale_invariant", "head_rotation", "head_linear", "rope_torus", "rope_linear", "rescale",
+            "logit_shift")
+REST = ("residual_rotation", "norm_read_shift", "norm_write_shift", "embedding_shift", "key_bias", "bias_absorption")
+
 Axes = str | tuple[str, ...]
 Roles = Mapping[str, Mapping[str, Axes]]
 CAPTURES = ("{i}", "{j}", "{k}", "{l}", "{m}", "{n}")

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gauge_optax.discovery import offsets, scaled_products, search
-from gauge_optax.discovery.calls import Call, merge_layers
+from gauge_optax.discovery.calls import REST, TRAINING, Call, merge_layers
 from gauge_optax.discovery.groups import STILL, ZERO, Symmetry, independent
 from gauge_optax.discovery.prove import Held, Prover
 from gauge_optax.discovery.reach import Uncovered, unreached, without_gradient
@@ -26,10 +26,6 @@ from gauge_optax.discovery.write import Unwritable, shift_call, write_shift_call
 _POINTS = 5  # points with gradients: at one alone, units may be dead, and their moves only seem to be symmetries
 _CLOSE = 12  # by their gradients many symmetries nearly hold; at most so many are tried by a finite move
 _ROWS = 1.5  # gradients per column of `search`: fewer gradients than columns leave null vectors by chance
-# The order in which a report lists gauges: first those that optimizers take, then those that make a step dearer.
-TRAINING = ("norm_scale", "scale_invariant", "head_rotation", "head_linear", "rope_torus", "rope_linear", "rescale",
-            "logit_shift")
-REST = ("residual_rotation", "norm_read_shift", "norm_write_shift", "embedding_shift", "key_bias", "bias_absorption")
 
 
 class Found(NamedTuple):

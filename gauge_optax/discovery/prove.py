@@ -17,7 +17,7 @@ import numpy as np
 from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.binding.axes import parse_axes
 from gauge_optax.discovery import checks
-from gauge_optax.discovery.calls import Call, bound_copies
+from gauge_optax.discovery.calls import TRAINING, Call, bound_copies
 from gauge_optax.discovery.groups import STILL
 from gauge_optax.discovery.sketch import Function, Gradients, Leaves, finite_points, masked, root_mean_square
 from gauge_optax.gauges.disconnected import disconnected
@@ -322,10 +322,11 @@ class Prover:
         if reason is None:
             return list(held), []
         dropped: tuple[list[Held], list[tuple[Held, str | None]]] | None = None
-        # Mostly one gauge is the reason. If dropping any of several would do, the last is dropped, because the gauges
-        # that optimizers take come first. But a single matrix goes before the matrices of heads: behind a learned query
-        # both move the query's kernel.
-        for k in sorted(range(len(held)), key=lambda k: (not _is_one_matrix(held[k].call), -k)):
+        dims = [one.gauge.dim(self._params) if one.call.kind in TRAINING else 0 for one in held]
+        # Mostly one gauge is the reason. If dropping any of several would do, the last of those that optimizers do not
+        # take is dropped, or else the smallest. But a single matrix goes before the matrices of heads: behind a learned
+        # query both move the query's kernel.
+        for k in sorted(range(len(held)), key=lambda k: (not _is_one_matrix(held[k].call), dims[k], -k)):
             one, before, after = held[k], held[:k], held[k + 1 :]
             for other in itertools.chain(_with_other_anchors(one), _on_readers(one, [*before, *after])):
                 if self._refusal([*before, other, *after]) is None:

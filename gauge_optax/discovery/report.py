@@ -23,12 +23,13 @@ from tqdm import tqdm
 from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.discovery import checks
 from gauge_optax.discovery.axes import LeafAxes, Mappings, read_axes
+from gauge_optax.discovery.calls import REST, TRAINING
 from gauge_optax.discovery.census import Census
 from gauge_optax.discovery.certificate import certified
 from gauge_optax.discovery.checks import Outputs
 from gauge_optax.discovery.cut import Unlike
 from gauge_optax.discovery.groups import STILL
-from gauge_optax.discovery.instance import REST, TRAINING, in_order, refuted, search_instance
+from gauge_optax.discovery.instance import in_order, refuted, search_instance
 from gauge_optax.discovery.layers import Shallow, shallower
 from gauge_optax.discovery.lift import in_double
 from gauge_optax.discovery.prove import Held, Prover

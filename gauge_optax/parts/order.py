@@ -8,6 +8,7 @@ order of a list of gauges has no effect.
 
 import functools
 import itertools
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from gauge_optax.parts.part import (
     EXCLUSIVE,
     Anchor,
     Constant,
+    Part,
     Size,
     Turn,
     blocks_by_path,
@@ -46,6 +48,12 @@ class Place(NamedTuple):
 by_label = operator.attrgetter("label")  # sorts parts whose order nothing else decides
 
 
+@functools.singledispatch
+def last_anchors(part: Part[Any]) -> tuple[Anchor, ...]:
+    """Further anchors of a part, which are taken only if a list has no order with those of `Part.anchors` alone."""
+    return ()
+
+
 def anchor_key(anchor: Anchor) -> tuple[tuple[str, str], ...]:
     """The path and axes string of every block of an anchor: equal for two parts with the same anchor."""
     return tuple((b.path, b.axes) for b in anchor)
@@ -69,11 +77,13 @@ def in_order(parts: Sequence[Any]) -> list[Place]:
       ValueError: each of the remaining parts waits for another one, whichever of its anchors it takes.
     """
     waiting = {p.label: p for p in sorted(parts, key=by_label)}
-    offered = {p.label: [Place(p, anchor, others_of(p, anchor, parts)) for anchor in p.anchors] for p in parts}
+    levels = {p.label: [*enumerate(p.anchors), *((math.inf, anchor) for anchor in last_anchors(p))] for p in parts}
+    offered = {p.label: [(level, Place(p, anchor, others_of(p, anchor, parts))) for level, anchor in levels[p.label]]
+               for p in parts}
     places: list[Place] = []
     while waiting:
         ready = [
-            (level, place) for label in waiting for level, place in enumerate(offered[label])
+            (level, place) for label in waiting for level, place in offered[label]
             if not any(q.label in waiting for q, _ in place.others)
         ]
         if not ready:

@@ -26,6 +26,7 @@ from gauge_optax.linalg import (
     triangular_factor,
 )
 from gauge_optax.parts.heads import BASIS, PLANE, Heads
+from gauge_optax.parts.order import last_anchors
 from gauge_optax.parts.part import Anchor, Arrays, Size
 
 # `fix` reaches the slice exactly if, after the step, the smallest eigenvalue of an anchor's Gram matrix H is at least
@@ -83,7 +84,7 @@ class Factor(Size[jax.Array]):
     def natural(self) -> Mapping[Anchor, int]:
         """The squared norm of a channel on the slice, by the anchor that it is read from."""
         return {anchor: sum(b.entries(self.named) for b in anchor) if self.by_entry else columns(anchor, self.named)
-                for anchor in self.anchors}
+                for anchor in (*self.anchors, *last_anchors(self))}
 
     def identity(self) -> jax.Array:
         return jnp.ones(self.shape, real_dtype())
@@ -146,6 +147,12 @@ class Factor(Size[jax.Array]):
         most = max(bits.values(), default=0)  # a Python number has no dtype, and rounds nothing away
         precise = max(bits.get(b.path, most) for b in self.anchors[0])
         return min(bits.get(b.path, most) for b in self.blocks) < precise
+
+
+@last_anchors.register
+def _single_blocks(part: Factor) -> tuple[Anchor, ...]:
+    """Other gauges may move some of the blocks of a side, and not all: a multiplier in each layer, for example."""
+    return tuple((b,) for b in part.blocks if (b,) not in part.anchors)
 
 
 def columns(anchor: Anchor, named: tuple[str, ...]) -> int:

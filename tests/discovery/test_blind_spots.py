@@ -631,3 +631,15 @@ def test_what_has_no_gauge_is_said_in_words_one_by_one() -> None:
     text = str(go.discover(fn, params, inputs(2, 40, D), "predictions", progress=False))
     assert "as to a scale that is stored as its logarithm: logs, w; more, v" in text, text
     assert "each times a number of its own: bias, half" in text, text
+
+
+def test_layers_that_mix_their_values_with_shared_ones_by_trained_multipliers() -> None:
+    """Value embeddings: each multiplier's factor is read from one leaf of its side, or else the matrices go."""
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        shared = x[:, 4:] @ p["shared"]
+        values = {k: p[f"lam{k}"][0] * (x[:, :4] @ p[f"v{k}"]) + p[f"lam{k}"][1] * shared for k in range(2)}
+        return jnp.sin(jnp.sin(values[0] @ p["o0"]) + values[1] @ p["o1"])
+
+    layers = [{f"v{k}": (4, 3), f"o{k}": (3, 5), f"lam{k}": (2,)} for k in range(2)]
+    explained(fn, drawn(shared=(4, 3), **layers[0], **layers[1]), "head_linear", "rescale")

@@ -31,6 +31,7 @@ class Value(NamedTuple):
       leaf: path of the parameter that it is, perhaps with its entries moved; "" if it is none.
       writers: paths of the kernels on whose products it depends linearly.
       vectors: paths of parameters that were added to it or multiplied with it since the last kernel or nonlinearity.
+      number: of integers, equal for values that are computed alike from the same values; None for all others.
 
     >>> Value([None, np.arange(3)], leaf="kernel").depends
     False
@@ -42,6 +43,7 @@ class Value(NamedTuple):
     leaf: str = ""
     writers: frozenset[str] = frozenset()
     vectors: frozenset[str] = frozenset()
+    number: int | None = None
 
 
 Rule = Callable[["Trace", Any, list[Value]], list[Axes]]
@@ -323,6 +325,8 @@ def _gather(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
             if index.depends and not ins[0].leaf:  # parameters choose, as a router chooses an expert's result
                 trace.ranked.append(table[k])
                 trace.summed.append(table[k])
+        if ins[0].leaf and len(indexed) == 1:
+            trace.take(index, table, k)
         if len(indexed) == 1 and index.constant is not None and table[k] is not None:
             _constant_rows(trace, out, spread, table[k], shape[k], index.constant[..., 0])
     return [out]

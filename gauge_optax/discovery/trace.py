@@ -64,6 +64,9 @@ class Trace:
       opaque: names of primitives whose effect was guessed.
       ranked: axes that are sorted, or of which the largest entry is taken.
       summed: axes that are summed over.
+      taken: an index, as a number or as its bytes, with the length of the axis that it indexes → the axes of the leaves
+        from which it takes entries, the indexed axis first.
+      numbers: what integers are computed from → `Value.number`.
       grouped: sizes of groups of rows, as a variable or as their bytes → the axis of kernels that counts these groups.
 
     >>> tree = {"up": np.ones((2, 3)), "down": np.ones((3, 4))}
@@ -92,12 +95,30 @@ class Trace:
         self.ranked: list[np.ndarray] = []
         self.summed: list[np.ndarray] = []
         self.grouped: dict[Any, Axis] = {}
+        self.taken: dict[Any, list[Sequence[Axis]]] = {}
+        self.numbers: dict[Any, int] = {}
 
     def note(self, axis: Axis, beside: Sequence[Axis] = ()) -> None:
         """Records an axis for the search; `beside` and the axes of enclosing scans may count copies of it."""
         if axis is not None and len(axis) > 1:
             others = [other for other in (*self.layers, *beside) if other is not None and len(other) > 1]
             self.contracted.append((axis, others))
+
+    def take(self, index: Value, table: Sequence[Axis], k: int) -> None:
+        """Notes that `index` takes entries of a parameter along its axis k. If it takes kernels, they are experts.
+
+        The kernels and biases that one index takes have the same experts.
+        """
+        number, axis = index.number if index.constant is None else index.constant.tobytes(), table[k]
+        if number is None or axis is None or (index.constant is not None and index.constant.size == 1):
+            return
+        together = self.taken.setdefault((number, len(axis)), [])
+        together.append([axis, *table[:k], *table[k + 1 :]])
+        if any(len(axes) > 2 for axes in together):
+            experts = self.spaces.unify(*(axes[0] for axes in together))
+            self.note(experts)
+            for inner in together[-1][1:]:
+                self.note(inner, [experts])
 
     def pick(self, axis: Axis, index: np.ndarray, length: int) -> Axis:
         """The ids at some entries of an axis. For one entry alone it returns None, and marks the axis as `picked`.
@@ -177,7 +198,13 @@ class Trace:
         writers, vectors = self._parameters_in(name, ins)
         if name in _PRODUCTS and all(value.leaf for value in ins):
             self.paired += [[axis for axis in axes if axis is not None and len(axis) > 1] for axes in outs]
-        return [Value(axes, None, depends, leaf, writers, vectors) for axes in outs]
+        counted: list[int | None] = [None] * len(outs)
+        if any(jnp.issubdtype(a.dtype, jnp.integer) or a.dtype == bool for a in avals):
+            given = [x.number if x.constant is None else x.constant.tobytes() for x in ins]
+            key = object() if None in given else (name, str(eqn.params), *given)
+            counted = [self.numbers.setdefault((key, k), len(self.numbers)) for k in range(len(outs))]
+        return [Value(axes, None, depends, leaf, writers, vectors, number)
+                for axes, number in zip(outs, counted, strict=True)]
 
     def _parameters_in(self, name: str, ins: Sequence[Value]) -> tuple[frozenset[str], frozenset[str]]:
         """The `writers` and `vectors` of a result. Notes which vectors a kernel reads, and which are added behind it.

@@ -412,6 +412,18 @@ def test_ragged_experts_have_a_scale_per_unit(last: int) -> None:
     explained(fn, drawn(up=(2, D, 5) if last == 1 else (2, 5, D), down=(2, 5, 3)), "rescale")
 
 
+def test_experts_that_are_taken_by_index_have_a_scale_per_unit() -> None:
+    """Found was one per unit, which all experts share, and none where one is added to the biases' products."""
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        share, chosen = jax.lax.top_k(x @ p["router"], 2)
+        y = p["bias"][chosen] + jnp.einsum("td,tedf->tef", x, p["up"][chosen])
+        y = jnp.einsum("tef,tefd->ted", (1.0 + y[..., ::2]) * jax.nn.silu(y[..., 1::2]), p["down"][chosen])
+        return jnp.sin(jnp.einsum("ted,te->td", y, jax.nn.softmax(share)))
+
+    explained(fn, drawn(router=(D, 3), up=(3, D, 6), bias=(3, 6), down=(3, 3, 5)), "rescale")
+
+
 def test_rows_that_a_router_scatters_keep_their_columns() -> None:
     def fn(p: Any, x: Any) -> jax.Array:
         share = jax.nn.softmax(x @ p["router"])

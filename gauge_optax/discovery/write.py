@@ -219,10 +219,13 @@ class _Names:
         self.sizes: dict[str, int] = {}
         self._positive = positive
         places = [term.piece.places for term in symmetry.terms]  # per term, that of the space, then of each companion
+        # A range of an axis, as a half of each head, has a name of its own.
+        whole = not any(term.piece.view.windows[axis].atoms[number].span
+                        for term in symmetry.terms for axis, number in term.piece.places)
         runs = [[k] for k in range(len(places[0]))]
 
         def neighbours(a: list[int], b: list[int]) -> bool:
-            free = symmetry.family == "diagonal" or (0 not in a and 0 not in b)
+            free = whole and (symmetry.family == "diagonal" or (0 not in a and 0 not in b))
             ends = [(row[a[-1]], row[b[0]]) for row in places]
             return free and all(second == (axis, number + 1) for (axis, number), second in ends)
 

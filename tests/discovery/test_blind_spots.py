@@ -655,3 +655,18 @@ def test_layers_that_mix_their_values_with_shared_ones_by_trained_multipliers() 
 
     layers = [{f"v{k}": (4, 3), f"o{k}": (3, 5), f"lam{k}": (2,)} for k in range(2)]
     explained(fn, drawn(shared=(4, 3), **layers[0], **layers[1]), "head_linear", "rescale")
+
+
+def test_scales_of_a_norm_over_all_heads_have_a_factor_per_plane() -> None:
+    """As in OLMo 2, in front of rotary embeddings: the axes string of the halves of each head was malformed."""
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        q, k = (half((normalised(x @ p[n]) * p[n + "_norm"]).reshape(-1, 4, 2, 4)) for n in "qk")
+        return jnp.sin(attention(q, k, (x @ p["v"]).reshape(-1, 4, 2, 1)))
+
+    params = drawn(q=(D, 8), k=(D, 8), q_norm=(8,), k_norm=(8,), v=(D, 2))
+    report = go.discover(fn, params, inputs(2, 40, D), "loss", progress=False)
+    (gauge,) = (gauge for gauge in report.gauges if gauge.name == "rescale")
+    assert gauge.dim(params) == 4 and not report.ungauged, report
+
+

@@ -409,6 +409,22 @@ def _stacked_latents_loss(p: Tree) -> jax.Array:
     return _square(x @ x.T)
 
 
+def _mixed_gauges() -> list[Gauge]:
+    """Values of two layers are mixed with shared ones, each by a multiplier: no order of whole sides reads them all."""
+    writers = dict.fromkeys(("shared", "v0", "v1"), "_ basis")
+    return [go.head_linear(writers, {"o0": "basis _", "o1": "basis _"}),
+            go.rescale({"lam{i}": "part=0"}, {"v{i}": "_ _"}),
+            go.rescale({"shared": "_ _"}, {"lam0": "part=1", "lam1": "part=1"}),
+            go.rescale({"o1": "_ _"}, {"lam1": "part=1", "v1": "_ _"})]
+
+
+def _mixed_loss(p: Tree) -> jax.Array:
+    x = _inputs(p["shared"], 4, 8)
+    shared = x[:, 4:] @ p["shared"]
+    first, second = (p[f"lam{k}"][0] * (x[:, :4] @ p[f"v{k}"]) + p[f"lam{k}"][1] * shared for k in (0, 1))
+    return _square(jnp.tanh(jnp.tanh(first @ p["o0"]) + second @ p["o1"]))
+
+
 def _latent_head_gauges() -> list[Gauge]:
     """Keys of heads from a latent vector: the stream is read first, then the vector, then the heads."""
     norm = go.norm_scale({"scale": "1+ channel"}, {"key": "channel _ _"})
@@ -569,6 +585,8 @@ GAUGE_CASES: tuple[GaugeCase, ...] = (
         "product/chain",
         lambda: [go.rescale({"w1": "_ channel"}, {"w2": "channel _"}),
                  go.rescale({"w2": "_ channel"}, {"w3": "channel _"})], _CHAIN, _chain_loss, dim=9),
+    GaugeCase("product/mixed_linear", _mixed_gauges, _params(
+        shared=(4, 3), v0=(4, 3), v1=(4, 3), o0=(3, 5), o1=(3, 5), lam0=(2,), lam1=(2,)), _mixed_loss, dim=13),
     GaugeCase("product/semidirect", _norm_and_shift, _NORMED_HEAD, _semidirect_loss, dim=13),
     GaugeCase(  # the shift first: scales move it
         "product/semidirect_reversed", lambda: _norm_and_shift()[::-1], _NORMED_HEAD, _semidirect_loss, dim=13),

@@ -593,7 +593,7 @@ def test_one_number_on_a_bias_in_front_of_a_kernel_along_another_axis_is_named(s
 
 
 def test_the_bias_of_a_norm_flows_through_a_kernel_that_gates_what_it_reads() -> None:
-    """As in AlphaFold's triangles: both axes of the gate's kernel are along the stream, and its bias was passed over."""
+    """As in AlphaFold: both axes of the gate's kernel are along the stream, and its bias was passed over."""
 
     def fn(p: Any, x: Any) -> jax.Array:
         x = jnp.tanh(x @ p["first"])
@@ -668,5 +668,3 @@ def test_scales_of_a_norm_over_all_heads_have_a_factor_per_plane() -> None:
     report = go.discover(fn, params, inputs(2, 40, D), "loss", progress=False)
     (gauge,) = (gauge for gauge in report.gauges if gauge.name == "rescale")
     assert gauge.dim(params) == 4 and not report.ungauged, report
-
-

@@ -4,6 +4,7 @@ Data only, nothing is computed at import. A public name that stands in neither r
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -425,6 +426,15 @@ def _mixed_loss(p: Tree) -> jax.Array:
     return _square(jnp.tanh(jnp.tanh(first @ p["o0"]) + second @ p["o1"]))
 
 
+def _kernels_loss(p: Tree) -> jax.Array:
+    return _square(jnp.tanh(_inputs(p["a"], 4, 6) @ p["a"] @ p["b"] @ p["c"] @ p["d"]))
+
+
+def _core_loss(p: Tree) -> jax.Array:
+    x = _inputs(p["a"], 4, 6)
+    return _square(jnp.tanh(jnp.einsum("ti,tj,ijk->tk", x @ p["a"] + p["bias"], jnp.cos(x) @ p["b"], p["core"])))
+
+
 def _latent_head_gauges() -> list[Gauge]:
     """Keys of heads from a latent vector: the stream is read first, then the vector, then the heads."""
     norm = go.norm_scale({"scale": "1+ channel"}, {"key": "channel _ _"})
@@ -587,6 +597,18 @@ GAUGE_CASES: tuple[GaugeCase, ...] = (
                  go.rescale({"w2": "_ channel"}, {"w3": "channel _"})], _CHAIN, _chain_loss, dim=9),
     GaugeCase("product/mixed_linear", _mixed_gauges, _params(
         shared=(4, 3), v0=(4, 3), v1=(4, 3), o0=(3, 5), o1=(3, 5), lam0=(2,), lam1=(2,)), _mixed_loss, dim=13),
+    GaugeCase(  # linear layers: a matrix, or a rotation, on either side of two of the kernels
+        "product/linear_kernels",
+        lambda: [go.head_linear({x: "_ basis"}, {y: "basis _"}) for x, y in itertools.pairwise("abcd")],
+        _params(a=(6, 2), b=(2, 2), c=(2, 2), d=(2, 5)), _kernels_loss, dim=12),
+    GaugeCase(
+        "product/kernel_rotations",
+        lambda: [go.head_rotation({x: "_ basis", y: "basis _"}) for x, y in itertools.pairwise("abcd")],
+        _params(a=(6, 4), b=(4, 4), c=(4, 4), d=(4, 5)), _kernels_loss, dim=18),
+    GaugeCase(  # the outputs of two kernels meet in one
+        "product/linear_core", lambda: [go.head_linear({"a": "_ basis", "bias": "basis"}, {"core": "basis _ _"}),
+                                 go.head_linear({"b": "_ basis"}, {"core": "_ basis _"})],
+        _params(a=(6, 2), bias=(2,), b=(6, 4), core=(2, 4, 5)), _core_loss, dim=20),
     GaugeCase("product/semidirect", _norm_and_shift, _NORMED_HEAD, _semidirect_loss, dim=13),
     GaugeCase(  # the shift first: scales move it
         "product/semidirect_reversed", lambda: _norm_and_shift()[::-1], _NORMED_HEAD, _semidirect_loss, dim=13),

@@ -473,7 +473,7 @@ def check_ddc(s: Slice, options: Options, params: optax.Params) -> None:
             raise binding_error(
                 "scale_by_ddc", f"vertical={options.vertical!r} with the gauge {name_of(part)}",
                 "a gauge without orbit coordinates to step",
-                "scales, rotations and tori of heads, rope_linear, permutations, and shifts of single leaves",
+                "scales, rotations that share no leaf, tori, rope_linear, permutations, and shifts of single leaves",
                 'write vertical="frozen", or leave this gauge out of the list',
             )
         if not can_step(part):

@@ -17,6 +17,7 @@ from gauge_optax.ddc.heads import Adam
 from gauge_optax.gauges.by_action import OfUser
 from gauge_optax.linalg import direction_tolerance, real_dtype, skew
 from gauge_optax.parts.constants import Mean
+from gauge_optax.parts.heads import Rotation
 from gauge_optax.parts.part import Anchor, Arrays, Constant, Part, changed
 from gauge_optax.parts.sizes import Factor
 from gauge_optax.parts.stream import Stream
@@ -112,6 +113,11 @@ def has_orbit_coordinates(part: Part[Any]) -> bool:
 @has_orbit_coordinates.register(Stream)  # its rotation passes through leaves that rotations of heads turn too
 def _has_none(part: Part[Any]) -> bool:
     return False
+
+
+@has_orbit_coordinates.register
+def _rotations_have(part: Rotation) -> bool:
+    return not part.seen  # its gradient passes through leaves that another rotation turns too
 
 
 @has_orbit_coordinates.register

@@ -128,7 +128,9 @@ def balanced_elements(s: Slice, x: Arrays) -> Elements:
 @functools.partial(jax.jit, static_argnums=0)  # outside jit, a loop would be compiled anew at every call
 def _rounds(s: Slice, x: Arrays) -> tuple[Any, ...]:
     parts = [part for part, _, _ in s.sizes]
-    coupled = any(others_of(part, part.blocks, parts) for part in parts)
+    others = [[q for q, _ in others_of(part, part.blocks, parts)] for part in parts]
+    # A `Stretch` is exact once all scales are: its change decides convergence only if it shares a leaf with another.
+    decide = [not part.along or any(q.along for q in own) for part, own in zip(parts, others, strict=True)]
 
     def one_round(carry: _Carry) -> _Carry:
         elements, point, _, count = carry
@@ -136,15 +138,24 @@ def _rounds(s: Slice, x: Arrays) -> tuple[Any, ...]:
         for number, part in enumerate(parts):
             alone = part.act(new[number], point)
             e = balanced(part, alone)
-            # A `Stretch` is exact once all scales are, so that the changes of scales alone decide convergence.
-            if not part.along:
-                changes = jax.tree.map(lambda y, z: jnp.max(jnp.abs(y / z - 1.0), initial=0.0), e, new[number])
-                moved = jnp.maximum(moved, jnp.max(jnp.stack(jax.tree.leaves(changes))))
+            if decide[number]:
+                moved = jnp.maximum(moved, _change(part, e, new[number]))
             new[number], point = e, part.undo(e, alone)
         return tuple(new), point, moved, count + 1
 
     tolerance = 32.0 * float(jnp.finfo(real_dtype()).eps)
     start = tuple(part.identity() for part in parts), x, jnp.asarray(jnp.inf, real_dtype()), jnp.int32(0)
-    if not coupled:
+    if not any(others):
         return one_round(start)[0]
     return while_loop(lambda c: (c[2] > tolerance) & (c[3] < _MOST_ROUNDS), one_round, start)[0]
+
+
+def _change(part: Part[Any], new: Any, old: Any) -> jax.Array:
+    """The largest change from one element to the next: of a matrix beside its largest entry, of a number beside itself.
+    """
+
+    def of_leaf(y: jax.Array, z: jax.Array) -> jax.Array:
+        size = jnp.max(jnp.abs(y), (-2, -1), keepdims=True) if part.along else jnp.abs(z)
+        return jnp.max(jnp.abs(y - z) / size, initial=0.0)
+
+    return jnp.max(jnp.stack(jax.tree.leaves(jax.tree.map(of_leaf, new, old))))

@@ -37,7 +37,7 @@ from gauge_optax.linalg import (
 )
 from gauge_optax.orbit._align import check_same_tree
 from gauge_optax.parts.heads import PLANE
-from gauge_optax.parts.part import Arrays, Part
+from gauge_optax.parts.part import Arrays, Part, moves
 from gauge_optax.parts.sizes import Stretch
 from gauge_optax.parts.stream import Stream
 from gauge_optax.slice import Elements, Slice
@@ -326,7 +326,9 @@ def _turns_of_heads(s: Slice, start: Arrays, end: Arrays) -> dict[Any, jax.Array
         size = near_power_of_two(jnp.max(jnp.stack([jnp.max(jnp.abs(start[path])) for path in turn.paths])))
         rows = {path: start[path] / size for path in turn.paths}
         change = {path: end[path] / size - x for path, x in rows.items()}
-        found[turn] = _logarithm(turn.gram(rows, rows), turn.gram(rows, change))
+        found[turn] = _logarithm(turn.rows_seen.gram(rows, rows), turn.rows_seen.gram(rows, change))
+        if any(moves(turn, other.rows_seen.blocks) for other in s.heads if other is not turn):
+            end = turn.undo(matrix_exponential(found[turn]), end)  # the others are read after this turn was undone
     return found
 
 

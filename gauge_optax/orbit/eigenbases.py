@@ -90,11 +90,12 @@ def _eigenbases_of_heads(
     read: dict[Rotation, jax.Array] = {}
     for same in by_size(turns):
         points = [_in_range(turn, point) for turn in same]
-        grams = stack_heads([turn.gram(x, x) for turn, x in zip(same, points, strict=True)])
-        mixed = stack_heads([turn.mixed_rows(x) for turn, x in zip(same, points, strict=True)])
+        seen = [turn.rows_seen for turn in same]
+        grams = stack_heads([rows.gram(x, x) for rows, x in zip(seen, points, strict=True)])
+        mixed = stack_heads([rows.mixed_rows(x) for rows, x in zip(seen, points, strict=True)])
         bases = unstack_heads(eigenbasis(grams, mixed), same)
-        for turn, x, basis in zip(same, points, bases, strict=True):
-            signs = _signs(turn, turn.turned(x, basis), weights)
+        for turn, rows, x, basis in zip(same, seen, points, bases, strict=True):
+            signs = _signs(rows, rows.turned(x, basis), weights)
             read[turn] = transpose(basis * signs[..., None, :])
     return [read[turn] for turn in turns]
 

@@ -118,7 +118,7 @@ def _nearest_stretch(part: Stretch, target: Arrays, point: Arrays, others: Seque
 @nearest.register
 def _nearest_rotation(part: Rotation, target: Arrays, point: Arrays, others: Sequence[Part[Any]] = ()) -> jax.Array:
     """Solves orthogonal Procrustes by the polar factor of WᵀT, where W and T are the rows of point and target."""
-    seen = dataclasses.replace(part, blocks=apart_from(part.blocks, others))
+    seen = dataclasses.replace(part, blocks=apart_from(part.rows_seen.blocks, others))
     return orthogonal_factor(seen.gram(point, target))
 
 

@@ -140,6 +140,11 @@ def with_blocks(part: Part[Any], change: Callable[[Anchor], Anchor]) -> Any:
 
 
 @with_blocks.register
+def _rotation_with_blocks(part: Rotation, change: Callable[[Anchor], Anchor]) -> Any:
+    return dataclasses.replace(part, blocks=change(part.blocks), seen=())  # which no action needs
+
+
+@with_blocks.register
 def _stretch_with_blocks(part: Stretch, change: Callable[[Anchor], Anchor]) -> Any:
     left, right = (dataclasses.replace(side, blocks=change(side.blocks)) for side in (part.left, part.right))
     return dataclasses.replace(part, blocks=change(part.blocks), left=left, right=right)

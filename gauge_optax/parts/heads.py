@@ -43,7 +43,7 @@ from gauge_optax.linalg import (
     svd,
     transpose,
 )
-from gauge_optax.parts.part import Additive, Arrays, Orthogonal, Turn
+from gauge_optax.parts.part import Additive, Anchor, Arrays, Orthogonal, Part, Turn, blocks_by_path, overlaps
 from gauge_optax.xla import fixed_noise
 
 BASIS, PLANE = "basis", "plane"
@@ -296,6 +296,34 @@ def unstack_heads(stacked: jax.Array, turns: Sequence[Any]) -> list[jax.Array]:
     return [x.reshape(*turn.shape, *x.shape[1:]) for turn, x in zip(turns, parts, strict=True)]
 
 
+def seen_beside(turn: Any, others: Sequence[Any]) -> tuple[Block, ...]:
+    """The blocks that a rotation is read from beside other turns: those that no other turn moves.
+
+    In a chain of kernels these have too few rows: the kernel in the middle turns on both sides. In latent attention,
+    too: the kernel that writes the latent vector reads the residual stream, which turns, and the kernels that read it
+    have heads. Such a rotation is read from blocks that only rotations of its class move which are read before it.
+
+    Args:
+      turn: the rotation. As all of its class, it has the attributes `rows`, which are `Heads`, and `size`.
+      others: the other turns that count.
+
+    Returns:
+      The blocks. If there are too few rows in any order, these are all blocks that no other turn moves.
+    """
+    moving = blocks_by_path([turn, *others])
+    waiting = [one for one in (turn, *others) if isinstance(one, type(turn))]
+
+    def unmoved(one: Any) -> tuple[Block, ...]:
+        return tuple(b for b in one.blocks if not any(q is not one and overlaps(b, x) for q, x in moving[b.path]))
+
+    while True:
+        ready = [one for one in waiting if sum(map(one.rows.row_count, unmoved(one))) >= one.size]
+        if turn in ready or not ready:
+            return unmoved(turn)
+        waiting = [one for one in waiting if one not in ready]
+        moving = {path: [pair for pair in pairs if pair[0] not in ready] for path, pairs in moving.items()}
+
+
 def by_size(turns: Sequence[Any]) -> list[list[Any]]:
     """Parts grouped by the size of their heads, ascending."""
     return [[turn for turn in turns if turn.size == size] for size in sorted({turn.size for turn in turns})]
@@ -311,6 +339,11 @@ class HeadTurn(Heads, Turn[jax.Array]):
     def along(self) -> tuple[str, ...]:
         return (BASIS,)
 
+    @property
+    def rows_seen(self) -> Heads:
+        """The rows of the blocks that the turn is read from: all of them, if a class does not say otherwise."""
+        return self
+
 
 @dataclasses.dataclass(frozen=True)
 class Rotation(Orthogonal, HeadTurn):
@@ -319,9 +352,33 @@ class Rotation(Orthogonal, HeadTurn):
     Attributes:
       of_linear: whether this is the orthogonal part of an invertible change of basis (`head_linear`). Then a head whose
         rows have less than full rank reads as the identity.
+      seen: the blocks that the rotation is read from, if other turns move the rest, see `seen_beside`; () for all.
     """
 
     of_linear: bool = False
+    seen: tuple[Block, ...] = ()
+
+    @property
+    def anchors(self) -> tuple[Anchor, ...]:
+        return (self.seen or self.blocks,)
+
+    def beside(self, others: Sequence[Part[Any]]) -> "Rotation":
+        turning = [q for q in others if isinstance(q, HeadTurn)]
+        if not any(q.path == b.path and overlaps(q, b) for other in turning for q in other.blocks for b in self.blocks):
+            return self
+        seen = seen_beside(self, turning)
+        # With too few rows, all blocks are the anchor, which another turn moves: such a list is refused as cyclic.
+        return dataclasses.replace(self, seen=seen if sum(map(self.row_count, seen)) >= self.size else ())
+
+    @property
+    def rows(self) -> "Rotation":
+        """The rows of all blocks."""
+        return self
+
+    @property
+    def rows_seen(self) -> "Rotation":
+        """The rows of the blocks that the rotation is read from."""
+        return dataclasses.replace(self, blocks=self.seen) if self.seen else self
 
     def identity(self) -> jax.Array:
         return jnp.broadcast_to(jnp.eye(self.size, dtype=real_dtype()), (*self.shape, self.size, self.size))
@@ -366,10 +423,24 @@ class Rotation(Orthogonal, HeadTurn):
     def project(
         cls, turns: Sequence[Any], x: Arrays, u: Arrays, into: Mapping[Any, jax.Array] | None = None
     ) -> Arrays:
-        out = dict(u)
+        return cls._without_rotation(turns, x, u, into, dual=False)
+
+    @classmethod
+    def project_dual(cls, turns: Sequence[Any], x: Arrays, g: Arrays) -> Arrays:
+        return cls._without_rotation(turns, x, g, None, dual=True)
+
+    @classmethod
+    def _without_rotation(
+        cls, turns: Sequence[Any], x: Arrays, vector: Arrays, into: Mapping[Any, jax.Array] | None, dual: bool
+    ) -> Arrays:
+        """Measures on the rows seen how a tangent turns heads, and removes this turn from all rows.
+
+        If `dual`, it applies the transpose of this projection to a cotangent.
+        """
+        out = dict(vector)
         for same in by_size(turns):
-            gram = stack_heads([turn.gram(x, x) for turn in same])
-            cross_gram = stack_heads([turn.gram(x, u) for turn in same])
+            gram = stack_heads([turn.rows_seen.gram(x, x) for turn in same])
+            cross_gram = stack_heads([(turn if dual else turn.rows_seen).gram(x, vector) for turn in same])
             basis = None if into is None else stack_heads([into[turn] for turn in same])
             if basis is not None:
                 # When the iteration stops, an error is left that depends on the basis. So the slice's basis is used.
@@ -378,7 +449,7 @@ class Rotation(Orthogonal, HeadTurn):
             for turn, generator in zip(same, unstack_heads(lyapunov_by_products(gram, -cross_gram), same), strict=True):
                 if into is not None:
                     generator = matmul(matmul(into[turn], generator), transpose(into[turn]))
-                out |= turn.turned(x, generator, added_to=out)
+                out |= (turn.rows_seen if dual else turn).turned(x, generator, added_to=out)
         return out
 
     @classmethod
@@ -386,8 +457,7 @@ class Rotation(Orthogonal, HeadTurn):
         """Turns the end point of the step back by a rotation R of every head; adds R − 1 to `backs`."""
         out = dict(u)
         for same in by_size(turns):
-            gram = stack_heads([turn.gram(x, x) for turn in same])
-            cross_gram = stack_heads([turn.gram(x, out) for turn in same])
+            gram, cross_gram = (stack_heads([turn.rows_seen.gram(x, y) for turn in same]) for y in (x, out))
             for turn, back in zip(same, unstack_heads(rotation_back(gram, cross_gram), same), strict=True):
                 after = {path: x[path] + out[path] for path in turn.paths}
                 out |= turn.turned(after, back, added_to=out)
@@ -482,7 +552,7 @@ def _polar_factors(turns: tuple[Any, ...], point: Arrays) -> jax.Array:
     seen = [turn.read_from(point) for turn in turns]
 
     def mixed(number: jax.Array) -> jax.Array:
-        return stack_heads([turn.mixed_rows(x, number) for turn, x in zip(turns, seen, strict=True)])
+        return stack_heads([turn.rows_seen.mixed_rows(x, number) for turn, x in zip(turns, seen, strict=True)])
 
     both = jax.vmap(mixed, out_axes=1)(jnp.arange(2, dtype=jnp.uint32))
     _, sizes, directions = svd(jax.lax.stop_gradient(both.reshape(len(both), -1, turns[0].size)))

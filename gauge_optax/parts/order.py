@@ -6,6 +6,7 @@ uses a norm's bias that `Absorption` moves, but the two commute. The order thus 
 order of a list of gauges has no effect.
 """
 
+import collections
 import functools
 import itertools
 import math
@@ -116,7 +117,8 @@ def turns_by_class(turns: Sequence[Any]) -> tuple[tuple[type[Any], tuple[Any, ..
 
 
 def _cycle(waiting: Sequence[Any]) -> ValueError:
-    names = ", ".join(part.label.split(".")[0] for part in waiting)
+    counts = collections.Counter(part.label.split(".")[0] for part in waiting)
+    names = ", ".join(f"{count} × {name}" if count > 1 else name for name, count in counts.items())
     first = min(waiting, key=lambda part: part.blocks[0].path)
     return binding_error(
         name_of(first),

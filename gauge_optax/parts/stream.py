@@ -23,8 +23,8 @@ import jax.numpy as jnp
 
 from gauge_optax.binding import Block, laid_out
 from gauge_optax.linalg import lyapunov_by_products, orthogonal_factor, real_dtype, rotation_back, transpose
-from gauge_optax.parts.heads import BASIS, Heads
-from gauge_optax.parts.part import Anchor, Arrays, Orthogonal, Part, Turn, blocks_by_path, changed, overlaps
+from gauge_optax.parts.heads import BASIS, Heads, seen_beside
+from gauge_optax.parts.part import Anchor, Arrays, Orthogonal, Part, Turn, changed
 
 READ, WRITE = "read", "write"
 _STEPS = 200
@@ -41,7 +41,7 @@ class Stream(Orthogonal, Turn[jax.Array]):
         it, the layer's writers, which are multiplied by it.
       keeps_ones: whether the rotation keeps the vector of ones, as LayerNorm needs.
       held: whether optimizers remove the rotation from every step.
-      seen: the blocks that the rotation is read from, see `_seen_by`: if possible, those that no other turn moves.
+      seen: the blocks that the rotation is read from, see `heads.seen_beside`.
     """
 
     size: int = 0
@@ -63,7 +63,7 @@ class Stream(Orthogonal, Turn[jax.Array]):
         return (self.seen,) if self.seen else ()
 
     def beside(self, others: Sequence[Part[Any]]) -> "Stream":
-        return dataclasses.replace(self, seen=_seen_by(self, [other for other in others if isinstance(other, Turn)]))
+        return dataclasses.replace(self, seen=seen_beside(self, [q for q in others if isinstance(q, Turn)]))
 
     def identity(self) -> jax.Array:
         return jnp.broadcast_to(jnp.eye(self.size, dtype=real_dtype()), (*self.shape, self.size, self.size))
@@ -181,31 +181,6 @@ class Stream(Orthogonal, Turn[jax.Array]):
                 moved = turn.divided(moved, after, back=True)
                 out |= {path: out[path] + moved[path] for path in moved}
         return out
-
-
-def _seen_by(stream: Stream, others: Sequence[Turn[Any]]) -> tuple[Block, ...]:
-    """The blocks that a stream is read from beside other turns.
-
-    These are the blocks that no other turn moves. In latent attention such blocks have too few rows: the kernel that
-    writes the latent vector reads the residual stream, which turns too, and the kernels that read it have heads. Such a
-    stream is read from blocks that only streams turn which are read before it.
-    """
-    moving = blocks_by_path([stream, *others])
-    waiting: list[Any] = [turn for turn in (stream, *others) if isinstance(turn, Stream)]
-    while True:
-        ready = [one for one in waiting if sum(map(one.rows.row_count, _unmoved(one, moving))) >= one.size]
-        if stream in ready or not ready:
-            return _unmoved(stream, moving)
-        waiting = [one for one in waiting if one not in ready]
-        moving = {path: [pair for pair in pairs if pair[0] not in ready] for path, pairs in moving.items()}
-
-
-def _unmoved(stream: Stream, moving: Mapping[str, Sequence[tuple[Any, Block]]]) -> tuple[Block, ...]:
-    """The blocks of a stream that no other turn moves; `moving` has the turns that count, by path of what they move."""
-    return tuple(
-        block for block in stream.blocks
-        if not any(turn is not stream and overlaps(block, other) for turn, other in moving[block.path])
-    )
 
 
 def reflected(matrix: jax.Array, axis: int) -> jax.Array:

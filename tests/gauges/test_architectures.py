@@ -90,6 +90,10 @@ def _experts(p: Params, count: int = 2, renormalized: bool = True, weigh: Entryw
     return INPUTS + jnp.einsum("tn,tnf,nfd->td", taken, hidden, p["expert_down"])
 
 
+def _linear_layers(p: Params) -> jax.Array:
+    return INPUTS @ p["up"] @ p["layers"][0] @ p["layers"][1] @ p["down"]
+
+
 LATENT = latent.LatentConfig(gated=False, rotary=4)
 
 
@@ -104,6 +108,7 @@ SHAPES = {
     "norm": (WIDTH,), "final": (WIDTH,), "embed": (VOCAB, WIDTH), "head": (WIDTH, VOCAB), "head_bias": (VOCAB,),
     "out_bias": (WIDTH,), "down_bias": (WIDTH,), "router": (WIDTH, EXPERTS), "router_bias": (EXPERTS,),
     "expert_up": (EXPERTS, WIDTH, HIDDEN), "expert_down": (EXPERTS, HIDDEN, WIDTH), **LATENT.shapes,
+    "layers": (2, HIDDEN, HIDDEN),
 }
 
 QUERY, KEY = {"query": "_ head basis"}, {"key": "_ head basis"}
@@ -175,6 +180,10 @@ ROWS: list[tuple[str, Function, Any, bool]] = [
     ("a sigmoid router, top 2 renormalised", partial(_experts, weigh=jax.nn.sigmoid), LOGITS, False),
     ("experts: factors of units", _experts, go.rescale(
         {"expert_up": "expert _ channel"}, {"expert_down": "expert channel _"}), True),
+    ("linear layers, two of them stacked: matrices between all", _linear_layers, [
+        go.head_linear({"up": "_ basis"}, {"layers": "layer=0 basis _"}),
+        go.head_linear({"layers": "layer=0 _ basis"}, {"layers": "layer=1 basis _"}),
+        go.head_linear({"layers": "layer=1 _ basis"}, {"down": "basis _"})], True),
     ("latent attention: planes", _latent, latent.gauges(LATENT), True),
     ("latent attention: vectors", _latent, go.residual_rotation(
         {"attn/q_b/kernel": "basis _ _"}, {"attn/q_a/kernel": "_ basis"},

@@ -350,11 +350,12 @@ def _claims(
 ) -> tuple[list[_Claim], list[tuple[str, Symmetry]]]:
     """Symmetries as claims, and those that have no gauge, each with the reason."""
     claims, unwritten = [], list[tuple[str, Symmetry]]()
+    kernels = {kernel for _, kernel in trace.vector_reads}
     for symmetry in symmetries:
         signs = {"covector": -1.0}
         exponents = {t.piece.path: round(t.exponent * signs.get(t.mode, 1.0), 6) for t in symmetry.terms}
         try:
-            call = written(symmetry, trace.layer_spaces(), positive)
+            call = written(symmetry, trace.layer_spaces(), positive, kernels)
         except Unwritable as reason:
             unwritten.append((str(reason), symmetry))
             continue

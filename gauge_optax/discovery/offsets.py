@@ -264,12 +264,14 @@ def flows(trace: Trace, leaves: Leaves) -> list[Flow]:
     'a bias that flows into the biases behind it'
     """
     searched, views, parts, squares = set(spaces_with_companions(trace)), list[View](), list[View](), list[View]()
+    rows: list[View] = []
     for path, leaf in leaves.items():  # one view per leaf that reads all of it, each axis along a space of its own
         ways = [*views_of(trace, path, leaf.shape, searched), undivided(trace, path, leaf.shape)]
         numbered = [_with_numbered_parts(view, trace) for view in ways]
         usable = [view for view in numbered if None not in view.labels and len(set(view.labels)) == len(view.labels)]
-        views += [view for view in usable if view.size == leaf.size > 1][:1]
+        views += [view for view in usable if view.size == leaf.size][:1]
         parts += [view for view in usable if 1 < view.size < leaf.size]
+        rows += [view for view in usable if view.size == leaf.size and len(view.labels) < 2][:1]
         squares += [view for view in numbered if None not in view.labels and len(set(view.labels)) < len(view.labels)
                     and view.size == leaf.size][:1]
     layers = trace.layer_spaces()
@@ -324,6 +326,7 @@ def flows(trace: Trace, leaves: Leaves) -> list[Flow]:
     shared = {frozenset(one & other) for one, other in itertools.combinations(labels.values(), 2)}
     for spaces in sorted(sorted(common) for common in shared if common):
         tried.append(_common_row(spaces, [view for view in views if labels[view.path] >= set(spaces)], layers))
+    tried.append(_common_row((), rows, layers))
     for space in sorted({space for own in labels.values() for space in own} - layers):
         along = [view for view in views if view.labels.count(space) == 1]
         tried.append(_read_past_norms(space, along))
@@ -335,7 +338,7 @@ def flows(trace: Trace, leaves: Leaves) -> list[Flow]:
 def _readers(vector: View, kernels: Sequence[View], parts: Sequence[View], trace: Trace) -> list[View]:
     """The kernels that read a vector, and the part that reads it of a kernel that reads a concatenation."""
     read = [view for view in (*kernels, *parts)
-            if (vector.path, view.path) in trace.vector_reads and set(vector.labels) < set(view.labels)]
+            if (vector.path, view.path) in trace.vector_reads and set(vector.labels) <= set(view.labels)]
     whole = {view.path for view in read if view.size == math.prod(view.shape)}
     return [view for view in read if view.path not in whole or view.size == math.prod(view.shape)]
 
@@ -373,18 +376,18 @@ def _mapped_to_zero(vector: View, kernel: View, layers: set[Space]) -> list[Flow
     """
     stacked = [label for label in vector.labels if label in layers]
     inputs = [label for label in vector.labels if label not in layers]
-    others = [label for label in kernel.labels if label not in vector.labels]
-    if not set(vector.labels) < set(kernel.labels):
+    others: list[Space | None] = [label for label in kernel.labels if label not in vector.labels]
+    if not set(vector.labels) <= set(kernel.labels):
         return []
+    others = others or [None]  # a single output
     to_vector = [vector.labels.index(label) for label in (*stacked, *inputs)]
     kind = "a part of a bias that the kernel behind it maps to nothing that is read"
 
     def weights(point: Leaves, output: Space | None, centred: bool) -> np.ndarray:
         summed = [label for label in others if label != output]
-        order = [kernel.labels.index(label) for label in (*summed, *stacked, *inputs, output)]
+        order = [kernel.labels.index(label) for label in (*summed, *stacked, *inputs, output) if label is not None]
         rows = _tensor(kernel, point).transpose(order).sum(tuple(range(len(summed))))
-        sizes = math.prod(rows.shape[: len(stacked)]), math.prod(rows.shape[len(stacked) : -1])
-        flat = rows.reshape(*sizes, rows.shape[-1])
+        flat = rows.reshape(math.prod(rows.shape[: len(stacked)]), length, sizes[output])
         # The m centred columns sum to zero, so that m - 1 of them have the same span.
         return (flat - flat.mean(-1, keepdims=True))[..., :-1] if centred else flat
 
@@ -395,7 +398,7 @@ def _mapped_to_zero(vector: View, kernel: View, layers: set[Space]) -> list[Flow
         lengths = [vector.lengths[k] for k in to_vector]
         return [_motion(vector, free.reshape(lengths).transpose(np.argsort(to_vector)))]
 
-    sizes = dict(zip(kernel.labels, kernel.lengths, strict=True))
+    sizes: dict[Space | None, int] = {None: 1, **dict(zip(kernel.labels, kernel.lengths, strict=True))}
     length = math.prod(sizes[label] for label in inputs)
     ways = [(out, centred) for out in others for centred in (False, True) if length + centred > sizes[out]]
     return [Flow(kind, functools.partial(make, *way), 1, _with_the_first(1)) for way in ways]
@@ -499,7 +502,8 @@ def _pairs(
         # output axes, which are summed over: several query heads read one value head.
         rest, stacked = set(kernel.labels) - shape, shape & layers
         biases = [b for b in behind.get(kernel.path, []) if stacked <= set(b.labels) <= rest | stacked]
-        pairs += [(kernel, b) for b in biases if shape < set(kernel.labels) and set(b.labels) - stacked]
+        # A kernel of a single output may have no output axis, and its bias none at all.
+        pairs += [(kernel, b) for b in biases if shape <= set(kernel.labels) and (not rest or set(b.labels) - stacked)]
     return pairs
 
 
@@ -558,7 +562,7 @@ def _hidden_and_absorbed(
     """
     stacked = tuple(label for label in bias.labels if label in layers)
     axis = next((k for k, label in enumerate(bias.labels) if label not in layers), 0)
-    readers = [k for k in kernels if set(bias.labels) < set(k.labels)]
+    readers = [k for k in kernels if set(bias.labels) <= set(k.labels)]
     biases = {k.path: [b for b in behind.get(k.path, []) if set(b.labels) <= set(k.labels)] for k in readers}
 
     def make(point: Leaves, rng: np.random.Generator) -> list[Motion]:
@@ -620,13 +624,15 @@ def _modulated(vector: View, gains: Sequence[View], shifts: Sequence[View]) -> F
 def _common_row(spaces: Sequence[Space], tables: Sequence[View], layers: set[Space]) -> Flow:
     """One array that is added to some tables and subtracted from others, such as one vector on every row.
 
-    The array has the axes `spaces`, which the tables share. It is the same at all indices of their other axes.
+    The array has the axes `spaces`, which the tables share. It is the same at all indices of their other axes. Without
+    axes it is one number, which tables with one number per row have on all rows, and biases of a single output.
     """
     lone = len(set(spaces) - layers) == 1
+    kind = f"one {'vector on every row' if spaces else 'number on all entries'} of several leaves"
 
     def write(taken: Coefficients, unread: list[int]) -> Call:
         if len(taken) != 2:
-            raise Unwritable("one vector on every row of more than two leaves")
+            raise Unwritable(kind.replace("several", "more than two"))
         token, position = (tables[k] for k in taken)
         return _call("embedding_shift", {"token": [token], "position": [position]}, _names(spaces, layers))
 
@@ -640,7 +646,7 @@ def _common_row(spaces: Sequence[Space], tables: Sequence[View], layers: set[Spa
             return False
         return frozenset.intersection(*(frozenset(tables[k].labels) for k in taken)) == set(spaces)
 
-    return _linear("one vector on every row of several leaves", spaces, [*map(_Column, tables)], belongs, write)
+    return _linear(kind, spaces, [*map(_Column, tables)] if len(tables) > 1 else [], belongs, write)
 
 
 def _read_past_norms(space: Space, views: Sequence[View]) -> Flow:

@@ -42,7 +42,7 @@ class Unwritable(Exception):
     """A symmetry for which the library has no gauge; its text says which kind."""
 
 
-def written(symmetry: Symmetry, layers: set[Space], positive: Collection[str]) -> Call:
+def written(symmetry: Symmetry, layers: set[Space], positive: Collection[str], kernels: Collection[str] = ()) -> Call:
     """The gauge of a symmetry.
 
     Args:
@@ -50,6 +50,7 @@ def written(symmetry: Symmetry, layers: set[Space], positive: Collection[str]) -
       layers: spaces that are scanned over, which get the name `layer`.
       positive: paths of leaves that are no bias or have only positive entries. Among vectors they are listed first,
         because the first block becomes the gauge's anchor.
+      kernels: paths of leaves that the function contracts, which no scale of a norm is, even with a single output.
 
     Returns:
       The call, for concrete leaves.
@@ -68,7 +69,7 @@ def written(symmetry: Symmetry, layers: set[Space], positive: Collection[str]) -
     """
     names = _Names(symmetry, layers, positive)
     if symmetry.family in ("diagonal", "per_plane"):
-        return _scale_call(symmetry, names)
+        return _scale_call(symmetry, names, kernels)
     if symmetry.family == "centred":
         raise Unwritable("a rotation of heads that keeps the vector of ones")
     options = {"pairing": _pairing(symmetry)} if symmetry.family in ("complex", "phase") else {}
@@ -92,7 +93,7 @@ def written(symmetry: Symmetry, layers: set[Space], positive: Collection[str]) -
     return Call("rope_torus" if options else "head_rotation", {"blocks": blocks}, options, names.sizes)
 
 
-def _scale_call(symmetry: Symmetry, names: _Names) -> Call:
+def _scale_call(symmetry: Symmetry, names: _Names, contracted: Collection[str]) -> Call:
     exponents: dict[Piece, dict[str, float]] = {}
     for term in symmetry.terms + symmetry.along:
         exponents.setdefault(term.piece, {})[term.mode] = term.exponent
@@ -125,9 +126,9 @@ def _scale_call(symmetry: Symmetry, names: _Names) -> Call:
     if abs(degree - quotient) > 10 * _CLOSE * quotient:
         raise Unwritable(f"a scale with exponents {', '.join(f'{v:g}' for v in values)}")
     # "up" is the side with the smaller exponent; if both are equal, the side that is computed first.
-    up, down = sorted(values, key=lambda value: (abs(value), *_order(sides[value])))
-    vectors, kernels = all(t.piece.vector for t in sides[up]), not all(t.piece.vector for t in sides[down])
-    if degree == 1 and vectors and kernels:
+    up, down = sorted(values, key=lambda value: (abs(value), *_order(sides[value], contracted)))
+    vectors = [all(t.piece.vector and t.piece.path not in contracted for t in sides[value]) for value in (up, down)]
+    if degree == 1 and vectors == [True, False]:
         return Call("norm_scale", {"scale": role(up), "into": role(down)}, {}, names.sizes)
     options = {} if degree == 1 else {"degree": int(degree) if degree.denominator == 1 else float(degree)}
     return Call("rescale", {"up": role(up), "down": role(down)}, options, names.sizes)
@@ -183,14 +184,14 @@ def _constants(places: Sequence[tuple[View, int]], name: str) -> tuple[dict[str,
     return names.role(whole_leaves(terms), name), names.sizes
 
 
-def _order(terms: Sequence[Term]) -> tuple[Any, ...]:
+def _order(terms: Sequence[Term], contracted: Collection[str] = ()) -> tuple[Any, ...]:
     """A sort key that puts the side that writes to a space before the side that reads it.
 
     First comes the side with a vector; then the side with a kernel whose last axis is the space; then the side with
     fewer kernels.
     """
     pieces = [term.piece for term in terms]
-    kernels = [p for p in pieces if not p.vector]
+    kernels = [p for p in pieces if not p.vector or p.path in contracted]
     last = [p for p in kernels if p.at is not None and p.view.places[p.at][0] == len(p.view.shape) - 1]
     return len(kernels) == len(pieces), len(last) == 0, len(kernels), sorted(template(p.path) for p in pieces)
 

@@ -689,3 +689,40 @@ def test_scales_of_a_norm_over_all_heads_have_a_factor_per_plane() -> None:
     report = go.discover(fn, params, inputs(2, 40, D), "loss", progress=False)
     (gauge,) = (gauge for gauge in report.gauges if gauge.name == "rescale")
     assert gauge.dim(params) == 4 and not report.ungauged, report
+
+
+@pytest.mark.parametrize("outputs", [(), (1,), (2,)])
+def test_a_kernel_of_a_single_output_is_a_kernel(outputs: tuple[int, ...]) -> None:
+    """As in reward models: its norm had no `norm_scale`, so that the stream could not turn; no bias flowed through."""
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        y = x @ p["in"]
+        y = y + jnp.sin((centred(y) * p["scale"] + p["shift"]) @ p["up"] + p["bias"]) @ p["down"]
+        return jnp.sin((centred(y) * p["last"] + p["last_shift"]) @ p["head"] + p["out"])
+
+    params = drawn(**{"in": (D, 4)}, scale=(4,), shift=(4,), up=(4, 3), bias=(3,), down=(3, 4), last=(4,))
+    params |= drawn(1, last_shift=(4,), head=(4, *outputs), out=outputs)
+    explained(fn, params, "norm_scale", "residual_rotation", "norm_read_shift", "bias_absorption")
+
+
+def test_a_part_of_a_bias_in_front_of_a_single_output_is_named() -> None:
+    def fn(p: Any, x: Any) -> jax.Array:
+        return jnp.sin((jnp.sin(x @ p["in"]) * x[:, :1] + p["bias"]) @ p["head"])
+
+    found = ungauged(fn, drawn(**{"in": (D, 4)}, bias=(4,), head=(4, 1)), inputs(2, 40, D))
+    assert [*found.values()] == [("bias",)]
+
+
+@pytest.mark.parametrize("last", [(), (1,)])
+def test_tables_with_one_number_per_row_trade_one_number(last: tuple[int, ...]) -> None:
+    """As the biases of users and items in a recommender: neither found nor named, because an axis of one has no space.
+    """
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        first, second = (jnp.asarray(x[:, k] > 0, int) + 2 * jnp.asarray(x[:, k + 2] > 0, int) for k in (0, 1))
+        return jnp.sin(p["user"][first] + p["item"][second] + p["bias"] + jnp.sin(x[:, :1] if last else x[:, 0]))
+
+    params = drawn(user=(4, *last), item=(4, *last), bias=last)
+    report = go.discover(fn, params, inputs(2, 60, D), "predictions", progress=False)
+    assert [gauge.name for gauge in report.whole] == ["embedding_shift"] * 2, report
+    assert report.certificate.unexplained == 0

@@ -944,4 +944,5 @@ VARIANTS: frozenset[str] = frozenset({
     "scale_by_ddc/sgd", "scale_by_ddc/log", "scale_by_ddc/nesterov", "add_gauge_decay/number", "gauge_fix/none",
     "hyperball/initial", "hyperball/number", "scale_by_opposite_gram/full", "ddc_adamw/schedule", "quotient/lion",
     "ddc_muon/schedule", "scale_by_ddc/adam", "quotient_adamw/rotation", "product/latent_split",
+    "product/kernel_rotations", "product/linear_core",
 })

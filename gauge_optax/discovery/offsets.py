@@ -264,14 +264,12 @@ def flows(trace: Trace, leaves: Leaves) -> list[Flow]:
     'a bias that flows into the biases behind it'
     """
     searched, views, parts, squares = set(spaces_with_companions(trace)), list[View](), list[View](), list[View]()
-    rows: list[View] = []
     for path, leaf in leaves.items():  # one view per leaf that reads all of it, each axis along a space of its own
         ways = [*views_of(trace, path, leaf.shape, searched), undivided(trace, path, leaf.shape)]
         numbered = [_with_numbered_parts(view, trace) for view in ways]
         usable = [view for view in numbered if None not in view.labels and len(set(view.labels)) == len(view.labels)]
         views += [view for view in usable if view.size == leaf.size][:1]
         parts += [view for view in usable if 1 < view.size < leaf.size]
-        rows += [view for view in usable if view.size == leaf.size and len(view.labels) < 2][:1]
         squares += [view for view in numbered if None not in view.labels and len(set(view.labels)) < len(view.labels)
                     and view.size == leaf.size][:1]
     layers = trace.layer_spaces()
@@ -326,7 +324,7 @@ def flows(trace: Trace, leaves: Leaves) -> list[Flow]:
     shared = {frozenset(one & other) for one, other in itertools.combinations(labels.values(), 2)}
     for spaces in sorted(sorted(common) for common in shared if common):
         tried.append(_common_row(spaces, [view for view in views if labels[view.path] >= set(spaces)], layers))
-    tried.append(_common_row((), rows, layers))
+    tried.append(_common_row((), [view for view in views if len(view.labels) < 2], layers))
     for space in sorted({space for own in labels.values() for space in own} - layers):
         along = [view for view in views if view.labels.count(space) == 1]
         tried.append(_read_past_norms(space, along))

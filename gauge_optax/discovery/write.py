@@ -42,7 +42,9 @@ class Unwritable(Exception):
     """A symmetry for which the library has no gauge; its text says which kind."""
 
 
-def written(symmetry: Symmetry, layers: set[Space], positive: Collection[str], kernels: Collection[str] = ()) -> Call:
+def written(
+    symmetry: Symmetry, layers: set[Space], positive: Collection[str], contracted: Collection[str] = ()
+) -> Call:
     """The gauge of a symmetry.
 
     Args:
@@ -50,7 +52,7 @@ def written(symmetry: Symmetry, layers: set[Space], positive: Collection[str], k
       layers: spaces that are scanned over, which get the name `layer`.
       positive: paths of leaves that are no bias or have only positive entries. Among vectors they are listed first,
         because the first block becomes the gauge's anchor.
-      kernels: paths of leaves that the function contracts, which no scale of a norm is, even with a single output.
+      contracted: paths of leaves that the function contracts, which no scale of a norm is, even with a single output.
 
     Returns:
       The call, for concrete leaves.
@@ -69,7 +71,7 @@ def written(symmetry: Symmetry, layers: set[Space], positive: Collection[str], k
     """
     names = _Names(symmetry, layers, positive)
     if symmetry.family in ("diagonal", "per_plane"):
-        return _scale_call(symmetry, names, kernels)
+        return _scale_call(symmetry, names, contracted)
     if symmetry.family == "centred":
         raise Unwritable("a rotation of heads that keeps the vector of ones")
     options = {"pairing": _pairing(symmetry)} if symmetry.family in ("complex", "phase") else {}

@@ -42,6 +42,7 @@ _ALONE = frozenset(("norm_scale", "scale_invariant", "head_rotation", "head_line
 _ADDING = frozenset((*REST, "logit_shift")) - {"residual_rotation"}
 # Kinds whose elements are logarithms of factors.
 _FACTORS = frozenset(("norm_scale", "scale_invariant", "rescale", "multiplier_balance", "residual_scale"))
+_MANY_LARGE = 16
 _SHORT = 1e-5  # `along_orbits` makes this fraction of a move, as a small step in its direction
 _MANY = 60  # the moves of more copies of gauges would compile for longer than they run
 _ALONG = 1e-3  # a step is along an orbit if it moves the slice point by less than this, relative to its own length
@@ -84,8 +85,7 @@ class Prover:
       fn: (leaves, batch) to a list of outputs.
       params: the tree that gauges bind to.
       batches: at least two.
-      large: True if all moves run operation by operation, because a program for many unrolled layers compiles for
-        longer than it runs; False if only moves of many copies do.
+      large: True if clips and norms' eps, which the small instance has shown, are not looked for again.
 
     >>> fn = lambda p, x: [jax.nn.relu(x @ p["up"]) @ p["down"]]
     >>> tree = {"up": np.ones((2, 3)), "down": np.ones((3, 2))}
@@ -215,7 +215,7 @@ class Prover:
             return act(jax.random.key(seed), leaves, far)
 
         copies = sum(len(of_one) for gauge in accepted for of_one in gauge._bound(self._params).copies)
-        if accepted and not self._large and copies <= _MANY:
+        if accepted and copies <= (_MANY_LARGE if self._large else _MANY):
             acted = drawn_by_numpy(act, self.points[0], 0.0)
 
         def proofs() -> Iterator[float]:

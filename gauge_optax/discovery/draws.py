@@ -20,7 +20,7 @@ def drawn_by_numpy(fn: Callable[..., Any], *example: Any) -> Callable[..., Any]:
     """Compiles a function of a PRNG key and arrays, such that NumPy draws its normal and uniform numbers.
 
     The numbers become arguments of the program. *Measured* on a CPU: the moves of 16 gauges of a GPT of two layers
-    compile for 1.3 s in place of 6.9 s.
+    compile for 0.8 s in place of 6.9 s.
 
     Args:
       fn: (key, arrays…) to a tree of arrays. It uses each key once, as JAX asks for. Permutations, and numbers inside

@@ -42,9 +42,10 @@ _ALONE = frozenset(("norm_scale", "scale_invariant", "head_rotation", "head_line
 _ADDING = frozenset((*REST, "logit_shift")) - {"residual_rotation"}
 # Kinds whose elements are logarithms of factors.
 _FACTORS = frozenset(("norm_scale", "scale_invariant", "rescale", "multiplier_balance", "residual_scale"))
-_MANY_LARGE = 16
 _SHORT = 1e-5  # `along_orbits` makes this fraction of a move, as a small step in its direction
-_MANY = 60  # the moves of more copies of gauges would compile for longer than they run
+# The moves of more copies of gauges would compile for longer than they run operation by operation. In a large instance,
+# where gauges are proved one by one and most operations have run before, the two are level at 24 layers.
+_MANY, _MANY_LARGE = 60, 16
 _ALONG = 1e-3  # a step is along an orbit if it moves the slice point by less than this, relative to its own length
 _SLIGHT = 1e-4  # the scale of a move whose chord shows its tangent
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -55,8 +55,21 @@ def equations(jaxpr: core.Jaxpr) -> Iterator[Any]:
     """
     for eqn in jaxpr.eqns:
         yield eqn
-        for inner in core.jaxprs_in_params(eqn.params):
+        for inner in jaxprs_of(eqn.params.values()):
             yield from equations(inner)
+
+
+def jaxprs_of(params: Iterable[Any]) -> Iterator[core.Jaxpr]:
+    """The jaxprs among some parameters of an equation: bodies of loops, branches, and functions that it calls.
+
+    >>> (loop,) = jax.make_jaxpr(lambda x: jax.lax.fori_loop(0, 3, lambda k, y: jnp.sin(y), x))(1.0).eqns
+    >>> [[eqn.primitive.name for eqn in inner.eqns] for inner in jaxprs_of(loop.params.values())]
+    [['add', 'sin']]
+    """
+    for x in params:
+        for inner in x if isinstance(x, tuple | list) else [x]:
+            if isinstance(inner, core.Jaxpr | core.ClosedJaxpr):
+                yield getattr(inner, "jaxpr", inner)
 
 
 def called(eqn: Any, ins: list[_V]) -> tuple[core.Jaxpr, Sequence[Any], list[_V]] | None:

@@ -21,7 +21,7 @@ from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.discovery.axes import LeafAxes
 from gauge_optax.discovery.calls import Axes, Call
 from gauge_optax.discovery.cut import Said, Unlike, Value, without_layers
-from gauge_optax.discovery.interpret import equations
+from gauge_optax.discovery.interpret import equations, jaxprs_of
 from gauge_optax.discovery.trace import traced_once
 
 _KEPT = 3  # layers: a first one, a last one and one between them
@@ -260,7 +260,7 @@ def _operations(fn: Callable[[Any, Any], Any], params: Any, batch: Any) -> _Oper
     said = Said()
 
     def own(eqn: Any) -> Hashable:  # without the functions that it calls, whose operations count themselves
-        return said({key: x for key, x in eqn.params.items() if not any(core.jaxprs_in_params({key: x}))})
+        return said({key: x for key, x in eqn.params.items() if not any(jaxprs_of([x]))})
 
     return collections.Counter(
         (eqn.primitive.name, own(eqn), *(str(v.aval) for v in (*eqn.invars, *eqn.outvars)))

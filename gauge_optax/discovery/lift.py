@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from gauge_optax.discovery.interpret import applied, called, interpret, loop_parts, sharded, source
+from gauge_optax.discovery.interpret import applied, called, interpret, jaxprs_of, loop_parts, sharded, source
 from gauge_optax.discovery.sketch import Function, Leaves
 from gauge_optax.errors import binding_error
 
@@ -196,7 +196,7 @@ def mark_equations(
                 outs = mark_equations(body.jaxpr, [*consts, *carry, *rows], marked, where)
                 carry = [a | b for a, b in zip(carry, outs, strict=False)]
             return outs
-        for inner in core.jaxprs_in_params(eqn.params):
+        for inner in jaxprs_of(eqn.params.values()):
             mark_equations(inner, [mark] * len(inner.invars), marked, where)
         drawn = name in _DRAWS and not mark & (LEAVES | BATCH)
         return [mark | _DRAWN * drawn] * len(eqn.outvars)

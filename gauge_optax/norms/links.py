@@ -185,12 +185,13 @@ def of_length_one(
 def kept_below(selection: Selection, point: jax.Array, step: jax.Array, bound: Scalar) -> jax.Array:
     """Returns the step changed so that no vector ends longer than max(bound, its norm less its step's length)."""
 
-    def norm(x: jax.Array) -> jax.Array:
-        unit, size = unit_and_size(x, selection.axes)
-        return size * jnp.sqrt(jnp.sum(unit * unit, selection.axes, keepdims=True))
+    def norm(x: jax.Array, unit: Scalar = 1.0) -> jax.Array:
+        # All vectors have one unit, because XLA's CPU backend would store copies of entries over a unit of their own.
+        return unit * jnp.sqrt(jnp.sum(jnp.square(x * (1.0 / unit)), selection.axes, keepdims=True))
 
     moved = point + step
-    after, most = norm(moved), jnp.maximum(bound, norm(point) - norm(step))
+    # In this unit the square of a huge step does not overflow, and what underflows is far below the bound.
+    after, most = norm(moved, 2.0**40 * bound), jnp.maximum(bound, norm(point) - norm(step))
     # Within the bound the step gets no roundoff.
     return jnp.where(after > most, safe_divide(most, after) * moved - point, step)
 

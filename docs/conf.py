@@ -41,7 +41,6 @@ COPIED = {
     "benchmarks/results/accelerator_h200.md": "results/accelerator_h200.md",
     "benchmarks/results/accelerator_h100_80gb_hbm3.md": "results/accelerator_h100.md",
     "benchmarks/results/precision.md": "results/precision.md",
-    "benchmarks/results/accelerator_cpu.md": "results/accelerator_cpu.md",
     "benchmarks/results/counts.md": "results/counts.md",
     "benchmarks/results/lora.md": "results/lora_factors.md",
     "benchmarks/results/discover.md": "results/discover_times.md",

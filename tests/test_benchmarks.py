@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,15 @@ def test_committed_outputs_stay_and_discover_rejects_nothing() -> None:
     for dtype, limit in (("float64", 1e-12), ("float32", 1e-5)):
         cells = [x for row in rows.values() for x in row[dtype].values() if isinstance(x, float)]
         assert len(cells) >= 200 and max(cells) <= 2 * limit and sum(x > limit for x in cells) <= 1
+
+
+@pytest.mark.skipif(committed("compare_cpu")["versions"]["jaxlib"] != version("jaxlib"), reason="another XLA's plans")
+def test_the_peak_of_quotient_is_what_was_measured() -> None:
+    """A peak needs no quiet machine: where the code's has changed, the stored times are of other code, too."""
+    row, peak = "quotient(optax.adamw)", "prepared(blocks(sized)['adam'][{!r}], sized.params, sized.grads).peak_bytes"
+    found = timing.alone("benchmarks.compare", f"(lambda sized: {peak.format(row)})(case(SIZES['attention']))")
+    stored = committed("compare_cpu")["sections"]["attention"]["blocks"]["adam"][row]["peak_mb"]
+    assert found == pytest.approx(1e6 * stored, rel=0.03)
 
 
 def test_what_a_program_moves_is_counted() -> None:

@@ -171,7 +171,7 @@ def test_cells_and_settings_that_are_stored_are_those_of_the_study(name: str) ->
 
 
 PAGES = {name: f"{name}:page" for name in ("certificates", "counts")}
-PAGES |= {f"accelerator_{device}": "accelerator:STUDY.page" for device in ("h200", "h100_80gb_hbm3", "cpu")}
+PAGES |= {f"accelerator_{device}": "accelerator:STUDY.page" for device in ("h200", "h100_80gb_hbm3")}
 PAGES |= {name: f"{name}:STUDY.page" for name in ("tuned", "rates")}
 PAGES |= {"discover": "discover_times:render", "unprepared": "unprepared:render", "compare_cpu": "render:page"}
 

@@ -96,9 +96,7 @@ def test_a_row_of_the_choice_is_what_was_measured(taken: str, arm: str, block: s
 
 def test_times_of_updates_in_the_guides_are_what_was_measured() -> None:
     """Medians, on two CPU cores and on one GPU."""
-    adam, muon = ratios(cpu("adam")), ratios(cpu("muon"))
-    cells = result("benchmarks/results/accelerator_cpu.json")["cells"]
-    beside, max_norm = ratios(cells[f"{GPT2} | beside"]), ratios(cells[f"{GPT2} | muon"])["max_norm_muon"]
+    adam, muon, beside = (ratios(cpu(block)) for block in ("adam", "muon", "beside"))
     short, shorter = (beside[f"compress_second_moments(optax.adamw){kind}"] for kind in ("", " in uint8"))
     gpu = result("benchmarks/results/accelerator_h200.json")["cells"]
     gpu_adam, gpu_muon = (ratios(gpu[f"{GPT2} | {block}"]) for block in ("adam", "muon"))
@@ -108,10 +106,11 @@ def test_times_of_updates_in_the_guides_are_what_was_measured() -> None:
     says(CHOOSE, f"{adam['quotient(optax.adamw)']:.1f} × AdamW's ({adam['quotient(optax.adamw), hold=False']:.1f} ",
          f"| {adam['ddc_adamw']:.1f} × AdamW's", f"| {muon['quotient_muon']:.2f} × `optax.cont",
          f"takes {cpu('adam')['quotient(optax.adamw)']['step_ratio'][1]:.2f} × AdamW's with `quotient`",
-         f"| {max_norm:.2f} × Muon's |", f"| {short:.1f} × AdamW's with bfloat16, {shorter:.1f} × with uint8 |",
+         f"| {muon['max_norm_muon']:.2f} × Muon's |",
+         f"| {short:.1f} × AdamW's with bfloat16, {shorter:.1f} × with uint8 |",
          f"QK-clip | the sides keep their ratio | {beside['hold_products(optax.adamw)']:.1f} × AdamW's |",
          f"mean angles | {beside['rotational_adamw']:.1f} × AdamW's |",
-         f"`quotient(optax.adamw)` takes {gpu_adam['quotient(optax.adamw)']:.1f} × AdamW's",
+         f"`quotient(optax.adamw)` took {gpu_adam['quotient(optax.adamw)']:.1f} × AdamW's",
          f"take {gpu_muon['quotient_muon']:.1f} × and {gpu_muon['max_norm_muon']:.1f} × Muon's in TF32",
          "[{:.2f} × and {:.2f} ×](/results/precision.md) Muon's in float32".format(*exact))
     slower = sorted(rows["float32"]["ms"] / rows["TF32"]["ms"] for rows in polar)
@@ -123,7 +122,7 @@ def test_times_of_updates_in_the_guides_are_what_was_measured() -> None:
 def test_what_adapters_and_a_step_cost_is_what_was_measured() -> None:
     says(TRAINING, "{}, {} and {} %".format(*(gain(64, start, "quotient-adamw") for start in starts.STARTS)))
     ours, adamw = cpu("adam")["quotient(optax.adamw)"], cpu("adam")["optax.adamw"]
-    muon = ratios(result("benchmarks/results/accelerator_cpu.json")["cells"][f"{GPT2} | muon"])
+    muon = ratios(cpu("muon"))
     says("README.md", f"a step of GPT-2 takes [{ours['step_ratio'][1] / adamw['step_ratio'][1]:.2f} × AdamW's time]",
          f"an update {ours['peak_mb'] / adamw['peak_mb']:.2f} × AdamW's memory",
          f"an update takes {muon['max_norm_muon']:.2f} × the time of Optax's Muon")

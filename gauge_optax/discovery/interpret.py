@@ -69,7 +69,7 @@ def jaxprs_of(params: Iterable[Any]) -> Iterator[core.Jaxpr]:
     for x in params:
         for inner in x if isinstance(x, tuple | list) else [x]:
             if isinstance(inner, core.Jaxpr | core.ClosedJaxpr):
-                yield getattr(inner, "jaxpr", inner)
+                yield inner.jaxpr if isinstance(inner, core.ClosedJaxpr) else inner
 
 
 def called(eqn: Any, ins: list[_V]) -> tuple[core.Jaxpr, Sequence[Any], list[_V]] | None:

@@ -30,8 +30,8 @@ _CLIPPED = 1e-3  # a change that is no roundoff
 # A clip, as in ReLU6, acts only on large numbers. A gauge is therefore also tested at leaves that are so many times as
 # large, and with moves that multiply and divide by so much.
 _FAR = 64.0
-# An eps of 1e-12, as in BERT's norms, changes the outputs by about what counts as roundoff. Where leaves are so many
-# times as large, it changes them by more, and roundoff does not.
+# An eps of 1e-12, as in BERT's norms, changes the outputs by about as much as roundoff does. Where all leaves are
+# multiplied by `_NEAR`, an eps changes them by more, and roundoff by no more than before.
 _NEAR, _DOUBTFUL, _EPS = 2.0**-12, 1e-14, 100 * STILL
 _ROUNDED = 1e-13  # roundoff of large leaves, which must not change the outputs: a sine of large numbers is chaotic
 # Kinds whose elements do not depend on leaves that they leave alone: these are not made larger with the others.

@@ -269,7 +269,10 @@ def candidates(trace: Trace, leaves: Leaves, stream: bool = False) -> list[_Cand
 
 
 def _beside_companions(space: Space, companions: set[Space], views: Sequence[View]) -> set[Space]:
-    """Spaces that share one axis of a leaf with a companion, as the query heads of a group do with its key head."""
+    """Other spaces that share an axis of a leaf that has `space` with a companion, an axis that counts elements.
+
+    An example is the axis of the query heads of a group beside that of the key heads.
+    """
     windows = [window for view in views if space in view.labels for window in view.windows]
     grids = [{a.space for a in window.atoms if a.space is not None and a.pick is None} for window in windows]
     return {other for grid in grids if grid & companions for other in grid - companions - {space}}

@@ -28,7 +28,7 @@ _COMPANIONS = ("head", "group", "part", "slot")  # names of the axes that index 
 
 
 def companion_names(beside: Iterable[Space], layers: set[Space]) -> dict[Space, str]:
-    """Companion → the name of the axis that counts the group's copies; `layers` are the axes of stacked layers.
+    """Names axes that count elements of a gauge, such as heads: space → name. `layers` are spaces of stacked layers.
 
     >>> companion_names([(0, 1), (2, 3), (4, 5)], {(2, 3)})
     {(0, 1): 'head', (2, 3): 'layer', (4, 5): 'group'}

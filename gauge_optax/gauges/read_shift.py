@@ -103,7 +103,8 @@ class NormReadShift(WriteShift):
                 raise binding_error(
                     found.gauge, f"'{target.path}' does not follow '{kernel.path}'", f"{target.view_shape}",
                     f"the axes of \"{kernel.axes}\" without channel, {outputs}", "pair every kernel with its own bias")
-        # Elements have the order of the kernels, and every kernel has its own bias behind it.
+        # The entries of an element follow the order of the kernels. If `into` is given, each kernel has one bias behind
+        # it, in the same order. So the label lists both as they are.
         name = part_label(found, kernels=[(b.path, b.axes) for b in (*kernels, *behind)])
         part = ReadShift(name, found.named, found.shape, (*kernels, *behind), scale, bias, len(kernels))
         return cls(found.key, (part,))

@@ -102,8 +102,8 @@ def transformer_redundancy(
       head_bias: whether the output layer has a bias; `bias` by default.
       rope: whether queries and keys have rotary embeddings over all of d_head, which is then even.
       qk_norm: whether queries and keys are normalized, with one scale vector for all heads.
-      mlp: the activation: "gelu" (pass it for SiLU, too), "relu", "relu2", the square of a ReLU, or "swiglu", which has
-        a gate (pass it for GEGLU, too).
+      mlp: the activation: "gelu" (pass it for SiLU, too), "relu", "relu2" (the square of a ReLU), or "swiglu",
+        which has a gate (pass it for GEGLU, too).
       tied: whether the output layer is the embedding.
       eps: whether norms have an eps, which breaks the scale of the residual stream.
 

@@ -114,7 +114,7 @@ def _entry(gauge: Any) -> dict[str, Any]:
 
 
 def _kept(read: Any, fields: Any) -> bool:
-    """Whether JSON keeps the fields of a class: an array among them compares entry by entry, and is no field."""
+    """Whether the fields of a class are equal after a trip through JSON. If they hold an array, the answer is no."""
     try:
         return bool(read == fields)
     except (ValueError, TypeError):

@@ -93,7 +93,8 @@ def _beyond(times: float, step: float, twin: Any, one: Any, rounded: Any = None)
 
 
 def _gauges_of_quotients(tx: Any) -> list[Any]:
-    """The gauges that some optimizer inside is a quotient by, or a link of DDC; others only measure or move weights."""
+    """The gauges of every `quotient` and every link of DDC in `tx`; other transformations only measure or move weights.
+    """
     gauges: dict[Any, None] = {}
 
     def keep(thing: Any) -> bool:

@@ -36,7 +36,9 @@ def half(x: jax.Array, still: int = 0) -> jax.Array:
 
 
 def interleaved(x: jax.Array) -> jax.Array:
-    return jnp.stack(turned(x, x[..., ::2], x[..., 1::2]), -1).reshape(x.shape)
+    # What `x[..., ::2]` is in newer JAX. In 0.8 it is a gather, which a shorter instance refuses.
+    even, odd = (jax.lax.slice_in_dim(x, start, None, 2, -1) for start in (0, 1))
+    return jnp.stack(turned(x, even, odd), -1).reshape(x.shape)
 
 
 def partial(x: jax.Array) -> jax.Array:

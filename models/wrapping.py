@@ -29,7 +29,7 @@ def called_with(layer: nnx.Module, kernel: jax.Array, *args: Any, **kwargs: Any)
 
 def replaced(model: nnx.Module, choose: Callable[[str, Any], nnx.Module | None]) -> None:
     """Puts, in place, what `choose(attribute name, module)` gives for every module in a model, where it gives one."""
-    for _, module in list(nnx.iter_modules(model)):
+    for module in [node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Module)]:
         for name, layer in list(vars(module).items()):
             if isinstance(layer, nnx.Module) and (new := choose(name, layer)) is not None:
                 setattr(module, name, new)

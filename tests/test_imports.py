@@ -12,7 +12,7 @@ import gauge_optax as go
 ROOT = Path(__file__).resolve().parent.parent
 SLOW = ("gauge_optax.discovery", "gauge_optax.measure", "tqdm", "scipy.optimize")
 TRAINING = "import jax, optax, gauge_optax as go; go.quotient_adamw, go.ddc_muon, go.rescale, go.head_rotation"
-PALLAS = "jax._src.pallas.core"  # what `jax.extend` imports
+PALLAS = "jax._src.pallas.core"  # what `jax.extend` imports, but not in JAX 0.8
 
 
 def loaded(statement: str) -> set[str]:
@@ -32,7 +32,7 @@ def test_what_is_slow_is_imported_only_where_it_is_used(statement: str, others: 
     """All names together need all but scipy, which waits until units of two networks are paired."""
     slow = {*SLOW, PALLAS} - others
     used = slow - {"scipy.optimize"} if "*" in statement else set()
-    assert "gauge_optax" not in others and loaded(statement) & slow == used
+    assert "gauge_optax" not in others and used - {PALLAS} <= loaded(statement) & slow <= used
 
 
 def test_every_public_name_can_be_got() -> None:

@@ -354,6 +354,10 @@ def test_odd_arguments_are_taken(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="of another run"):
             m.Recorder(tmp_path / "run", {"loss": float}, every=1, steps=1)
         assert (tmp_path / "run").read_text() == text
+
+
+@pytest.mark.skipif(not hasattr(optax.contrib, "galore"), reason="a newer Optax's optimizer")
+def test_a_state_without_a_rule_is_kept_or_named() -> None:
     tx = optax.contrib.galore(0.1, rank=3)
     kept = orbit.transport(tx.init(NET), NET, UNIT, UNIT.sample(KEY, NET), "keep")
     assert structure(kept) == structure(tx.init(NET))

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 from tests.quick import environment
@@ -49,6 +50,8 @@ def test_eight_devices_equal_one(model: str, optimizer: str, flags: str, layouts
 
     A quotient is also saved on one mesh and resumed on another.
     """
+    if "explicit" in flags and jax.__version_info__ < (0, 9):
+        pytest.skip("gradients of this model on explicit axes are an error in JAX 0.8")
     (lines,) = _programs([model, optimizer, *layouts, *(f"--{x}" for x in flags.split())])
     resumed = ["resumed"] if optimizer.startswith("quotient") else []
     assert [line["layout"] for line in lines] == [*layouts, *resumed]

@@ -13,7 +13,7 @@ import optax
 
 from gauge_optax.binding import Axes, leaves_by_path
 from gauge_optax.errors import binding_error
-from gauge_optax.linalg import real_dtype, root_mean_square, safe_divide, unit_and_size
+from gauge_optax.linalg import near_power_of_two, real_dtype, root_mean_square, safe_divide, unit_and_size
 from gauge_optax.norms import vectors
 from gauge_optax.norms.vectors import Selection
 from gauge_optax.transformation import GaugeTransformation, placeholder, require_number, transformation
@@ -189,11 +189,13 @@ def kept_below(selection: Selection, point: jax.Array, step: jax.Array, bound: S
         # All vectors have one unit, because XLA's CPU backend would store copies of entries over a unit of their own.
         return unit * jnp.sqrt(jnp.sum(jnp.square(x * (1.0 / unit)), selection.axes, keepdims=True))
 
-    moved = point + step
-    # In this unit the square of a huge step does not overflow, and what underflows is far below the bound.
-    after, most = norm(moved, 2.0**40 * bound), jnp.maximum(bound, norm(point) - norm(step))
+    moved, length = point + step, norm(step)
+    # In this unit the square of a huge step does not overflow, and what underflows is far below the bound. It is a
+    # power of two, so that a vector that does not move has the same norm before and after.
+    unit = 2.0**40 * near_power_of_two(jnp.asarray(bound, real_dtype()))
+    after, most = norm(moved, unit), jnp.maximum(bound, norm(point, unit) - length)
     # Within the bound the step gets no roundoff.
-    return jnp.where(after > most, safe_divide(most, after) * moved - point, step)
+    return jnp.where((after > most) & (length > 0), safe_divide(most, after) * moved - point, step)
 
 
 def require_bound(name: str, bound: Scalar) -> None:

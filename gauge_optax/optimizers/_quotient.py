@@ -94,10 +94,10 @@ def quotient(
         "balanced", both sides share the growth, see `optimizers/rest.py`.
       frozen: leaves that never change: a tree or prefix of booleans, or a callable from parameters to one. Leaves that
         `inner` never changes (`set_to_zero` in a partition, `freeze`, a learning rate of zero, a mask in `jnp.where`)
-        need no mention; where a JAX array without axes makes updates zero, which may be a rate that later steps change,
-        a warning asks. Name every leaf that must not move although `inner` would move it, as weight decay moves a leaf
-        behind `stop_gradient`. A gauge that acts on a frozen leaf is read only at `init`, or dropped, so that it never
-        moves a change of one leaf to another.
+        need no mention. Where a scalar JAX array makes the updates of some leaves zero, it may be a rate that later
+        steps change, and a warning names such a leaf. Name every leaf that must not move although `inner` would move
+        it, as weight decay moves a leaf behind `stop_gradient`. A gauge that acts on a frozen leaf is read only at
+        `init`, or dropped, so that it never moves a change of one leaf to another.
 
     Returns:
       The transformation. Its `update` needs `params`. Line searches take the extra arguments `grad` and `value_fn`,
@@ -108,8 +108,9 @@ def quotient(
 
     Raises:
       ValueError: bindings that do not fit the tree, gauges that do not commute; `frozen` that does not fit the tree;
-        gauges of `inner` that move a leaf of this list, unless those here only add and those there only multiply or
-        rotate, or none here and all there rotate; `update` without params, or with a state of other frozen leaves.
+        gauges of `inner` that move a leaf of this list, except in two cases: those here only add, and those there only
+        multiply or rotate; or none here rotates, and those there only rotate; `update` without params, or with a state
+        of other frozen leaves.
 
     >>> gauge = go.rescale(up={"up": "_ channel"}, down={"down": "channel _"})
     >>> params = {"up": jnp.ones((2, 3)), "down": jnp.full((3, 1), 0.5)}

@@ -55,6 +55,7 @@ def _peak(tx: optax.GradientTransformation, config: lm.LMConfig) -> int:
     return int(held + plan.temp_size_in_bytes)
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 9), reason="the budgets are those of newer compilers")
 @pytest.mark.parametrize("linear", [False, True])
 def test_the_program_is_small_and_straight_without_callbacks_and_lapack(linear: bool) -> None:
     found = _equations(go.quotient(optax.adamw(1e-3), lm.gauges(LLAMA, linear)))
@@ -84,6 +85,7 @@ def test_a_trace_binds_the_product_once(name: str, monkeypatch: pytest.MonkeyPat
     assert of.call_count == 1
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 9), reason="the budgets are those of newer compilers")
 @pytest.mark.slow_rows("*, GPT-2")
 @pytest.mark.parametrize(("name", "config", "most"), [
     ("quotient_adamw", LLAMA, 1.35),  # what wide kernels hide shows here

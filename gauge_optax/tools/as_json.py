@@ -114,7 +114,7 @@ def _entry(gauge: Any) -> dict[str, Any]:
 
 
 def _kept(read: Any, fields: Any) -> bool:
-    """Whether the fields of a class are equal after a trip through JSON. If they hold an array, the answer is no."""
+    """Whether the fields of a class are equal after a trip through JSON. A comparison that raises counts as no."""
     try:
         return bool(read == fields)
     except (ValueError, TypeError):

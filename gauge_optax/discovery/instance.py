@@ -228,8 +228,8 @@ class _Search:
         along_orbits = self._prover.along_orbits(held)
         for addition in additions:
             where = self.ungauged.get(addition.kind, [])
-            # Each is a case of the one before it.
-            kinds = [offsets.ABSORBED, offsets.ON_STREAM, offsets.PAST_NORMS, offsets.ONE_NUMBER]
+            # Each is a case of the one before it; so is a vector of equal entries, the mean of a stream, of any vector.
+            kinds = [offsets.COMMON_ROW, offsets.ABSORBED, offsets.ON_STREAM, offsets.PAST_NORMS, offsets.ONE_NUMBER]
             before = kinds[: kinds.index(addition.kind) + 1] if addition.kind in kinds else [addition.kind]
             if set(addition.where.split(" + ")) in (
                     set(one.split(" + ")) for kind in before for one in self.ungauged.get(kind, [])):

@@ -35,6 +35,7 @@ Labels = Sequence[Space | None]
 Coefficients = Mapping[int, float]  # by the number of a column
 PAST_NORMS = "the mean of a stream, which centred norms hide, and which a kernel without a norm before it reads"
 ABSORBED = "a bias that flows into the biases behind it"
+COMMON_ROW = "one vector on every row of several leaves"
 ON_STREAM = "a vector on a stream, which later leaves and the biases between them take away"
 ONE_NUMBER = "one number on all entries of a bias, which the biases behind kernels along another axis take away"
 _MOST = 96  # a flow with more columns is not tried: it comes from a residual stream that every layer writes to
@@ -626,7 +627,7 @@ def _common_row(spaces: Sequence[Space], tables: Sequence[View], layers: set[Spa
     axes it is one number, which tables with one number per row have on all rows, and biases of a single output.
     """
     lone = len(set(spaces) - layers) == 1
-    kind = f"one {'vector on every row' if spaces else 'number on all entries'} of several leaves"
+    kind = COMMON_ROW if spaces else "one number on all entries of several leaves"
 
     def write(taken: Coefficients, unread: list[int]) -> Call:
         if len(taken) != 2:

@@ -10,6 +10,7 @@ proves the rotation is made at points with any γ.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -93,8 +94,10 @@ def rotation_call(symmetry: Symmetry, trace: Trace, norms: Sequence[Call], param
             # do.
             if into <= symmetry.paths and all(_on_basis(b.axes, axes[b.path]) for b in blocks if b.argument == "down"):
                 inside.append(True)
-                readers |= into
-                moved |= {block.path for block in blocks if block.argument == "up"}
+                scales = {block.path for block in blocks if block.argument == "up"}
+                # Kernels in front of the scale of a layer write to the stream.
+                readers |= set() if {*itertools.product(into, scales)} & trace.scaled_behind else into
+                moved |= scales
             else:
                 inside.append(False)
         passed += [norm] * any(inside)

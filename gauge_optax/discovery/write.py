@@ -130,8 +130,9 @@ def _scale_call(symmetry: Symmetry, names: _Names, contracted: Collection[str]) 
     # "up" is the side with the smaller exponent; if both are equal, the side that is computed first.
     up, down = sorted(values, key=lambda value: (abs(value), *_order(sides[value], contracted)))
     vectors = [all(t.piece.vector and t.piece.path not in contracted for t in sides[value]) for value in (up, down)]
-    if degree == 1 and vectors == [True, False]:
-        return Call("norm_scale", {"scale": role(up), "into": role(down)}, {}, names.sizes)
+    if degree == 1 and vectors in ([True, False], [False, True]):  # the second is the scale of a layer with a bias
+        scale, into = (up, down) if vectors[0] else (down, up)
+        return Call("norm_scale", {"scale": role(scale), "into": role(into)}, {}, names.sizes)
     options = {} if degree == 1 else {"degree": int(degree) if degree.denominator == 1 else float(degree)}
     return Call("rescale", {"up": role(up), "down": role(down)}, options, names.sizes)
 

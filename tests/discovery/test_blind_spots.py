@@ -476,6 +476,24 @@ def test_the_scale_of_a_layer_stands_between_a_kernel_and_the_mean_that_norms_hi
     explained(fn, drawn(**{"in": (D,)}, head=(D, 6)) | {"layers": layers}, "norm_read_shift")
 
 
+@pytest.mark.parametrize("mean", [False, True])
+def test_a_stream_turns_through_the_scales_of_its_layers(mean: bool) -> None:
+    """As in DINOv2: a layer's kernel and bias write to the stream through a trained scale, in every layer its own."""
+
+    def norm(x: jax.Array) -> jax.Array:
+        x = x - x.mean(-1, keepdims=True) if mean else x
+        return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 0.1)
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        x = jnp.tanh(x) @ p["in"]
+        for w in p["layers"]:
+            x = x + w["scale"] * (jnp.sin(norm(x) * w["norm"] @ w["up"]) @ w["down"] + w["bias"])
+        return jnp.sin(norm(x) @ p["head"])
+
+    layers = [drawn(k, norm=(6,), up=(6, 7), down=(7, 6), bias=(6,), scale=(6,)) for k in range(2)]
+    explained(fn, drawn(**{"in": (D, 6)}, head=(6, 5)) | {"layers": layers}, "residual_rotation", "norm_scale")
+
+
 def test_a_vector_on_every_row_of_a_table_whose_rows_are_concatenated() -> None:
     """The bias of the kernel that reads the concatenation takes it away."""
 

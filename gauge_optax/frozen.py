@@ -250,6 +250,10 @@ def _outputs(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[_Known]) -> lis
 def _results(equation: Any, given: list[_Known]) -> list[_Known]:
     """Returns what is known of the results of one equation, given what is known of its operands."""
     kind, options, count = equation.primitive.name, equation.params, len(equation.outvars)
+    if any(getattr(atom.aval, "size", 1) == 0 for atom in equation.invars):
+        return [None] * count  # the product of no numbers is 1, and the maximum of none is infinite
+    if (kind == "integer_pow" and options["y"] <= 0) or (kind == "gather" and _fills(options)):
+        return [None] * count
     if kind == "optimization_barrier":
         return given
     if kind in _SAME:
@@ -321,6 +325,11 @@ def _zero_if(condition: bool) -> _Known:
     return 0.0 if condition else None
 
 
+def _fills(gather: Mapping[str, Any]) -> bool:
+    """Whether a gather may put other numbers than zero where an index is out of bounds."""
+    return "FILL" in str(gather["mode"]).upper() and gather.get("fill_value") != 0
+
+
 def _may_change(value: Any) -> bool:
     """Whether a constant may be another number at later steps, such as a rate that `inject_hyperparams` holds."""
     known = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
@@ -334,5 +343,7 @@ def _number(value: Any) -> _Known:
     if _may_change(value):
         return None
     array = np.asarray(value)
-    first = array.flat[0] if array.size else 0.0
+    if not array.size:
+        return None
+    first = array.flat[0]
     return float(np.real(first)) if np.isreal(first) and np.all(array == first) else None

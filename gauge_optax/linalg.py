@@ -786,6 +786,8 @@ def polar(m: jax.Array, ns_coeffs: Coefficients = "standard", ns_steps: int = 5,
 
 @functools.partial(jax.jit, static_argnums=0)  # jit traces matrices of one shape, such as those of all layers, once
 def _polar(schedule: Schedule, m: jax.Array, eps: Scalar) -> jax.Array:
+    if not m.size:
+        return m
     wide = m.shape[-2] < m.shape[-1]
     x = (transpose(m) if wide else m).astype(jnp.promote_types(m.dtype, jnp.float32))
     x = safe_divide(x, jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + eps)

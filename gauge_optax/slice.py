@@ -46,6 +46,7 @@ from gauge_optax.linalg import real_dtype, roundoff
 from gauge_optax.parts import heads
 from gauge_optax.parts.order import Place, anchor_key, by_label, check_commute, in_order, others_of, turns_by_class
 from gauge_optax.parts.part import Arrays, Constant, Part, Size, Turn, changed, moves, name_of, overlaps
+from gauge_optax.parts.sizes import Factor
 from gauge_optax.xla import recomputed_after
 
 VERSION = 6  # version of the meaning of optimizer states; a state of another version raises an error
@@ -318,10 +319,17 @@ class Slice:
         return {label: ", ".join(f"{path} {n}" for path, n in of_part.items()) for label, of_part in leaves.items()}
 
     def check_norms(self) -> None:
-        """Raises ValueError if a turn passes a norm's scale that no size makes 1, as the turn's `push` assumes."""
-        for turn, path in self.without_norm_scale:
-            problem, expected = f"the norm's scale '{path}' is not divided out", "the go.norm_scale gauge of that norm"
-            raise binding_error(name_of(turn), problem, "no norm_scale of it", expected, "add it to the list of gauges")
+        """Raises ValueError if a turn passes a norm's scale that no size makes 1, as the turn's `push` assumes.
+
+        A `rescale` that is read from the scale leaves it at −1 where it is negative.
+        """
+        ones = {anchor_key(anchor) for part, anchor, _ in self.sizes if isinstance(part, Factor) and part.signed}
+        for turn, block in ((t, b) for _, turns in self.turns for t in turns for b in t.passes):
+            if anchor_key((block,)) not in ones:
+                raise binding_error(
+                    name_of(turn), f"the norm's scale '{block.path}' is not divided out", "no norm_scale of it",
+                    "the go.norm_scale gauge of that norm",
+                    "add it to the list of gauges, in place of any rescale of the same scale")
 
     def require_first(self, name: str, inside: "Slice", again: bool, remedy: str) -> None:
         """Raises ValueError unless all parts of this slice may be undone before those of a transformation inside.
@@ -469,14 +477,18 @@ class Slice:
 
         While the output layer is constant over classes, the gradients of all other leaves are zero, up to roundoff. An
         optimizer that divides gradients by their size would turn that roundoff into a full step. The result is 0 if the
-        output layer is not constant, and None if no gauge moves the kernel of an output layer.
+        output layer is not constant, and None if no gauge moves the kernel of an output layer that trains.
         """
         leaves = leaves_by_path(gradient)
-        sizes = [size for part, _, _ in self.constants if (size := part.reference_gradient(x, leaves)) is not None]
+        trained = [part for part, _, _ in self.constants if part.label not in self.not_fixed]
+        sizes = [size for part in trained if (size := part.reference_gradient(x, leaves)) is not None]
         return roundoff(real_dtype()) * jnp.stack(sizes).max() if sizes else None
 
     def without_roundoff(self, x: Arrays, gradient: Any) -> Any:
-        """Sets the entries of a gradient (a whole tree) whose absolute value is below `least_signal` to zero."""
+        """Sets leaves of a gradient (a whole tree) to zero that have no entry above `least_signal`.
+
+        Leaves with a larger entry have a gradient: they are biases of outputs, or lead to a second output layer.
+        """
         least = self.least_signal(x, gradient)
         if least is None:
             return gradient
@@ -484,8 +496,8 @@ class Slice:
         leaves = {p: y for p, y in arrays.items() if jnp.issubdtype(y.dtype, jnp.floating)}
         kept = {}
         for path, y in leaves.items():
-            small = jnp.abs(jnp.asarray(y, least.dtype)) < least  # float8 compares with no other dtype
-            kept[path] = jax.lax.select(small, jnp.zeros_like(y), y)
+            largest = jnp.abs(jnp.asarray(y, least.dtype)).max(initial=0.0)  # float8 compares with no other dtype
+            kept[path] = jnp.where(largest < least, jnp.zeros_like(y), y)
         return with_leaves(gradient, kept)
 
     # Reading a point --------------------------------------------------------------------------------------

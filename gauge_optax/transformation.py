@@ -671,6 +671,25 @@ def require_number(function: str, argument: str, value: Any, interval: str, reme
         raise binding_error(function, f"bad {argument}", f"{argument}={value!r}", f"one number in {interval}", remedy)
 
 
+def require_rates(function: str, **numbers: Any) -> None:
+    """Raises ValueError unless these learning rates and decays are schedules, or finite numbers."""
+    for argument, value in numbers.items():
+        if not callable(value):
+            require_number(function, argument, value, "(-inf, inf)", f"write {argument}=0.01, or a schedule")
+
+
+def require_moments(function: str, **numbers: Any) -> None:
+    """Raises ValueError unless decays of moments are numbers in [0, 1), and an `eps` is one from 0; none a schedule.
+
+    A decay of 1 makes its correction for the first steps 0, and every step NaN.
+    """
+    require_no_schedule(function, **numbers)
+    for argument, value in numbers.items():
+        usual = 1e-8 if "eps" in argument else 0.9
+        require_number(function, argument, value, "[0, inf)" if "eps" in argument else "[0, 1)",
+                       f"write {argument}={usual:g}")
+
+
 def require_no_schedule(function: str, **numbers: Any) -> None:
     """Raises ValueError if one of these arguments of an optimizer is a schedule: only rates and decays can be."""
     for argument, value in numbers.items():
@@ -687,6 +706,23 @@ def require_count(function: str, argument: str, count: Any, least: int) -> None:
         raise binding_error(
             function, f"bad {argument}", f"{argument}={count!r}", f"an int, at least {least}",
             f"pass {argument}={least}")
+
+
+def require_report(function: str, report: Any) -> None:
+    """Raises ValueError unless an argument is a report of `go.discover`, or None."""
+    if report is not None and not hasattr(report, "turning"):
+        raise binding_error(
+            function, "no report", f"a {type(report).__name__}", "what discover returned, or None",
+            "pass report=go.discover(fn, params, batches), or leave it out")
+
+
+def with_hash(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, or if it has no hash, as a module of equinox, a `partial` of it: `jit` needs a hash."""
+    try:
+        hash(function)
+    except TypeError:
+        return functools.partial(function)
+    return function
 
 
 def require_function(function: str, argument: str, value: Any, takes: str) -> None:

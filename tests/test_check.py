@@ -368,6 +368,10 @@ test_what_is_given_by_mistake_is_named = each_refused({
                           "no update for|update of another shape"),
     "NaN": (lambda: go.check(ADAMW, ADAMW.init(MLP), MLP, MLP | {"bias": jnp.nan * MLP["bias"]}),
             "a gradient that is not finite, 'bias'"),
+    "gauges for a report": (lambda: go.check(ADAMW, ADAMW.init(MLP), MLP, MLP, report=[UNITS]), "no report"),
+    "a loss of other arguments": (
+        lambda: go.check(ADAMW, ADAMW.init(MLP), MLP, MLP, loss_fn=lambda: 1.0), "a function of other arguments"),
+    "a batch without a loss": (lambda: go.check(ADAMW, ADAMW.init(MLP), MLP, MLP, batch=1), "a batch without a loss"),
     "a loss and more": (lambda: go.check(ADAMW, ADAMW.init(MLP), MLP, MLP, loss_fn=lambda p: (p["up"][0, 0], {})),
                         r"lambda \*args: loss\(\*args\)\[0\]"),
 })

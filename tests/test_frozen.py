@@ -75,6 +75,10 @@ MOVING: dict[str, Callable[[], Any]] = {
     "a loop without an iteration": lambda: optax.stateless(lambda u, _: u | {"b": jax.lax.while_loop(
         lambda x: jnp.sum(x) < -1e9, jnp.zeros_like, u["b"])}),
     "lbfgs": lambda: optax.lbfgs(),
+    "times a product over no axes": lambda: _masked(lambda g: g * jnp.prod(jnp.array(g.shape[2:], jnp.float32))),
+    "to the power of zero": lambda: optax.chain(optax.freeze(ON_B), _masked(lambda g: g**0)),
+    "filled behind the end": lambda: optax.chain(optax.freeze(ON_B), _masked(
+        lambda g: g + g.at[jnp.array([9])].get(mode="fill", fill_value=1.0).sum())),
     "a mask that passes gradients on": lambda: optax.masked(optax.adamw(1e-3), {"a": True, "b": False, "c": True}),
 }
 

@@ -336,6 +336,11 @@ test_odd_arguments_are_refused = each_refused({
     **{f"{name} of shapes": (functools.partial(tool, jax.eval_shape(lambda: NET)), f"{name}: a shape without values")
        for name, tool in (("canonicalize", lambda s: orbit.canonicalize(s, G)), ("gauges", lambda s: UNIT.read(s)),
                           ("align", lambda s: orbit.align(NET, s, G)))},
+    **{f"{make.__name__} {name}": (functools.partial(make, 0.1, UNIT, **{name: number}), f"bad {name}")
+       for make, name, number in (
+           (go.quotient_adamw, "b2", 1.0), (go.quotient_adamw, "eps", -1.0), (go.quotient_muon, "beta", 1.0),
+           (go.ddc_adamw, "b1", 1.0), (go.ddc_adamw, "eps", jnp.nan), (go.ddc_adamw, "weight_decay", None))},
+    "quotient_adamw rate": (lambda: go.quotient_adamw("0.1", UNIT), "bad learning_rate"),  # type: ignore[arg-type]
     "untie": (lambda: orbit.untie({0: {"e": NET["up"]}, 1: NET["down"]}, "0/e", "head"), "keys that are no strings"),
 })  # fmt: skip
 

@@ -20,7 +20,7 @@ from models import lm
 from tests.cases import GAUGE_CASES
 from tests.quick import jit
 from tests.tolerances import tolerance
-from tests.twins import CONFIGS, ODD, Tree, check_twins, furthest, loss_of, odd, start_of, stepper, train
+from tests.twins import CONFIGS, ODD, Tree, check_twins, furthest, loss_of, normal, odd, start_of, stepper, train
 
 INNERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "adamw": lambda: optax.adamw(3e-3, weight_decay=0.1),
@@ -79,6 +79,26 @@ def test_the_same_optimizers_alone_tell_twins_apart(inner: str, x64: None) -> No
     twin = group.act(group.sample(jax.random.key(3), params), params)
     ours, theirs = (float(jit(loss_of("gpt"))(run(tx, "gpt", start, 3)[0])) for start in (params, twin))
     assert abs(theirs / ours - 1.0) > 1e-6
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_new_head_of_zeros_hides_no_gradient_of_a_trained_one(frozen: bool) -> None:
+    """The small gradients of the trunk, which a second head makes, were set to zero as roundoff of the first."""
+    params = normal(0, {"w": (6, 32), "main": (32, 5), "new": (32, 5)}, "float32")
+    params |= {"new": jnp.zeros((32, 5))}
+    x = normal(1, {"x": (8, 6)}, "float32")["x"]
+    gauges = [go.logit_shift({name: "_ vocab"}) for name in ("main", "new")]
+
+    def loss(p: Tree) -> jax.Array:
+        first, second = (jax.nn.logsumexp(jnp.tanh(x @ p["w"]) @ p[name], -1).mean() for name in ("main", "new"))
+        return 1e-4 * first + second
+
+    inner = optax.adam(1.0, eps=1e-20)
+    if frozen:
+        inner = optax.partition({"t": inner, "f": optax.set_to_zero()}, {"w": "t", "main": "t", "new": "f"})
+    tx = go.quotient(inner, gauges)
+    updates, _ = tx.update(jax.grad(loss)(params), tx.init(params), params)
+    assert np.all(np.abs(updates["w"]) > 0.9)
 
 
 # Not pinned ---------------------------------------------------------------------------------------

@@ -287,8 +287,11 @@ def test_averages_of_steps_move_as_tangents(x64: None) -> None:
     np.testing.assert_allclose(gradients["up"][0], FACTORS**-2.0)
     for first in (optax.scale_by_adam(), optax.scale_by_lion()):
         masked = optax.masked(first, {"up": True, "down": False, "free": False})
-        tx = optax.chain(optax.trace(0.9), masked, optax.trace(0.9))
+        links = ("a", optax.trace(0.9)), ("m", masked), ("z", optax.trace(0.9))
+        tx = optax.chain(*(link for _, link in links))
         before, after = _ratios(tx, lambda state: (state[0].trace, state[2].trace))
+        by_name = _ratios(optax.named_chain(*links), lambda state: (state["a"].trace, state["z"].trace))
+        jax.tree.map(np.testing.assert_array_equal, by_name, (before, after))
         np.testing.assert_allclose(before["up"][0], 1 / FACTORS)
         np.testing.assert_allclose(after["up"][0], FACTORS)
         np.testing.assert_allclose(after["down"][:, 0], before["down"][:, 0])

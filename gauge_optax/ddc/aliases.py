@@ -65,8 +65,8 @@ def ddc_adamw(
       mu_dtype: dtype of the first moment; by default that of slice coordinates, at least float32.
       weight_decay: decoupled decay, multiplied by the learning rate as in `optax.adamw`; a number, a schedule, or a
         number per role as in `add_gauge_decay`.
-      mask: which leaves decay, as in `optax.adamw`. A callable gets the slice point, which twins share, so that no mask
-        can make twins differ.
+      mask: which leaves decay, as in `optax.adamw`. A callable gets the slice point at `init`, and updates on the
+        slice later, as in Optax. Twins share both, so that no mask can make twins differ.
       match: see `add_gauge_decay`.
       nesterov: whether to use Nesterov momentum.
       vertical: see `scale_by_ddc`; unless it is "frozen", steps do not return to the slice.
@@ -166,8 +166,8 @@ def ddc_muon(
       eps: see `scale_by_scaled_polar`.
       weight_decay: decoupled decay of matrices, multiplied by the learning rate as in `optax.contrib.muon`; a number, a
         schedule, or a number per role as in `add_gauge_decay`.
-      weight_decay_mask: where `weight_decay` decays, as in `optax.contrib.muon`. A callable gets the slice point,
-        which twins share.
+      weight_decay_mask: where `weight_decay` decays, as in `optax.contrib.muon`. A callable gets the slice point
+        at `init`, and updates on the slice later, as in Optax; twins share both.
       mu_dtype: dtype of the first moment; by default that of slice coordinates, at least float32.
       nesterov: whether to use Nesterov momentum, for matrices and all other leaves.
       adam_b1: decay of Adam's first moments.

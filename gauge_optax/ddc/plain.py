@@ -55,7 +55,7 @@ from gauge_optax.transformation import (
     placeholder,
     require_choice,
     require_every,
-    require_no_schedule,
+    require_moments,
     require_number,
     transformation,
     updates_at,
@@ -97,7 +97,7 @@ class Options(NamedTuple):
 def checked_options(name: str, *settings: Any) -> Options:
     """Returns settings, given in the order of `Options`. Raises ValueError for unknown modes and bad numbers."""
     options = Options(*settings)
-    require_no_schedule(name, b1=options.b1, b2=options.b2, eps=options.eps, eps_root=options.eps_root)
+    require_moments(name, b1=options.b1, b2=options.b2, eps=options.eps, eps_root=options.eps_root)
     require_choice(name, "vertical", options.vertical, VERTICAL)
     require_choice(name, "v_mode", options.v_mode, V_MODES)
     require_choice(name, "radial", options.radial, RADIAL)

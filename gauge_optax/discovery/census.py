@@ -79,8 +79,9 @@ class Census(NamedTuple):
 
     Attributes:
       parameters: entries of all floating-point leaves.
-      rank: the rank of the Jacobian of the outputs; with `blocks`, an upper bound of it.
-      dead: parameters − rank; with `blocks`, a lower bound of the number of dead directions.
+      rank: the rank of the Jacobian of the outputs; with `blocks`, an upper bound of it, see `dead`.
+      dead: parameters − rank; with `blocks`, a lower bound of the number of dead directions, unless two gauges make the
+        same move: each then counts its own dimensions, and `overlap` is 0.
       explained: dead directions in the span of all orbits; with `blocks`, the sum of the dimensions of
         the orbits along which the outputs do not change.
       overlap: the sum of the orbits' dimensions, less the dimension of their span; with `blocks`, 0.

@@ -59,17 +59,21 @@ def either(
 ) -> Metrics:
     """Returns record() if a record is due, and `last` otherwise, replicated over the mesh of the tree `measured`."""
     sharding = layout(measured)
+
+    def made() -> Metrics:
+        metrics = record()
+        if apart := structures_apart(last, metrics):
+            raise binding_error(
+                "measure", "a state of other gauges, axes or leaves", *apart,
+                "start anew, state = tx.init(params), or give what the state was made with")
+        return metrics
+
     if isinstance(every, int) and every == 1:
-        return sharding.replicated(record())
+        return sharding.replicated(made())
     # Both branches must return arrays of one sharding and of one dtype.
     kept = in_dtypes_of_state(last, last)
 
     def due() -> Metrics:
-        made = record()
-        if apart := structures_apart(last, made):
-            raise binding_error(
-                "measure", "a state of other gauges, axes or leaves", *apart,
-                "start anew, state = tx.init(params), or give what the state was made with")
-        return in_dtypes_of_state(kept, made)
+        return in_dtypes_of_state(kept, made())
 
     return cond(taken % every == 0, lambda: sharding.replicated(due()), lambda: sharding.replicated(kept))

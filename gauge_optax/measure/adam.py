@@ -95,8 +95,8 @@ def adam_precondition(
       A function (params, cotangent) → D(params)⊙cotangent. It does not use Adam's first moment.
 
     Raises:
-      ValueError: no Adam in the state, or several; an Adam inside an optimizer of this library, such as `quotient`; a
-        decay that is not at least 0 and below 1, a negative eps.
+      ValueError: no Adam in the state, or several; an Adam inside an optimizer of this library, such as `quotient`, or
+        one that a mask hides leaves from; a decay that is not at least 0 and below 1, a negative eps.
 
     >>> tx, grad_fn = optax.adam(1e-3), lambda p: p
     >>> precondition = go.measure.adam_precondition(tx.init(jnp.ones(2)), grad_fn)
@@ -106,6 +106,13 @@ def adam_precondition(
     """
     _require_options("adam_precondition", dict(b2=b2), dict(eps=eps, eps_root=eps_root))
     state = _only_adam("adam_precondition", opt_state)
+    masked = lambda node: isinstance(node, optax.MaskedNode)  # noqa: E731
+    hidden = [path for path, x in jax.tree.leaves_with_path(state.nu, is_leaf=masked) if masked(x)]
+    if hidden:
+        where = jax.tree_util.keystr(hidden[0], simple=True, separator="/")
+        raise binding_error(
+            "adam_precondition", f"an Adam that does not see '{where}'", "a state of optax.masked or optax.partition",
+            "an Adam with second moments of every leaf", "measure the step itself, with step_leakage")
 
     def precondition(params: Any, gradient: Any) -> Any:
         require_numbers("adam_precondition", gradient)

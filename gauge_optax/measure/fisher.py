@@ -50,6 +50,7 @@ from gauge_optax.transformation import (
     require_key,
     require_scalar,
     require_traceable,
+    with_hash,
 )
 from gauge_optax.xla import summed_apart
 
@@ -487,7 +488,7 @@ class Hessian(Operator):
         require_function("Hessian", "loss", loss, "params, batch")
         for batch in batches:
             require_scalar("Hessian", jax.eval_shape(loss, arrays.params, batch))
-        super().__init__("Hessian", _Rule(loss, None), arrays._replace(labels=[None] * len(batches)))
+        super().__init__("Hessian", _Rule(with_hash(loss), None), arrays._replace(labels=[None] * len(batches)))
 
 
 class GGN(Operator):
@@ -531,7 +532,7 @@ class GGN(Operator):
         curve, batches = _curves("GGN", likelihood)[0], listed("GGN", batches)
         arrays = _arrays("GGN", params, batches, only)
         _output_shapes("GGN", fn, arrays)
-        super().__init__("GGN", _Rule(fn, curve), arrays._replace(labels=[None] * len(batches)))
+        super().__init__("GGN", _Rule(with_hash(fn), curve), arrays._replace(labels=[None] * len(batches)))
 
 
 class Fisher(Operator):
@@ -601,10 +602,10 @@ class Fisher(Operator):
         # One batch of outputs at a time is in memory.
         rows = sum(math.prod(shape[:-1]) for shape in _output_shapes("Fisher", fn, arrays))
         each = max(1, -(-(samples or _PER_DIMENSION * size) // rows))
-        rng, run = np.random.default_rng(np.asarray(jax.random.key_data(key)).ravel()), jax.jit(fn)
+        rng, run = np.random.default_rng(np.asarray(jax.random.key_data(key)).ravel()), jax.jit(with_hash(fn))
         draw = _label_shares if likelihood == "softmax" else _noise_moments
         labels = [jnp.asarray(draw(run(arrays.params, batch), each, rng), self._of(arrays)) for batch in batches]
-        super().__init__("Fisher", _Rule(fn, curve), arrays._replace(labels=labels))
+        super().__init__("Fisher", _Rule(with_hash(fn), curve), arrays._replace(labels=labels))
         self.samples = each * rows
 
     @staticmethod
@@ -685,7 +686,7 @@ class EmpiricalFisher(Operator):
                         f"numbers from {values.min()} to {values.max()}", f"numbers from 0 to {classes - 1}",
                         "leave padded positions out of what fn returns and of the labels",
                     )
-        super().__init__("EmpiricalFisher", _Rule(fn, curve), arrays._replace(labels=labels))
+        super().__init__("EmpiricalFisher", _Rule(with_hash(fn), curve), arrays._replace(labels=labels))
 
 
 class Quotient(Operator):

@@ -41,6 +41,7 @@ from gauge_optax.transformation import (
     require_number,
     require_scalar,
     require_traceable,
+    with_hash,
 )
 
 _LARGE = 10**7  # with more parameters, chains run one after the other; all at once would need several times the memory
@@ -159,7 +160,7 @@ def llc(
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *batches)
     keys = jax.random.split(key, num_chains)
     losses, excess, initial, found = _chains(
-        loss, None if gauges is None else product(gauges), (num_draws, num_burnin_steps, num_steps_bw_draws),
+        with_hash(loss), None if gauges is None else product(gauges), (num_draws, num_burnin_steps, num_steps_bw_draws),
         params, stacked, keys, numbers,
     )
     per_chain = numbers[0] * jnp.mean(excess, 1)

@@ -172,9 +172,9 @@ class Recorder:
           The row as JSON stores it, with arrays and tuples as lists and keys as strings; None if no record was due.
 
         Raises:
-          ValueError: a step that is no integer, or is behind the last of the run; a reading that is no real number,
-            nor an array or a tree of them: None or a text, which only the results of `go.measure` may have among their
-            fields, or a complex number.
+          ValueError: a step that is no integer, is behind the last of the run, or leaves a due step out; a reading
+            that is no real number, nor an array or a tree of them: None or a text, which only the results of
+            `go.measure` may have among their fields, or a complex number.
         """
         try:
             step = operator.index(step)  # JSON has no integers of NumPy or JAX
@@ -187,6 +187,12 @@ class Recorder:
                 "give Recorder the number of all steps: with such a record, it would refuse its own file")
         if step <= self.last or not (step % self.every == 0 or step == self.steps):
             return None
+        due = min((self.last // self.every + 1) * self.every, self.steps)
+        if self.rows and due < step:
+            raise binding_error(
+                "Recorder", f"no record of step {due}", f"a record of step {step} behind that of step {self.last}",
+                "a record of every step that is due, because the file could not be read again",
+                f"resume from a checkpoint of step {due} or before; or delete '{self.path}'")
         taken = {name: _plain(name, read(*args)) for name, read in self.readings.items()}
         line = json.dumps({"step": step} | taken)
         with self.path.open("a") as file:

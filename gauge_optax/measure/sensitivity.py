@@ -27,6 +27,7 @@ from gauge_optax.transformation import (
     require_number,
     require_scalar,
     require_transformation,
+    with_hash,
 )
 
 LossFn = Callable[[Any], jax.Array]
@@ -129,7 +130,8 @@ def gauge_sensitivity(
     require_arrays(_NAME, params, key)
     require_differentiable(_NAME, params)
     twins = jax.jit(functools.partial(_twins, group, num_samples=num_samples, scale=scale))(params, key)
-    value, motion, value_changes, motion_changes = _compare(tx, loss_fn, represent, steps, params, twins)
+    value, motion, value_changes, motion_changes = _compare(
+        tx, with_hash(loss_fn), with_hash(represent), steps, params, twins)
     # An element of a linear gauge multiplies roundoff by its condition number, which is at most e^(2·scale).
     most = min(_LOOSEST, tolerance("invariant", params) * math.exp(2 * scale))
     _check_invariant(group, float(value), np.asarray(value_changes, np.float64), most)

@@ -21,7 +21,7 @@ from gauge_optax.errors import binding_error, warn
 from gauge_optax.linalg import safe_divide, unit_and_size
 from gauge_optax.norms import vectors
 from gauge_optax.norms.vectors import Selection
-from gauge_optax.transformation import in_interval, placeholder, transformation
+from gauge_optax.transformation import in_interval, placeholder, require_rates, transformation
 
 Radius = float | jax.Array
 _JUMP = 0.01  # share of a radius by which a norm may differ without a warning; bfloat16 rounds norms by less
@@ -106,6 +106,8 @@ def hyperball(
     """
     specs, initial = vectors.parse("hyperball", "axes", axes, sizes), isinstance(radius, str) and radius == "initial"
     numbers = {} if initial else _numbers(axes, radius)
+    if learning_rate is not None:
+        require_rates("hyperball", learning_rate=learning_rate)
 
     def empty(params: Any) -> HyperballState:
         return HyperballState(placeholder() if initial else (), jnp.int32(0) if callable(learning_rate) else ())

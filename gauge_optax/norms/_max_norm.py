@@ -19,7 +19,7 @@ from gauge_optax.frozen import frozen_leaves
 from gauge_optax.norms import vectors
 from gauge_optax.norms.links import above, kept_below, no_lengths, of_length_one, require_beta, require_bound
 from gauge_optax.norms.vectors import Clock, Selection
-from gauge_optax.transformation import checked_inner, placeholder, transformation
+from gauge_optax.transformation import checked_inner, placeholder, require_rates, transformation
 from gauge_optax.wrapped import preflight_of
 
 Scalar = float | jax.Array
@@ -104,6 +104,7 @@ def max_norm(
     """
     name = "max_norm"
     specs, optimizer = vectors.parse(name, "blocks", blocks, sizes), checked_inner(name, inner)
+    require_rates(name, learning_rate=learning_rate)
     require_bound(name, bound)
     require_beta(name, beta)
 

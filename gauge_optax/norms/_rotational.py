@@ -24,7 +24,7 @@ from gauge_optax.norms import vectors
 from gauge_optax.norms.equilibrium import predict_equilibrium
 from gauge_optax.norms.links import require_beta
 from gauge_optax.norms.vectors import Clock, Selection, at
-from gauge_optax.transformation import checked_inner, placeholder, require_number, transformation
+from gauge_optax.transformation import checked_inner, placeholder, require_number, require_rates, transformation
 from gauge_optax.wrapped import preflight_of
 
 Scalar = float | jax.Array
@@ -151,6 +151,7 @@ def named_rotational(
     """`rotational`, whose errors carry the name of the function that the user called."""
     specs = vectors.parse(name, "blocks", blocks, sizes)
     optimizer = checked_inner(name, inner)
+    require_rates(name, learning_rate=learning_rate, weight_decay=weight_decay)
     require_beta(name, beta)
     require_number(name, "eps", eps, "[0, inf)", "write eps=0.0 for steps that no scale of the loss changes")
     if eta_r is not None and not callable(eta_r):

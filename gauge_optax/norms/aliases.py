@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
-from gauge_optax.binding import Axes, is_empty, mask_by_path, values_at, with_leaves
+from gauge_optax.binding import Axes, is_empty, leaves_by_path, with_leaves
 from gauge_optax.norms import vectors
 from gauge_optax.norms._rotational import named_rotational
 
@@ -98,8 +99,8 @@ def rotational_sgdm(
       momentum: α, as in `optax.sgd`.
       nesterov: as in `optax.sgd`; Table 1 has no separate angle for it.
       accumulator_dtype: as in `optax.sgd`.
-      weight_decay: λ, which decides the angle of `blocks`. For every other leaf that `mask` names, λ times the weights
-        is added to the gradient.
+      weight_decay: λ, which decides the angle of `blocks`. For all other entries of leaves that `mask` names, λ times
+        the weights is added to the gradient.
       mask: which leaves decay, as in `optax.add_decayed_weights`.
       eta_r: see `rotational`.
       beta: see `rotational`.
@@ -119,19 +120,19 @@ def rotational_sgdm(
     Reference: Kosson et al. 2024, Algorithm 1 and Table 1 (RV-SGDM). Deviation: `eps`.
     """
     specs = vectors.parse("rotational_sgdm", "blocks", blocks, sizes)
+    decay = optax.add_decayed_weights(weight_decay, mask)
 
-    def decays(params: Any) -> Any:
-        """Returns the mask of leaves whose gradient gets decay: `mask`, with False for the leaves of `blocks`."""
-        wanted = values_at(mask, params)
-        wanted = True if wanted is None else wanted
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         if is_empty(params):
-            return wanted
-        turning = vectors.resolve("rotational_sgdm", specs, params)
-        still = {selection.block.path: False for selection in turning}
-        return with_leaves(params, mask_by_path(wanted, params) | still)
+            return decay.update(updates, state, params)
+        leaves, still = leaves_by_path(params), dict[str, Any]()
+        for block in (x.block for x in vectors.resolve("rotational_sgdm", specs, params)):
+            leaf = still.get(block.path, jnp.asarray(leaves[block.path]))  # vectors that turn do not decay
+            still[block.path] = block.write(leaf, jnp.zeros(block.view_shape, leaf.dtype))
+        return decay.update(updates, state, with_leaves(params, still))
 
     sgd = optax.sgd(learning_rate, momentum, nesterov, accumulator_dtype)
-    inner = optax.chain(optax.add_decayed_weights(weight_decay, decays), sgd)
+    inner = optax.chain(optax.GradientTransformation(decay.init, update), sgd)
     return named_rotational(
         "rotational_sgdm", inner, blocks, sizes, learning_rate, weight_decay, eta_r, beta, center, gain, eps, momentum
     )

@@ -23,7 +23,7 @@ from gauge_optax.optimizers._quotient import group_of, quotient_for, require_rat
 from gauge_optax.optimizers.muon import muon, readings_of_neurons
 from gauge_optax.optimizers.polar import polar_of, rotated_or_scaled
 from gauge_optax.parts.matrices import TOKEN, Reading, matrices_of
-from gauge_optax.transformation import GaugeTransformation, require_no_schedule
+from gauge_optax.transformation import GaugeTransformation, require_moments, require_rates
 
 Scalar = float | jax.Array
 _NAME = "max_norm_muon"
@@ -109,9 +109,9 @@ def max_norm_muon(
       ns_steps: see `scale_by_scaled_polar`.
       beta: decay of the first moment of matrices and tokens.
       eps: see `scale_by_scaled_polar`.
-      weight_decay: decoupled decay of matrices, multiplied by the learning rate; rarely needed.
-      weight_decay_mask: where `weight_decay` decays, as in `optax.contrib.muon`. A callable gets the slice point,
-        which twins share.
+      weight_decay: decoupled decay of matrices, multiplied by the learning rate alone; rarely needed.
+      weight_decay_mask: where `weight_decay` decays, as in `optax.contrib.muon`. A callable gets the slice point
+        at `init`, and updates on the slice later, as in Optax; twins share both.
       mu_dtype: dtype of the first moment; by default that of slice coordinates, at least float32.
       nesterov: whether to use Nesterov momentum, for all leaves.
       adam_b1: decay of Adam's first moments.
@@ -149,7 +149,10 @@ def max_norm_muon(
       names, and for defaults except those of Adam's rate and b2.
     """
     require_rate_first(_NAME, learning_rate, gauges)
-    require_no_schedule(_NAME, adam_b1=adam_b1, adam_b2=adam_b2, adam_eps_root=adam_eps_root)
+    require_rates(_NAME, weight_decay=weight_decay, adam_weight_decay=adam_weight_decay)
+    if adam_learning_rate is not None:
+        require_rates(_NAME, adam_learning_rate=adam_learning_rate)
+    require_moments(_NAME, adam_b1=adam_b1, adam_b2=adam_b2, adam_eps_root=adam_eps_root)
     undecided = None
     if isinstance(gauges, Found):
         undecided = gauges.undecided if neurons is None else None
@@ -182,7 +185,9 @@ def max_norm_muon(
         lengths = [vector_norm(_NAME, own, _MEMORY, lambda x: bound * listed.unit(x))] if own else []
         return *lengths, rate, *([norms_below(_NAME, bounded, bound, listed.unit)] if bounded else [])
 
-    of_matrices = optax.add_decayed_weights(weight_decay, weight_decay_mask), *paced(listed.kernels, listed.kernels)
+    of_matrices = paced(listed.kernels, listed.kernels)
+    if listed.kernels:
+        of_matrices = *_decayed(of_matrices[0], weight_decay, weight_decay_mask), *of_matrices[1:]
     # The tokens of an unembedding have no bound: adding one vector to all of them changes their norms but not the loss.
     of_tokens = optax.chain(*paced(listed.unembeddings + listed.tables, listed.tables))
     adam_rate = _half(learning_rate) if adam_learning_rate is None else adam_learning_rate
@@ -304,6 +309,28 @@ def _unlisted(
         + ("its own rate" if adam_has_a_rate else "half of the learning rate"),
         "list the leaf, or give Adam a rate of its own: adam_learning_rate=1e-3",
     )] if matrices else []
+
+
+def _decayed(
+    lengths: optax.GradientTransformation, weight_decay: optax.ScalarOrSchedule, mask: Any
+) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
+    """Returns two links: one that counts the steps of decay, and `lengths` with the decay of weights behind it.
+
+    In front of `lengths`, the decay of a neuron without a gradient would become a whole step. The first link, which
+    passes updates on, keeps the place of the decay's state: it stood in front in states that are stored.
+    """
+    counting = optax.add_decayed_weights(weight_decay, mask)
+
+    def count(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        return updates, counting.update(updates, state, params)[1]
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        updates, after = lengths.update(updates, state, params)
+        now = weight_decay(state.count) if callable(weight_decay) else weight_decay
+        decay = optax.add_decayed_weights(now, mask)
+        return decay.update(updates, decay.init(params), params)[0], after
+
+    return optax.GradientTransformation(counting.init, count), optax.GradientTransformation(lengths.init, update)
 
 
 def _half(learning_rate: optax.ScalarOrSchedule) -> optax.ScalarOrSchedule:

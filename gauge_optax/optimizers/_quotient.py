@@ -36,6 +36,7 @@ from gauge_optax.transformation import (
     layout,
     once_per_tree,
     placeholder,
+    require_rates,
     require_values,
     transformation,
     with_gauges_of,
@@ -254,7 +255,7 @@ def group_of(name: str, learning_rate: Any, gauges: Any) -> Product:
 
 
 def require_rate_first(name: str, learning_rate: Any, gauges: Any) -> None:
-    """Raises ValueError where the learning rate is a gauge, a list of them or a report, because it comes second."""
+    """Raises ValueError where the learning rate is gauges or a report, which come second, or no rate at all."""
     if isinstance(learning_rate, Gauge | list | tuple) or hasattr(learning_rate, "gauges"):
         rate = repr(gauges) if isinstance(gauges, int | float) else "learning_rate"
         raise binding_error(
@@ -264,6 +265,7 @@ def require_rate_first(name: str, learning_rate: Any, gauges: Any) -> None:
             f"{name}(learning_rate, gauges)",
             f"write go.{name}({rate}, gauges)",
         )
+    require_rates(name, learning_rate=learning_rate)
 
 
 def slice_gradient(s: Slice, entered: Undone, updates: Any, without_constants: bool = True) -> Any:

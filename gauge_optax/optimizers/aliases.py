@@ -13,7 +13,7 @@ from gauge_optax.optimizers._quotient import group_of, quotient_for
 from gauge_optax.optimizers.muon import muon
 from gauge_optax.optimizers.polar import Labels, polar_of
 from gauge_optax.parts.matrices import Reading
-from gauge_optax.transformation import GaugeTransformation, require_no_schedule
+from gauge_optax.transformation import GaugeTransformation, require_moments
 
 Scalar = float | jax.Array
 
@@ -45,8 +45,8 @@ def quotient_adamw(
       eps_root: added inside that root.
       mu_dtype: dtype of the first moment; by default that of slice coordinates, at least float32.
       weight_decay: decoupled decay, multiplied by the learning rate; a number or a schedule.
-      mask: which leaves decay, as in `optax.adamw`. A callable gets the slice point, which twins share, so that no mask
-        can make twins differ.
+      mask: which leaves decay, as in `optax.adamw`. A callable gets the slice point at `init`, and updates on the
+        slice later, as in Optax. Twins share both, so that no mask can make twins differ.
       nesterov: whether to use Nesterov momentum.
       hold: see `quotient`.
       pin: see `quotient`.
@@ -73,7 +73,7 @@ def quotient_adamw(
       about 1e2.
     """
     group = group_of("quotient_adamw", learning_rate, gauges)
-    require_no_schedule("quotient_adamw", b1=b1, b2=b2, eps=eps, eps_root=eps_root)
+    require_moments("quotient_adamw", b1=b1, b2=b2, eps=eps, eps_root=eps_root)
     inner = optax.adamw(learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov=nesterov)
     return quotient_for("quotient_adamw", inner, group, hold=hold, pin=pin, rest=rest)
 
@@ -120,8 +120,8 @@ def quotient_muon(
       beta: decay of the first moment of matrices.
       eps: see `scale_by_scaled_polar`.
       weight_decay: decoupled decay of matrices, multiplied by the learning rate; a number or a schedule.
-      weight_decay_mask: where `weight_decay` decays, as in `optax.contrib.muon`. A callable gets the slice point,
-        which twins share.
+      weight_decay_mask: where `weight_decay` decays, as in `optax.contrib.muon`. A callable gets the slice point
+        at `init`, and updates on the slice later, as in Optax; twins share both.
       mu_dtype: dtype of the first moment; by default that of slice coordinates, at least float32.
       nesterov: whether to use Nesterov momentum, for matrices and all other leaves.
       adam_b1: decay of Adam's first moments.
@@ -161,7 +161,7 @@ def quotient_muon(
     Reference: Jordan et al. 2024 (Muon); DDC B.10 for heads; `optax.contrib.muon` for names and defaults.
     """
     group = group_of("quotient_muon", learning_rate, gauges)
-    require_no_schedule("quotient_muon", adam_b1=adam_b1, adam_b2=adam_b2, adam_eps_root=adam_eps_root)
+    require_moments("quotient_muon", adam_b1=adam_b1, adam_b2=adam_b2, adam_eps_root=adam_eps_root)
     polar = polar_of("quotient_muon", ns_coeffs, ns_steps, beta, eps, scale, labels, None, consistent_rms, sizes)
     tail = optax.add_decayed_weights(weight_decay, weight_decay_mask), optax.scale_by_learning_rate(learning_rate)
     adam_rate = learning_rate if adam_learning_rate is None else adam_learning_rate

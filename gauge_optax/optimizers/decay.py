@@ -30,6 +30,7 @@ from gauge_optax.transformation import (
     in_computing_dtype,
     in_dtype_of,
     require_choice,
+    require_rates,
     transformation,
     updates_at,
 )
@@ -125,6 +126,8 @@ def decay(
     """
     require_choice(_NAME, "match", match, ("adamw", "horizontal"))
     by_role = weight_decay if isinstance(weight_decay, Mapping) else None
+    if by_role is None:
+        require_rates(_NAME, weight_decay=weight_decay)
     for role, number in (by_role or {}).items():
         real = isinstance(number, int | float | np.integer | np.floating) and not isinstance(number, bool)
         if not real or not math.isfinite(number):

@@ -44,7 +44,7 @@ from gauge_optax.parts.matrices import (
 )
 from gauge_optax.parts.part import Part, changed
 from gauge_optax.slice import Slice
-from gauge_optax.transformation import require_choice, require_count, require_no_schedule, require_number
+from gauge_optax.transformation import require_choice, require_count, require_moments, require_number
 
 Scalar = float | jax.Array
 Labels = Mapping[str, Axes] | None
@@ -232,7 +232,7 @@ def polar_of(
     def two_scales(arguments: str, remedy: str) -> ValueError:
         return binding_error(name, "two scales", arguments, "one of them", remedy)
 
-    require_no_schedule(name, beta=beta, eps=eps)
+    require_moments(name, beta=beta, eps=eps)
     if consistent_rms is not None:
         if scale != "width":
             arguments = f"consistent_rms={consistent_rms!r} and scale={scale!r}"

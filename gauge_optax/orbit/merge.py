@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from gauge_optax.binding import inexact_leaves, leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, Product, product
-from gauge_optax.linalg import norm_of
+from gauge_optax.linalg import norm_of, real_dtype
 from gauge_optax.orbit._align import align, check_same_tree
 from gauge_optax.states.statistics import require_no_statistics, require_no_statistics_behind
 from gauge_optax.transformation import in_computing_dtype, in_dtype_of, in_interval, on_any_mesh, require_arrays
@@ -120,6 +120,7 @@ def interpolate(a: Params, b: Params, t: float | jax.Array) -> Params:
             "pass one number, such as 0.5, and call it once for each",
         )
     start, end = inexact_leaves(a), leaves_by_path(b)
+    t = t if isinstance(t, int | float) else jnp.asarray(t, real_dtype())  # in bfloat16, 1 − t and t would not add to 1
     between = {path: (1.0 - t) * in_computing_dtype(x) + t * in_computing_dtype(end[path]) for path, x in start.items()}
     return in_dtype_of(a, between)
 

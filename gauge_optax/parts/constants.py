@@ -124,7 +124,7 @@ class Logits(Mean):
         kernels = [b for b in self.blocks if len(b.view_shape) > 1]
         if not kernels:
             return None
-        largest = jnp.stack([jnp.max(jnp.abs(b.view(g[b.path]))) for b in self.blocks]).max()
+        largest = jnp.stack([jnp.max(jnp.abs(b.view(g[b.path])), initial=0.0) for b in self.blocks]).max()
         constant = jnp.stack([jnp.all(b.view(x[b.path]) == 0.0) for b in kernels]).any()
         return jnp.where(constant, largest, 0.0).astype(real_dtype())
 

@@ -7,6 +7,7 @@ before it average gradients.
 References: "When Equivalent Weights Train Differently" ("the post") §7; docs/design.md §1.
 """
 
+import collections
 from typing import Any
 
 import jax
@@ -124,6 +125,11 @@ def _walk(move: Move, node: Any, outgoing: Outgoing, owner: str, path: str = "")
             new, outgoing = _walk(move, link, outgoing, owner, f"{path}/{number}".lstrip("/"))
             links.append(new)
         return kind(links), outgoing
+    if kind is collections.OrderedDict:  # an `optax.named_chain`
+        named_links: dict[str, Any] = {}
+        for key, link in node.items():
+            named_links[key], outgoing = _walk(move, link, outgoing, owner, f"{path}/{key}".lstrip("/"))
+        return kind(named_links), outgoing
     if kind is dict:
         branches = {key: _walk(move, x, outgoing, owner, f"{path}/{key}".lstrip("/")) for key, x in node.items()}
         return {key: x for key, (x, _) in branches.items()}, outgoing.union(*(after for _, after in branches.values()))

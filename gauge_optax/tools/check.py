@@ -35,9 +35,11 @@ from gauge_optax.transformation import (
     own_settings,
     recording,
     require_arrays,
+    require_function,
     require_gradients,
     require_no_tracers,
     require_params,
+    require_report,
     require_scalar,
     require_values,
 )
@@ -154,6 +156,13 @@ def check(
     require_arrays("check", params, grads)
     require_no_tracers("check", state)
     jax.block_until_ready((state, params, grads))
+    if loss_fn is not None:
+        require_function("check", "loss_fn", loss_fn, "params" if batch is None else "params, batch")
+    elif batch is not None:
+        raise binding_error(
+            "check", "a batch without a loss", f"batch={type(batch).__name__}, loss_fn=None", "both, or neither",
+            "pass loss_fn=lambda params, batch: ... as well, or leave batch out")
+    require_report("check", report)
     _require_finite(grads)
     _require_seen(tx, state)
     gauges, frozen = gauges_of(tx), _frozen_in(state)
@@ -630,7 +639,7 @@ def _require_steps_that_count(tx: Any, state: Any, params: Any, grads: Any) -> l
         return []
     try:
         updates, _ = one_program(tx.update)(grads, state, params)
-    except TypeError:
+    except Exception:  # of any class: an update may read an argument by its name
         return ["the first update was not looked at, because the optimizer needs further arguments"]
     # A leaf that stores γ − 1 is moved as γ, so that roundoff is relative to γ.
     added, moved = dict[str, Any](), False

@@ -23,7 +23,7 @@ from gauge_optax.discovery.calls import bound_copies, template
 from gauge_optax.errors import binding_error, warn
 from gauge_optax.gauges.gauge import Gauge, product
 from gauge_optax.parts.matrices import matrices_of
-from gauge_optax.transformation import GaugeTransformation, LeafRule, own_settings, require_traceable
+from gauge_optax.transformation import GaugeTransformation, LeafRule, own_settings, require_report, require_traceable
 from gauge_optax.wrapped import walk
 from gauge_optax.xla import quick_options, unseen
 
@@ -203,10 +203,7 @@ def plan(
         raise binding_error(
             "plan", "no gauges", f"a {type(tx_or_gauges).__name__}", "gauges, or an optimizer that was made with some",
             "pass go.quotient(...) or a list of gauges")
-    if report is not None and not hasattr(report, "turning"):
-        raise binding_error(
-            "plan", "no report", f"a {type(report).__name__}", "what discover returned, or None",
-            "pass report=go.discover(fn, params, batches), or leave it out")
+    require_report("plan", report)
     leaves, matrices = leaves_by_path(params), matrices_of(product(gauges)._bound(params).slice.parts)
     texts = {path: reading.text for path, reading in matrices.items()}
     labels: dict[str, dict[str, None]] = {}
@@ -385,8 +382,8 @@ def _without_gradient(tx: Any, params: Any, compiler: Executor) -> Callable[[], 
     with own_settings(wide=True):  # float32 cannot tell a decay of 1e-6 per step from roundoff
         try:
             traced = jax.jit(first).lower(doubles)
-        except TypeError as error:
-            if "required keyword-only argument" not in str(error):
+        except (TypeError, KeyError) as error:
+            if isinstance(error, TypeError) and "required keyword-only argument" not in str(error):
                 raise
             return None  # an update that needs more, such as the loss of a line search
     program = compiler.submit(traced.compile, compiler_options=quick_options())

@@ -125,6 +125,8 @@ CHANNEL, READER = {"b": "channel"}, {"w": "channel _"}
 LEAVES = {"b": jnp.zeros(3), "table": jnp.zeros((2, 3)), "w": jnp.zeros((3, 4)), "c": jnp.zeros(4), "d": jnp.zeros(5)}
 NAMELESS = r"(?s)'table' has an axis without a name.*name every axis"
 STREAM, OTHER = ({"w": "basis _"}, {"table": "_ basis"}), go.norm_scale({"c": "channel"}, {"w": "_ channel"})
+SIGNS = [go.residual_rotation({"w": "basis _"}, {"table": "_ basis"}, [go.norm_scale(CHANNEL, READER)]),
+         go.rescale(CHANNEL, READER)]
 LAYERS = {"l": [{"b": jnp.zeros(6), "w": jnp.zeros((6, 6)), "c": jnp.zeros(6)} for _ in range(2)]}
 # What is typed, and the words of the error.
 test_lists_that_do_not_fit_are_refused = each_refused({
@@ -132,6 +134,9 @@ test_lists_that_do_not_fit_are_refused = each_refused({
     "writers and tables": (lambda: go.norm_write_shift({"out": "_ channel"}, tied={"table": "vocab channel"}),
                            "takes either `write` or `tied`"),
     "a norm that is not divided out": (lambda: _of_gpt("init"), r"(?s)not divided out.*add it to the list of gauges"),
+    # Its slice points have scales of −1, where a rotation is not what `push` takes it for: twins were trained apart.
+    "a norm whose signs stay": (
+        lambda: go.quotient(optax.sgd(1.0), SIGNS).init(LEAVES | {"b": -jnp.ones(3)}), "not divided out"),
     "a composition": (lambda: _of_gpt("compose"), "no compose of elements of a product"),
     "an inverse": (lambda: _of_gpt("inverse"), "no inverse of elements of a product"),
     "transport": (lambda: _of_gpt("transport"), "no rule for residual_rotation through norms with scales"),

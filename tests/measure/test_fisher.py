@@ -1,5 +1,6 @@
 """Curvature operators, against matrices that are written out, closed forms, and the zeros that gauges explain."""
 
+import dataclasses
 import functools
 import sys
 from typing import Any
@@ -212,6 +213,20 @@ def test_the_curvature_along_a_tiny_or_huge_step_is_that_along_its_direction(sca
     quotient = go.measure.quotient_fisher(_few_rows(False), go.logit_shift({"down": "_ vocab"}))
     of, step = go.measure.directional_fisher, jax.tree.map(jnp.float32, POINT)
     assert of(quotient, jax.tree.map(lambda x: scale * x, step)) == pytest.approx(float(of(quotient, step)), rel=1e-5)
+
+
+def test_functions_without_a_hash_are_taken() -> None:
+    """As modules of equinox and dataclasses are."""
+
+    @dataclasses.dataclass
+    class Net:
+        factor: float
+
+        def __call__(self, p: Any, x: Any) -> Any:
+            return self.factor * _net(p, x)
+
+    ours, theirs = (go.measure.GGN(fn, POINT, [INPUTS[:6]]) for fn in (Net(1.0), _net))
+    np.testing.assert_array_equal(ours @ np.ones(theirs.shape[0]), theirs @ np.ones(theirs.shape[0]))
 
 
 # Messages -----------------------------------------------------------------------------------------

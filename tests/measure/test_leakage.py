@@ -294,6 +294,9 @@ test_what_has_no_leakage_is_refused = each_refused({
         go.links.compress_second_moments(optax.adam(0.1), "uint8").init(PARAMS)), "CompressedState"),
     "two Adams": (lambda: go.measure.adam_factors(TWO_ADAMS.init(PARAMS)), "2 Adam states"),
     "a decay of 1": (lambda: go.measure.adam_factors(optax.adam(0.1).init(PARAMS), b2=1.0), "b2=1.0"),
+    "a masked Adam": (
+        lambda: go.measure.adam_precondition(
+            optax.masked(optax.adam(0.1), dict.fromkeys(PARAMS, False)).init(PARAMS), SAME), "an Adam that does not"),
     "a negative eps": (lambda: go.measure.adam_precondition(optax.adam(0.1).init(PARAMS), SAME, eps=-1.0), "eps=-1.0"),
     "before a step": (lambda: go.measure.adam_factors(optax.adam(0.1).init(PARAMS)), "the state that update returns"),
     "inside quotient": (lambda: go.measure.adam_factors(go.quotient_adamw(0.1, SCALE).init(PARAMS)), "a QuotientState"),

@@ -241,6 +241,16 @@ def test_twins_train_as_one(x64: None) -> None:
     assert apart(muon) <= tolerance("twins", "float64")
 
 
+@pytest.mark.parametrize("decay", [0.5, lambda n: 0.5])
+def test_a_neuron_without_a_gradient_only_decays(decay: Any) -> None:
+    """Its decay was divided by its own length, and became a step of the whole learning rate."""
+    params = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(8, 5)) / 8**0.5, jnp.float32)} | SHIFT
+    tx = go.max_norm_muon(0.02, NO_GAUGE, {"w": "_ neuron"}, weight_decay=decay)
+    grads = {"w": jnp.ones((3, 8, 5)).at[..., 2].set(0.0), "shift": jnp.zeros((3, 3))}
+    moved = walk(tx, params, grads)[0]["w"][-1]
+    np.testing.assert_allclose(moved[:, 2], 0.99**3 * params["w"][:, 2], rtol=1e-5)
+
+
 def test_tokens_step_in_their_own_units_and_come_to_rest(x64: None) -> None:
     """By hand: a table and an unembedding whose tokens have gradients of 1e-4, 1, 1 for one step, and 0."""
     steps, tokens, d, rate = 40, 4, 9, 0.1

@@ -93,7 +93,7 @@ INNER: dict[str, tuple[Any, Any]] = {
     "adamw": (go.norms.rotational_adamw, functools.partial(optax.adamw, weight_decay=DECAY)),
     "lion": (go.norms.rotational_lion, functools.partial(optax.lion, weight_decay=DECAY)),
     "sgdm": (go.norms.rotational_sgdm,
-             lambda rate: optax.chain(optax.add_decayed_weights(DECAY, {path: path not in BLOCKS for path in PARAMS}),
+             lambda rate: optax.chain(optax.add_decayed_weights(DECAY, {path: path != "w" for path in PARAMS}),
                                       optax.sgd(rate, 0.9))),
 }
 
@@ -154,6 +154,15 @@ def test_a_mask_of_decay_may_be_a_prefix(mask: Any) -> None:
     updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
     steps = [float(x[0]) for x in (updates["a"]["bias"], updates["b"])]
     assert steps == pytest.approx([-0.05, -0.05 if mask is True else 0.0]) and not np.any(updates["a"]["w"])
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgdm", "lion"])
+def test_entries_that_do_not_turn_decay(name: str) -> None:
+    """Of a leaf that is listed in part. Under SGD they did not."""
+    params = {"w": jnp.asarray(_noise(0, 6, 12), jnp.float32)}
+    tx = getattr(go.norms, f"rotational_{name}")(1.0, {"w": "_ channel=0:8"}, weight_decay=0.1)
+    updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
+    np.testing.assert_allclose(updates["w"][:, 8:], -0.1 * params["w"][:, 8:], rtol=1e-6)
 
 
 def test_a_gain_is_trained_as_a_parameter_of_its_own(x64: None) -> None:

@@ -477,7 +477,8 @@ class Slice:
 
         While the output layer is constant over classes, the gradients of all other leaves are zero, up to roundoff. An
         optimizer that divides gradients by their size would turn that roundoff into a full step. The result is 0 if the
-        output layer is not constant, and None if no gauge moves the kernel of an output layer that trains.
+        output layer is not constant, and None if no gauge moves the kernel of an output layer that trains: where one
+        layer is frozen at zero, gradients of other leaves come from another output layer.
         """
         leaves = leaves_by_path(gradient)
         trained = [part for part, _, _ in self.constants if part.label not in self.not_fixed]
@@ -485,10 +486,7 @@ class Slice:
         return roundoff(real_dtype()) * jnp.stack(sizes).max() if sizes else None
 
     def without_roundoff(self, x: Arrays, gradient: Any) -> Any:
-        """Sets leaves of a gradient (a whole tree) to zero that have no entry above `least_signal`.
-
-        Leaves with a larger entry have a gradient: they are biases of outputs, or lead to a second output layer.
-        """
+        """Sets the entries of a gradient (a whole tree) whose absolute value is below `least_signal` to zero."""
         least = self.least_signal(x, gradient)
         if least is None:
             return gradient
@@ -496,8 +494,8 @@ class Slice:
         leaves = {p: y for p, y in arrays.items() if jnp.issubdtype(y.dtype, jnp.floating)}
         kept = {}
         for path, y in leaves.items():
-            largest = jnp.abs(jnp.asarray(y, least.dtype)).max(initial=0.0)  # float8 compares with no other dtype
-            kept[path] = jnp.where(largest < least, jnp.zeros_like(y), y)
+            small = jnp.abs(jnp.asarray(y, least.dtype)) < least  # float8 compares with no other dtype
+            kept[path] = jax.lax.select(small, jnp.zeros_like(y), y)
         return with_leaves(gradient, kept)
 
     # Reading a point --------------------------------------------------------------------------------------

@@ -135,6 +135,12 @@ def test_patterns_have_numbers_and_a_zero_takes_the_direction_of_its_update(rate
     assert jax.tree.leaves(state) == []
 
 
+def test_a_huge_step_ends_on_the_sphere_in_its_direction() -> None:
+    tx, params = go.norms.hyperball({"w": "_ n"}), {"w": jnp.array([[3.0], [4.0]])}
+    updates, _ = tx.update({"w": jnp.array([[4e30], [-3e30]])}, tx.init(params), params)
+    np.testing.assert_allclose(optax.apply_updates(params, updates)["w"], [[4.0], [-3.0]], rtol=1e-6)
+
+
 def test_zeros_that_init_cannot_see_are_free(x64: None) -> None:
     weights = np.stack([np.zeros(5), _noise(0, 5)], 1)
     update, tx = _noise(1, 5, 2), go.norms.hyperball({"b": "_ c"})

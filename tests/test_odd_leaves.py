@@ -315,6 +315,10 @@ test_an_overflow_of_float16_is_refused = each_refused({
 })
 
 Z, EMPTY = jnp.ones((2, 2)) + 1j, X[:0]
+def _with(make: Any, name: str, number: Any) -> Callable[[], Any]:
+    return functools.partial(make, 0.1, UNIT, **{name: number})
+
+
 test_odd_arguments_are_refused = each_refused({
     "llc burn-in": (lambda: _llc(num_burnin_steps=-1), "num_burnin_steps"),
     "llc draws": (lambda: _llc(num_draws=2.0), "num_draws"),
@@ -336,11 +340,10 @@ test_odd_arguments_are_refused = each_refused({
     **{f"{name} of shapes": (functools.partial(tool, jax.eval_shape(lambda: NET)), f"{name}: a shape without values")
        for name, tool in (("canonicalize", lambda s: orbit.canonicalize(s, G)), ("gauges", lambda s: UNIT.read(s)),
                           ("align", lambda s: orbit.align(NET, s, G)))},
-    **{f"{make.__name__} {name}": (functools.partial(make, 0.1, UNIT, **{name: number}), f"bad {name}")
-       for make, name, number in (
-           (go.quotient_adamw, "b2", 1.0), (go.quotient_adamw, "eps", -1.0), (go.quotient_muon, "beta", 1.0),
-           (go.ddc_adamw, "b1", 1.0), (go.ddc_adamw, "eps", jnp.nan), (go.ddc_adamw, "weight_decay", None))},
-    "quotient_adamw rate": (lambda: go.quotient_adamw("0.1", UNIT), "bad learning_rate"),  # type: ignore[arg-type]
+    **{f"{make.__name__} {name}": (_with(make, name, number), f"bad {name}") for make, name, number in (
+        (go.quotient_adamw, "b2", 1.0), (go.quotient_adamw, "eps", -1.0), (go.quotient_muon, "beta", 1.0),
+        (go.ddc_adamw, "b1", 1.0), (go.ddc_adamw, "eps", jnp.nan), (go.ddc_adamw, "weight_decay", None))},
+    "quotient_adamw rate": (lambda: go.quotient_adamw("0.1", UNIT), "bad learning_rate"),
     "untie": (lambda: orbit.untie({0: {"e": NET["up"]}, 1: NET["down"]}, "0/e", "head"), "keys that are no strings"),
 })  # fmt: skip
 

@@ -171,7 +171,8 @@ def _chord(
         # If the update is along W, as decay is, only roundoff is left of it, which must not be scaled to a full step.
         turns = length > least * jnp.sqrt(dot(unit, unit))
         flat = flat * jnp.where(turns, safe_divide(rate * radius, length), 0.0)
-    moved = point + flat
+    # An update of any size decides the direction; with a rate, it is no longer than W.
+    moved = point + flat if rate is not None else unit_and_size(point + flat, sphere.axes)[0]
     # Vectors of zeros get the radius 0 from a traced `init`: their updates pass unchanged.
     return jnp.where(radius > 0, radius * safe_divide(moved, jnp.sqrt(dot(moved, moved))) - point, tangent)
 

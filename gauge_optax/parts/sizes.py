@@ -18,6 +18,7 @@ from gauge_optax.binding import Block
 from gauge_optax.linalg import (
     full_rank,
     matmul,
+    near_power_of_two,
     real_dtype,
     root_and_inverse,
     safe_divide,
@@ -113,10 +114,16 @@ class Factor(Size[jax.Array]):
         return self.act(e, g)  # diagonal: its own transpose
 
     def read(self, anchor: Anchor, x: Arrays, within: jax.Array, near: bool) -> tuple[jax.Array, jax.Array]:
-        totals = [b.total(self.named, jnp.square(x[b.path])) for b in anchor]
+        inside, unit = [x[b.path] for b in anchor], None
+        if not near:  # far from the slice, squares may be too large or too small for the dtype
+            sizes = [b.total(self.named, jnp.abs(x[b.path])) for b in anchor]
+            unit = near_power_of_two(sum(sizes[1:], sizes[0]))
+            inside = [x[b.path] * b.spread(self.named, 1.0 / unit) for b in anchor]
+        totals = [b.total(self.named, jnp.square(values)) for b, values in zip(anchor, inside, strict=True)]
         square = sum(totals[1:], totals[0])
         read = within & (square > 0)
         size = jnp.sqrt(jax.lax.select(read, square / self.natural[anchor], jnp.ones_like(square)))
+        size = size if unit is None else jnp.where(read, unit, 1.0) * size
         size = size if anchor[0].argument in MULTIPLIED else size ** (-1.0 / self.degree)
         if self.signed and anchor == self.up[:1]:
             size = jnp.where(read & (anchor[0].total(self.named, x[anchor[0].path]) < 0), -size, size)

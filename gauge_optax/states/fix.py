@@ -70,8 +70,10 @@ def gauge_fix(
     .. math::
       \theta' = \theta + u(\theta), \qquad \theta_{new} = b(\theta')^{strength} \cdot \theta',
 
-    where u(θ) is the step of `inner` and b(θ′) the element that balances θ′. The function stays the same. Both sides of
-    a scale get equal norms, both factors of a head equal Gram matrices, shifts get mean zero, and blocks that a norm
+    where u(θ) is the step of `inner` and b(θ′) the element that balances θ′. The function stays the same, up to the
+    rounding of θ_new − θ at the size of θ: if one side of a scale has k times the norm of the other, about √k roundoffs
+    of the dtype in that step. Call `gauge.act(gauge.balance(params), params)` first where k is large. Both sides of a
+    scale get equal norms, both factors of a head equal Gram matrices, shifts get mean zero, and blocks that a norm
     follows get RMS 1; rotations have no balance. A channel or a head has no balanced point, and stays where it is, if
     one of its sides is zero (LoRA's B at the start) or has less than full rank. A copy of a gauge also stays if `inner`
     never changes one of its leaves (see the argument `frozen` of `quotient`).

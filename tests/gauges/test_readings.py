@@ -101,6 +101,23 @@ def test_small_directions_of_a_head_are_read_in_float32(gauge: go.Gauge, columns
     assert max(_far(gauge.act(read(p), x), p) for p, x in ((params, here), (twin, there))) <= 1e-5
 
 
+@pytest.mark.parametrize("size", [1e-30, 1e-20, 1e20, 1e30])
+def test_channels_of_any_size_are_read_and_train_as_their_twins(size: float) -> None:
+    """Squares of 1e20 are no float32: steps were NaN, and those from 1e-19 others than their twins'."""
+    gauge = go.rescale({"up": "_ unit"}, {"down": "unit _"})
+    params = normal(0, {"up": (5, 4), "down": (4, 3)}, "float32")
+    twin = gauge.act({"": jnp.log(jnp.array([1.0, size, size, 1.0], jnp.float32))}, params)
+    assert _far(_slice_point(gauge, twin), _slice_point(gauge, params)) <= 1e-5
+    tx = go.quotient(optax.adam(0.1), gauge)
+
+    def after(p: Any) -> jax.Array:
+        grads = jax.grad(lambda p: jnp.sum(jnp.square(p["up"] @ p["down"] - 1.0)))(p)
+        p = optax.apply_updates(p, tx.update(grads, tx.init(p), p)[0])
+        return p["up"] @ p["down"]
+
+    np.testing.assert_allclose(after(twin), after(params), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("up", [{"up": "_ unit", "bias": "unit"}, {"bias": "unit", "up": "_ unit"}])
 def test_a_column_is_read_together_with_its_bias(up: dict[str, str]) -> None:
     params = {"up": jnp.array([[3.0], [4.0]]), "bias": jnp.array([12.0]), "down": jnp.ones((1, 2))}

@@ -31,6 +31,7 @@ from gauge_optax.transformation import (
     require_count,
     require_key,
     require_number,
+    require_scalar,
     require_traceable,
     require_transformation,
 )
@@ -134,6 +135,11 @@ def choose(
     optimizer = optax.adam(0.02) if optimizer is None else optimizer
     require_transformation(_NAME, optimizer, "optimizer")
     require_count(_NAME, "steps", steps, 0)
+    if patience is not None:
+        require_count(_NAME, "patience", patience, 0)
+    if not callable(objective):
+        raise binding_error(_NAME, "an objective that is no function", f"{objective!r:.60}", "a function of params",
+                            "write choose(lambda params: ..., params, gauges)")
     require_number(_NAME, "tolerance", tolerance, "[0, inf)", "write tolerance=1e-3")
     tx = optax.with_extra_args_support(optimizer)
     stochastic = batches is not None or key is not None
@@ -200,20 +206,14 @@ def _check_objective(objective: Callable[..., Any], params: Any, count: int) -> 
     """Raises ValueError unless the objective can be called with `params` and `count` more arguments."""
     try:
         inspect.signature(objective).bind(params, *range(count))
+    except ValueError:  # some functions of C have no signature
+        return
     except TypeError as error:
         raise binding_error(
             _NAME, "an objective that does not take these arguments", f"{inspect.signature(objective)}: {error}",
             f"the parameters{', and a batch or a key' if count == 1 else ', a batch and a key' if count else ''}",
             "pass batches= for a second argument, key= for the last one, or change the objective",
         ) from error
-
-
-def _scalar(value: Any) -> jax.Array:
-    if jnp.shape(value) != ():
-        raise binding_error(
-            _NAME, "an objective that is no scalar", f"shape {jnp.shape(value)}", "one number", "return jnp.mean(...)"
-        )
-    return jnp.asarray(value)
 
 
 def _step(
@@ -228,7 +228,9 @@ def _step(
             return tuple(part.compose(x, e) for part, x, e in zip(group.gauges, by, state.element, strict=True))
 
         def value_at(coordinates: Any, near: bool = True) -> jax.Array:
-            return _scalar(objective(group.act(moved(coordinates, near), params), *given))
+            value = objective(group.act(moved(coordinates, near), params), *given)
+            require_scalar(_NAME, value)
+            return jnp.asarray(value)
 
         def value_fn(coordinates: Any) -> jax.Array:  # a line search moves far from zero
             return value_at(jax.tree.map(jnp.subtract, coordinates, state.coordinates), near=False)

@@ -27,7 +27,14 @@ from gauge_optax.gauges.gauge import Element, Gauges, product
 from gauge_optax.orbit.rotations import checked_element, on_leaf, random_rotation, with_blocks
 from gauge_optax.parts.part import changed
 from gauge_optax.slice import Elements
-from gauge_optax.transformation import on_any_mesh, overflow_check, own_settings, require_arrays, require_key
+from gauge_optax.transformation import (
+    on_any_mesh,
+    overflow_check,
+    own_settings,
+    require_arrays,
+    require_function,
+    require_key,
+)
 from gauge_optax.xla import unseen
 
 Params = TypeVar("Params")
@@ -93,6 +100,8 @@ def rotate(
     require_arrays(_NAME, params)
     if key is not None:
         require_key(_NAME, key)
+    if fn is not None:
+        require_function(_NAME, "fn", fn, "params, batch")
     before = None if fn is None else jax.tree.map(np.asarray, fn(params, batch))
     if fn is None and batch is not None:
         raise binding_error(_NAME, "a batch without a function", "fn=None", "both or neither", "pass fn=model")

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gauge_optax.binding import overlap
-from gauge_optax.linalg import matmul, safe_divide, transpose
+from gauge_optax.linalg import matmul, safe_divide, transpose, unit_and_size
 from gauge_optax.parts.heads import Rotation
 from gauge_optax.parts.order import varies_along
 from gauge_optax.parts.part import Arrays, Part
@@ -131,7 +131,8 @@ def matched(part: Part[Any], target: jax.Array, point: jax.Array) -> Any:
 
 @matched.register
 def _matched_units(part: Permutation, target: jax.Array, point: jax.Array) -> jax.Array:
-    rows = [safe_divide(x, jnp.sqrt(jnp.sum(jnp.square(x), -1, keepdims=True))) for x in (target, point)]
+    units = [unit_and_size(x, -1)[0] for x in (target, point)]  # responses may be too small or too large to square
+    rows = [safe_divide(x, jnp.sqrt(jnp.sum(jnp.square(x), -1, keepdims=True))) for x in units]
     return assigned(part, matmul(rows[0], transpose(rows[1])))
 
 

@@ -164,7 +164,10 @@ def aligned(table: Sequence[Sequence[str]]) -> str:
 
 
 def plan(
-    tx_or_gauges: optax.GradientTransformation | Gauge | Sequence[Gauge], params: Any, *, report: Any = None
+    tx_or_gauges: optax.GradientTransformation | optax.MultiSteps | Gauge | Sequence[Gauge],
+    params: Any,
+    *,
+    report: Any = None,
 ) -> Plan:
     """Returns one table of what happens to every leaf: gauges, copies, matrices, rule, decay, state.
 
@@ -197,6 +200,8 @@ def plan(
     <BLANKLINE>
     in no gauge: bias
     """
+    while isinstance(tx_or_gauges, optax.MultiSteps):  # its first update is always zero: look at the optimizer inside
+        tx_or_gauges = tx_or_gauges._opt
     tx = tx_or_gauges if isinstance(tx_or_gauges, optax.GradientTransformation) else None
     gauges = [] if not tx_or_gauges else list(product(tx_or_gauges).gauges) if tx is None else gauges_of(tx)
     if not gauges:

@@ -99,11 +99,15 @@ def test_two_stars_in_place_of_a_capture_or_of_layers_are_named() -> None:
         assert go.plan([joint], net.params).gauges[0].dim == LLAMA.d_ff
 
 
-def test_a_line_search_whose_decay_cannot_be_measured_has_a_plan() -> None:
-    """Its update needs the loss: a plan has no batch."""
-    params = {"up": jnp.ones((2, 3)), "down": jnp.ones((3, 2))}
-    tx = go.quotient(optax.lbfgs(), go.rescale({"up": "_ channel"}, {"down": "channel _"}))
-    assert [row.decay for row in go.plan(tx, params).leaves] == [None, None]
+def test_an_update_whose_decay_cannot_be_measured_has_a_plan() -> None:
+    """It needs the loss: a plan has no batch."""
+    params, unit = {"up": jnp.ones((2, 3)), "down": jnp.ones((3, 2))}, go.rescale({"up": "_ c"}, {"down": "c _"})
+    by_name = optax.GradientTransformationExtraArgs(
+        lambda p: optax.EmptyState(), lambda u, s, p=None, **extra: (u, extra["value"] and s))
+    for tx in (go.quotient(optax.lbfgs(), unit), optax.chain(go.quotient(optax.adam(0.1), unit), by_name)):
+        assert [row.decay for row in go.plan(tx, params).leaves] == [None, None]
+    adamw = go.quotient_adamw(0.1, unit, weight_decay=0.5)
+    assert go.plan(optax.MultiSteps(adamw, 4), params).leaves == go.plan(adamw, params).leaves
 
 
 test_what_has_no_gauges_is_refused = each_refused([

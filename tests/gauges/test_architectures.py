@@ -52,6 +52,12 @@ def _attention(p: Params, gates: int = 0, post: bool = False) -> jax.Array:
     return INPUTS + (_rms(out) * p["post"] if post else out)
 
 
+def _scaled(p: Params) -> jax.Array:
+    """A decoder of one MLP that writes to the stream through a trained scale."""
+    x = p["embed"][:TOKENS]
+    return _rms(x + jax.nn.gelu(_rms(x) @ p["up"]) @ p["down"] * p["post"]) @ p["head"]
+
+
 def _post(p: Params, scaled: bool) -> jax.Array:
     """A decoder of one MLP with a norm behind it, as Gemma's."""
     x = p["embed"][:TOKENS]
@@ -124,6 +130,8 @@ PARALLEL_STREAM = go.residual_rotation(
     {"value": "basis _ _", "up": "basis _", "head": "basis _"},
     WRITE | {"out": "_ _ basis", "out_bias": "basis", "down_bias": "basis"}, [BOTH])
 TIED_STREAM = go.residual_rotation({"up": "basis _"}, WRITE, [NORM])
+SCALE = go.norm_scale({"post": "channel"}, {"down": "_ channel"})
+SCALED_STREAM = go.residual_rotation({"up": "basis _", "head": "basis _"}, WRITE, [SCALE])
 TABLE = go.norm_write_shift(tied={"embed": "vocab channel"})
 LOGITS = go.logit_shift({"router": "_ vocab", "router_bias": "vocab"})
 
@@ -155,6 +163,9 @@ ROWS: list[tuple[str, Function, Any, bool]] = [
         go.scale_invariant({"up": "_ _"}), go.scale_invariant({"down": "_ _"})], True),
     ("a norm behind the MLP without a scale: the stream", partial(_post, scaled=False), STREAM, True),
     ("a norm behind the MLP with a scale: not the stream", partial(_post, scaled=True), STREAM, False),
+    ("the scale of a layer: into the kernel in front of it", _scaled, SCALE, True),
+    ("the scale of a layer: the stream past it", _scaled, [SCALED_STREAM, SCALE], True),
+    ("the scale of a layer: not the stream without it", _scaled, STREAM, False),
     ("a norm behind the sum: what it hides from a kernel", _encoder, go.norm_read_shift(
         {"up": "channel _"}, {"norm": "channel"}), True),
     ("a norm behind the sum: what writers hide from it", _encoder, go.norm_write_shift({"down": "_ channel"}), True),

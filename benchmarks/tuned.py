@@ -303,9 +303,7 @@ def rows(result: Result) -> Iterator[list[str]]:
             known = found(result, stage, arm)
             tuned = f"{min(known.losses.values()):.4f}" if known.losses else "–"
             knobs = "–" if known.point is None else "{:g}, {:g}, {:g}".format(*ARMS[arm].values(known.point))
-            tries = str(len(known.losses))
-            if stage.budget:
-                tries += f" of {stage.budget}" if known.point is None else " (done)"
+            done = "" if not stage.budget else f" of {stage.budget}" if known.point is None else " (done)"
             ended, apart = f"{len(known.final)} of {len(SEEDS)} seeds", "–"
             if len(known.final) == len(SEEDS):
                 ended = "{:.4f} ± {:.4f}".format(*mean_and_error(list(known.final.values())))
@@ -315,6 +313,7 @@ def rows(result: Result) -> Iterator[list[str]]:
             made = [cell(stage, arm, point, TUNING_SEED) for point in known.losses]
             made += [cell(stage, arm, known.point, seed) for seed in known.final if known.point is not None]
             machines = dict.fromkeys(machine_of(result, key(run)) for run in made)
+            tries = f"{len(known.losses)}{done}"
             yield [stage.problem, stage.start, arm, tries, tuned, knobs, ended, apart, ", ".join(machines) or "–"]
 
 
@@ -338,7 +337,8 @@ def section(result: Result) -> str:
         f"*tuned*, and then runs with the seeds {', '.join(map(str, SEEDS))}, which had no part in the choice: *loss* "
         f"is their mean and its standard error, *less Muon* that of the difference, seed by seed. The first searches "
         f"begin at {begun}; later ones begin at the best point of the first. *Another net and text* (LayerNorm, "
-        f"biases, learned positions; English prose) takes that point as it is. {len(seconds)} runs are done"
+        f"biases, learned positions; English prose) takes that point as it is. In searches of max_norm_muon, unlike in "
+        f"its rows, a decay was still a part of the update whose length is divided out. {len(seconds)} runs are done"
         + (f", of {seconds[len(seconds) // 2]:.0f} s in the median." if seconds else ".")
     )
     heads = ["problem", "start", "optimizer", "tries", "tuned", "numbers", "loss", "less Muon", "machine"]

@@ -83,10 +83,9 @@ def max_norm_muon(
     64 to 256 and depths 3 and 8, it costs at most 0.0 % of the best of the five (benchmarks/results/rates.md). At width
     512, in 200 steps, the best rate was half as high (benchmarks/results/transfer.md). With equal budgets of tuning,
     from three starts, the loss is 1.8 %, 1.8 % and 1.9 % below Muon's after 1,000 steps of a Llama of 3 layers and
-    width 128, and 3.4 % below Muon's, untuned, on another network and text; in 4,000 steps and at width 256 the two are
-    level, and with 8 layers it is 0.6 % below (benchmarks/results/tuned.md). In an independent run of 1,000 steps, one
-    seed per start, it was 0.6 to 2.4 % ahead of a tuned Muon at a rate of 0.02, and level or behind at 0.04. Larger
-    models were not tried.
+    width 128, and 3.4 % below Muon's, untuned, on another network and text; in 4,000 steps, at width 256 and with 8
+    layers the two are level (benchmarks/results/tuned.md). In an independent run of 1,000 steps, one seed per start, it
+    was 0.6 to 2.4 % ahead of a tuned Muon at a rate of 0.02, and level or behind at 0.04. Larger models were not tried.
 
     The *unit* of a vector is the norm that it has at the usual start: 1 for a neuron, whose weights have variance
     1/inputs, and √d for a token in a table of embeddings, with d entries of size 1. The average length of a vector's

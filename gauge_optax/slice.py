@@ -46,7 +46,6 @@ from gauge_optax.linalg import real_dtype, roundoff
 from gauge_optax.parts import heads
 from gauge_optax.parts.order import Place, anchor_key, by_label, check_commute, in_order, others_of, turns_by_class
 from gauge_optax.parts.part import Arrays, Constant, Part, Size, Turn, changed, moves, name_of, overlaps
-from gauge_optax.parts.sizes import Factor
 from gauge_optax.xla import recomputed_after
 
 VERSION = 6  # version of the meaning of optimizer states; a state of another version raises an error
@@ -323,7 +322,7 @@ class Slice:
 
         A `rescale` that is read from the scale leaves it at −1 where it is negative.
         """
-        ones = {anchor_key(anchor) for part, anchor, _ in self.sizes if isinstance(part, Factor) and part.signed}
+        ones = {anchor_key(anchor) for part, anchor, _ in self.sizes if part.is_one_at(anchor)}
         for turn, block in ((t, b) for _, turns in self.turns for t in turns for b in t.passes):
             if anchor_key((block,)) not in ones:
                 raise binding_error(

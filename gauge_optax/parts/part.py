@@ -219,6 +219,10 @@ class Size(Part[E]):
           The element, and which channels were read, (*shape) booleans: False where the anchor is zero.
         """
 
+    def is_one_at(self, anchor: Anchor) -> bool:
+        """Whether all entries of an anchor are 1 on the slice, as those of a norm's scale are, and none is −1."""
+        return False
+
     def completed(self, x: Arrays, g: Arrays) -> Arrays:
         """A gradient at a slice point, with the anchor's entries computed from those of all other blocks.
 

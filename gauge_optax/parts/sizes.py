@@ -129,6 +129,9 @@ class Factor(Size[jax.Array]):
             size = jnp.where(read & (anchor[0].total(self.named, x[anchor[0].path]) < 0), -size, size)
         return size, read
 
+    def is_one_at(self, anchor: Anchor) -> bool:
+        return self.signed and anchor == self.up[:1]
+
     def completed(self, x: Arrays, g: Arrays) -> Arrays:
         """A gradient whose entries at the anchor, a norm's scale, are computed from those of all other blocks.
 

@@ -23,6 +23,7 @@ from gauge_optax.discovery.calls import CAPTURES, joined, template, with_capture
 from gauge_optax.discovery.places import FREE, Places, varying
 from gauge_optax.discovery.products import Product, Value, Walk
 from gauge_optax.discovery.trace import Trace
+from gauge_optax.errors import binding_error
 from gauge_optax.parts.matrices import COUNTING, Reading, neurons_reading, optax_axes
 
 _POINTS = 64  # random places of an operand at which `_require_grid` tests it
@@ -530,7 +531,21 @@ class Mappings:
           A tree like `params` with an `optax.contrib.MuonDimensionNumbers` for every kernel, and None for all other
           leaves: tables, the unembedding, norms, biases. Optax cannot split a fused kernel, and takes it as one matrix.
           It reads all layers of a stack like the first, also if one of them is transposed.
+
+        Raises:
+          ValueError: the tree has no kernel of this report.
         """
-        axes, leaves = optax_axes(self.axes.readings), leaves_by_path(params)
-        numbers = {path: optax.contrib.MuonDimensionNumbers(*sides) for path, sides in axes.items() if path in leaves}
+        leaves, readings = leaves_by_path(params), dict[str, Reading | None]()
+        for path, leaf in leaves.items():
+            found = self.axes.of(path)
+            if found is not None and found[0] in self.neurons:
+                known = self.axes.readings.get(path)
+                readings[path] = known or _reading(path, found[1], tuple(np.shape(leaf)))
+        if self.neurons and not readings:
+            raise binding_error(
+                "muon_dimension_numbers", "no kernel of the report in this tree",
+                ", ".join([*leaves][:3]) or "no leaves", ", ".join([*self.neurons][:3]),
+                "pass the tree that discover was given, or the same part of it")
+        axes = optax_axes({path: reading for path, reading in readings.items() if reading is not None})
+        numbers = {path: optax.contrib.MuonDimensionNumbers(*sides) for path, sides in axes.items()}
         return with_leaves(params, dict.fromkeys(leaves) | numbers)

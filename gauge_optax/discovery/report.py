@@ -20,10 +20,10 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from gauge_optax.binding import leaves_by_path, with_leaves
+from gauge_optax.binding import leaves_by_path, match, with_leaves
 from gauge_optax.discovery import checks
 from gauge_optax.discovery.axes import LeafAxes, Mappings, read_axes
-from gauge_optax.discovery.calls import REST, TRAINING
+from gauge_optax.discovery.calls import REST, TRAINING, template
 from gauge_optax.discovery.census import Census
 from gauge_optax.discovery.certificate import certified
 from gauge_optax.discovery.checks import Outputs
@@ -74,6 +74,7 @@ class Report(Mappings):
     axes: LeafAxes = LeafAxes()  # noqa: RUF009  it is frozen
     outputs: Outputs | None = None
     _assumed: bool = False  # whether a softmax of the outputs was assumed, and not stated by the caller
+    _shapes: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict, compare=False)  # of the whole tree
 
     @functools.cached_property
     def certificate(self) -> Census:
@@ -151,8 +152,11 @@ class Report(Mappings):
 
         Raises:
           ValueError: a gauge does not fit the tree, or contains a range of an axis, which holds for the small instance
-            only, or `sizes` names an axis whose length no gauge states.
+            only; an axis has length 1 in the small instance alone, or the larger one has layers that the report names
+            one by one; `sizes` names an axis whose length no gauge states.
         """
+        shapes = {path: tuple(np.shape(leaf)) for path, leaf in leaves_by_path(params).items()}
+        self._require_alike(shapes)
         stated = {f"{name}={n}" for held in self.held for name, n in held.call.sizes.items()}
         names = {text.split("=")[0] for text in stated}
         if unknown := sizes.keys() - names:
@@ -165,7 +169,27 @@ class Report(Mappings):
                 f"write rebind(params{lengths and ', '}{lengths})")
         calls = [held.call.rebound(params, sizes) for held in self.held]
         moved = [held._replace(gauge=c.gauge(), call=c, parts=()) for held, c in zip(self.held, calls, strict=True)]
-        return dataclasses.replace(self, held=_readable(moved, params), nearly=(), census=None)
+        return dataclasses.replace(self, held=_readable(moved, params), nearly=(), census=None, _shapes=shapes)
+
+    def _require_alike(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raises ValueError for a larger tree with axes or layers that the searched one could not show."""
+        for path, small in self._shapes.items():
+            large = shapes.get(path, small)
+            if any(n == 1 < m for n, m in zip(small, large, strict=False)):
+                raise binding_error(
+                    "rebind", f"an axis of '{path}' that had the length 1", f"{small} in the small tree, now {large}",
+                    "axes longer than 1: of one layer or head, no gauge can say that there may be more",
+                    "call discover on an instance with at least two layers and two heads")
+        named = {path for one in self.held for path in one.call.paths} | {*self.neurons, *self.embeddings}
+        patterns = [path for path in named if "{" in path or "*" in path]
+        single = {template(path) for path in named if path in self._shapes}
+        for path in shapes:
+            if path not in self._shapes and template(path) in single and not any(
+                    match("rebind", pattern, path) is not None for pattern in patterns):
+                raise binding_error(
+                    "rebind", f"a layer that the report does not have, '{path}'",
+                    "a report that names each layer, as of one layer", "a report with patterns such as {i}",
+                    "call discover on an instance with at least two layers that are alike")
 
     def __repr__(self) -> str:
         return str(self)
@@ -305,7 +329,8 @@ def _discovered(
     report = Report(**found._replace(held=held, uncovered=uncovered)._asdict())
     census = functools.partial(certified, on_few, tree, leaves, given, report.whole, seed, not bar.disable)
     assumed = asked and outputs == "logits"
-    report = dataclasses.replace(report, census=census, axes=axes, outputs=outputs, _assumed=assumed)
+    whole = {path: tuple(np.shape(leaf)) for path, leaf in leaves_by_path(params).items()}
+    report = dataclasses.replace(report, census=census, axes=axes, outputs=outputs, _assumed=assumed, _shapes=whole)
     if small is None and shallow is None:
         return report
     del leaves

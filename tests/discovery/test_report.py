@@ -23,8 +23,10 @@ from tests.discovery.axes_nets import attention, flat, heads
 from tests.discovery.nets import CONFIGS, unrolled
 from tests.discovery.test_layouts import drawn, inputs
 from tests.refusals import refused
+from tests.twins import normal
 
 TINY = CONFIGS["llama"]
+INPUTS = np.random.default_rng(0).standard_normal((4, 6))
 
 
 @pytest.fixture(scope="module")
@@ -193,3 +195,42 @@ def test_what_no_softmax_follows_has_no_shift(fn: Any, outputs: Any, shown: str 
     neurons = {"up": "_ neuron"} | ({"down": last} if last else {})
     assert (report.outputs, [g.name for g in report.gauges], report.neurons) == (shown, names, neurons)
     assert ("outputs='logits'" in str(report)) == (shown is None) == ("down" in report.undecided)
+
+
+def _blocks(p: Any, x: Any) -> jax.Array:
+    for w in p["blocks"]:
+        x = x + jax.nn.relu(x @ w["a"]) @ w["b"]
+    return jnp.tanh(x @ p["head"])
+
+
+def _of_layers(count: int) -> Any:
+    layers = [normal(k, {"a": (6, 8), "b": (8, 6)}) for k in range(count)]
+    return {"blocks": layers, **normal(9, {"head": (6, 5)})}
+
+
+def test_a_report_on_two_layers_reads_the_matrices_of_four_and_refuses_a_tree_without_them() -> None:
+    """The layers that were not searched had no matrices: Optax's Muon stepped them by Adam."""
+    report = go.discover(_blocks, _of_layers(2), [INPUTS, INPUTS + 1.0], "predictions", progress=False)
+    numbers = report.muon_dimension_numbers(_of_layers(4))
+    assert all(layer == numbers["blocks"][0] and None not in layer.values() for layer in numbers["blocks"])
+    assert len(report.rebind(_of_layers(4)).gauges) == len(report.gauges)
+    with refused("no kernel of the report in this tree", "blocks/{i}/a"):
+        report.muon_dimension_numbers(_of_layers(2)["blocks"][0])
+
+
+@pytest.mark.parametrize("scanned", [True, False])
+def test_a_report_on_one_layer_does_not_speak_of_three(scanned: bool) -> None:
+    """Its gauges bound the three: one scale moved the kernels of all layers, and the loss changed."""
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        if not scanned:
+            return _blocks(p, x)
+        x = jax.lax.scan(lambda h, w: (h + jax.nn.relu(h @ w["a"]) @ w["b"], None), x, p["blocks"])[0]
+        return jnp.tanh(x @ p["head"])
+
+    one, three = (_of_layers(count) for count in (1, 3))
+    if scanned:
+        one, three = (p | {"blocks": jax.tree.map(lambda *x: jnp.stack(x), *p["blocks"])} for p in (one, three))
+    report = go.discover(fn, one, [INPUTS, INPUTS + 1.0], "predictions", progress=False)
+    with refused("the length 1" if scanned else "a layer that the report does not have", "at least two layers"):
+        report.rebind(three)

@@ -23,7 +23,7 @@ from gauge_optax.discovery.interpret import applied, called, interpret, sharded,
 from gauge_optax.discovery.lift import BATCH, LEAVES, mark_equations
 from gauge_optax.discovery.sketch import Leaves
 from gauge_optax.errors import binding_error
-from gauge_optax.transformation import listed, own_settings
+from gauge_optax.transformation import in_interval, listed, own_settings
 from gauge_optax.xla import quick_options
 
 Outputs = Literal["logits", "logprobs", "predictions", "loss"]
@@ -115,7 +115,7 @@ def checked_batches(batches: Any, outputs: str | None, near: float, seed: int) -
         raise _refusal(
             "too few batches", f"{len(batches)} batch", "two or more values that fn accepts",
             "pass a list of batches: whatever a single batch does not reach looks like a symmetry")
-    if not 0 <= near < 1:
+    if not in_interval(near, "[0, 1)"):
         raise _refusal(f"bad near {near!r}", repr(near), "a number from 0 to 1", "leave it at 1e-3")
     check_seed("discover", seed)
     check_batches("discover", batches)

@@ -33,7 +33,7 @@ from gauge_optax.linalg import singular_vectors
 Motion = tuple[str, np.ndarray]  # a leaf's path and what is added to it
 Labels = Sequence[Space | None]
 Coefficients = Mapping[int, float]  # by the number of a column
-PAST_NORMS = "the mean of a stream, which centred norms hide, and which a kernel without a norm before it reads"
+PAST_NORMS = "the mean of a stream, which centred norms or a softmax hide, and which a kernel reads past them"
 ABSORBED = "a bias that flows into the biases behind it"
 COMMON_ROW = "one vector on every row of several leaves"
 ON_STREAM = "a vector on a stream, which later leaves and the biases between them take away"

@@ -337,7 +337,7 @@ def test_the_mean_of_a_stream_that_a_head_reads_past_the_norms_is_named(norm: An
         return jnp.sin((norm(x) if last else x) @ p["head"])
 
     params = drawn(**{"in": (5, 6)}, up=(6, 7), down=(7, 6), wide=(6, 8), narrow=(8, 6), head=(6, 4))
-    kind = "the mean of a stream, which centred norms hide, and which a kernel without a norm before it reads"
+    kind = "the mean of a stream, which centred norms or a softmax hide, and which a kernel reads past them"
     for seed in range(2):
         found = ungauged(fn, params, inputs(2, 60, 5), seed)
         assert found == ({kind: ("down + head + in + narrow",)} if named else {})

@@ -524,6 +524,7 @@ def test_dropout_is_no_function(monkeypatch: pytest.MonkeyPatch) -> None:
     (dict(params={**MLP, "u{i}": np.ones(2)}), "no pattern can name 'u{i}'"),
     (dict(batches=BATCHES[:1]), "too few batches"), (dict(batches=BATCHES[0]), "batches is one array"),
     (dict(outputs="probabilities"), "unknown outputs 'probabilities'"), (dict(near=2.0), "bad near 2.0"),
+    (dict(near="1e-3"), "bad near"),
     (dict(seed=-1), "bad seed -1"), (dict(batches=[BATCHES[0][:0], BATCHES[1]]), "outputs without entries"),
     (dict(fn=lambda p, x: mlp(p, x)[:0]), "outputs without entries"),
     (dict(fn=lambda p, x: jax.pure_callback(np.tanh, x, x * p["up"]["bias"][0])), "by jax.custom_jvp"),

@@ -204,8 +204,9 @@ def test_weights_that_are_no_numbers_are_not_balanced() -> None:
     assert found.log_ratio["multiplier_balance"][1] == 0.0
 
 
-def test_a_state_of_other_axes_is_refused() -> None:
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_state_of_other_axes_is_refused(every: int) -> None:
     params = {"up": jnp.ones((2, 3))}
-    state = go.measure.track_rotation({"up": "_ channel"}).init(params)
+    state = go.measure.track_rotation({"up": "_ channel"}, every=every).init(params)
     with refused("measure: a state of other gauges, axes or leaves", "tx.init(params)", "found:    'norm/layout'"):
-        go.measure.track_rotation({"up": "channel _"}).update(params, state, params)
+        go.measure.track_rotation({"up": "channel _"}, every=every).update(params, state, params)

@@ -114,10 +114,18 @@ def test_units_are_matched_by_what_they_do(x64: None) -> None:
     by_use, by_weights = go.orbit.align(a, b, gauge, batches=[x], fn=fn), go.orbit.align(a, b, gauge)
     beside_tokens = go.orbit.align(a, b, gauge, batches=iter([x]), fn=lambda p, x: (fn(p, x), jnp.argmax(fn(p, x), -1)))
     assert np.array_equal(beside_tokens[""], by_use[""])
+    small = go.orbit.align(a, b, gauge, batches=[x], fn=lambda p, x: 1e-200 * fn(p, x))  # its squares are no float64
+    assert np.array_equal(small[""], by_use[""])
     assert np.array_equal(by_use[""], gauge.inverse(g)[""]) and not np.array_equal(by_weights[""], by_use[""])
 
 
 # What it is for -----------------------------------------------------------------------------------
+
+
+def test_a_place_between_equal_networks_is_that_network() -> None:
+    """In bfloat16, 1 − t and t do not add to 1."""
+    ones = {"w": jnp.ones(3)}
+    np.testing.assert_array_equal(go.orbit.interpolate(ones, ones, jnp.bfloat16(0.1))["w"], 1.0)
 
 
 def test_an_average_of_twins_is_the_first_of_them(x64: None) -> None:

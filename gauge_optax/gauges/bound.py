@@ -19,7 +19,7 @@ from gauge_optax.binding.paths import match
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.by_action import UserCopy
 from gauge_optax.gauges.copies import Copy
-from gauge_optax.linalg import real_dtype, safe_divide
+from gauge_optax.linalg import near_power_of_two, real_dtype, safe_divide, unit_and_size
 from gauge_optax.parts.constants import ReadShift
 from gauge_optax.parts.part import Arrays, Part, changed, name_of
 from gauge_optax.parts.stream import Stream
@@ -282,8 +282,7 @@ def _asymmetry(gauge: Any, params: Any, grads: Any) -> dict[str, jax.Array]:
     pairings = _by_generators(gauge, b, params, x) or _by_projection(s, copies, params, grads)
 
     def sizes(covector: Arrays) -> dict[str, jax.Array]:
-        squares = jax.tree.map(lambda y: jnp.sum(jnp.square(y)), pairings(covector))
-        return {key: sum(jax.tree.leaves(of_copy), jnp.zeros(())) for key, of_copy in squares.items()}
+        return {key: _norm(jax.tree.leaves(of_copy)) for key, of_copy in pairings(covector).items()}
 
     # In every leaf, a random gradient gets the root mean square y of the gradient, less its part along constants. If y
     # may be roundoff, it gets a share of the root mean square over all leaves; if y = 0, it gets all of that.
@@ -293,14 +292,24 @@ def _asymmetry(gauge: Any, params: Any, grads: Any) -> dict[str, jax.Array]:
     norms = {p: jnp.where(y > 0, jnp.maximum(y, _LEAST_SHARE * total), total) for p, y in across.items()}
 
     def nth(number: jax.Array) -> dict[str, jax.Array]:
-        """The squared norm of all products, per copy: of the gradient for number 0, else of a random gradient."""
+        """The norm of all products, per copy: of the gradient for number 0, else of a random gradient."""
         keys = jax.random.split(jax.random.fold_in(jax.random.key(0), number), len(g))
         drawn = {p: jax.random.normal(k, g[p].shape, g[p].dtype) for p, k in zip(sorted(g), keys, strict=True)}
         return sizes({p: jnp.where(number == 0, y, norms[p] * drawn[p]) for p, y in g.items()})
 
     # `map` takes the gradients one by one, so that one program is compiled and one random gradient is in memory.
     found = jax.lax.map(nth, jnp.arange(1 + _DRAWS))
-    return {key: jnp.sqrt(safe_divide(y[0], jnp.mean(y[1:]))) for key, y in found.items()}
+    # Products of weights of 1e-20 have squares out of the range of float32, too.
+    of_random = {key: unit_and_size(y[1:], 0) for key, y in found.items()}
+    usual = {key: size[0] * jnp.sqrt(jnp.mean(jnp.square(unit))) for key, (unit, size) in of_random.items()}
+    return {key: safe_divide(y[0], usual[key]) for key, y in found.items()}
+
+
+def _norm(arrays: Sequence[jax.Array]) -> jax.Array:
+    """The root of the sum of squares over all arrays, whose squares may be out of the range of their dtype."""
+    most = [jnp.max(jnp.abs(y), initial=0.0) for y in arrays]
+    unit = near_power_of_two(jnp.max(jnp.stack([jnp.zeros(()), *most])))
+    return unit * jnp.sqrt(sum((jnp.sum(jnp.square(y / unit)) for y in arrays), jnp.zeros(())))
 
 
 def _by_generators(gauge: Any, b: Bound, params: Any, x: Arrays) -> Callable[[Arrays], dict[str, Any]] | None:

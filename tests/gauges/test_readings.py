@@ -139,6 +139,15 @@ def test_the_asymmetry_of_heads_adds_arrays_of_one_rank() -> None:
         assert go.bind(gauge, params).asymmetry(params, params)
 
 
+@pytest.mark.parametrize("size", [1e-25, 1.0, 1e25])
+def test_the_asymmetry_does_not_depend_on_the_size_of_weights(size: float) -> None:
+    params = jax.tree.map(lambda x: size * x, normal(0, {"up": (4, 3), "down": (3, 2)}, "float32"))
+    grads = jax.grad(lambda p: jnp.sum((p["up"] / size) @ (p["down"] / size)))(params)
+    right, wrong = (go.rescale({"up": "_ unit"}, {"down": "unit _"}, degree=n) for n in (1, 2))
+    assert go.bind(right, params).asymmetry(params, grads)[0][""] < 1e-5
+    assert go.bind(wrong, params).asymmetry(params, grads)[0][""] > 0.05
+
+
 def test_heads_are_read_and_their_turns_measured_where_jax_forbids_promotion() -> None:
     gauge, params = go.head_rotation({"q": "_ head basis"}), normal(0, {"q": (5, 2, 4)}, "float32")
     step = jax.tree.map(lambda x: x[::-1], params)

@@ -21,7 +21,13 @@ from gauge_optax.errors import binding_error
 from gauge_optax.gauges.disconnected import disconnected
 from gauge_optax.gauges.gauge import Gauge, Gauges, Product, product
 from gauge_optax.parts.part import Arrays
-from gauge_optax.transformation import require_arrays, require_differentiable, require_key, require_traceable
+from gauge_optax.transformation import (
+    require_arrays,
+    require_differentiable,
+    require_key,
+    require_traceable,
+    require_transformation,
+)
 from gauge_optax.xla import quick_options, unfused_options
 
 LossFn = Callable[[Any], jax.Array]
@@ -227,6 +233,7 @@ def assert_equivariant_step(
     >>> tx, key = go.ddc_adamw(1e-2, relu), jax.random.key(0)
     >>> go.testing.assert_equivariant_step(tx, loss, params, relu, key, steps=3)
     """
+    require_transformation("assert_equivariant_step", tx, "tx")
     require_key("assert_equivariant_step", key)
     require_arrays("assert_equivariant_step", params)
     require_differentiable("assert_equivariant_step", params)

@@ -357,9 +357,10 @@ def test_axes_by_the_names_that_a_tree_carries() -> None:
         assert go.tools.axes_by_name({"layers": [{"up": kernel}]}, named) == {"layers/{i}/up": "_ channel"}
     for blocks, problem in (
         ({"layers/{i}/down": {}}, "no leaf matches"), ({"up": {"heads": "head"}}, "no axis 'heads' at 'up'"),
-        ({"bare": {"embed": "_"}}, "no common axis names at 'bare'"),
+        ({"bare": {"embed": "_"}}, "no common axis names at 'bare'"), ({"square": {"embed": "a"}}, "two axes 'embed'"),
     ):
-        assert problem in says(partial(go.tools.axes_by_name, {"up": linen, "bare": np.ones(3)}, blocks))
+        tree = {"up": linen, "bare": np.ones(3), "square": nn.Partitioned(jnp.ones((2, 2)), ("embed", "embed"))}
+        assert problem in says(partial(go.tools.axes_by_name, tree, blocks))
     odd: list[Any] = [["up"], {"up": ["mlp"]}, {"up": {"mlp": 3}}]
     for wrong in odd:
         assert "bad 'blocks'" in says(partial(go.tools.axes_by_name, {"up": linen}, wrong))

@@ -295,6 +295,7 @@ ROWS_OF_OTHERS: list[Any] = [
 @pytest.mark.parametrize(("call", "match"), [
     (lambda p: go.orbit.pack(p, TURN), r"nothing to pack\n  found:    gauges head_rotation"),
     (lambda p: go.orbit.pack(p, HEADS, size=0.0), r"bad size"),
+    (lambda p: go.orbit.pack(p, HEADS, rows=[1]), r"bad rows"),  # type: ignore[arg-type]
     (jax.jit(lambda p: go.orbit.pack(p, HEADS)), r"no numbers in '(query|key)'"),
     (lambda p: go.orbit.pack(jax.eval_shape(lambda: p), HEADS), r"no numbers in '(query|key)'"),
     (lambda p: go.orbit.packed_dot(jnp.ones((2, 5)), p["query"]), "x does not fit axis 0"),

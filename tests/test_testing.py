@@ -12,6 +12,7 @@ import gauge_optax as go
 from gauge_optax.gauges.gauge import Gauge
 from tests.cases import GAUGE_CASES, GaugeCase
 from tests.quick import jit
+from tests.refusals import refused
 from tests.tolerances import tolerance
 from tests.twins import normal, normal_like
 
@@ -184,6 +185,12 @@ def test_ignore_leaves_out_a_leaf_but_not_its_effect(pattern: str, x64: None) ->
 def test_an_update_that_is_not_a_number_comes_apart(x64: None) -> None:
     with pytest.raises(AssertionError, match="at step 1: leaf bias"):
         _twins(_nudge("bias", float("nan")), CASES["logit_shift/bias"])
+
+
+def test_an_optimizer_that_was_not_called_is_named(x64: None) -> None:
+    case = CASES["rescale/channel"]
+    with refused("tx is no transformation", "call it: adam"):
+        _twins(optax.adam, case)
 
 
 @pytest.mark.slow

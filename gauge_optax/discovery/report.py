@@ -38,7 +38,7 @@ from gauge_optax.discovery.shrink import LARGE, smaller
 from gauge_optax.discovery.sketch import DRAWS, Function, Leaves, generic_point, squared_gradients
 from gauge_optax.discovery.trace import traced_once, walked
 from gauge_optax.errors import binding_error
-from gauge_optax.gauges.gauge import Gauge, Gauges, product
+from gauge_optax.gauges.gauge import Gauge, Gauges, listed_gauges, product
 from gauge_optax.transformation import on_any_mesh, require_no_tracers
 from gauge_optax.xla import unseen
 
@@ -89,7 +89,8 @@ class Report(Mappings):
         if self.census is None:
             raise binding_error(
                 "certificate", "no function whose directions could be counted",
-                "a report of rebind, which proves nothing, or one that discover did not make", "the report of discover",
+                "a report of rebind, a report that was pickled, or one that discover did not make",
+                "the report of discover",
                 "write go.measure.census(fn, params, batches, report.whole)")
         return self.census()
 
@@ -134,7 +135,7 @@ class Report(Mappings):
         Returns:
           The source of a list.
         """
-        listed = self.gauges if gauges is None else [gauges] if isinstance(gauges, Gauge) else gauges
+        listed = self.gauges if gauges is None else listed_gauges(gauges)
         return "\n".join(["[", *(textwrap.indent(repr(gauge), "  ") + "," for gauge in listed), "]"])
 
     def rebind(self, params: Any, **sizes: int) -> Report:
@@ -190,6 +191,10 @@ class Report(Mappings):
                     "rebind", f"a layer that the report does not have, '{path}'",
                     "a report that names each layer, as of one layer", "a report with patterns such as {i}",
                     "call discover on an instance with at least two layers that are alike")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What `pickle` stores: all but the function that computes `certificate`. A certificate that is there stays."""
+        return self.__dict__ | {"census": None}
 
     def __repr__(self) -> str:
         return str(self)

@@ -343,6 +343,10 @@ def pack(
         raise binding_error(
             _NAME, "bad size", repr(size), "a positive number, or None", "write size=1.0 for the identity"
         )
+    if not isinstance(rows, Mapping | None):
+        raise binding_error(
+            _NAME, "bad rows", repr(rows)[:60], "what packed_rows returned, or None",
+            "write rows=go.orbit.packed_rows(packed), or leave rows out")
     s, leaves = on_tree.whole, leaves_by_path(params)
     paths = list(dict.fromkeys(path for copy in copies for part in copy.parts for path in changed(part)))
     for path in paths if rows is None else ():

@@ -177,7 +177,8 @@ def check(
         for copy, share in copies.items():
             if not share.number <= (limit if share.real else _CANCELLED * limit):
                 raise _no_symmetry(gauge.name, copy, share, limit, precision)
-    notes = [f"{precision} hides penalties below {limit:.0%} of a gradient; loss_fn= and batch= show them"] * (
+    notes = [] if gauges else ["this optimizer has no gauges, so that no symmetry was tested"]
+    notes += [f"{precision} hides penalties below {limit:.0%} of a gradient; loss_fn= and batch= show them"] * (
         limit > 1e-2 and bool(gauges)
     )
     for gauge, copies in zip(gauges, shares, strict=True):

@@ -67,10 +67,11 @@ def axes_by_name(params: Any, blocks: Mapping[str, Mapping[str, str]]) -> dict[s
                 f"{names} at '{path}', the first of {len(names_by_path)} leaves",
                 "the same names on every leaf that matches", "pass the boxed tree, or write the axes by position")
         for name in parts:
-            if name not in names:
+            if names.count(name) != 1:
                 raise binding_error(
-                    "axes_by_name", f"no axis '{name}' at '{path}'", f"axes {', '.join(map(str, names))}",
-                    "names that the leaf has", f"correct '{name}'")
+                    "axes_by_name", f"{'two axes' if name in names else 'no axis'} '{name}' at '{path}'",
+                    f"axes {', '.join(map(str, names))}", "a name that one axis of the leaf has",
+                    "write the axes string by position" if name in names else f"correct '{name}'")
         out[pattern] = " ".join("_" if name is None else parts.get(name, "_") for name in names)
     return out
 

@@ -1,6 +1,7 @@
 """Parses axes strings, and solves for the lengths of the axes that they name.
 
-An axes string says what the axes of a leaf are, as in `"(head basis) _"`. In EBNF ([optional], {repeated}):
+An axes string says what the axes of a leaf are, as in `"(head basis) _"`. "_" is an axis without a name; "=" selects
+indices along an axis. In EBNF ([optional], {repeated}), where i, j and n are integers:
 
     axes  = ["1+"] {item}                           one item per axis of the leaf
     item  = part | "(" part {part} ")" [range]      parentheses split one axis, or a range of it, in row-major order
@@ -25,7 +26,7 @@ _NUMBER = "[0-9]{1,9}"
 _RANGE = re.compile(f"({_NUMBER}):({_NUMBER})")
 _RANGES = rf"{_NUMBER}:{_NUMBER}(?:\+{_NUMBER}:{_NUMBER})*"
 _PART = re.compile(rf"([^=]+)(?:=(?:({_NUMBER})|({_RANGES})(?:/({_NUMBER}))?))?")
-# Matches "(a b)=0:8" or a bare part. It matches no nested parenthesis, so what it leaves of a string is malformed.
+# Matches "(a b)=0:8" or a bare part. It matches no nested parentheses: text that no match covers is malformed.
 _ITEM = re.compile(r"\(([^()]*)\)(?:=([^\s()]*))?|([^\s()]+)")
 
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
@@ -59,8 +60,8 @@ class AxisItem(NamedTuple):
     def local(self) -> bool:
         """Whether only this leaf determines the axis's full length.
 
-        If blocks have a name with ranges in common, the ranges select equally many indices in each of them, but the
-        axes from which they select may have different lengths.
+        The ranges of a name, as in `neuron=0:8`, select equally many indices in every block that has the name. But the
+        axes from which they select may have different lengths in different leaves.
         """
         return self.full is None and (self.name == "_" or bool(self.ranges))
 
@@ -187,8 +188,8 @@ def solve_lengths(
       source: where `sizes` come from, for errors.
 
     Returns:
-      The length of every name: for a name with ranges how much these select, else the full length of its axis. Then,
-      per site, the leaf's shape after its groups are split, with full lengths.
+      The length of every name. For a name with ranges it is the number of indices that they select, else the full
+      length of its axis. Then, per site, the leaf's shape after its groups are split, with full lengths.
 
     Raises:
       ValueError: wrong rank, lengths that disagree, stay unknown or are zero.
@@ -234,7 +235,8 @@ def solve_lengths(
             (site, axis), *_ = pending
             group = site.plan.groups[axis]
             unknown = [part.name for part in group if not part.local and part.name not in lengths]
-            # Division gives one length, so that the user need not: the length of the local part, or of the last name.
+            # The error asks for one length less than is unknown, because division gives one: that of the local part if
+            # there is one, else that of the last name.
             needed = unknown if any(part.local for part in group) else unknown[:-1]
             sizes_to_give = ", ".join(f'"{name}": ...' for name in needed)
             raise binding_error(

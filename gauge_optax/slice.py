@@ -140,8 +140,8 @@ class Slice:
       turns: pairs of a class of turns and the turns of this class, in the order in which they are undone.
       free: parts without a role (permutations), which no optimizer notices.
       completed_sizes: labels of sizes whose anchor is a norm's scale that a turn uses but does not change
-        (`Part.passes`). The turn's `pull` leaves out a term of the scale's gradient, so that `Size.completed` computes
-        this gradient.
+        (`Part.passes`). The turn's `pull` leaves out a term of the scale's gradient. `Size.completed` therefore
+        computes this gradient from the gradients of the size's other leaves.
       not_fixed: labels of parts that change a frozen leaf. They stay in F as they were read at `init`; `fix` and `hold`
         leave them alone.
       following: labels of sizes whose growth in a step is not moved from the anchor to the gauge's other leaves, one of
@@ -174,7 +174,8 @@ class Slice:
           frozen: paths of leaves that never change.
 
         Raises:
-          ValueError: parts that do not commute, or of which each would have to be read after another.
+          ValueError: parts that do not commute, or parts that no order fits, because each is read from leaves that
+            another of them moves.
         """
         kept = [part for p in parts if (part := p.beside_frozen(frozen)) is not None]
         kept = [p.beside([q for q in kept if q is not p]) for p in kept]
@@ -333,14 +334,16 @@ class Slice:
     def require_first(self, name: str, inside: "Slice", again: bool, remedy: str) -> None:
         """Raises ValueError unless all parts of this slice may be undone before those of a transformation inside.
 
-        They may if they have other entries, or an earlier role, as in the order in which one slice of all of them would
-        be entered. Otherwise what this slice reads would depend on the elements of the parts inside, and twins would
-        have different slice points.
+        The transformation inside, such as a second `quotient`, sees slice points of this slice. A part p of this slice
+        and a part q inside may use the same entries only if p has an earlier role in the order constants, sizes, turns:
+        one slice with both parts would undo p first as well. Otherwise what p reads would depend on the element of q,
+        and twins would have different slice points.
 
         Args:
           name: the public function that made the transformation inside.
-          inside: its slice.
-          again: whether it may have parts of this slice too. On this slice their elements are identities.
+          inside: the slice of the transformation inside.
+          again: whether the transformation inside may have parts of this slice again. At a point of this slice they
+            read as the identity.
           remedy: what to write instead.
         """
         for role, parts in enumerate(inside.by_role):
@@ -395,8 +398,8 @@ class Slice:
         """
         for part, anchor, _ in self.constants:
             if part.label not in (*self.not_fixed, *left):
-                # A norm's scale γ that was zero at `init` grows from 0, not from 1. It counts as zero here, because a
-                # constant that it divides would be many times the step.
+                # A norm's scale γ that was zero at `init` grows from 0, not from 1. While γ is small, a constant that
+                # is divided by γ would be many times the step. So γ counts as zero here, and nothing is divided by it.
                 scales = dict(self.divided).get(part.label)
                 x = part.undo(part.read(anchor, _masked(x, scales, live) if scales else x), x)
         growth: Elements = {}
@@ -476,8 +479,8 @@ class Slice:
 
         While the output layer is constant over classes, the gradients of all other leaves are zero, up to roundoff. An
         optimizer that divides gradients by their size would turn that roundoff into a full step. The result is 0 if the
-        output layer is not constant, and None if no gauge moves the kernel of an output layer that trains: where one
-        layer is frozen at zero, gradients of other leaves come from another output layer.
+        output layer is not constant. It is None if no gauge moves the kernel of an output layer, or if this kernel is
+        frozen: if it is frozen at zero, the gradients of other leaves are no roundoff but come from another output.
         """
         leaves = leaves_by_path(gradient)
         trained = [part for part, _, _ in self.constants if part.label not in self.not_fixed]

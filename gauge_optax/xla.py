@@ -77,11 +77,12 @@ def computed_twice(numbers: jax.Array) -> jax.Array:
 
 
 def unseen(tree: Tree) -> Tree:
-    """Returns a tree in which NumPy arrays of 64-bit numbers are copies, which no program knows.
+    """Returns a tree in which NumPy arrays of 64-bit numbers are copies, which no compiled program has seen.
 
-    While JAX keeps a program without 64-bit numbers that closes over such an array, as a user's compiled step over a
-    batch, it reads that very array in 32 bits under `jax.enable_x64(True)` too. Programs then refuse it, with an error
-    of the runtime or of the lowering (JAX 0.10.2). Leaves that are one array share one copy.
+    A user's compiled step, for example, may close over a batch that is such an array. If JAX has compiled the step in
+    32 bits, then as long as it keeps the program it reads this array in 32 bits, even under `jax.enable_x64(True)`.
+    Programs in 64 bits then refuse the array, with an error of the runtime or of the lowering (JAX 0.10.2). They take a
+    copy. Leaves that are one array share one copy.
 
     Args:
       tree: a pytree.
@@ -215,7 +216,8 @@ def unfused_options() -> dict[str, Any]:
     two places, where it is rounded in two ways. Then no entry equals the maximum, and the gradient is 0/0 or zero.
     *Measured*: behind a norm and a ReLU, the gradient of a maximum over points is NaN with `quick_options`, and that of
     a maximum over pixels is wrong at four of ten points with XLA's own options. Without fusion every number is computed
-    once, and compiling takes twice as long as with `quick_options`. The result is {} where theirs is.
+    once, and compiling takes twice as long as with `quick_options`. The result is {} on devices other than CPUs, and if
+    XLA does not know the options.
     """
     return _known(_UNFUSED)
 

@@ -297,18 +297,19 @@ def unstack_heads(stacked: jax.Array, turns: Sequence[Any]) -> list[jax.Array]:
 
 
 def seen_beside(turn: Any, others: Sequence[Any]) -> tuple[Block, ...]:
-    """The blocks that a rotation is read from beside other turns: those that no other turn moves.
+    """The blocks that a rotation is read from if other turns move some of its blocks: those that no other turn moves.
 
-    In a chain of kernels these have too few rows: the kernel in the middle turns on both sides. In latent attention,
-    too: the kernel that writes the latent vector reads the residual stream, which turns, and the kernels that read it
-    have heads. Such a rotation is read from blocks that only rotations of its class move which are read before it.
+    Sometimes these have too few rows, fewer than `size`. In a chain of kernels, the kernel between two rotations is
+    moved by both. In latent attention, the rotation of the residual stream also moves the kernel that writes the latent
+    vector, and rotations of heads also move the kernels that read it. In such a case, the other rotations of the class
+    of `turn` that have enough rows are read and undone first. What they move then counts as not moved.
 
     Args:
-      turn: the rotation. As all of its class, it has the attributes `rows`, which are `Heads`, and `size`.
-      others: the other turns that count.
+      turn: the rotation. It has the attributes `rows`, which are `Heads`, and `size`, as all rotations of its class.
+      others: the other turns of the list.
 
     Returns:
-      The blocks. If there are too few rows in any order, these are all blocks that no other turn moves.
+      The blocks. They have fewer than `size` rows if there are too few in every order.
     """
     moving = blocks_by_path([turn, *others])
     waiting = [one for one in (turn, *others) if isinstance(one, type(turn))]
@@ -398,11 +399,11 @@ class Rotation(Orthogonal, HeadTurn):
         return [turn._or_identity(factors[turn]) if turn.of_linear else factors[turn] for turn in turns]
 
     def read_from(self, x: Arrays) -> Arrays:
-        """The point `x` with those rows that the rotation is read from.
+        """The point `x` as the rotation is read from it: for `head_linear`, a large factor is scaled down.
 
-        For `head_linear`, one factor A has orthonormal columns here, and the other, B, has all of the product's size. A
-        large singular value of B would round away what A says of the other directions. So B is scaled down where
-        ‖BᵀB‖_F is above the ‖AᵀA‖_F = √d of orthonormal columns.
+        At this point one factor A of `head_linear` has orthonormal columns, and the other, B, has all of the product's
+        size. In the sum over the rows of both, a large singular value of B would round away what A says of the other
+        directions. So B is scaled down where ‖BᵀB‖_F is above the ‖AᵀA‖_F = √d of orthonormal columns.
         """
         if not self.of_linear:
             return x
@@ -433,7 +434,7 @@ class Rotation(Orthogonal, HeadTurn):
     def _without_rotation(
         cls, turns: Sequence[Any], x: Arrays, vector: Arrays, into: Mapping[Any, jax.Array] | None, dual: bool
     ) -> Arrays:
-        """Measures on the rows seen how a tangent turns heads, and removes this turn from all rows.
+        """Measures on the rows `rows_seen` how a tangent turns heads, and removes this rotation from all rows.
 
         If `dual`, it applies the transpose of this projection to a cotangent.
         """
@@ -443,7 +444,8 @@ class Rotation(Orthogonal, HeadTurn):
             cross_gram = stack_heads([(turn if dual else turn.rows_seen).gram(x, vector) for turn in same])
             basis = None if into is None else stack_heads([into[turn] for turn in same])
             if basis is not None:
-                # When the iteration stops, an error is left that depends on the basis. So the slice's basis is used.
+                # When the iteration stops, an error is left that depends on the basis. So the basis of the slice is
+                # used, which twins share.
                 gram, cross_gram = (matmul(matmul(transpose(basis), y), basis) for y in (gram, cross_gram))
             # One batch solves for the heads of all layers. Each part then multiplies its rows by its own solutions.
             for turn, generator in zip(same, unstack_heads(lyapunov_by_products(gram, -cross_gram), same), strict=True):
@@ -535,16 +537,17 @@ class Planes(Additive, HeadTurn):
 
 
 _Readings = tuple[jax.Array, jax.Array, jax.Array]
-_MOST_READINGS = 4  # how many C are tried
+_MOST_READINGS = 4  # how many random matrices C are tried for a head
 
 
 @functools.partial(jax.jit, static_argnums=0)  # outside jit, a loop would be compiled anew at every call
 def _polar_factors(turns: tuple[Any, ...], point: Arrays) -> jax.Array:
     """The polar factors of CᵀW for heads of one size, (heads, d_h, d_h), each with the first C that loses no direction.
 
-    Two C together, 2·d_h combinations of the rows, have nearly the ratios between the singular values of W. They tell
-    the rank of W, and with how small a singular value one C keeps a direction that is small in W itself. If every C
-    loses a direction, the first C that keeps the most is taken.
+    A fixed random matrix C combines the rows of W to d_h rows. First, two C together make 2·d_h rows, whose singular
+    values have nearly the same ratios as those of W. They tell the rank of W, and how small the singular value of a
+    direction in CᵀW may be if it is small in W itself. A direction whose value is much smaller is lost. If every C
+    loses a direction, the first of those that keep the most is taken.
 
     A head of full rank reads as an orthogonal matrix, however small some of its directions are. If W has less than full
     rank, the factor is a partial isometry: it is zero in the directions of which only roundoff is left in W.

@@ -72,11 +72,12 @@ class Part(abc.ABC, Generic[E]):
 
     @property
     def along(self) -> tuple[str, ...]:
-        """The axes of its blocks whose entries this part mixes, as a rotation mixes the entries along `basis`.
+        """The axes of its blocks along which this part moves entries together.
 
-        Any other part on these blocks must multiply all entries along these axes by the same number, or the two do not
-        commute; a size that is read from a block in `passes` always commutes. (): this part sets no such
-        condition. `EXCLUSIVE`: no other part may move these blocks.
+        A rotation, for example, mixes the entries along `basis`, and a shift adds one number to all entries along
+        `vocab`. Another part that multiplies entries of these blocks must multiply all entries along these axes by the
+        same number, or the two parts do not commute. Only a size that is read from a block in `passes` commutes in any
+        case. The empty tuple sets no such condition. `EXCLUSIVE` means that no other part may move these blocks.
         """
         return ()
 
@@ -126,7 +127,10 @@ class Part(abc.ABC, Generic[E]):
         return g
 
     def beside(self, others: "Sequence[Part[Any]]") -> "Part[E]":
-        """This part, adapted to the `others` of its list: some parts are read from blocks that no other part moves."""
+        """This part, adapted to the other parts of its list, `others`.
+
+        Some parts must be read from blocks that no other part moves. They store here which blocks these are.
+        """
         return self
 
     def beside_frozen(self, frozen: frozenset[str]) -> "Part[E] | None":
@@ -232,7 +236,9 @@ class Size(Part[E]):
         return g
 
     def follows(self, bits: Mapping[str, int]) -> bool:
-        """Whether the anchor keeps its growth in a step, because another leaf is less precise and would round it away.
+        """Whether what the anchor gains in a step stays in the anchor, instead of moving to the part's other leaves.
+
+        It stays if another leaf has a less precise dtype, which would round it away.
 
         Args:
           bits: leaf path → bits of the mantissa of the leaf's dtype.
@@ -265,8 +271,8 @@ class Turn(Isometry[E]):
           x: the point.
           u: the tangent.
           into: per part the rotation R, (*shape, size, size), that takes the part's rows W at `x` to rows W·R on the
-            slice; None if W itself is on the slice. The error of an iterative method depends on the basis, so that it
-            computes in the basis of W·R.
+            slice; None if W itself is on the slice. The error of an iterative method depends on the basis. Such a
+            method therefore computes in the basis of W·R, which twins share.
         """
 
     @classmethod
@@ -278,13 +284,15 @@ class Turn(Isometry[E]):
     def hold(cls, turns: Sequence[Any], x: Arrays, u: Arrays, backs: dict[Any, Any]) -> Arrays:
         """Removes the part of a finite step that rotates. The default does so to first order in the step.
 
-        A class that turns the end point back by an element of its group does not change the function there.
+        A class can do it exactly: it turns the end point of the step back by an element of its group, which does not
+        change the function there.
 
         Args:
           turns: parts of this class.
           x: the point.
           u: the step.
-          backs: turn → what turned the end point back. A class adds its turns, if a size must be told.
+          backs: a dict to which a class adds, for every turn, by what it turned the end point back. Classes whose turns
+            commute with all sizes need not add anything, because the sizes' elements stay as they are.
         """
         return cls.project(turns, x, u)
 

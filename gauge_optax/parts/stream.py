@@ -90,11 +90,11 @@ class Stream(Orthogonal, Turn[jax.Array]):
         return Heads(self.named, self.shape, self.seen or self.blocks, self.size)
 
     def divided(self, x: Arrays, at: Arrays, back: bool = False) -> Arrays:
-        """Multiplies kernels behind or in front of a scale by it, and divides norms' biases by theirs.
+        """Multiplies kernels behind or in front of a scale by this scale, and divides a norm's bias by its own scale.
 
         Args:
           x: bound leaves.
-          at: the point that has the scales.
+          at: the point from which the scales are taken.
           back: True for the inverse.
         """
         out = dict(x)

@@ -146,13 +146,13 @@ def require_still_frozen(
     name: str, inner: Any, stored: Collection[str], said: Collection[str], usual: Collection[str], params: Any,
     extra: Mapping[str, Any], keeping: str = "",
 ) -> None:
-    """Raises ValueError for a step that trains a leaf which its state holds frozen, or the other way round.
+    """Raises ValueError if a step trains a leaf that is frozen according to its state, or freezes one that is not.
 
     Args:
       name: name of the public function, for the message.
       inner: the transformation.
       stored: the leaves that never change, as the state says.
-      said: the leaves that the user calls frozen. No argument trains them.
+      said: the leaves that the user calls frozen. They count as frozen whatever the arguments of this `update` are.
       usual: the leaves that never change, as the optimizer says: `said`, and those that `frozen_leaves` finds.
       params: the parameters.
       extra: the further arguments of this `update`. Those of line searches change nothing.
@@ -262,7 +262,7 @@ def _results(equation: Any, given: list[_Known]) -> list[_Known]:
     if kind in _SAME:
         return [given[0]]
     if kind == "convert_element_type":
-        with np.errstate(all="ignore"):  # a bound that is infinite in the new dtype
+        with np.errstate(all="ignore"):  # no warning for a bound that is infinite in the new dtype
             return [None if given[0] is None else float(np.real(np.asarray(given[0]).astype(options["new_dtype"])))]
     if kind == "not":
         return [None if given[0] is None or equation.outvars[0].aval.dtype != bool else 1.0 - given[0]]
@@ -320,7 +320,7 @@ def _closed(closed: Any, given: list[_Known]) -> list[_Known]:
 
 
 def _either(first: _Known, *others: _Known) -> _Known:
-    """What is known of an array that is one of these."""
+    """What is known of an array that is one of several: its number if it is the same in all of them."""
     return first if all(x == first for x in others) else None
 
 

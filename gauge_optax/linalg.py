@@ -217,7 +217,7 @@ def _one_by_one(make: Callable[..., T], *stacks: jax.Array) -> T:
     """Calls `make` for one matrix of the stacks after the other, and returns the stacked results.
 
     Every device of a mesh does this for the matrices that it holds. XLA by itself does not divide a loop, and would
-    send all matrices to all devices: in a sharded `ddc_adamw` as many bytes as a kernel has.
+    send all matrices to all devices. In a sharded `ddc_adamw`, these would be as many bytes as a kernel has.
 
     Args:
       make: takes one matrix of every stack, and returns a tree of arrays.
@@ -261,7 +261,8 @@ def _partitioned(
 
     def of_a_device(*call: Any) -> tuple[Any, ...]:
         mesh, divided, *shardings = partition(*call)
-        # XLA calls `partition` after the trace, outside the `enable_x64` context of the trace. So its value is kept.
+        # XLA calls `partition` after the trace, outside the `enable_x64` context of the trace. So `wide` keeps the
+        # setting.
         return mesh, lambda *stacks: _in_width(wide, divided, *stacks), *shardings
 
     @jax.custom_batching.custom_vmap
@@ -465,7 +466,8 @@ def _turn_of_eigenbasis(
     (gram, mixed), (gram_dot, mixed_dot) = primals, tangents
     basis, (values, _) = eigenbasis(gram, mixed), symmetric_eigen(gram)
     inside, size, same = _within_eigenspaces(values, matmul(transpose(basis), transpose(mixed)))
-    # V turns by V·Ω. Between eigenspaces, GV = VΛ determines Ω. (JAX's rule for eigenvectors divides by zero gaps.)
+    # The derivative of V is V·Ω. With G for `gram` and Λ for its eigenvalues, GV = VΛ determines Ω between eigenspaces.
+    # (JAX's rule for eigenvectors divides by gaps that may be zero.)
     gaps = jnp.where(same, 1.0, values[..., None, :] - values[..., :, None])
     between = jnp.where(same, 0.0, matmul(matmul(transpose(basis), gram_dot), basis) / gaps)
     # Within an eigenspace, M = VᵀK is symmetric, and stays so when K changes. Let N be the change of M that comes from
@@ -699,7 +701,7 @@ def inverse_sqrt_by_products(m: jax.Array, least: float) -> jax.Array:
 
 
 def _inverse_root(m: jax.Array, least: float) -> tuple[jax.Array, jax.Array]:
-    """`inverse_sqrt_by_products`, and what it gives for an eigenvalue of zero, (…, 1, 1)."""
+    """Returns `inverse_sqrt_by_products(m, least)`, and its eigenvalue where M has the eigenvalue 0, (…, 1, 1)."""
     eye = jnp.broadcast_to(jnp.eye(m.shape[-1], dtype=m.dtype), m.shape)
     if m.shape[-1] == 2:
         # By Cayley–Hamilton for M^{1/2}, M^{−1/2} = (adj M + √det M)/(√det M·√(tr M + 2√det M)).
@@ -1094,7 +1096,7 @@ def _as_it_is(inverse: jax.Array, *_: jax.Array) -> jax.Array:
 
 
 def _turned(inverse: jax.Array, full: jax.Array, rows: jax.Array, own: jax.Array) -> jax.Array:
-    """Returns `inverse`, and where B is not `full` and A is, the pseudo-inverse beside A, see `inverse_gram_beside`."""
+    """Returns `inverse`, but the pseudo-inverse of `inverse_gram_beside` where only A, not B, has full rank."""
     t = triangular_factor(own)
     _, usable = _root_of_inverse_gram(t)
     turned = matmul(matmul(transpose(t), inverse_gram(matmul(rows, transpose(t)))), t)

@@ -144,9 +144,10 @@ class Slice:
         computes this gradient from the gradients of the size's other leaves.
       not_fixed: labels of parts that change a frozen leaf. They stay in F as they were read at `init`; `fix` and `hold`
         leave them alone.
-      following: labels of sizes whose growth in a step is not moved from the anchor to the gauge's other leaves, one of
-        which has a less precise dtype and would round it away. The anchor keeps it, and F changes by it.
-      without_norm_scale: pairs of a turn and the path of a norm's scale that the turn passes and no size makes 1.
+      following: labels of sizes one of whose leaves has a less precise dtype than the anchor. What the anchor gains in
+        a step would be rounded away if it moved to this leaf. So the anchor keeps it, and F changes by it.
+      without_norm_scale: pairs of a turn and the path of a norm's scale. The turn uses the scale (`Part.passes`), but
+        no size makes it 1 on the slice.
       divided: pairs of the label of a constant that is divided by a norm's scale, and the sizes that move this scale,
         each with the block that it moves.
     """
@@ -189,8 +190,8 @@ class Slice:
         first = in_order(sizes)
         at_one = {anchor_key(place.anchor): place.part.label for place in first}
         without_norm_scale = tuple((t, b.path) for t in turns for b in t.passes if anchor_key((b,)) not in at_one)
-        # A turn moves steps as if every norm's scale γ that it passes were 1. `fix` makes γ 1 at every step: it moves γ
-        # into kernels. If γ may not move there (it is frozen, or more precise than they are), the turn is dropped.
+        # A turn moves steps as if every norm's scale γ that it uses were 1. `fix` makes γ 1 at every step, and
+        # multiplies kernels by γ. If it may not (γ is frozen, or more precise than the kernels), the turn is dropped.
         stuck = not_fixed | following
         turns = [t for t in turns if not stuck & {at_one.get(anchor_key((b,)), "") for b in t.passes}]
         completed = frozenset(at_one[anchor_key((b,))] for t in turns for b in t.passes if anchor_key((b,)) in at_one)
@@ -319,9 +320,9 @@ class Slice:
         return {label: ", ".join(f"{path} {n}" for path, n in of_part.items()) for label, of_part in leaves.items()}
 
     def check_norms(self) -> None:
-        """Raises ValueError if a turn passes a norm's scale that no size makes 1, as the turn's `push` assumes.
+        """Raises ValueError if a turn uses a norm's scale that no size makes 1. The turn's `push` assumes that it is 1.
 
-        A `rescale` that is read from the scale leaves it at −1 where it is negative.
+        A `rescale` in place of `norm_scale` is not enough: it leaves a negative scale at −1.
         """
         ones = {anchor_key(anchor) for part, anchor, _ in self.sizes if part.is_one_at(anchor)}
         for turn, block in ((t, b) for _, turns in self.turns for t in turns for b in t.passes):
@@ -389,7 +390,7 @@ class Slice:
         """Moves a point near the slice onto it, along its orbit.
 
         Args:
-          x: bound leaves.
+          x: the point: the leaves that gauges bind, by path.
           live: label of a size → which channels to fix, (*shape) booleans, as in `Frame`.
           left: labels of constants that stay where they are.
 
@@ -452,7 +453,7 @@ class Slice:
     def quiet(self, x: Arrays, g: Arrays, without_constants: bool = True) -> Arrays:
         """A slice gradient with zeros in place of roundoff, where the gradient of every invariant loss is zero.
 
-        It also replaces the gradients of norms' scales that turns pass, see `Size.completed`.
+        It also computes anew the gradients of norms' scales that turns use, see `Size.completed`.
 
         Args:
           x: the slice point.
@@ -511,7 +512,7 @@ class Slice:
         """The frame of any point. A channel whose anchors are all zero reads as the identity.
 
         Args:
-          x: bound leaves.
+          x: the point: the leaves that gauges bind, by path.
           turning: whether to read rotations. If False, the result has no elements of turns.
           reader: takes a class of turns, and returns the function (turns, x) ↦ elements that reads turns of this class,
             or None to leave them out.

@@ -81,7 +81,7 @@ class GaugeTransformation(optax.GradientTransformationExtraArgs):
         return self
 
     def _replace(self, /, **functions: Any) -> "GaugeTransformation":
-        """Returns a copy with another `init` or `update`, as of every NamedTuple, and with the attributes."""
+        """Returns a copy with another `init` or `update`. Unlike that of a NamedTuple, it keeps the attributes."""
         made = super()._replace(**functions)
         made.__dict__.update(self.__dict__)
         return made
@@ -158,7 +158,8 @@ def transformation(
         require_params(name, params)
         require_gradients(name, updates)
         updates = jax.tree.map(jnp.asarray, updates)  # Python numbers have no dtype
-        if jax.sharding.get_abstract_mesh().manual_axes:  # inside `jax.shard_map` parameters may be the same everywhere
+        # Inside `jax.shard_map` gradients may differ between devices, and parameters not. Both get one type.
+        if jax.sharding.get_abstract_mesh().manual_axes:
             updates, params = varying_together(updates, params)
         # The names of fields are compared. `hasattr` would not do: every tuple has a method `count`.
         if not set(getattr(state_type, "_fields", ())) <= set(getattr(state, "_fields", ())):
@@ -300,7 +301,7 @@ def stepped(gauge: Any, params: Any, updates: Any) -> Any:
 
 
 def once_per_tree(find: Callable[[Any], Found]) -> Callable[..., Found]:
-    """Returns a function of a tree with a cache, keyed on paths, shapes and dtypes; with `anew=True` it looks again."""
+    """Returns `find` with a cache, keyed on the paths, shapes and dtypes of a tree. `anew=True` calls `find` again."""
     known: dict[Any, Found] = {}  # here and not in an `lru_cache`: it may not outlive an optimizer that holds tracers
 
     def found(tree: Any, anew: bool = False) -> Found:

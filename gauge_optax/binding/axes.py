@@ -154,8 +154,8 @@ def parse_axes(gauge: str, pattern: str, axes: str) -> ParsedAxes:
         if names.count(name) > 1:
             raise malformed(f"the name '{name}' twice", "use each name once")
     for group in groups:
-        # A local item's length is found only by dividing the axis by all other lengths of the group. If a group had two
-        # local items, neither length could be found.
+        # The length of a local item, such as `_`, is found only by dividing the axis by all other lengths of the group.
+        # If a group had two local items, neither length could be found.
         if sum(part.local for part in group) > 1:
             remedy = "keep at most one '_' or range in a group; name the others and give sizes={...}"
             raise malformed(f"two lengths that nothing determines in '{_text(group)}'", remedy)
@@ -175,7 +175,7 @@ class Site(NamedTuple):
 def solve_lengths(
     gauge: str, sites: Sequence[Site], sizes: Mapping[str, int], source: str = "sizes="
 ) -> tuple[dict[str, int], list[tuple[int, ...]]]:
-    """Solves for the lengths of all axes of one copy.
+    """Solves for the lengths of all axes of one copy of a gauge, say that of one layer.
 
     If a name has an axis of a leaf to itself, the leaf's shape gives its length. A group such as `(head basis)` gives
     one unknown length by division. With this length another group may have only one unknown left, so that the solver
@@ -214,8 +214,8 @@ def solve_lengths(
                     f"length {length} in shape {site.shape}", f"at least {window[1]}, axes \"{site.axes}\"",
                     "correct the range")
         for part in site.plan.items:
-            # A named axis with ranges has their length, whatever the leaf's shape: 8 for `neuron=0:8`. Free axes may
-            # have other lengths in other blocks.
+            # A named axis with ranges has their length, whatever the leaf's shape: 8 for `neuron=0:8`. Free axes are
+            # left out, because they may have other lengths in other blocks.
             if part.ranges and part.name != "_":
                 length = sum(stop - start for start, stop in part.ranges)
                 if lengths.setdefault(part.name, length) != length:

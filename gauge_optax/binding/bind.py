@@ -23,13 +23,13 @@ from gauge_optax.errors import binding_error
 
 
 class Matched(NamedTuple):
-    """What the patterns of a gauge have matched for one copy of it: the blocks whose captures agree.
+    """What the patterns of a gauge have matched for one copy of it, say for one layer: the blocks whose captures agree.
 
     Attributes:
       gauge: the name of the gauge.
-      key: the captures, "i=0,j=k", as in the keys of elements; "" if the patterns have none.
-      named: names of the axes that index an element, in order of first appearance. Reserved names are left out, and so
-        are axes of which an integer selects one index.
+      key: the captures, "i=0,j=k"; "" if the patterns have none. A gauge's elements are dicts with these keys.
+      named: names of the axes that index an element, such as `head`, in order of first appearance. Reserved names, such
+        as `basis`, are left out, and so are axes of which an integer selects one index.
       sizes: length of every named axis, including reserved names; for ranges, how many indices they select.
       blocks: the blocks in the order of the specs.
     """
@@ -162,7 +162,8 @@ def _bind(
         hits = {path: key for path in shapes if (key := copy_key(specs, spec, path)) is not None}
         for path, key in hits.items():
             paths_by_key.setdefault("" if joined else path if apart else key, [[] for _ in specs])[k].append(path)
-        # A MaskedNode that only possibly hides a leaf of the pattern counts if the pattern matches no other leaf.
+        # A MaskedNode that certainly hides a leaf of the pattern is an error. One that only may hide a leaf is an error
+        # if the pattern matches no leaf at all.
         masked = [p for p in hidden if (hit := hidden_match(gauge, spec.pattern, p)) and (hit[1] or not hits)]
         if masked:
             raise _hidden(gauge, f"MaskedNode hides a leaf of '{spec.pattern}'", masked)
@@ -193,7 +194,7 @@ def _bind(
         names = dict.fromkeys(label for block in blocks for label in block.labels if label != "_")
         copies.append(Matched(gauge, key, named, {name: lengths[name] for name in names}, blocks))
 
-    # If two blocks shared an entry, the gauge would move it twice, and `pull` would count its gradient twice.
+    # If two blocks shared an entry, the gauge would move it twice, and its gradient would count twice.
     blocks_by_path: dict[str, list[Block]] = collections.defaultdict(list)
     for block in itertools.chain.from_iterable(copy.blocks for copy in copies):
         for other in blocks_by_path[block.path]:

@@ -117,7 +117,8 @@ def balance_beside(gauge: Any, params: Any, frozen: frozenset[str] = frozenset()
 def balanced_elements(s: Slice, x: Arrays) -> Elements:
     """The elements f, by label, with x = f·y, where y is the point of least norm on the orbit of x.
 
-    Constants that are no `Mean` have the identity, and y is the point of least norm that the other parts reach.
+    Of the parts that add (constants), only a `Mean` is balanced. The others get the identity, and y is the point of
+    least norm that the rest of the parts reach.
     """
     f: Elements = {}
     for part, anchor, _ in s.constants:

@@ -37,7 +37,8 @@ class Bound:
     Attributes:
       gauges: the gauges, in the order of the list.
       copies: per gauge, its copies on the tree: one per layer, or per other capture of its paths.
-      slice: all parts of the gauges, sorted.
+      slice: the parts of the gauges (small groups, one or two per copy), sorted. It lacks those that optimizers cannot
+        use, see `whole`.
       single: True if `go.bind` got one gauge. An element is then that gauge's own; otherwise it is a tuple with one
         element per gauge.
     """
@@ -148,7 +149,7 @@ class Bound:
         return self.slice if kept == {part.label for part in parts} else Slice.of(parts)
 
     def elements(self, element: Any) -> Elements:
-        """Splits a public element into the elements of the parts, by label; together they make the same move.
+        """Splits an element, in the form that `read` returns, into elements of the parts, by label: the same move.
 
         Raises ValueError for an element of other gauges, or of other shapes.
         """
@@ -167,11 +168,17 @@ class Bound:
         return out
 
     def public(self, elements: Mapping[str, Any]) -> Any:
-        """The public element made of elements of the parts, by label. A part without one gets the identity."""
+        """Joins elements of the parts, by label, to an element in the form that `read` returns.
+
+        A part without an element gets the identity.
+        """
         return self.by_gauge(lambda copy: copy.join(_of_copy(copy, elements)))
 
     def coordinates(self, elements: Mapping[str, Any]) -> Any:
-        """Per gauge, the coordinates of a point that reads as these elements. Their change along a run is the drift."""
+        """Per gauge, the coordinates of a point on its orbit, from the elements of its frame.
+
+        The change of the coordinates along a run is the drift.
+        """
         return self.by_gauge(lambda copy: copy.coordinate(_of_copy(copy, elements)))
 
     def by_gauge(self, value: Callable[[Copy], Any]) -> Any:

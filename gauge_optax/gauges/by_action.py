@@ -21,7 +21,7 @@ from gauge_optax.slice import VERSION
 
 @dataclasses.dataclass(frozen=True)
 class OfUser(Size[Any]):
-    """The part of a user's gauge. Whatever it does, it counts as a size: it is read and removed at every step.
+    """What a user's gauge is on a tree: one part, which counts as a size. It is read and removed at every step.
 
     Attributes:
       gauge: the gauge, a `Gauge`.
@@ -136,7 +136,7 @@ class UserCopy(Copy):
 
 
 def broken_law(gauge: Any, params: Any) -> str | None:
-    """The first law of groups or readings that a user's gauge breaks, as a formula; None if it breaks none.
+    """The first law that a user's gauge breaks, a law of groups or of `read`, as a formula; None if it breaks none.
 
     Args:
       gauge: a `Gauge`.

@@ -67,7 +67,7 @@ class Copy(Additive, abc.ABC):
     # Properties of the gauge, see `Gauge`.
     effect: ClassVar[Effect] = "linear"  # what a move does to tangents and cotangents
     balancing: ClassVar[Effect] = "still"  # what the move to the point of least norm on the orbit does to tangents
-    composes: ClassVar[bool] = True  # whether h·g·h⁻¹, for a move h of another gauge, is the same for all weights
+    composes: ClassVar[bool] = True  # whether h·g·h⁻¹ is the same for all weights, where h moves by another gauge
     breaks: ClassVar[str] = "another reader of these leaves, or an index"  # usual reasons why it is no symmetry
 
     @classmethod

@@ -109,7 +109,9 @@ class Gauge(abc.ABC):
 
     @abc.abstractmethod
     def read(self, params: Any) -> Element:
-        """The frame of a point: the element that maps its slice point to it. It obeys read(g·θ) = g·read(θ).
+        """The frame of a point θ: the element that moves the slice point, which all twins of θ share, to θ.
+
+        It obeys read(g·θ) = g·read(θ).
 
         Args:
           params: the point (values are read).
@@ -154,7 +156,7 @@ class Gauge(abc.ABC):
         return self.exponential(jax.tree.unflatten(structure, drawn), params)
 
     def dim(self, params: Any) -> int:
-        """The number of dimensions along the orbit, summed over copies."""
+        """The dimension of the orbit, the set of points that moves reach from one point. Copies are summed."""
         return sum(x.size for x in jax.tree.leaves(jax.eval_shape(self.algebra, params)))
 
     def balance(self, params: Any) -> Element:
@@ -248,7 +250,7 @@ class Gauge(abc.ABC):
     def horizontal(self, params: Any, tangent: Params) -> Params:
         """The part of a tangent across the orbit: the tangent less its vertical part.
 
-        If the tangent is a small step, `Slice.fix` and `Slice.hold` leave this part of it, to first order.
+        To first order, this is what `quotient` keeps of a small step: what `Slice.fix` and `Slice.hold` leave of it.
 
         Args:
           params: the point (values are read).
@@ -273,15 +275,15 @@ class Gauge(abc.ABC):
         return with_leaves(tangent, {p: x.astype(jnp.result_type(leaves[p])) for p, x in parts.items()})
 
     def coordinates(self, params: Any) -> Element:
-        """The position of a point on its orbit: the logarithm of the element that it reads as, for scales and shifts.
+        """The position of a point on its orbit: log |α| for scales, and for shifts what `read` returns.
 
         Args:
           params: the point (values are read).
 
         Returns:
           A tree with the structure of an element. For scales, coordinates(g·θ) = coordinates(θ) + log α. A shift's
-          coordinate is the mean along `vocab` of the stored leaf. The dicts of rotations and linear gauges are empty:
-          these have no coordinate, because closed horizontal paths can rotate heads (holonomy).
+          coordinate is the mean along `vocab` of the stored leaf. The dicts of rotations and linear gauges are empty.
+          These have no coordinate: steps none of which rotates a head can together rotate it (holonomy).
         """
         b = self._bound(params)
         return b.coordinates(b.slice.read(b.slice.values(params), turning=False).elements)
@@ -361,7 +363,7 @@ class Gauge(abc.ABC):
         return (element,)
 
     def _conjugated(self, element: Element, by: "Sequence[tuple[Gauge, Element]]") -> Element:
-        """h·g·h⁻¹ for an element g and moves h of other gauges. It is g, except for shifts: all other moves commute."""
+        """h·g·h⁻¹ for an element g and moves h of other gauges. It differs from g for shifts only: others commute."""
         return element
 
     def _moved_leaf(self, path: str, leaf: jax.Array, element: Element) -> jax.Array:

@@ -4,9 +4,9 @@ Before its scale γ and its bias β, a LayerNorm's output x̂ has the mean zero 
 and let u have one number per output of W. W ↦ W + γ⁻¹ ⊗ u then changes x̂·γ·W by Σ x̂·u = 0, a sum over channels. It
 changes β·W by Σ(β/γ)·u, which is subtracted from the bias behind W. An element is one number per output of each kernel,
 and elements compose by addition.
-A point reads as the mean of γ·W over channels. A norm behind a layer (BERT) has no `norm_scale`, because the residual
-stream of the next layer depends on γ too. Then γ is trained like any weight, and the move is not affine in W and γ
-together.
+What `read` returns for a point is the mean of γ·W over channels. A norm behind a layer (BERT) has no `norm_scale`,
+because the residual stream of the next layer depends on γ too. Then γ is trained like any weight, and the move is not
+affine in W and γ together.
 
 A kernel W in front of a trained scale γ has a similar move, if LayerNorms alone read the stream to which the product
 x·W·γ is added. With one number per input in u, W ↦ W + u ⊗ γ⁻¹ adds x·u to all channels of the stream. The scale of a

@@ -196,7 +196,7 @@ class LatentRotation(ResidualRotation):
 
 
 def _names_basis(block: Block, scaled: Block) -> bool:
-    """Whether a norm's gauge names the axis of a leaf that the rotation's block calls `basis`."""
+    """Whether a norm's gauge has a name, not `_`, for the axis of a leaf that the rotation's block calls `basis`."""
     return block.split == scaled.split and scaled.split_labels[block.split_labels.index(BASIS)] != "_"
 
 

@@ -3,8 +3,9 @@
 Scores q·kᵀ depend on W_Q·W_Kᵀ alone and outputs on W_V·W_O alone. An orthogonal R that rotates the basis of both
 factors therefore does not change the function. Stack the rows of all blocks to a matrix W (rows × d_h): a bias is one
 more row, W_O enters as its transpose. R takes W to W·R. The vertical tangents are W·A for antisymmetric A, which have
-d_h(d_h−1)/2 dimensions per head. `parts.heads` says how heads are read and held. Not a symmetry under rotary embeddings
-or QK-norm. Reference: the paper DDC (docs/design.md §4), §3.2 and B.8; Lemma 25 for grouped queries.
+d_h(d_h−1)/2 dimensions per head. `parts.heads` says how R is computed from the weights at `init`, and how rotations are
+removed from later steps. Not a symmetry under rotary embeddings or QK-norm. Reference: the paper DDC (docs/design.md
+§4), §3.2 and B.8; Lemma 25 for grouped queries.
 """
 
 import dataclasses

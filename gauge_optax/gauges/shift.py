@@ -10,9 +10,9 @@
 * `key_bias`: the score of query q and key k + b is q·k + q·b. The second term is the same for all keys, so that softmax
   drops it, and the function is the same for every value of the bias. Reference: docs/design.md §3.
 
-The groups are Rⁿ under addition. A point reads as its mean along the axis, or as the key bias itself, which is zero on
-the slice. A shift moves points, but neither tangents nor cotangents. Public elements are {leaf path: shift}, where a
-shift has the leaf's shape without the axis.
+The groups are Rⁿ under addition. What `read` returns for a point is the mean along the axis, or the key bias itself. On
+the slice it is zero. A shift moves points, but neither tangents nor cotangents. Public elements are {leaf path: shift},
+where a shift has the leaf's shape without the axis.
 """
 
 import dataclasses

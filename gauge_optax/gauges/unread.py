@@ -26,7 +26,7 @@ def unread(part: Part[Any], x: Arrays, seen: Arrays) -> jax.Array | None:
 
     Args:
       part: the part.
-      x: bound leaves.
+      x: the leaves that gauges bind, by path.
       seen: the same leaves as the slice reads them, with zeros in channels that cannot be read (`Slice.seen`). Such a
         channel is a kernel's row behind a norm's scale of zero: the row may have any size in the weights.
     """
@@ -56,7 +56,7 @@ def heads_without_frame(
       elements: what was read at `leaves`, label → element. Heads that were not read have the identity. None to judge
         the stored factors, without a reading.
       leaves: the parameters by path. Tracers are not checked, because they have no values.
-      but: what `name` does with such heads.
+      but: what the public function does with such heads, for the messages.
     """
     found = []
     for part in (part for part, _, _ in s.sizes if unread.dispatch(type(part)) is not unread.dispatch(object)):

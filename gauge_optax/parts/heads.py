@@ -15,8 +15,8 @@ part of an invertible change of basis, and `stream`, the rotation of the residua
 * Hold: the end W + U of a step turns back to (W + U)·R, with the rotation R for which Wᵀ(W + U)R is symmetric. Then
   the step from W to (W + U)·R has no part that rotates, and the function at its end is that of W + U.
 
-A closed path of horizontal steps can return with a rotated head (holonomy). No function of the weights therefore
-measures rotation: the turning of a head is the sum of the vertical parts of its steps.
+Steps none of which rotates a head can together lead from W to W·R with R ≠ 1 (holonomy). Therefore no function of the
+weights tells how far steps have rotated a head. Its turning is the sum of the rotations that its steps contain.
 """
 
 import dataclasses
@@ -156,9 +156,9 @@ class Heads:
         """Multiplies the rows W of all blocks by a matrix per head.
 
         Args:
-          point: bound leaves, with the rows W.
+          point: the leaves that gauges bind, by path. They have the rows W.
           matrix: (*shape, size, size).
-          added_to: bound leaves to whose rows the products are added; None to replace the rows of `point`.
+          added_to: leaves by path, to whose rows the products are added; None to replace the rows of `point`.
 
         Returns:
           The leaves of the blocks: those of `point` with W·matrix in place of W, or those of `added_to` with W·matrix
@@ -210,7 +210,7 @@ class Heads:
         """CᵀW of every head, (*shape, size, size): `size` random combinations of its rows W. C is `xla.fixed_noise`.
 
         Args:
-          point: bound leaves.
+          point: the leaves that gauges bind, by path.
           noise_number: says which C is taken: the `draw` of `fixed_noise`. It may be traced.
         """
         total = jnp.zeros((*self.shape, self.size, self.size), next(iter(point.values())).dtype)
@@ -561,7 +561,7 @@ def _polar_factors(turns: tuple[Any, ...], point: Arrays) -> jax.Array:
     _, sizes, directions = svd(jax.lax.stop_gradient(both.reshape(len(both), -1, turns[0].size)))
     live = sizes > roundoff(sizes.dtype) * sizes[..., :1]
     rank = jnp.sum(live, -1)
-    # The basis in which CᵀW has no dead direction. With full rank, CᵀW stays as it is.
+    # The directions in which W is more than roundoff, as rows. CᵀW is restricted to them if W has less than full rank.
     whole = (rank == turns[0].size)[:, None, None]
     basis = jnp.where(whole, jnp.eye(turns[0].size, dtype=sizes.dtype), jnp.where(live[..., :, None], directions, 0.0))
 

@@ -223,7 +223,7 @@ def matrices(part: Part[Any], block: Block) -> tuple[int, Matrices | None] | Non
 @matrices.register
 def _of_factor(part: Factor, block: Block) -> tuple[int, Matrices | None] | None:
     if PLANE in part.named or part.by_entry:
-        return None  # `Planes`, the turn of the same planes, answers; multipliers are no matrices
+        return None  # the part `Planes` of the same planes says how to read them; multipliers are no matrices
     if HEAD in part.named:  # the kernels of QK-norm have one matrix per head
         return 1, channel_matrices(part, block)
     return (2, channel_matrices(part, block)) if part.down else None
@@ -314,7 +314,7 @@ def _pieces(cuts: Sequence[Ranges]) -> list[Ranges]:
 def _restricted(block: Block, axis: int, piece: Ranges) -> Block | None:
     """Returns the block without the indices of one axis that lie outside a piece of this axis.
 
-    If the axis splits into axes of lengths (k, …, n), these become (length/n, 1, …, n), with the length of the piece.
+    If the axis splits into axes of lengths (k, …, n), these become (length/n, 1, …, n), where length is the piece's.
     The result is None if the block does not contain the piece, or if n does not divide its length.
     """
     held = cuts_of(block)[axis] or ((0, block.shape[axis]),)
@@ -502,9 +502,9 @@ def neurons_reading(blocks: Sequence[Block]) -> Reading | None:
     """Returns how a kernel is read as matrices, with neurons as columns and their inputs `_` as rows.
 
     All axes with a name count neurons (`head neuron` counts them in two axes), except `layer` and `expert`: each layer
-    of a stack and each expert has a matrix of its own. So has an index such as `qkv=0` of a fused kernel. The matrices
-    at all indices are one stack if the blocks agree on them. Otherwise, as in a stack of layers of which one is
-    transposed, each block is read at its own index.
+    of a stack and each expert has a matrix of its own. So has an index such as `qkv=0` of a fused kernel. If all blocks
+    have the same rows and columns, the matrices at all indices are one stack. Otherwise (in a stack of layers of which
+    one is transposed, say) each block is read at its own index.
 
     Args:
       blocks: blocks of one leaf, which share no entry.
@@ -520,7 +520,8 @@ def neurons_reading(blocks: Sequence[Block]) -> Reading | None:
     ('2 × (3, 4)', '1 × (3, 4) + 1 × (4, 3)')
     """
     made = [_neuron_matrices(block, False) for block in blocks]
-    # If the stacks hold more entries than the blocks, they overlap, or reach to indices that no block lists.
+    # If the stacks hold more entries than the blocks, they overlap, or contain indices that no block lists. Then each
+    # block is read at its own index.
     if sum(math.prod(stack.split) for stack in set(made) if stack) > sum(math.prod(x.view_shape) for x in blocks):
         made = [_neuron_matrices(block, True) for block in blocks]
     pieces = tuple(dict.fromkeys(stack for stack in made if stack is not None))

@@ -83,7 +83,7 @@ class Part(abc.ABC, Generic[E]):
 
     @property
     def anchors(self) -> tuple[Anchor, ...]:
-        """The anchors from which an element can be read, best first."""
+        """The groups of blocks (anchors) from which an element can be computed, best first. One of them is enough."""
         return (self.blocks,)
 
     @abc.abstractmethod
@@ -184,7 +184,7 @@ class Constant(Part[E]):
 
     @abc.abstractmethod
     def read(self, anchor: Anchor, x: Arrays) -> E:
-        """The element that `undo` must remove to bring the anchor to the slice, where this reading is zero."""
+        """The element at the point `x`, computed from an anchor. On the slice it is zero; `undo` leads there."""
 
     def reference_gradient(self, x: Arrays, g: Arrays) -> jax.Array | None:
         """A number with which all entries of all gradients are compared; None for a part that has none.
@@ -211,7 +211,7 @@ class Size(Part[E]):
 
     @abc.abstractmethod
     def read(self, anchor: Anchor, x: Arrays, within: jax.Array, near: bool) -> tuple[E, jax.Array]:
-        """Reads an element from one anchor.
+        """Computes the element at a point from one anchor.
 
         Args:
           anchor: one of `anchors`.
@@ -230,8 +230,8 @@ class Size(Part[E]):
     def completed(self, x: Arrays, g: Arrays) -> Arrays:
         """A gradient at a slice point, with the anchor's entries computed from those of all other blocks.
 
-        An invariant loss has no gradient along the orbit, from which the anchor's entries follow. The default returns
-        the gradient unchanged.
+        The gradient of an invariant loss is orthogonal to the orbit. From this condition the anchor's entries follow.
+        The default returns the gradient unchanged.
         """
         return g
 

@@ -136,8 +136,9 @@ class Factor(Size[jax.Array]):
     def completed(self, x: Arrays, g: Arrays) -> Arrays:
         """A gradient whose entries at the anchor, a norm's scale, are computed from those of all other blocks.
 
-        A turn that passes the scale depends on it, and `Stream.pull` leaves out the term that this adds to the scale's
-        gradient. By invariance ⟨g_up, up⟩ = p·⟨g_down, down⟩ per channel, from which the scale's gradient follows.
+        The action of a stream's rotation depends on the scale, and `Stream.pull` leaves out the term that this adds to
+        the scale's gradient. By invariance ⟨g_up, up⟩ = p·⟨g_down, down⟩ per channel. The scale's gradient follows from
+        this equation.
         """
         anchor, zero = self.up[0], jnp.zeros(self.shape, real_dtype())
 

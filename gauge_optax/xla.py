@@ -192,7 +192,7 @@ def one_program(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def quick_noise(like: jax.Array, seed: int | jax.Array) -> jax.Array:
-    """Returns noise in [−1, 1), in the shape and dtype of an array of real numbers: hashes of its indices.
+    """Returns noise from −1 to 1, in the shape and dtype of an array of real numbers: hashes of its indices.
 
     It serves to shake weights, and not as statistics. *Measured* on a CPU: `jax.random.normal` compiles for 0.2 s per
     shape, or for 1.8 s with XLA's own options, which was half the time of `go.check` on a Llama of one layer; this
@@ -239,7 +239,7 @@ _KEY = 20260
 
 
 def fixed_noise(block: int, rows: int, columns: int, draw: int | jax.Array = 0) -> jax.Array:
-    """Returns pseudo-random numbers in (−1, 1), (rows, columns), the same at every call.
+    """Returns pseudo-random numbers from −1 to 1, (rows, columns), the same at every call.
 
     They are hashes of positions. `jax.random` would need a loop, which on a CPU can block for ever if another loop runs
     at the same time.

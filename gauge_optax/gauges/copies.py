@@ -106,7 +106,7 @@ class Copy(Additive, abc.ABC):
         Args:
           key: a PRNG key.
           scale: size of the move, see `Gauge.sample`.
-          leaves: the parameters by path. The size of a shift is relative to the size of its leaf.
+          leaves: the parameters by path. A `Shift` draws numbers relative to the root mean square of the leaf.
         """
         return normal(key, self.shape, scale)
 

@@ -67,9 +67,9 @@ _ROW = 110  # most characters in a row of `repr`; a longer mapping is written wi
 class Gauge(abc.ABC):
     """A symmetry of a network, bound to the leaves of a parameter tree.
 
-    Gauges are frozen, hashable and hold no arrays. Every method takes the parameters, of which only the shapes are
-    read unless said otherwise. An `act` that a user writes must be affine in the parameters: optimizers move steps by
-    its derivative, which is exact for affine maps only.
+    Gauges are frozen, hashable and hold no arrays. Methods that take the parameters read only their shapes, unless said
+    otherwise. An `act` that a user writes must be affine in the parameters: optimizers move steps by its derivative,
+    which is exact for affine maps only.
 
     Attributes:
       name: name for messages.
@@ -146,8 +146,10 @@ class Gauge(abc.ABC):
 
         Args:
           key: a PRNG key.
-          params: the parameters (values are read for shifts, whose size is relative to the leaf's root mean square).
-          scale: size of the move: 1 changes log-scales by up to 1 and takes rotations from the Haar measure.
+          params: the parameters. Values are read for `logit_shift`, `norm_write_shift` and `norm_read_shift`, whose
+            shifts are relative to the leaf's root mean square.
+          scale: size of the move: 1 changes log-scales by up to 1 and takes rotations from the Haar measure. Elements
+            of `head_linear` contain rotations from the Haar measure for every scale.
         """
         require_key("sample", key)
         zeros, structure = jax.tree.flatten(self.algebra(params))

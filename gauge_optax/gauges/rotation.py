@@ -34,8 +34,8 @@ def head_rotation(blocks: Mapping[str, Axes], *, sizes: Mapping[str, int] | None
 
     Returns:
       A frozen, hashable gauge; it holds no array. Elements are R, `(*named, d_h, d_h)`, which moves rows by W ↦ W·R.
-      A head of full rank reads as an orthogonal R. Directions of W whose singular value is below about 64 epsilons of
-      the head's largest count as zero: R is zero there, and no step of `quotient` moves along them.
+      For a head of full rank, `read` returns an orthogonal R. Directions of W whose singular value is below about 64
+      epsilons of the head's largest count as zero: R is zero there, and no step of `quotient` moves along them.
 
     Raises:
       ValueError: malformed axes, at once; any mismatch with the tree, when it is first seen.

@@ -64,7 +64,7 @@ class Matrices:
 
     @property
     def pieces(self) -> "tuple[Matrices, ...]":
-        """The readings of the leaf's ranges. A leaf that is read as a whole has this reading alone."""
+        """One `Matrices` per range of the leaf, see `Fused`. A leaf that is read as a whole has this one alone."""
         return (self,)
 
     def grouped(self, path: str, count: Any) -> "Matrices":

@@ -166,7 +166,7 @@ class Stream(Orthogonal, Turn[jax.Array]):
 
     @classmethod
     def hold(cls, turns: Sequence[Any], x: Arrays, u: Arrays, backs: dict[Any, Any]) -> Arrays:
-        """Turns the end point of the step back by the rotation that the rows `seen` make."""
+        """Turns the end point of the step back, so that the step does not rotate the rows of the blocks `seen`."""
         out = dict(u)
         for turn in turns:
             if turn.held:

@@ -730,7 +730,7 @@ def root_and_inverse(m: jax.Array, least: float) -> tuple[jax.Array, jax.Array]:
     Args:
       m: (…, d, d), symmetric positive semi-definite, not 0.
       least: S² = M if λ_min/‖M‖_F is at least this. For a smaller eigenvalue λ of M, S has one above √λ, so that the
-        condition number of S is at most about 3/√`least`.
+        condition number of S is at most about 4/√`least`.
 
     Returns:
       S and S⁻¹, (…, d, d). Roundoff leaves less in S⁻¹·S − 1 than in S·S⁻¹ − 1.

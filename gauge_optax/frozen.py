@@ -18,7 +18,7 @@ from gauge_optax.errors import binding_error, warn
 from gauge_optax.traced import loop_counts
 from gauge_optax.transformation import unrecorded
 
-_SEARCHED = {"value", "grad", "value_fn"}  # arguments of line searches, for which `init` tries some loss
+_SEARCHED = {"value", "grad", "value_fn"}  # arguments of line searches; `_traced` fills in some loss for them
 _HYPERPARAMETERS = "hyperparams"  # the field of Optax's states whose numbers users change between steps
 # Names of primitives whose result has the numbers of the first operand, and of others whose result is zero if the first
 # operand is zero, if any operand is, or if all are.
@@ -61,7 +61,8 @@ def frozen_leaves(
       extra: further arguments of `update`, with their values. None if they are not known yet, as at `init`: then their
         defaults count, or some loss where `update` needs one.
       said: whether the user has named the frozen leaves, so that an update that cannot be traced is no error.
-      masks: whether `inner` may have a mask of the user's, for which the warning asks. `quotient_muon`, say, has rates.
+      masks: whether `inner` may have a mask of the user's. If not, there is no warning: such an array can then only be
+        a rate, as in `quotient_muon`.
 
     Returns:
       The paths.
@@ -126,7 +127,7 @@ def said_to_be_frozen(name: str, frozen: Any, params: Any) -> frozenset[str]:
     """
     if frozen is None:
         return frozenset()
-    frozen = values_at(frozen, params)  # errors of the user's function are its own
+    frozen = values_at(frozen, params)  # outside of `try`: an error in the user's function is raised as it is
     try:
         mask = mask_by_path(frozen, params)
     except (ValueError, TypeError) as error:
@@ -145,13 +146,13 @@ def require_still_frozen(
     name: str, inner: Any, stored: Collection[str], said: Collection[str], usual: Collection[str], params: Any,
     extra: Mapping[str, Any], keeping: str = "",
 ) -> None:
-    """Raises ValueError for a step that trains a leaf which its state holds frozen, or the other way round.
+    """Raises ValueError if a step trains a leaf that is frozen according to its state, or freezes one that is not.
 
     Args:
       name: name of the public function, for the message.
       inner: the transformation.
       stored: the leaves that never change, as the state says.
-      said: the leaves that the user calls frozen. No argument trains them.
+      said: the leaves that the user calls frozen. They count as frozen whatever the arguments of this `update` are.
       usual: the leaves that never change, as the optimizer says: `said`, and those that `frozen_leaves` finds.
       params: the parameters.
       extra: the further arguments of this `update`. Those of line searches change nothing.
@@ -160,7 +161,7 @@ def require_still_frozen(
     every = set(leaves_by_path(params))
 
     def differences(now: Collection[str]) -> tuple[set[str], set[str]]:
-        # What freezes everything, such as a rate of zero, only makes a step of length zero.
+        # If all leaves count as frozen now, as at a rate of zero, this is a step of length zero and no difference.
         return set(stored) - set(now), set() if every <= set(now) else set(now) - set(stored)
 
     opened, closed = differences(usual)
@@ -208,7 +209,9 @@ def _traced(
             return inner.update(g, s, p, **given)
 
         try:
-            with unrecorded():  # `optax.inject_hyperparams` makes its optimizer anew inside every update
+            # `optax.inject_hyperparams` makes its optimizer anew inside every update. The new optimizer runs this trace
+            # inside the update, which `go.check` may be recording.
+            with unrecorded():
                 return jax.make_jaxpr(update)(shapes, state, shapes)
         except Exception as failed:  # of any class: if the update is wrong, it raises again when the user calls it
             error = failed
@@ -259,7 +262,7 @@ def _results(equation: Any, given: list[_Known]) -> list[_Known]:
     if kind in _SAME:
         return [given[0]]
     if kind == "convert_element_type":
-        with np.errstate(all="ignore"):  # a bound that is infinite in the new dtype
+        with np.errstate(all="ignore"):  # no warning for a bound that is infinite in the new dtype
             return [None if given[0] is None else float(np.real(np.asarray(given[0]).astype(options["new_dtype"])))]
     if kind == "not":
         return [None if given[0] is None or equation.outvars[0].aval.dtype != bool else 1.0 - given[0]]
@@ -317,7 +320,7 @@ def _closed(closed: Any, given: list[_Known]) -> list[_Known]:
 
 
 def _either(first: _Known, *others: _Known) -> _Known:
-    """What is known of an array that is one of these."""
+    """What is known of an array that is one of several: its number if it is the same in all of them."""
     return first if all(x == first for x in others) else None
 
 

@@ -137,7 +137,7 @@ def unit_and_size(x: jax.Array, axes: int | tuple[int, ...]) -> tuple[jax.Array,
 
 
 def near_power_of_two(size: jax.Array) -> jax.Array:
-    """Returns a power of two of about a size: numbers divided by it are not rounded, and their squares stay in range.
+    """Returns a power of two near a size: numbers divided by it are not rounded, and their squares stay in range.
 
     Args:
       size: numbers that are not negative. Of 0 the result is 1. The derivative is zero.
@@ -217,7 +217,7 @@ def _one_by_one(make: Callable[..., T], *stacks: jax.Array) -> T:
     """Calls `make` for one matrix of the stacks after the other, and returns the stacked results.
 
     Every device of a mesh does this for the matrices that it holds. XLA by itself does not divide a loop, and would
-    send all matrices to all devices: in a sharded `ddc_adamw` as many bytes as a kernel has.
+    send all matrices to all devices. In a sharded `ddc_adamw`, these would be as many bytes as a kernel has.
 
     Args:
       make: takes one matrix of every stack, and returns a tree of arrays.
@@ -245,9 +245,10 @@ def _one_by_one(make: Callable[..., T], *stacks: jax.Array) -> T:
 def _partitioned(
     function: Callable[..., T], partition: Callable[..., Any], rule: str, whole: tuple[str, ...] = ()
 ) -> Callable[..., T]:
-    """Returns `function` divided among the devices of a mesh by `custom_partitioning`, with two rules that this lacks.
+    """Returns `function` divided among the devices of a mesh by `custom_partitioning`.
 
-    These are a rule for `vmap`, which adds matrices to the stacks, and a rule for derivatives.
+    It adds two rules that `custom_partitioning` lacks: one for `vmap`, by which the stacks get more matrices, and one
+    for derivatives.
 
     Args:
       function: takes stacks, (n, rows, columns), and returns a tree of arrays with n in front.
@@ -260,7 +261,8 @@ def _partitioned(
 
     def of_a_device(*call: Any) -> tuple[Any, ...]:
         mesh, divided, *shardings = partition(*call)
-        # XLA calls it after the trace, and outside an `enable_x64` that the trace was made in.
+        # XLA calls `partition` after the trace, outside the `enable_x64` context of the trace. So `wide` keeps the
+        # setting.
         return mesh, lambda *stacks: _in_width(wide, divided, *stacks), *shardings
 
     @jax.custom_batching.custom_vmap
@@ -464,7 +466,8 @@ def _turn_of_eigenbasis(
     (gram, mixed), (gram_dot, mixed_dot) = primals, tangents
     basis, (values, _) = eigenbasis(gram, mixed), symmetric_eigen(gram)
     inside, size, same = _within_eigenspaces(values, matmul(transpose(basis), transpose(mixed)))
-    # V turns by V·Ω. Between eigenspaces, GV = VΛ determines Ω. (JAX's rule for eigenvectors divides by zero gaps.)
+    # The derivative of V is V·Ω. With G for `gram` and Λ for its eigenvalues, GV = VΛ determines Ω between eigenspaces.
+    # (JAX's rule for eigenvectors divides by gaps that may be zero.)
     gaps = jnp.where(same, 1.0, values[..., None, :] - values[..., :, None])
     between = jnp.where(same, 0.0, matmul(matmul(transpose(basis), gram_dot), basis) / gaps)
     # Within an eigenspace, M = VᵀK is symmetric, and stays so when K changes. Let N be the change of M that comes from
@@ -590,8 +593,8 @@ def lyapunov_by_products(m: jax.Array, k: jax.Array, steps: int = 24) -> jax.Arr
 def _lyapunov_derivative(steps: int, at: tuple[Any, Any], along: tuple[Any, Any]) -> tuple[jax.Array, jax.Array]:
     """The derivative dA solves M·dA + dA·M = dR − dRᵀ, where dR = dK − dM·A.
 
-    Derivatives of the iteration itself are NaN once it has converged. It does not start, and A = 0, where M is not
-    positive definite along K, as after a step that is larger than the weights: then dA = 0.
+    Derivatives of the iteration itself are NaN once it has converged. If M is not positive definite along K, for
+    example after a step that is larger than the weights, the iteration does not start. Then A = 0 and dA = 0.
     """
     (m, k), (dm, dk) = at, along
     solution = lyapunov_by_products(m, k, steps)
@@ -621,8 +624,8 @@ def rotation_back(m: jax.Array, cross: jax.Array, steps: int = 12) -> jax.Array:
       steps: how many iterations `lyapunov_by_products` may take in each round.
 
     Returns:
-      R − 1, (…, d, d). A round turns by at most 0.2 radians. Directions in which W has less than 1 % of its usual size
-      turn less: there, W hardly tells a rotation from other steps.
+      R − 1, (…, d, d). A round turns by at most about 0.2 radians. In float32, directions in which W has less than
+      about 1 % of its usual size turn less: there, W hardly tells a rotation from other steps.
 
     >>> w = jnp.array([[1.0, 0.0], [0.0, 2.0], [1.0, 1.0]])
     >>> turn = jnp.array([[0.995, 0.1], [-0.1, 0.995]])  # by 0.1 radians
@@ -631,7 +634,7 @@ def rotation_back(m: jax.Array, cross: jax.Array, steps: int = 12) -> jax.Array:
     True
     """
     eps = float(jnp.finfo(m.dtype).eps)
-    # Without rows in some direction, roundoff would be divided by roundoff.
+    # M is damped, because in a direction in which W is zero, roundoff would be divided by roundoff.
     least = math.sqrt(eps) / m.shape[-1] * jnp.trace(m, axis1=-2, axis2=-1)[..., None, None]
     damped = m + least * jnp.eye(m.shape[-1], dtype=m.dtype)
 
@@ -639,8 +642,9 @@ def rotation_back(m: jax.Array, cross: jax.Array, steps: int = 12) -> jax.Array:
         # Wᵀ(W + U)R without the symmetric WᵀW, which would round small steps away.
         end = cross + matmul(m + cross, back)
         x = 0.5 * lyapunov_by_products(damped + 0.5 * (end + transpose(end)), -end, steps)
-        # X is scaled, where it is larger, to ‖X²‖_F = `most`, which is not below ‖X²‖. The rotation is the Cayley
-        # transform (1 − X)⁻¹(1 + X) = 1 + 2X(1 − X)⁻¹, and (1 − X)⁻¹ = (1 + X)(1 + X²)(1 + X⁴)…
+        # The rotation is the Cayley transform (1 − X)⁻¹(1 + X) = 1 + 2X(1 − X)⁻¹, and (1 − X)⁻¹ =
+        # (1 + X)(1 + X²)(1 + X⁴)… This product converges fast, because X is scaled down if ‖X²‖_F, an upper bound of
+        # ‖X²‖, is larger than `most`.
         power, most = matmul(x, x), 2.0**-6
         scale = most / jnp.sqrt(jnp.maximum(jnp.sum(jnp.square(power), (-2, -1), keepdims=True), most**2))
         x, power = jnp.sqrt(scale) * x, scale * power
@@ -697,7 +701,7 @@ def inverse_sqrt_by_products(m: jax.Array, least: float) -> jax.Array:
 
 
 def _inverse_root(m: jax.Array, least: float) -> tuple[jax.Array, jax.Array]:
-    """`inverse_sqrt_by_products`, and what it gives for an eigenvalue of zero, (…, 1, 1)."""
+    """Returns `inverse_sqrt_by_products(m, least)`, and its eigenvalue where M has the eigenvalue 0, (…, 1, 1)."""
     eye = jnp.broadcast_to(jnp.eye(m.shape[-1], dtype=m.dtype), m.shape)
     if m.shape[-1] == 2:
         # By Cayley–Hamilton for M^{1/2}, M^{−1/2} = (adj M + √det M)/(√det M·√(tr M + 2√det M)).
@@ -726,7 +730,7 @@ def root_and_inverse(m: jax.Array, least: float) -> tuple[jax.Array, jax.Array]:
     Args:
       m: (…, d, d), symmetric positive semi-definite, not 0.
       least: S² = M if λ_min/‖M‖_F is at least this. For a smaller eigenvalue λ of M, S has one above √λ, so that the
-        condition number of S is at most about 3/√`least`.
+        condition number of S is at most about 4/√`least`.
 
     Returns:
       S and S⁻¹, (…, d, d). Roundoff leaves less in S⁻¹·S − 1 than in S·S⁻¹ − 1.
@@ -1058,11 +1062,12 @@ def inverse_gram(rows: jax.Array, damping: float | jax.Array = 0.0) -> jax.Array
 
 
 def inverse_gram_beside(rows: jax.Array, own: jax.Array, damping: float | jax.Array = 0.0) -> jax.Array:
-    """Returns (BᵀB + λ)⁻¹ for the opposite B of a factor A, or an inverse that moves with the basis of both.
+    """Returns (BᵀB + λ)⁻¹ for the factor B of a product A·Bᵀ; if B has less than full rank, a pseudo-inverse.
 
-    Where λ = 0, B has less than full rank and A has full rank, it is the pseudo-inverse in the basis in which the
-    columns of A are orthonormal. In the basis (A·S, B·S⁻ᵀ) it is therefore Sᵀ·X·S, as an inverse is. A pseudo-inverse
-    that is taken in the stored basis is not. Where A too has less than full rank, it is that one.
+    If λ = 0, B has less than full rank and A has full rank, the result X is the pseudo-inverse in the basis in which
+    the columns of A are orthonormal. For the same product in another basis, (A·S, B·S⁻ᵀ), the result is therefore
+    Sᵀ·X·S, as for an inverse. This does not hold for a pseudo-inverse that is taken in the stored basis, which is the
+    result only if A has less than full rank as well.
 
     Args:
       rows: B, (…, m, d).
@@ -1091,7 +1096,7 @@ def _as_it_is(inverse: jax.Array, *_: jax.Array) -> jax.Array:
 
 
 def _turned(inverse: jax.Array, full: jax.Array, rows: jax.Array, own: jax.Array) -> jax.Array:
-    """Returns `inverse`, and where B is not `full` and A is, the pseudo-inverse beside A, see `inverse_gram_beside`."""
+    """Returns `inverse`, but the pseudo-inverse of `inverse_gram_beside` where only A, not B, has full rank."""
     t = triangular_factor(own)
     _, usable = _root_of_inverse_gram(t)
     turned = matmul(matmul(transpose(t), inverse_gram(matmul(rows, transpose(t)))), t)
@@ -1158,8 +1163,9 @@ def _root_by_qr(
         kept = (sizes > cutoff * sizes[..., :1])[..., None, :]
         vectors = transpose(vt) / norms[..., :, None]
         inverse_root = jnp.where(kept, vectors / jnp.where(kept, sizes[..., None, :], 1.0), 0.0)
-        # D⁻¹ moves the columns of `inverse_root` out of A's row space. The dropped vectors span the null space,
-        # which is removed. They come first in the QR, so that the zero columns after them do not mix in.
+        # The division by `norms` moves the columns of `inverse_root` out of A's row space. The vectors that were not
+        # kept span A's null space. The parts of the columns in this space are removed. In the QR, its vectors come
+        # first, so that the zero columns after them do not mix in.
         null = qr(jnp.where(kept, 0.0, vectors)[..., ::-1])[0] * ~kept[..., ::-1]
         inverse_root = inverse_root - matmul(null, matmul(transpose(null), inverse_root))
         return jnp.where(complete[..., None, None], root, inverse_root), complete | jnp.all(kept, (-2, -1))

@@ -140,13 +140,14 @@ class Slice:
       turns: pairs of a class of turns and the turns of this class, in the order in which they are undone.
       free: parts without a role (permutations), which no optimizer notices.
       completed_sizes: labels of sizes whose anchor is a norm's scale that a turn uses but does not change
-        (`Part.passes`). The turn's `pull` leaves out a term of the scale's gradient, so that `Size.completed` computes
-        this gradient.
+        (`Part.passes`). The turn's `pull` leaves out a term of the scale's gradient. `Size.completed` therefore
+        computes this gradient from the gradients of the size's other leaves.
       not_fixed: labels of parts that change a frozen leaf. They stay in F as they were read at `init`; `fix` and `hold`
         leave them alone.
-      following: labels of sizes whose growth in a step is not moved from the anchor to the gauge's other leaves, one of
-        which has a less precise dtype and would round it away. The anchor keeps it, and F changes by it.
-      without_norm_scale: pairs of a turn and the path of a norm's scale that the turn passes and no size makes 1.
+      following: labels of sizes one of whose leaves has a less precise dtype than the anchor. What the anchor gains in
+        a step would be rounded away if it moved to this leaf. So the anchor keeps it, and F changes by it.
+      without_norm_scale: pairs of a turn and the path of a norm's scale. The turn uses the scale (`Part.passes`), but
+        no size makes it 1 on the slice.
       divided: pairs of the label of a constant that is divided by a norm's scale, and the sizes that move this scale,
         each with the block that it moves.
     """
@@ -174,7 +175,8 @@ class Slice:
           frozen: paths of leaves that never change.
 
         Raises:
-          ValueError: parts that do not commute, or of which each would have to be read after another.
+          ValueError: parts that do not commute, or parts that no order fits, because each is read from leaves that
+            another of them moves.
         """
         kept = [part for p in parts if (part := p.beside_frozen(frozen)) is not None]
         kept = [p.beside([q for q in kept if q is not p]) for p in kept]
@@ -188,8 +190,8 @@ class Slice:
         first = in_order(sizes)
         at_one = {anchor_key(place.anchor): place.part.label for place in first}
         without_norm_scale = tuple((t, b.path) for t in turns for b in t.passes if anchor_key((b,)) not in at_one)
-        # A turn moves steps as if every norm's scale γ that it passes were 1. `fix` makes γ 1 at every step: it moves γ
-        # into kernels. If γ may not move there (it is frozen, or more precise than they are), the turn is dropped.
+        # A turn moves steps as if every norm's scale γ that it uses were 1. `fix` makes γ 1 at every step, and
+        # multiplies kernels by γ. If it may not (γ is frozen, or more precise than the kernels), the turn is dropped.
         stuck = not_fixed | following
         turns = [t for t in turns if not stuck & {at_one.get(anchor_key((b,)), "") for b in t.passes}]
         completed = frozenset(at_one[anchor_key((b,))] for t in turns for b in t.passes if anchor_key((b,)) in at_one)
@@ -318,9 +320,9 @@ class Slice:
         return {label: ", ".join(f"{path} {n}" for path, n in of_part.items()) for label, of_part in leaves.items()}
 
     def check_norms(self) -> None:
-        """Raises ValueError if a turn passes a norm's scale that no size makes 1, as the turn's `push` assumes.
+        """Raises ValueError if a turn uses a norm's scale that no size makes 1. The turn's `push` assumes that it is 1.
 
-        A `rescale` that is read from the scale leaves it at −1 where it is negative.
+        A `rescale` in place of `norm_scale` is not enough: it leaves a negative scale at −1.
         """
         ones = {anchor_key(anchor) for part, anchor, _ in self.sizes if part.is_one_at(anchor)}
         for turn, block in ((t, b) for _, turns in self.turns for t in turns for b in t.passes):
@@ -333,14 +335,16 @@ class Slice:
     def require_first(self, name: str, inside: "Slice", again: bool, remedy: str) -> None:
         """Raises ValueError unless all parts of this slice may be undone before those of a transformation inside.
 
-        They may if they have other entries, or an earlier role, as in the order in which one slice of all of them would
-        be entered. Otherwise what this slice reads would depend on the elements of the parts inside, and twins would
-        have different slice points.
+        The transformation inside, such as a second `quotient`, sees slice points of this slice. A part p of this slice
+        and a part q inside may use the same entries only if p has an earlier role in the order constants, sizes, turns:
+        one slice with both parts would undo p first as well. Otherwise what p reads would depend on the element of q,
+        and twins would have different slice points.
 
         Args:
           name: the public function that made the transformation inside.
-          inside: its slice.
-          again: whether it may have parts of this slice too. On this slice their elements are identities.
+          inside: the slice of the transformation inside.
+          again: whether the transformation inside may have parts of this slice again. At a point of this slice they
+            read as the identity.
           remedy: what to write instead.
         """
         for role, parts in enumerate(inside.by_role):
@@ -386,7 +390,7 @@ class Slice:
         """Moves a point near the slice onto it, along its orbit.
 
         Args:
-          x: bound leaves.
+          x: the point: the leaves that gauges bind, by path.
           live: label of a size → which channels to fix, (*shape) booleans, as in `Frame`.
           left: labels of constants that stay where they are.
 
@@ -395,8 +399,8 @@ class Slice:
         """
         for part, anchor, _ in self.constants:
             if part.label not in (*self.not_fixed, *left):
-                # A norm's scale γ that was zero at `init` grows from 0, not from 1. It counts as zero here, because a
-                # constant that it divides would be many times the step.
+                # A norm's scale γ that was zero at `init` grows from 0, not from 1. While γ is small, a constant that
+                # is divided by γ would be many times the step. So γ counts as zero here, and nothing is divided by it.
                 scales = dict(self.divided).get(part.label)
                 x = part.undo(part.read(anchor, _masked(x, scales, live) if scales else x), x)
         growth: Elements = {}
@@ -449,7 +453,7 @@ class Slice:
     def quiet(self, x: Arrays, g: Arrays, without_constants: bool = True) -> Arrays:
         """A slice gradient with zeros in place of roundoff, where the gradient of every invariant loss is zero.
 
-        It also replaces the gradients of norms' scales that turns pass, see `Size.completed`.
+        It also computes anew the gradients of norms' scales that turns use, see `Size.completed`.
 
         Args:
           x: the slice point.
@@ -476,8 +480,8 @@ class Slice:
 
         While the output layer is constant over classes, the gradients of all other leaves are zero, up to roundoff. An
         optimizer that divides gradients by their size would turn that roundoff into a full step. The result is 0 if the
-        output layer is not constant, and None if no gauge moves the kernel of an output layer that trains: where one
-        layer is frozen at zero, gradients of other leaves come from another output layer.
+        output layer is not constant. It is None if no gauge moves the kernel of an output layer, or if this kernel is
+        frozen: if it is frozen at zero, the gradients of other leaves are no roundoff but come from another output.
         """
         leaves = leaves_by_path(gradient)
         trained = [part for part, _, _ in self.constants if part.label not in self.not_fixed]
@@ -508,7 +512,7 @@ class Slice:
         """The frame of any point. A channel whose anchors are all zero reads as the identity.
 
         Args:
-          x: bound leaves.
+          x: the point: the leaves that gauges bind, by path.
           turning: whether to read rotations. If False, the result has no elements of turns.
           reader: takes a class of turns, and returns the function (turns, x) ↦ elements that reads turns of this class,
             or None to leave them out.

@@ -55,8 +55,9 @@ class GaugeTransformation(optax.GradientTransformationExtraArgs):
       rules: a function of params that returns leaf path → `LeafRule`; None if unknown.
       preflight: a function of params that returns what `go.check` finds before training: errors that it raises, and
         sentences for its report.
-      inner: the optimizer that it runs on the slice; None if it is no `quotient`.
-      linked: the same for a link of DDC, whose step does not return to the slice.
+      inner: for a `quotient`, the optimizer that it runs on the slice; else None.
+      linked: for a link of DDC (such as `scale_by_ddc`), the transformation that it runs on the slice; else None. The
+        step of a link leads off the slice.
     """
 
     gauges: tuple[Any, ...] = ()
@@ -80,7 +81,7 @@ class GaugeTransformation(optax.GradientTransformationExtraArgs):
         return self
 
     def _replace(self, /, **functions: Any) -> "GaugeTransformation":
-        """Returns a copy with another `init` or `update`, as of every NamedTuple, and with the attributes."""
+        """Returns a copy with another `init` or `update`. Unlike that of a NamedTuple, it keeps the attributes."""
         made = super()._replace(**functions)
         made.__dict__.update(self.__dict__)
         return made
@@ -90,7 +91,7 @@ Preflight = Callable[[Any], Sequence[str | ValueError]]
 
 
 def nothing_to_say(params: Any) -> Sequence[str | ValueError]:
-    """The preflight of a transformation that has none of its own: those inside it have their say (`wrapped`)."""
+    """The preflight of a transformation that has none of its own: `wrapped.preflight_of` asks those inside it."""
     return ()
 
 
@@ -157,9 +158,10 @@ def transformation(
         require_params(name, params)
         require_gradients(name, updates)
         updates = jax.tree.map(jnp.asarray, updates)  # Python numbers have no dtype
-        if jax.sharding.get_abstract_mesh().manual_axes:  # inside `jax.shard_map` parameters may be the same everywhere
+        # Inside `jax.shard_map` gradients may differ between devices, and parameters not. Both get one type.
+        if jax.sharding.get_abstract_mesh().manual_axes:
             updates, params = varying_together(updates, params)
-        # Not by `hasattr`: every tuple has a method `count`.
+        # The names of fields are compared. `hasattr` would not do: every tuple has a method `count`.
         if not set(getattr(state_type, "_fields", ())) <= set(getattr(state, "_fields", ())):
             told = conversion(state, params) if conversion else ""
             raise _not_a_state(name, state, state_type, told)
@@ -173,7 +175,7 @@ def transformation(
             record.append((updates, None, None))
         _running.append(None)
         try:
-            # `own_settings`, here without one more call on the way of an update
+            # The same as `own_settings`, written out: a context of its own would cost time in every update.
             with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
                 return layout((updates, params)).run(plain, updates, state, params, extra, like=(updates, state))
         finally:
@@ -195,10 +197,10 @@ def checked_inner(name: str, inner: Any) -> GaugeTransformation:
     gauges, rules, inner = with_gauges_of(inner), getattr(inner, "rules", None), optax.with_extra_args_support(inner)
 
     def without_search_results(state: Any, params: Any) -> Any:
-        # A line search stores the value and the gradient at the weights where it ends, from which
-        # `optax.value_and_grad_from_state` takes the next gradient. The user's weights are elsewhere: `inner` may see
-        # others, and its step may be changed. Where the value is not finite, Optax's function computes both anew. Line
-        # searches themselves do not read them.
+        # A line search stores the value and the gradient at the weights where it ends. From there
+        # `optax.value_and_grad_from_state` takes the next gradient. But these are not the user's weights: `inner` may
+        # see slice points, and its step may be changed afterwards. If the stored value is not finite, Optax's function
+        # computes both anew, so that the value is made infinite here. Line searches themselves read neither.
         paths = leaves_by_path(params).keys()
 
         def searched(node: Any) -> bool:
@@ -215,7 +217,9 @@ def checked_inner(name: str, inner: Any) -> GaugeTransformation:
             steps, state = inner.update(updates, state, params, **extra)
         state = without_search_results(state, params)
         for record, count in zip(_recorders, before, strict=True):
-            if len(record) == count:  # otherwise a transformation inside, such as a `quotient`, may hold anchors still
+            # If a transformation inside has recorded, nothing is added: it may be a `quotient`, whose steps are zero on
+            # anchors, which `go.check` would report as frozen.
+            if len(record) == count:
                 record.append((updates, steps, params))
         return steps, state
 
@@ -227,7 +231,8 @@ _running: list[None] = []  # one per transformation of this library whose update
 
 
 def record_gradient(gradient: Any) -> None:
-    """Records the gradient of an optimizer that wraps no other, and whose steps may hold anchors still."""
+    """Records the gradient of an optimizer that wraps no other. Its steps, which may be zero on anchors, are left out.
+    """
     for record in _recorders:
         record.append((gradient, None, None))
 
@@ -249,7 +254,7 @@ def recording() -> Iterator[list[tuple[Any, Any, Any]]]:
 
 @contextlib.contextmanager
 def unrecorded() -> Iterator[None]:
-    """Keeps what runs inside out of `recording`, as an update that is traced alone to see what it does."""
+    """Keeps what runs inside out of `recording`. An example is an update that is traced only to see what it does."""
     held = [*_recorders]
     _recorders.clear()
     try:
@@ -277,8 +282,9 @@ def cast_like(leaves: Mapping[str, jax.Array], *trees: Any) -> dict[str, jax.Arr
 def in_dtypes_of_state(kept: Tree, tree: Tree) -> Tree:
     """Returns a tree of arrays in the dtypes of `kept`, a part of a state, as far as JAX has these dtypes now.
 
-    A state keeps its dtypes when x64 is switched on during a run, and is in float32 when it is switched off. A `cond`
-    needs one dtype in both branches: it takes this of the fresh arrays, and of the kept ones.
+    A state keeps its dtypes when x64 is switched on during a run, and is in float32 when it is switched off. The two
+    branches of a `cond`, one with fresh arrays and one with those of the state, need equal dtypes. Both apply this
+    function to their arrays.
     """
     return jax.tree.map(lambda x, like: x.astype(jax.dtypes.canonicalize_dtype(like.dtype)), tree, kept)
 
@@ -295,7 +301,7 @@ def stepped(gauge: Any, params: Any, updates: Any) -> Any:
 
 
 def once_per_tree(find: Callable[[Any], Found]) -> Callable[..., Found]:
-    """Returns a function of a tree with a cache, keyed on paths, shapes and dtypes; with `anew=True` it looks again."""
+    """Returns `find` with a cache, keyed on the paths, shapes and dtypes of a tree. `anew=True` calls `find` again."""
     known: dict[Any, Found] = {}  # here and not in an `lru_cache`: it may not outlive an optimizer that holds tracers
 
     def found(tree: Any, anew: bool = False) -> Found:
@@ -320,8 +326,8 @@ def at_once(function: Callable[..., Tree], static: tuple[Any, ...], *arrays: Any
     all the same, so that every result is placed on the devices of its operands.
     """
     leaves = jax.tree.leaves(arrays)
-    # Inside `jit` a new array is a tracer, even where `arrays` are constants. Shapes without values, which no program
-    # takes, are named by what reads them.
+    # Inside `jit` a new array is a tracer, even where `arrays` are constants: so a new one is looked at too. No program
+    # takes shapes without values. The function itself gets them, and raises an error that names the leaf.
     if any(isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct) for leaf in (placeholder(), *leaves)):
         return function(*static, *arrays)
     if len({device for leaf in leaves if isinstance(leaf, jax.Array) for device in leaf.devices()}) > 1:
@@ -432,7 +438,8 @@ def on_any_mesh(function: Callable[Given, Tree]) -> Callable[Given, Tree]:
 
     @functools.wraps(function)
     def run(*args: Given.args, **kwargs: Given.kwargs) -> Tree:
-        if any(isinstance(x, Iterator) for x in (*args, *kwargs.values())):  # whose items are read when it is called
+        # The arrays of an iterator are not known before the function reads them.
+        if any(isinstance(x, Iterator) for x in (*args, *kwargs.values())):
             return function(*args, **kwargs)
         mesh = layout((args, kwargs))
         if mesh.mesh is None:
@@ -502,7 +509,7 @@ def require_transformation(transformation: str, inner: Any, argument: str = "inn
 
 
 def require_key(function: str, key: Any) -> None:
-    """Raises ValueError unless `key` is one PRNG key, typed or an old one of uint32; usually it is a seed."""
+    """Raises ValueError unless `key` is one PRNG key, typed or raw (uint32). The usual mistake is to pass a seed."""
     dtype, ndim = getattr(key, "dtype", None), getattr(key, "ndim", None)
     typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
     if not (typed and ndim == 0) and not (dtype == jnp.uint32 and ndim == 1):
@@ -679,9 +686,9 @@ def require_rates(function: str, **numbers: Any) -> None:
 
 
 def require_moments(function: str, **numbers: Any) -> None:
-    """Raises ValueError unless decays of moments are numbers in [0, 1), and an `eps` is one from 0; none a schedule.
+    """Raises ValueError unless decays of moments are numbers in [0, 1), and `eps` is a number ≥ 0; no schedules.
 
-    A decay of 1 makes its correction for the first steps 0, and every step NaN.
+    With a decay of 1, the correction for the first steps, 1 − decayᵗ, would be 0 and every step NaN.
     """
     require_no_schedule(function, **numbers)
     for argument, value in numbers.items():
@@ -701,7 +708,7 @@ def require_no_schedule(function: str, **numbers: Any) -> None:
 
 
 def require_count(function: str, argument: str, count: Any, least: int) -> None:
-    """Raises ValueError unless an argument is an integer from `least`."""
+    """Raises ValueError unless an argument is an integer that is at least `least`."""
     if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < least:
         raise binding_error(
             function, f"bad {argument}", f"{argument}={count!r}", f"an int, at least {least}",
@@ -717,7 +724,7 @@ def require_report(function: str, report: Any) -> None:
 
 
 def with_hash(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, or if it has no hash, as a module of equinox, a `partial` of it: `jit` needs a hash."""
+    """Returns the function; or a `partial` of it if it has no hash, as some modules of equinox: `jit` needs a hash."""
     try:
         hash(function)
     except TypeError:
@@ -812,7 +819,7 @@ def require_gauges_of_state(transformation: str, stored: Any, expected: Any, lea
 
     Args:
       transformation: its name, for the message.
-      stored: arrays of the state, a tree with a dict from keys that tell gauges of other leaves apart.
+      stored: arrays of the state, a tree that contains a dict. Its keys differ for gauges that bind different leaves.
       expected: a tree of arrays, or of their shapes, as `init` would store it.
       leaves: label → the leaves that it stands for, for the message.
     """

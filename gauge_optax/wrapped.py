@@ -22,9 +22,10 @@ def transformations_of(tx: Any) -> list[GaugeTransformation]:
 
 
 def preflight_of(inner: Any) -> Preflight:
-    """Returns the preflight of an optimizer: the reports of all transformations of this library inside it, joined.
+    """Returns the preflight of an optimizer: a function of params that says what `go.check` finds before training.
 
-    A transformation that has a preflight of its own speaks for all inside it.
+    It joins the findings of all transformations of this library inside the optimizer. If one of them has a preflight of
+    its own, the transformations inside it are not asked.
     """
 
     def preflight(params: Any) -> list[str | ValueError]:

@@ -1,6 +1,7 @@
 """Parses axes strings, and solves for the lengths of the axes that they name.
 
-An axes string says what the axes of a leaf are, as in `"(head basis) _"`. In EBNF ([optional], {repeated}):
+An axes string says what the axes of a leaf are, as in `"(head basis) _"`. "_" is an axis without a name; "=" selects
+indices along an axis. In EBNF ([optional], {repeated}), where i, j and n are integers:
 
     axes  = ["1+"] {item}                           one item per axis of the leaf
     item  = part | "(" part {part} ")" [range]      parentheses split one axis, or a range of it, in row-major order
@@ -25,7 +26,7 @@ _NUMBER = "[0-9]{1,9}"
 _RANGE = re.compile(f"({_NUMBER}):({_NUMBER})")
 _RANGES = rf"{_NUMBER}:{_NUMBER}(?:\+{_NUMBER}:{_NUMBER})*"
 _PART = re.compile(rf"([^=]+)(?:=(?:({_NUMBER})|({_RANGES})(?:/({_NUMBER}))?))?")
-# Matches "(a b)=0:8" or a bare part. It matches no nested parenthesis, so what it leaves of a string is malformed.
+# Matches "(a b)=0:8" or a bare part. It matches no nested parentheses: text that no match covers is malformed.
 _ITEM = re.compile(r"\(([^()]*)\)(?:=([^\s()]*))?|([^\s()]+)")
 
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
@@ -59,8 +60,8 @@ class AxisItem(NamedTuple):
     def local(self) -> bool:
         """Whether only this leaf determines the axis's full length.
 
-        If blocks have a name with ranges in common, the ranges select equally many indices in each of them, but the
-        axes from which they select may have different lengths.
+        The ranges of a name, as in `neuron=0:8`, select equally many indices in every block that has the name. But the
+        axes from which they select may have different lengths in different leaves.
         """
         return self.full is None and (self.name == "_" or bool(self.ranges))
 
@@ -153,8 +154,8 @@ def parse_axes(gauge: str, pattern: str, axes: str) -> ParsedAxes:
         if names.count(name) > 1:
             raise malformed(f"the name '{name}' twice", "use each name once")
     for group in groups:
-        # A local item's length is found only by dividing the axis by all other lengths of the group. If a group had two
-        # local items, neither length could be found.
+        # The length of a local item, such as `_`, is found only by dividing the axis by all other lengths of the group.
+        # If a group had two local items, neither length could be found.
         if sum(part.local for part in group) > 1:
             remedy = "keep at most one '_' or range in a group; name the others and give sizes={...}"
             raise malformed(f"two lengths that nothing determines in '{_text(group)}'", remedy)
@@ -174,7 +175,7 @@ class Site(NamedTuple):
 def solve_lengths(
     gauge: str, sites: Sequence[Site], sizes: Mapping[str, int], source: str = "sizes="
 ) -> tuple[dict[str, int], list[tuple[int, ...]]]:
-    """Solves for the lengths of all axes of one copy.
+    """Solves for the lengths of all axes of one copy of a gauge, say that of one layer.
 
     If a name has an axis of a leaf to itself, the leaf's shape gives its length. A group such as `(head basis)` gives
     one unknown length by division. With this length another group may have only one unknown left, so that the solver
@@ -187,8 +188,8 @@ def solve_lengths(
       source: where `sizes` come from, for errors.
 
     Returns:
-      The length of every name: for a name with ranges how much these select, else the full length of its axis. Then,
-      per site, the leaf's shape after its groups are split, with full lengths.
+      The length of every name. For a name with ranges it is the number of indices that they select, else the full
+      length of its axis. Then, per site, the leaf's shape after its groups are split, with full lengths.
 
     Raises:
       ValueError: wrong rank, lengths that disagree, stay unknown or are zero.
@@ -213,8 +214,8 @@ def solve_lengths(
                     f"length {length} in shape {site.shape}", f"at least {window[1]}, axes \"{site.axes}\"",
                     "correct the range")
         for part in site.plan.items:
-            # A named axis with ranges has their length, whatever the leaf's shape: 8 for `neuron=0:8`. Free axes may
-            # have other lengths in other blocks.
+            # A named axis with ranges has their length, whatever the leaf's shape: 8 for `neuron=0:8`. Free axes are
+            # left out, because they may have other lengths in other blocks.
             if part.ranges and part.name != "_":
                 length = sum(stop - start for start, stop in part.ranges)
                 if lengths.setdefault(part.name, length) != length:
@@ -234,7 +235,8 @@ def solve_lengths(
             (site, axis), *_ = pending
             group = site.plan.groups[axis]
             unknown = [part.name for part in group if not part.local and part.name not in lengths]
-            # Division gives one length, so that the user need not: the length of the local part, or of the last name.
+            # The error asks for one length less than is unknown, because division gives one: that of the local part if
+            # there is one, else that of the last name.
             needed = unknown if any(part.local for part in group) else unknown[:-1]
             sizes_to_give = ", ".join(f'"{name}": ...' for name in needed)
             raise binding_error(

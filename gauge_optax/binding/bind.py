@@ -23,14 +23,14 @@ from gauge_optax.errors import binding_error
 
 
 class Matched(NamedTuple):
-    """What the patterns of a gauge have matched for one copy of it: the blocks whose captures agree.
+    """What the patterns of a gauge have matched for one copy of it, say for one layer: the blocks whose captures agree.
 
     Attributes:
       gauge: the name of the gauge.
-      key: the captures, "i=0,j=k", as in the keys of elements; "" if the patterns have none.
-      named: names of the axes that index an element, in order of first appearance. Reserved names are left out, and so
-        are axes of which an integer selects one index.
-      sizes: length of every named axis, including reserved names; for ranges, how much they select.
+      key: the captures, "i=0,j=k"; "" if the patterns have none. A gauge's elements are dicts with these keys.
+      named: names of the axes that index an element, such as `head`, in order of first appearance. Reserved names, such
+        as `basis`, are left out, and so are axes of which an integer selects one index.
+      sizes: length of every named axis, including reserved names; for ranges, how many indices they select.
       blocks: the blocks in the order of the specs.
     """
 
@@ -108,7 +108,7 @@ def bind(
       gauge: name for errors.
       specs: the specs of all arguments of the constructor.
       sizes: the constructor's `sizes`, as `frozen_sizes` returns them.
-      tree: arrays, tracers or ShapeDtypeStructs, with or without boxes.
+      tree: arrays, tracers or ShapeDtypeStructs. Each may be in a box, such as an `nnx.Variable`.
       reserved: names of axes on which the group acts, such as `basis`; they do not index an element.
       joined: True if all captures belong to one copy, as for gauges that act on the residual stream of all layers.
       partial: arguments whose blocks may lack named axes.
@@ -118,8 +118,9 @@ def bind(
       A `Matched` per copy, in natural order of their captures (2 before 10).
 
     Raises:
-      ValueError: a pattern without a leaf in some copy, a hidden leaf, wrong ranks, lengths that disagree
-        or stay unknown, indices out of range, blocks that overlap, leaves that do not hold floating-point numbers.
+      ValueError: a pattern without a leaf in some copy, a leaf that an `optax.MaskedNode` hides, wrong ranks, lengths
+        that disagree or stay unknown, indices out of range, blocks that overlap, leaves that do not hold floating-point
+        numbers.
 
     >>> from gauge_optax.binding import bind, block_specs
     >>> specs = block_specs("rescale", "up", {"{i}/up": "_ channel"})
@@ -128,8 +129,8 @@ def bind(
     [('i=a', ('channel',), (5,)), ('i=b', ('channel',), (3,))]
     """
     shown, hidden = shown_and_hidden(tree)
-    # Every method of a gauge calls this function, because the tree that `update` sees can have other boxes and other
-    # hidden leaves than that of `init`. Paths and shapes are hashable, so that the cache does the work once per tree.
+    # Every method of a gauge binds anew by this function. The tree of `update` may differ from that of `init` in its
+    # boxes, and in the leaves that `optax.MaskedNode` hides. `_bind` has a cache by paths and shapes.
     leaves = tuple((path, leaf_shape(leaf)) for path, leaf in shown.items())
     found = _bind(gauge, tuple(specs), tuple(sizes), tuple(reserved), leaves, hidden, joined, partial, apart)
     # Dtypes are checked outside of the cache: they are not part of its key.
@@ -161,7 +162,8 @@ def _bind(
         hits = {path: key for path in shapes if (key := copy_key(specs, spec, path)) is not None}
         for path, key in hits.items():
             paths_by_key.setdefault("" if joined else path if apart else key, [[] for _ in specs])[k].append(path)
-        # A MaskedNode that only possibly hides a leaf of the pattern counts if the pattern matches no other leaf.
+        # A MaskedNode that certainly hides a leaf of the pattern is an error. One that only may hide a leaf is an error
+        # if the pattern matches no leaf at all.
         masked = [p for p in hidden if (hit := hidden_match(gauge, spec.pattern, p)) and (hit[1] or not hits)]
         if masked:
             raise _hidden(gauge, f"MaskedNode hides a leaf of '{spec.pattern}'", masked)
@@ -192,7 +194,7 @@ def _bind(
         names = dict.fromkeys(label for block in blocks for label in block.labels if label != "_")
         copies.append(Matched(gauge, key, named, {name: lengths[name] for name in names}, blocks))
 
-    # If two blocks shared an entry, the gauge would move it twice, and `pull` would count its gradient twice.
+    # If two blocks shared an entry, the gauge would move it twice, and its gradient would count twice.
     blocks_by_path: dict[str, list[Block]] = collections.defaultdict(list)
     for block in itertools.chain.from_iterable(copy.blocks for copy in copies):
         for other in blocks_by_path[block.path]:

@@ -131,7 +131,8 @@ def structures_apart(found: Any, expected: Any, path: str = "") -> tuple[str, st
     kinds = type(found).__name__, type(expected).__name__
     if kinds[0] != kinds[1]:
         return f"{kinds[0]}{at}", f"{kinds[1]}{at}"
-    # `measure.live.Figures` is a pair of other fields, whose `keys` are the names in it.
+    # A node with a method `keys` is compared by these names. `measure.live.Figures`, for example, is a NamedTuple with
+    # two fields, but stands for a dict.
     names = [[*map(str, x.keys())] if hasattr(x, "keys") else [*y] for x, y in ((found, one), (expected, other))]
     first, second = ([name for name in a if name not in b][:6] for a, b in (names, names[::-1]))
     if first or second:
@@ -380,7 +381,7 @@ class Block:
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """Per axis of the leaf, the axes of `split` into which it splits."""
         numbers = itertools.count()
-        # The string was parsed when the block was bound. No error can occur here, so that no names for it are needed.
+        # The string was parsed without an error when the block was bound. So the names that an error would need are "".
         return tuple(tuple(next(numbers) for _ in group) for group in parse_axes("", "", self.axes).groups)
 
     @functools.cached_property

@@ -13,7 +13,7 @@ from gauge_optax.errors import binding_error
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 
 _CAPTURE = re.compile(r"\{([^{}]*)\}")
-_UNLIKE = 0.3  # a path that is less like a pattern is hardly what its author meant
+_UNLIKE = 0.3  # below this likeness to a pattern, a path is hardly the one that the user misspelled
 
 
 @functools.lru_cache(maxsize=4096)
@@ -175,7 +175,7 @@ def no_match(
       rank: the rank that the pattern's axes ask for.
       expected: what the pattern should match, in words.
       hidden: paths of `MaskedNode`s.
-      taken: the gauge's other patterns.
+      taken: the gauge's other patterns. If the best proposal is one of them, the pattern is probably no misspelling.
 
     Returns:
       The error, for the caller to raise.
@@ -191,7 +191,8 @@ def no_match(
     found = "nearest " + ", ".join(f"{path} {shapes[path]}" for path, _ in near) if near else "no leaves"
     remedy = f"write '{near[0][1]}'" if near else "pass the parameters that the pattern was written for"
     if near and (near[0][1] in taken or _likeness(pattern, near[0][1]) < _UNLIKE):
-        # No misspelling: the tree is a part of the one that the gauge was made for, as `wrt=` of `nnx.Optimizer` takes.
+        # This is no misspelling: the tree is only a part of the one that the gauge was made for. `nnx.Optimizer` makes
+        # such a part with `wrt=`.
         remedy = f"leave this {gauge} out if '{pattern}' is not trained here; if its name is wrong, {remedy}"
     if hidden:
         found += f", and MaskedNode at {', '.join(hidden[:3])}"
@@ -206,8 +207,8 @@ def _likeness(pattern: str, proposal: str) -> float:
 def _with_captures(pattern: str, path: str) -> str:
     """Proposes a pattern for a path: the path, with the captures and `**` of another pattern where they fit in it.
 
-    It is the path itself if the captures have no place in it. A `**` has to stay, because the gauge's other patterns
-    may have one, too: a path without it would be one leaf beside those of all layers.
+    It is the path itself if the captures do not fit. A `**` in the pattern is kept in the proposal. The gauge's other
+    patterns may have a `**` too, and then match leaves of all layers, while a path without `**` matches one leaf alone.
     """
     pieces, segments, start = path.split("/"), pattern.split("/"), 0
     if "**" in segments:

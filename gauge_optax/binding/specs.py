@@ -95,7 +95,8 @@ def check_specs(
       specs: the specs of all arguments of the constructor.
       sizes: the constructor's `sizes`, as `frozen_sizes` returns them.
       joined: True if all captures belong to one copy, so that specs may have different ones.
-      partial: arguments whose blocks may lack named axes; they have no others, if any argument is not partial.
+      partial: arguments whose blocks may lack some of the named axes. If there are further arguments, the blocks of
+        `partial` have no names but those of the further arguments.
 
     Raises:
       ValueError: a capture or a named axis that some of the specs lack, a name in `sizes` that no axes string has.

@@ -4,8 +4,8 @@ Let a layer read x + b through a kernel W and add a bias c, so that it computes 
 c ↦ c − t·W change nothing. In this way a norm's bias moves into the biases of its readers, and a value bias moves
 through the output projection into the output bias, because the weights of attention sum to 1. If a norm follows its
 sublayer, its output x + b also becomes the residual stream. The bias c of the next sublayer is added to this stream,
-and loses t itself: c ↦ c − t. The group is Rⁿ under addition, where n is the number of entries of b. A point reads as b
-itself: on the slice b is zero, and the biases c contain what b added.
+and loses t itself: c ↦ c − t. The group is Rⁿ under addition, where n is the number of entries of b. What `read`
+returns for a point is b itself: on the slice b is zero, and the biases c contain what b added.
 
 Unlike a shift, a move changes tangents: to the tangent dc it adds −t·dW, where dW is the tangent of W. Reference:
 docs/design.md §3, "What else is dead"; the symmetry is not in the papers.

@@ -3,9 +3,9 @@
 A scale of degree p is balanced where ‖up‖² = p·‖down‖², and a linear gauge where both of its factors have the same
 Gram matrix (Kempf–Ness). While all other parts stay as they are, the element that balances one part has a closed form.
 Parts that share leaves are balanced one after the other, again and again, until none changes. Rotations change no norm.
-A shift is balanced where its mean is zero. Constants that are not read as means (a vector between two tables, or from a
-bias into others, and what a norm hides from its readers) stay as they are: where they are read as zero, the norm is not
-least. Reference: docs/design.md §6.
+A shift is balanced where its mean is zero. The other gauges that add (`embedding_shift`, `bias_absorption` and
+`norm_read_shift`) are not balanced, and their weights stay as they are: a point that reads as zero is not the point of
+least norm. Reference: docs/design.md §6.
 """
 
 import functools
@@ -33,7 +33,8 @@ _Carry = tuple[tuple[Any, ...], Arrays, jax.Array, jax.Array]
 def balanced(part: Part[Any], x: Arrays) -> Any:
     """The element e with x = e·y, where y is the point of least norm that this part alone can reach from x.
 
-    It is the identity if there is no such point.
+    It is the identity if there is no such point. Two kinds of scales are balanced otherwise: a scale without a second
+    side to a root mean square of 1, and multipliers to equal root mean squares.
     """
     return part.identity()
 
@@ -69,7 +70,7 @@ def _log_norms(part: Factor, x: Mapping[str, jax.Array]) -> tuple[tuple[jax.Arra
 
     def of_side(side: Anchor) -> tuple[jax.Array, int]:
         blocks, zero = side[:1] if part.by_entry else side, jnp.zeros(part.shape, real_dtype())
-        # Over the sum of its absolute entries, a channel has squares that neither underflow nor overflow.
+        # Divided by the sum of its absolute entries, a channel has squares that neither underflow nor overflow.
         size = sum((b.total(part.named, jnp.abs(x[b.path])) for b in blocks), zero)
         size = jnp.where(size == 0, 1.0, size)
         shares = ((b, x[b.path] / b.spread(part.named, size, elsewhere=1.0)) for b in blocks)
@@ -116,7 +117,8 @@ def balance_beside(gauge: Any, params: Any, frozen: frozenset[str] = frozenset()
 def balanced_elements(s: Slice, x: Arrays) -> Elements:
     """The elements f, by label, with x = f·y, where y is the point of least norm on the orbit of x.
 
-    Constants that are no `Mean` have the identity, and y is the point of least norm that the other parts reach.
+    Of the parts that add (constants), only a `Mean` is balanced. The others get the identity, and y is the point of
+    least norm that the rest of the parts reach.
     """
     f: Elements = {}
     for part, anchor, _ in s.constants:
@@ -129,7 +131,8 @@ def balanced_elements(s: Slice, x: Arrays) -> Elements:
 def _rounds(s: Slice, x: Arrays) -> tuple[Any, ...]:
     parts = [part for part, _, _ in s.sizes]
     others = [[q for q, _ in others_of(part, part.blocks, parts)] for part in parts]
-    # A `Stretch` is exact once all scales are: its change decides convergence only if it shares a leaf with another.
+    # Once all scales are balanced, one step balances a `Stretch` exactly. So its change counts for convergence only if
+    # it shares a leaf with another part that mixes entries (`along`), such as another `Stretch`.
     decide = [not part.along or any(q.along for q in own) for part, own in zip(parts, others, strict=True)]
 
     def one_round(carry: _Carry) -> _Carry:
@@ -151,8 +154,7 @@ def _rounds(s: Slice, x: Arrays) -> tuple[Any, ...]:
 
 
 def _change(part: Part[Any], new: Any, old: Any) -> jax.Array:
-    """The largest change from one element to the next: of a matrix beside its largest entry, of a number beside itself.
-    """
+    """The largest relative change of an element: of a matrix relative to its largest entry, of a number to itself."""
 
     def of_leaf(y: jax.Array, z: jax.Array) -> jax.Array:
         size = jnp.max(jnp.abs(y), (-2, -1), keepdims=True) if part.along else jnp.abs(z)

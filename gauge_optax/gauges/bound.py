@@ -37,7 +37,8 @@ class Bound:
     Attributes:
       gauges: the gauges, in the order of the list.
       copies: per gauge, its copies on the tree: one per layer, or per other capture of its paths.
-      slice: all parts of the gauges, sorted.
+      slice: the parts of the gauges (small groups, one or two per copy), sorted. It lacks those that optimizers cannot
+        use, see `whole`.
       single: True if `go.bind` got one gauge. An element is then that gauge's own; otherwise it is a tuple with one
         element per gauge.
     """
@@ -50,7 +51,9 @@ class Bound:
     # What a user calls ------------------------------------------------------------------------------------
 
     def act(self, element: Any, params: Params) -> Params:
-        """The function-preserving move g·θ: turns act first, then sizes, then constants, whatever the list's order.
+        """The function-preserving move g·θ.
+
+        Whatever the list's order, rotations of all gauges act first, then scales, then shifts.
 
         Args:
           element: g, in the form that `read` returns: one gauge's element, or a tuple with one element per gauge.
@@ -118,15 +121,16 @@ class Bound:
 
         If a gauge keeps the loss, the gradient's product with every direction of the orbit is zero. For a shift, these
         products are sums of the gradient over `vocab`; for a scale they are ⟨up, g_up⟩ − p·⟨down, g_down⟩. The result
-        is the norm of all products of a gauge, divided by the root mean square of this norm for random gradients. These
-        are about as large in every leaf as the given gradient.
+        is the norm of all products of a gauge, divided by the root mean square of this norm for random gradients. In
+        every leaf, the random gradients are about as large as the given gradient.
 
         Args:
           params: θ, at which the gradient was taken.
           grads: the gradient, a tree like `params`.
 
         Returns:
-          Per gauge, a dict from copies to numbers: about roundoff for a symmetry, 0.1 to 1 for a gauge that is none.
+          Per gauge, a dict from copies ("i=0") to numbers: about roundoff for a symmetry, 0.1 to 1 for a gauge that is
+          none.
         """
         return tuple(_asymmetry(gauge, params, grads) for gauge in self.gauges)
 
@@ -145,7 +149,7 @@ class Bound:
         return self.slice if kept == {part.label for part in parts} else Slice.of(parts)
 
     def elements(self, element: Any) -> Elements:
-        """Splits a public element into the elements of the parts, by label; together they make the same move.
+        """Splits an element, in the form that `read` returns, into elements of the parts, by label: the same move.
 
         Raises ValueError for an element of other gauges, or of other shapes.
         """
@@ -164,11 +168,17 @@ class Bound:
         return out
 
     def public(self, elements: Mapping[str, Any]) -> Any:
-        """The public element made of elements of the parts, by label. A part without one gets the identity."""
+        """Joins elements of the parts, by label, to an element in the form that `read` returns.
+
+        A part without an element gets the identity.
+        """
         return self.by_gauge(lambda copy: copy.join(_of_copy(copy, elements)))
 
     def coordinates(self, elements: Mapping[str, Any]) -> Any:
-        """Per gauge, the coordinates of a point that reads as these elements. Their change along a run is the drift."""
+        """Per gauge, the coordinates of a point on its orbit, from the elements of its frame.
+
+        The change of the coordinates along a run is the drift.
+        """
         return self.by_gauge(lambda copy: copy.coordinate(_of_copy(copy, elements)))
 
     def by_gauge(self, value: Callable[[Copy], Any]) -> Any:
@@ -197,13 +207,16 @@ def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
     return {jax.tree_util.keystr(keys): np.shape(x) for keys, x in jax.tree.leaves_with_path(tree)}
 
 
-@functools.lru_cache(maxsize=64)  # every `act` outside `jit` would trace it anew
+@functools.lru_cache(maxsize=64)  # without a cache, every `act` outside `jit` would trace the identity anew
 def _shapes_of_identity(gauge: Any, copies: tuple[Copy, ...]) -> dict[str, tuple[int, ...]]:
     return _shapes(jax.eval_shape(lambda: gauge._join(copies, [copy.identity() for copy in copies])))
 
 
 def _require_element(gauge: Any, copies: tuple[Copy, ...], element: Any) -> None:
-    """Raises ValueError unless the element has the keys and shapes of the gauge's identity; a user's may have any."""
+    """Raises ValueError unless the element has the keys and shapes of the gauge's identity.
+
+    The element of a user's own gauge is not checked, because it may have any form.
+    """
     if any(isinstance(copy, UserCopy) for copy in copies):
         return
     found, expected = _shapes(element), _shapes_of_identity(gauge, copies)
@@ -284,8 +297,9 @@ def _asymmetry(gauge: Any, params: Any, grads: Any) -> dict[str, jax.Array]:
     def sizes(covector: Arrays) -> dict[str, jax.Array]:
         return {key: _norm(jax.tree.leaves(of_copy)) for key, of_copy in pairings(covector).items()}
 
-    # In every leaf, a random gradient gets the root mean square y of the gradient, less its part along constants. If y
-    # may be roundoff, it gets a share of the root mean square over all leaves; if y = 0, it gets all of that.
+    # `norms` has the root mean square that random gradients get in every leaf. It is that of the given gradient there,
+    # without the gradient's part along constants. If it is so small that it may be roundoff, it is raised to
+    # `_LEAST_SHARE` of the root mean square over all leaves. If it is zero, it becomes that of all leaves.
     entries = sum(y.size for y in real)
     total = jnp.sqrt(sum((jnp.sum(jnp.square(safe_divide(y, most))) for y in real), jnp.zeros(())) / entries)
     across = {path: jnp.sqrt(jnp.mean(jnp.square(y))) for path, y in s.centred(g).items()}
@@ -329,7 +343,7 @@ def _by_generators(gauge: Any, b: Bound, params: Any, x: Arrays) -> Callable[[Ar
     def moved(coordinates: Any) -> Arrays:
         return b.whole.act(b.elements(gauge.exponential(coordinates, params, near=True)), x)
 
-    # Inside `shard_map`, the derivative by a constant would be a sum over devices.
+    # Inside `shard_map`, JAX sums the derivative by a constant over devices. So `zero` is marked as varying, like `x`.
     transposed = jax.vjp(moved, varying_together(zero, x)[0])[1]
     return lambda covector: transposed(covector)[0]
 
@@ -348,13 +362,13 @@ def _by_projection(
 
 
 _DRAWS = 4
-# The random gradients of `_asymmetry` have, in every leaf, the root mean square of the gradient there. If that is less
-# than this share of its root mean square over all leaves, it may be roundoff, and they have this share instead.
+# The random gradients of `_asymmetry` have, in every leaf, the root mean square of the given gradient there. Where this
+# is less than `_LEAST_SHARE` of the root mean square over all leaves, it may be roundoff, and is raised to that share.
 _LEAST_SHARE = 0.01
 _Leaves = tuple[tuple[str, tuple[int, ...], Any], ...]
 
 
-@functools.lru_cache(maxsize=64)  # an update asks for the same slice several times per trace
+@functools.lru_cache(maxsize=64)  # while an update is traced, it asks for the same slice several times
 def _by_shapes(
     gauges: tuple[Any, ...], leaves: _Leaves, hidden: tuple[str, ...], frozen: frozenset[str], single: bool
 ) -> Bound:
@@ -400,7 +414,7 @@ def _require_unpacked(gauges: Sequence[Any], params: Any) -> None:
 
 @functools.singledispatch
 def divides_by(part: Part[Any]) -> tuple[Block, ...]:
-    """The norms' scales by which the action of the part divides, as blocks."""
+    """The blocks by which `act` of the part divides: norms' scales, which must therefore not be zero."""
     return ()
 
 
@@ -435,10 +449,10 @@ def require_nonzero_norms(name: str, s: Slice, leaves: Mapping[str, Any]) -> Non
 
 
 def require_readings_without_turns(name: str, s: Slice) -> None:
-    """Raises ValueError if a size is read from kernels behind a norm's scale that is not divided out of them.
+    """Raises ValueError if a size is read from kernels behind a norm's scale γ that no gauge brings to 1.
 
-    A rotation of the stream changes the sizes of such kernels: γ⁻¹·Rᵀ·γ·W has other norms than W. Twins would have
-    different slice points.
+    A rotation R of the residual stream moves such a kernel W to γ⁻¹·Rᵀ·γ·W, whose columns have other norms unless γ is
+    1. What is read from these norms would then differ between twins, and so would their slice points.
 
     Args:
       name: the name of the public function, for messages.

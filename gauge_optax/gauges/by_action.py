@@ -21,13 +21,13 @@ from gauge_optax.slice import VERSION
 
 @dataclasses.dataclass(frozen=True)
 class OfUser(Size[Any]):
-    """The part of a user's gauge. It has the role of a size, so that it is read anew at every step.
+    """What a user's gauge is on a tree: one part, which counts as a size. It is read and removed at every step.
 
     Attributes:
       gauge: the gauge, a `Gauge`.
       treedef: structure of the parameters.
       leaves: shapes and dtypes of all leaves of the parameters.
-      read_from: whole leaves, as blocks: those that the gauge's `read` depends on.
+      read_from: the leaves that the gauge's `read` depends on, each as a block that is the whole leaf.
     """
 
     gauge: Any = None
@@ -105,7 +105,7 @@ class UserCopy(Copy):
             _used(function, shapes, count)
             for function, count in ((whole.read, None), (lambda p: whole.act(whole.identity(p), p), len(leaves)))
         )
-        if whole._checksum(()) != before:  # by which states know the gauge that they were made with
+        if whole._checksum(()) != before:  # an optimizer state knows its gauge by this checksum, which must not change
             raise binding_error(
                 found.gauge, "act or read changes an attribute of the gauge", f"{whole!r:.80}",
                 "functions of their arguments, with attributes that stay as they are",
@@ -136,7 +136,7 @@ class UserCopy(Copy):
 
 
 def broken_law(gauge: Any, params: Any) -> str | None:
-    """The first law of groups or readings that a user's gauge breaks, as a formula; None if it breaks none.
+    """The first law that a user's gauge breaks, a law of groups or of `read`, as a formula; None if it breaks none.
 
     Args:
       gauge: a `Gauge`.
@@ -168,7 +168,10 @@ def _near(a: Any, b: Any) -> bool:
 
 
 def _used(function: Any, shapes: Any, outputs: int | None) -> set[int]:
-    """Positions of the leaves that a function computes with; if `outputs` is None, also of those that it returns."""
+    """Positions of the leaves that a function computes with; if `outputs` is None, also of those that it returns.
+
+    An `act` also returns leaves that it does not move, which do not count. So `outputs` is not None for an `act`.
+    """
     from jax.extend.core import Var  # here, because it imports Pallas
 
     traced = jax.make_jaxpr(function)(shapes).jaxpr

@@ -1,9 +1,9 @@
 """`Copy`: one copy of a gauge on a tree, that of one layer or of another capture of the gauge's paths.
 
-Every constructor of gauges has a subclass. A copy has the parts to which the gauge compiles there, and defines its
-public elements: their dimension, how a random one is drawn, and how one is split among the parts. A *public element* is
-what `gauge.read(params)` returns for the copy. It can differ from the elements of parts: that of a scale is log α,
-while its part computes with α.
+Every constructor of gauges has a subclass of `Copy`. A copy holds one or two parts (`parts.part`), which act on the
+leaves, and defines its public elements: their dimension, how a random one is drawn, and how one is split among the
+parts. A *public element* is what `gauge.read(params)` returns for the copy. It can differ from the elements of parts:
+that of a scale is log α, while its part computes with α.
 """
 
 import abc
@@ -32,8 +32,8 @@ A "shift" adds a constant to points; a "still" move changes neither tangents nor
 def part_label(found: Matched, **options: Any) -> str:
     """The label of a part: the gauge, its captures, a checksum of what it binds, and the version of states.
 
-    Two parts of different blocks have different labels. Blocks of equal axes strings on equal shapes differ if the
-    gauge's `sizes` split an axis in another way, as those of 2 and of 4 heads do.
+    Parts of different blocks have different labels. Blocks can differ although their axes strings and shapes are equal:
+    the gauge's `sizes` may split an axis into 2 heads or into 4.
 
     Args:
       found: what the patterns of the gauge match for this copy.
@@ -67,7 +67,7 @@ class Copy(Additive, abc.ABC):
     # Properties of the gauge, see `Gauge`.
     effect: ClassVar[Effect] = "linear"  # what a move does to tangents and cotangents
     balancing: ClassVar[Effect] = "still"  # what the move to the point of least norm on the orbit does to tangents
-    composes: ClassVar[bool] = True  # whether h·g·h⁻¹, for an h of another gauge, is the same for all weights
+    composes: ClassVar[bool] = True  # whether h·g·h⁻¹ is the same for all weights, where h moves by another gauge
     breaks: ClassVar[str] = "another reader of these leaves, or an index"  # usual reasons why it is no symmetry
 
     @classmethod
@@ -106,7 +106,7 @@ class Copy(Additive, abc.ABC):
         Args:
           key: a PRNG key.
           scale: size of the move, see `Gauge.sample`.
-          leaves: the parameters by path. The size of a shift is relative to the size of its leaf.
+          leaves: the parameters by path. A `Shift` draws numbers relative to the root mean square of the leaf.
         """
         return normal(key, self.shape, scale)
 

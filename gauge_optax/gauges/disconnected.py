@@ -1,6 +1,8 @@
-"""Elements that are not connected with the identity, which a proof needs: gradients show the other ones alone.
+"""Elements that no continuous path connects with the identity: negative factors and reflections.
 
-Which weights such an element moves is not here: a gauge's `act` takes it like any other.
+Gradients test only the elements that such a path connects with the identity. A proof that a gauge is a symmetry, or an
+assertion of it, therefore also moves weights by the elements of this module. They have the usual form, and the gauge's
+`act` takes them like any other.
 """
 
 import math
@@ -16,12 +18,13 @@ from gauge_optax.linalg import determinant
 def disconnected(gauge: Gauge, element: Any) -> Any:
     """An element with negative factors (`norm_scale`) or with reflections (`head_rotation`).
 
-    Of an element's factors or matrices, every other one changes, the first included. Behind a ReLU a negative factor
-    changes the outputs; a cross product changes under reflections.
+    Every second factor of the result is negative, or every second matrix a reflection, beginning with the first. They
+    show bindings that are no symmetry although gradients do not show it: behind a ReLU a negative factor changes the
+    outputs, and a cross product changes under reflections.
 
     Args:
-      gauge: the gauge. The elements of all others are returned as they are.
-      element: what its `sample` returns.
+      gauge: the gauge. The elements of gauges other than these two kinds are returned as they are.
+      element: an element of this gauge, as its `sample` returns it.
 
     >>> gauge = go.norm_scale({"scale": "channel"}, {"kernel": "channel _"})
     >>> jnp.exp(disconnected(gauge, {"": jnp.zeros(2)})[""]).real.round(3).tolist()

@@ -1,9 +1,9 @@
 """Embedding shift: a vector that every token embedding gains and every position embedding loses.
 
 Let a model add a row of the token table E to a row of the position table P. It depends on the sum alone, so that
-E + 1·tᵀ and P − 1·tᵀ compute the same function. The group is Rᵈ under addition. A point reads as minus the mean row of
-P: on the slice this mean is zero, and E contains it. If another gauge moves the mean row of P, the point reads as the
-mean row of E. Reference: docs/design.md §3, "What else is dead".
+E + 1·tᵀ and P − 1·tᵀ compute the same function. The group is Rᵈ under addition. What `read` returns for a point is
+minus the mean row of P: on the slice this mean is zero, and E contains it. If another gauge moves the mean row of P,
+`read` returns the mean row of E. Reference: docs/design.md §3, "What else is dead".
 """
 
 import dataclasses

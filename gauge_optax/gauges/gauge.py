@@ -1,15 +1,17 @@
 """`Gauge`: a symmetry of a parameter tree, bound to its leaves.
 
 A subclass needs two methods, `act` and `read`, if its elements compose by addition (as shifts and logarithms of scales
-do). Another group also needs `identity`, `inverse`, `compose`, and either its coordinates (`algebra` and `exponential`)
-or `sample` and `dim`; `align` and `choose` need coordinates. Everything else that transformations and measures use is
-derived from these methods (`by_action`). The gauges of this library are `BlockGauge`s: a frozen list of blocks, and the
-class that makes parts of them (`copies`). Their methods are loops over the copies of a gauge on a tree.
+do). A subclass whose elements compose otherwise also needs `identity`, `inverse`, `compose`, and either its coordinates
+(`algebra` and `exponential`) or `sample` and `dim`; `align` and `choose` need coordinates. Everything else that
+transformations and measures use is derived from these methods (`by_action`). The gauges of this library are
+`BlockGauge`s. A `BlockGauge` holds a list of blocks (the entries of leaves that it moves) and the class of its copies
+(`copies`). It has one copy per layer, or per other capture of its paths, and its methods are loops over these copies.
 
-`product` makes one gauge of several. Its turns act first, then its sizes, then its constants, whatever the order of the
-list. Sizes and turns commute, so that each gauge composes its own elements. A constant t does not commute with a linear
-map L that another gauge applies to the same leaf, W ↦ L·W + t. Therefore `inverse` and `compose` of a product also
-apply such maps to the constants (a semidirect product).
+`product` makes one gauge of several. Whatever the order of the list, the moves that rotate weights (turns) act first,
+then those that multiply weights (sizes), then those that add to weights (constants). Turns and sizes of different
+gauges commute, so that the product inverts and composes their elements gauge by gauge. A constant t does not commute
+with a linear map L that another gauge applies to the same leaf, W ↦ L·W + t. Therefore `inverse` and `compose` of a
+product also apply such maps to the constants (a semidirect product).
 """
 
 import abc
@@ -51,7 +53,11 @@ from gauge_optax.parts.matrices import matrices_of, optax_axes
 from gauge_optax.transformation import require_key
 
 Element = Any
-"""An element: a dict with one entry per copy, keyed by its captures ("i=0"); for a product, a tuple of such dicts."""
+"""An element, in the form that `read` returns.
+
+For a gauge of this library it is a dict with one entry per copy, keyed by the copy's captures, such as "i=0" ("" if the
+paths have no captures). For a product it is a tuple with one element per gauge. A user's class chooses its own form.
+"""
 
 Params = TypeVar("Params")
 
@@ -61,16 +67,17 @@ _ROW = 110  # most characters in a row of `repr`; a longer mapping is written wi
 class Gauge(abc.ABC):
     """A symmetry of a network, bound to the leaves of a parameter tree.
 
-    Gauges are frozen, hashable and hold no arrays. Every method takes the parameters, of which only the shapes are
-    read unless said otherwise. The action is affine in the parameters.
+    Gauges are frozen, hashable and hold no arrays. Methods that take the parameters read only their shapes, unless said
+    otherwise. An `act` that a user writes must be affine in the parameters: optimizers move steps by its derivative,
+    which is exact for affine maps only.
 
     Attributes:
       name: name for messages.
       effect: what a move does to tangents, the differences of weights. "shift": nothing, because the move adds a
         constant to weights. "diagonal": it multiplies entries. "permutation": it renumbers entries. "orthogonal": it
         rotates bases. "linear": any other linear map.
-      balancing: the same for the move of `balance`, to the smallest weights that moves reach; "still" if `balance`
-        returns the identity.
+      balancing: what the move to the smallest weights on the orbit, whose element `balance` returns, does to tangents,
+        in the same words; "still" if `balance` returns the identity.
       breaks: the usual reasons why the leaves that a user bound do not have this symmetry, for messages.
       commutes: for a subclass with its own `act`. True declares that its moves commute with those of all other gauges.
         Only then may it share leaves with them.
@@ -84,7 +91,7 @@ class Gauge(abc.ABC):
     ...         return -jnp.mean(params["place"], 0)
     >>> params = {"token": jnp.ones((5, 2)), "place": jnp.arange(6.0).reshape(3, 2)}
     >>> step = {"token": jnp.zeros((5, 2)), "place": jnp.ones((3, 2))}
-    >>> # The part that the function can see.
+    >>> # The part of the step that changes the function.
     >>> across = Translation().horizontal(params, step)
     >>> float(across["token"][0, 0]), float(across["place"][0, 0])
     (1.0, 0.0)
@@ -102,7 +109,9 @@ class Gauge(abc.ABC):
 
     @abc.abstractmethod
     def read(self, params: Any) -> Element:
-        """The frame of a point: the element that maps its slice point to it. It obeys read(g·θ) = g·read(θ).
+        """The frame of a point θ: the element that moves the slice point, which all twins of θ share, to θ.
+
+        It obeys read(g·θ) = g·read(θ).
 
         Args:
           params: the point (values are read).
@@ -113,7 +122,7 @@ class Gauge(abc.ABC):
 
         >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
         >>> params = {"up": jnp.array([[3.0], [4.0]]), "down": jnp.ones((1, 1))}
-        >>> # A column of norm 5, on the slice of norm 1.
+        >>> # The column `up` has norm 5. On the slice it has norm 1.
         >>> round(float(jnp.exp(gauge.read(params)[""][0])), 4)
         5.0
         """
@@ -137,8 +146,10 @@ class Gauge(abc.ABC):
 
         Args:
           key: a PRNG key.
-          params: the parameters (values are read for shifts, whose size is relative to the leaf's root mean square).
-          scale: size of the move: 1 changes log-scales by up to 1 and takes rotations from the Haar measure.
+          params: the parameters. Values are read for `logit_shift`, `norm_write_shift` and `norm_read_shift`, whose
+            shifts are relative to the leaf's root mean square.
+          scale: size of the move: 1 changes log-scales by up to 1 and takes rotations from the Haar measure. Elements
+            of `head_linear` contain rotations from the Haar measure for every scale.
         """
         require_key("sample", key)
         zeros, structure = jax.tree.flatten(self.algebra(params))
@@ -147,7 +158,7 @@ class Gauge(abc.ABC):
         return self.exponential(jax.tree.unflatten(structure, drawn), params)
 
     def dim(self, params: Any) -> int:
-        """The number of dimensions along the orbit, summed over copies."""
+        """The dimension of the orbit, the set of points that moves reach from one point. Copies are summed."""
         return sum(x.size for x in jax.tree.leaves(jax.eval_shape(self.algebra, params)))
 
     def balance(self, params: Any) -> Element:
@@ -157,11 +168,13 @@ class Gauge(abc.ABC):
           params: the point (values are read).
 
         Returns:
-          An element. It is the identity for rotations, and for channels and heads without such a point, one of whose
-          two sides is zero or has less than full rank. It is also the identity for `embedding_shift`,
-          `bias_absorption` and `norm_read_shift`, whose moves to least norm are not computed: in a product, the norm is
-          the least that the other gauges reach. For `head_linear` it is (H_A⁻¹ # H_B)^{1/2}, where H_A and H_B
-          are the Gram matrices of its left and its right factor and # is the geometric mean.
+          An element. It is the identity for rotations, which change no norm. It is also the identity for a channel or
+          head without a point of least norm, because one of its two sides (such as `up` or `down`) is zero or has less
+          than full rank. And it is the identity for `embedding_shift`, `bias_absorption` and `norm_read_shift`, whose
+          moves to least norm are not computed: in a product, the norm is the least that the other gauges reach. For
+          `head_linear` it is (H_A⁻¹ # H_B)^{1/2}, where H_A and H_B are the Gram matrices of its left and its right
+          factor and # is the geometric mean. Two kinds of scales are balanced otherwise: one without a second side, as
+          `scale_invariant`, whose root mean square becomes 1; and `multiplier_balance`, see there.
         """
         return self.identity(params)
 
@@ -200,7 +213,10 @@ class Gauge(abc.ABC):
         return element
 
     def logarithm(self, element: Element) -> Element:
-        """The coordinate of an element, {} if it has none. Its change is drift. Under `compose`, coordinates add."""
+        """The coordinate of an element, {} if it has none. Coordinates add under `compose`.
+
+        The change of a coordinate along a run is the drift.
+        """
         return element if self._adds else {}
 
     @property
@@ -236,20 +252,20 @@ class Gauge(abc.ABC):
     def horizontal(self, params: Any, tangent: Params) -> Params:
         """The part of a tangent across the orbit: the tangent less its vertical part.
 
-        If the tangent is a small step, `Slice.fix` and `Slice.hold` leave this part of it, to first order.
+        To first order, this is what `quotient` keeps of a small step: what `Slice.fix` and `Slice.hold` leave of it.
 
         Args:
           params: the point (values are read).
           tangent: an update or a difference of parameters.
 
         Returns:
-          The horizontal part, along which no reading of an anchor changes and no head rotates. Leaves that the gauge
-          does not bind are returned unchanged.
+          The horizontal part. To first order, a step along it does not change the scales and shifts that `read`
+          computes, and rotates no head. Leaves that the gauge does not bind are returned unchanged.
 
         >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
         >>> params = {"up": jnp.array([[3.0], [4.0]]), "down": jnp.ones((1, 1))}
         >>> across = gauge.horizontal(params, {"up": params["up"], "down": jnp.zeros((1, 1))})
-        >>> # Its partner grows.
+        >>> # The tangent scales `up` alone. Its horizontal part scales `down` instead.
         >>> bool(
         ...     jnp.allclose(across["up"], 0.0, atol=1e-6) and jnp.allclose(across["down"], 1.0)
         ... )
@@ -261,15 +277,15 @@ class Gauge(abc.ABC):
         return with_leaves(tangent, {p: x.astype(jnp.result_type(leaves[p])) for p, x in parts.items()})
 
     def coordinates(self, params: Any) -> Element:
-        """The position of a point on its orbit: the logarithm of the element that it reads as, for scales and shifts.
+        """The position of a point on its orbit: log |α| for scales, and for shifts what `read` returns.
 
         Args:
           params: the point (values are read).
 
         Returns:
           A tree with the structure of an element. For scales, coordinates(g·θ) = coordinates(θ) + log α. A shift's
-          coordinate is the mean along `vocab` of the stored leaf. The dicts of rotations and linear gauges are empty:
-          these have no coordinate, because closed horizontal paths can rotate heads (holonomy).
+          coordinate is the mean along `vocab` of the stored leaf. The dicts of rotations and linear gauges are empty.
+          These have no coordinate: steps none of which rotates a head can together rotate it (holonomy).
         """
         b = self._bound(params)
         return b.coordinates(b.slice.read(b.slice.values(params), turning=False).elements)
@@ -285,8 +301,9 @@ class Gauge(abc.ABC):
           a norm, and None for every other leaf: what `muon_weight_dimension_numbers` takes.
 
         Optax reads two kinds of leaves as one matrix: kernels whose heads share an axis with rows or columns, and
-        kernels of which gauges bind ranges. The polar factor of the one matrix turns with every head, as it should, but
-        it is not one polar factor per head. `quotient_muon` reads these leaves per head and range by range.
+        kernels of which gauges bind ranges. If a head is rotated, the polar factor of this one matrix is rotated in the
+        same way, as Muon's step should be, but it does not have one polar factor per head. `quotient_muon` reads these
+        leaves per head and range by range.
 
         >>> gauge = go.head_rotation({"value": "_ head basis", "out": "head basis _"})
         >>> numbers = gauge.muon_dimension_numbers(
@@ -314,10 +331,11 @@ class Gauge(abc.ABC):
         return self.name
 
     def _checksum(self, blocks: Iterable[Block]) -> str:
-        """A checksum of a user's gauge and its blocks. By it, labels of parts differ for two gauges of one class.
+        """A checksum of a user's gauge and its blocks. It makes the labels of parts differ for two gauges of one class.
 
-        For a class that is no dataclass, the attributes that are numbers or strings count. Others, such as functions,
-        may print differently in another process, and do not count; nor do cached properties, which appear later.
+        For a class that is no dataclass, only attributes that are numbers or strings count. Others, such as functions,
+        may print differently in another process. Cached properties do not count, because they become attributes only
+        when they are first used.
         """
         own = {k: v for k, v in vars(self).items()
                if not isinstance(getattr(type(self), k, None), functools.cached_property)}
@@ -347,11 +365,15 @@ class Gauge(abc.ABC):
         return (element,)
 
     def _conjugated(self, element: Element, by: "Sequence[tuple[Gauge, Element]]") -> Element:
-        """h·g·h⁻¹ for an element g and moves h of other gauges. It is g, except for shifts: all other moves commute."""
+        """h·g·h⁻¹ for an element g and moves h of other gauges. It differs from g for shifts only: others commute."""
         return element
 
     def _moved_leaf(self, path: str, leaf: jax.Array, element: Element) -> jax.Array:
-        """The leaf after the linear part of a move. Along an axis that does not move, the leaf may have any length."""
+        """The leaf after the linear part of a move, without what the move adds.
+
+        Along an axis on which the gauge does not act, the leaf may have any length: `_conjugated` passes the constants
+        of a shift, which have length 1 along `vocab`.
+        """
         return leaf
 
 
@@ -375,7 +397,10 @@ class SliceGauge(Gauge):
         return balance_beside(self, params)
 
     def _balancing(self, element: Element) -> Element:
-        """The inverse of an element that is the identity for gauges whose `balancing` is "still"."""
+        """The inverse of an element that is the identity for every gauge whose `balancing` is "still".
+
+        For a product, this restriction makes the inverse exist even with gauges whose elements `inverse` refuses.
+        """
         return self.inverse(element)
 
 
@@ -570,8 +595,8 @@ def product(gauges: Gauges) -> "Product":
       list causes a warning, because it has no effect.
 
     Raises:
-      ValueError: something that is not a gauge, or a gauge of your own without a name or a hash, at once; parts that
-        do not commute on a leaf, when a tree is first seen.
+      ValueError: at once for something that is not a gauge, a gauge given twice, or a gauge of your own without a name
+        or a hash; when a tree is first seen, for gauges that do not commute on a leaf.
 
     >>> norm = go.norm_scale({"scale": "channel"}, {"up": "channel _"})
     >>> relu = go.rescale({"up": "_ channel"}, {"down": "channel _"})
@@ -589,7 +614,7 @@ def product(gauges: Gauges) -> "Product":
 
 
 def listed_gauges(gauges: Gauges) -> tuple[Gauge, ...]:
-    """Returns the gauges of a `product`, which do not need a hash here. Raises its other errors."""
+    """Returns the gauges of a `product` as a flat tuple. Raises the errors of `product`, except for a missing hash."""
     if isinstance(gauges, Gauge):
         gauges = (gauges,)
     if isinstance(gauges, str | Mapping | optax.GradientTransformation) or not isinstance(gauges, Iterable):
@@ -633,7 +658,7 @@ def _require_name(gauge: Gauge) -> None:
 
 
 def _require_hash(gauge: Gauge) -> None:
-    """Raises ValueError if a user's gauge cannot be a key of the caches of what is bound."""
+    """Raises ValueError if a user's gauge has no hash. What is bound is cached with the gauge as a key."""
     try:
         hash(gauge)
     except TypeError as error:
@@ -687,7 +712,8 @@ class Product(SliceGauge):
     def _balancing(self, element: Element) -> Element:
         plain = tuple(gauge.inverse(x) for gauge, x in zip(self.gauges, element, strict=True))
         moving = [pair for pair in self._pairs(plain) if pair[0].balancing != "still"]
-        # An identity changes no shift, and no move changes an identity.
+        # A "still" gauge has the identity as its element, which is its own inverse. Moves of other gauges do not change
+        # it, and it changes no shift of theirs, so that it is left out of `moving`.
         return tuple(x if g.balancing == "still" else g._conjugated(x, moving) for g, x in self._pairs(plain))
 
     def compose(self, a: Element, b: Element) -> Element:

@@ -4,9 +4,10 @@ A product M = A·Bᵀ is unchanged by (A, B) ↦ (A·S, B·S⁻ᵀ) for every in
 embeddings, values and outputs (rows of W_O), and LoRA factors have this form. The gauge has two parts, the factors of
 S = Q·P:
 
-* P, symmetric positive, is a size. It is read at every step from A = Â·P, where Â has orthonormal columns
-  (`parts.sizes`);
-* Q, a rotation of both factors, is a turn. It is read once and held (`parts.heads`).
+* P, symmetric positive, is a size. At every step it is computed from A = Â·P, where Â has orthonormal columns, and
+  divided out (`parts.sizes`);
+* Q, a rotation of both factors, is a turn. It is computed once, at `init`. Later, rotations are removed from steps
+  (`parts.heads`).
 
 Let H_A = AᵀA and H_B = BᵀB. At the point of least norm on an orbit, H_A = H_B. The element that leads there is
 S = (H_A⁻¹ # H_B)^{1/2}, where # is the geometric mean of positive matrices. Tangents of the orbit are (A·Z, −B·Zᵀ) for

@@ -5,9 +5,9 @@ may the heads of a layer (a key head with all query heads of its group), and exp
 An element is a list of indices p: entry i of the moved leaf is entry p[i] of the leaf.
 
 The group is finite, so that it has no directions: the vertical part of every tangent is zero. An optimizer that applies
-one rule to all entries, or to all heads, takes the same steps after a renumbering. Therefore no frame is read, and
-`read` and `balance` return the identity. The gauge serves `align`, which solves an assignment problem for the element
-that brings one set of weights nearest to another, and `canonicalize`, which sorts units and heads.
+one rule to all entries, or to all heads, takes the same steps after a renumbering. Therefore optimizers need no frame
+of it, and `read` and `balance` return the identity. The gauge serves `align`, which solves an assignment problem for
+the element that brings one set of weights nearest to another, and `canonicalize`, which sorts units and heads.
 
 Reference: Ainsworth, Hayase and Srinivasa, Git Re-Basin, Eq. (1) and (2). Deviation: also heads and experts.
 """

@@ -1,14 +1,16 @@
 """Read shift: numbers that kernels gain and that a LayerNorm before them hides.
 
 Before its scale γ and its bias β, a LayerNorm's output x̂ has the mean zero over channels. Let a kernel W read the norm,
-and let u have one number per output of W. W ↦ W + γ⁻¹ ⊗ u then changes x̂·γ·W by Σ x̂·u = 0. It changes β·W by
-Σ(β/γ)·u, which is subtracted from the bias behind W. The group is one number per output of each kernel, under addition.
-A point reads as the mean of γ·W over channels. A norm behind a layer (BERT) has no `norm_scale`, because the residual
-stream of the next layer depends on γ too. Then γ is trained like any weight, and the move is not affine in W and γ
-together.
+and let u have one number per output of W. W ↦ W + γ⁻¹ ⊗ u then changes x̂·γ·W by Σ x̂·u = 0, a sum over channels. It
+changes β·W by Σ(β/γ)·u, which is subtracted from the bias behind W. An element is one number per output of each kernel,
+and elements compose by addition.
+What `read` returns for a point is the mean of γ·W over channels. A norm behind a layer (BERT) has no `norm_scale`,
+because the residual stream of the next layer depends on γ too. Then γ is trained like any weight, and the move is not
+affine in W and γ together.
 
-A kernel W in front of a trained scale γ, whose product x·W·γ is added to a stream that LayerNorms read, hides the same
-move: W ↦ W + u ⊗ γ⁻¹ adds x·u to all channels of the stream. The scale of a layer (LayerScale) is such a γ.
+A kernel W in front of a trained scale γ has a similar move, if LayerNorms alone read the stream to which the product
+x·W·γ is added. With one number per input in u, W ↦ W + u ⊗ γ⁻¹ adds x·u to all channels of the stream. The scale of a
+layer (LayerScale) is such a γ.
 Reference: docs/design.md §3, "What else is dead"; van Nierop, §4 (the plane that layer normalisation restricts to).
 """
 
@@ -38,8 +40,8 @@ def norm_read_shift(
 
     Args:
       read: path → axes of kernels that read the norm; `channel` is the axis that the norm centres:
-        `{"blocks/{i}/mlp/up/kernel": "channel _"}`. Or kernels and biases whose sum a scale multiplies before a stream
-        gains it that only LayerNorms read: `{"blocks/{i}/mlp/down/kernel": "_ channel"}`.
+        `{"blocks/{i}/mlp/up/kernel": "channel _"}`. Or path → axes of kernels and biases whose sum is multiplied by a
+        scale and then added to a stream that only LayerNorms read: `{"blocks/{i}/mlp/down/kernel": "_ channel"}`.
       scale: path → axes of the norm's scale, or of the scale behind such kernels, `"channel"` or `"1+ channel"`, if
         there is one.
       bias: path → axes of the norm's bias, `"channel"`, if it has one.
@@ -103,8 +105,9 @@ class NormReadShift(WriteShift):
                 raise binding_error(
                     found.gauge, f"'{target.path}' does not follow '{kernel.path}'", f"{target.view_shape}",
                     f"the axes of \"{kernel.axes}\" without channel, {outputs}", "pair every kernel with its own bias")
-        # The entries of an element follow the order of the kernels. If `into` is given, each kernel has one bias behind
-        # it, in the same order. So the label lists both as they are.
+        # An element has one array per kernel, in the order of the kernels. If `into` is given, the biases behind the
+        # kernels have the same order. This order is part of what the element means, so that the label lists them
+        # without sorting.
         name = part_label(found, kernels=[(b.path, b.axes) for b in (*kernels, *behind)])
         part = ReadShift(name, found.named, found.shape, (*kernels, *behind), scale, bias, len(kernels))
         return cls(found.key, (part,))

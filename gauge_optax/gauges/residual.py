@@ -5,9 +5,9 @@ biases) write x·R, and let all readers undo it: W_write ↦ W·R, W_read ↦ R�
 every R. A LayerNorm commutes with those R that keep the vector of ones, which form a group O(d−1). All layers share one
 R, because they add to the same stream (van Nierop, §4.4).
 
-A norm's scale γ does not commute with R. If γ is first moved into the readers, R acts as above. On the stored leaves
-this is W_read ↦ γ⁻¹·Rᵀ·γ·W, and β ↦ γ·((β/γ)·R) for the norm's bias β. A kernel in front of the scale γ of a layer
-(LayerScale) becomes W·γ·R·γ⁻¹. `parts.stream` says how R is read and held.
+A norm's scale γ does not commute with R. If γ is first moved into the readers, readers move by Rᵀ·W as above. On the
+stored leaves this is W_read ↦ γ⁻¹·Rᵀ·γ·W, and β ↦ γ·((β/γ)·R) for the norm's bias β. A kernel in front of the scale γ
+of a layer (LayerScale) becomes W·γ·R·γ⁻¹. `parts.stream` says how R is read, and how rotations are removed from steps.
 
 Cost of a step under `quotient`: three products of every kernel with a d × d matrix. With `hold=True` there is one more,
 and the solution of an equation of d × d matrices (`parts.stream`).
@@ -62,9 +62,9 @@ def residual_rotation(
       centred: True if the norms subtract the mean, as LayerNorm does. R then keeps the vector of ones.
       hold: whether optimizers remove the part of each step that rotates the stream. It costs a d × d equation per step.
         With False, the stream rotates as it does under the wrapped optimizer.
-      per_layer: True if every layer has a vector of its own, as the latent vectors of latent attention. Every capture
-        has its own rotation then, and so has every index of a named axis, such as `layer`, or `head` for heads behind
-        a norm.
+      per_layer: True if the stream is no vector that all layers share, but each layer has its own, such as the latent
+        vector of latent attention. Every capture has its own rotation then, and so has every index of a named axis,
+        such as `layer`, or `head` for heads behind a norm.
       sizes: axis name → length, for axes inside `(a b)` whose length no other block determines.
 
     Returns:
@@ -170,7 +170,7 @@ class ResidualRotation(HeadRotation):
 
 
 class LatentRotation(ResidualRotation):
-    """The copy of one layer, for vectors that every layer has for itself. An element is R, (*shape, d, d).
+    """The copy of one layer, if each layer has a vector of its own. An element is the rotation R of it, (*shape, d, d).
 
     Latent attention writes a short vector c = RMSNorm(x·A)·γ, from which kernels B compute keys and values. It turns as
     a residual stream does: A ↦ A·R and B ↦ γ⁻¹·Rᵀ·γ·B. Reference: DeepSeek-V2 (arXiv 2405.04434), Eq. (9)-(13).
@@ -181,11 +181,11 @@ class LatentRotation(ResidualRotation):
     @classmethod
     def of(cls, found: Matched, **options: Any) -> Self:
         readers = [b for b in found.blocks if b.argument == READ]
-        # The gauge of a norm has the norms of all layers. This copy passes its own.
+        # `norms` has the copies of all layers. The rotation of this layer passes only the norms of this layer.
         own = [copy for copy in options["norms"] if any(overlap(a, b) for a in readers for b in copy.parts[0].down
                                                         if a.path == b.path)]
         for (norm,) in (copy.parts for copy in own):
-            for bias in norm.up[1:]:  # vectors may share a scale, but a bias turns with its vector
+            for bias in norm.up[1:]:  # vectors may share a norm's scale, but not its bias, which turns with the vector
                 if absent := [name for name in found.named if name not in norm.named]:
                     raise binding_error(
                         found.gauge, f"a norm's bias '{bias.path}' without the axis '{absent[0]}'", f"'{bias.axes}'",
@@ -196,7 +196,7 @@ class LatentRotation(ResidualRotation):
 
 
 def _names_basis(block: Block, scaled: Block) -> bool:
-    """Whether a norm's gauge names the axis of a leaf that the rotation's block calls `basis`."""
+    """Whether a norm's gauge has a name, not `_`, for the axis of a leaf that the rotation's block calls `basis`."""
     return block.split == scaled.split and scaled.split_labels[block.split_labels.index(BASIS)] != "_"
 
 
@@ -214,8 +214,8 @@ def _turned_bias(bias: Block, norm: Factor, blocks: Sequence[Block], stream: str
 
     Named axes, which count streams, keep their names.
 
-    A norm may lie over several places of the stream that are concatenated. The bias then has the parts that its readers
-    have along this axis, each of which turns.
+    A norm may act on several vectors of the stream that are concatenated. Its readers then split this axis, as in
+    `(n basis)`. The bias is split in the same way, and each part turns.
     """
     parts: list[Block] = []
     items = bias.axes.split()

@@ -3,8 +3,9 @@
 Scores q·kᵀ depend on W_Q·W_Kᵀ alone and outputs on W_V·W_O alone. An orthogonal R that rotates the basis of both
 factors therefore does not change the function. Stack the rows of all blocks to a matrix W (rows × d_h): a bias is one
 more row, W_O enters as its transpose. R takes W to W·R. The vertical tangents are W·A for antisymmetric A, which have
-d_h(d_h−1)/2 dimensions per head. `parts.heads` says how heads are read and held. Not a symmetry under rotary embeddings
-or QK-norm. Reference: the paper DDC (docs/design.md §4), §3.2 and B.8; Lemma 25 for grouped queries.
+d_h(d_h−1)/2 dimensions per head. `parts.heads` says how R is computed from the weights at `init`, and how rotations are
+removed from later steps. Not a symmetry under rotary embeddings or QK-norm. Reference: the paper DDC (docs/design.md
+§4), §3.2 and B.8; Lemma 25 for grouped queries.
 """
 
 import dataclasses
@@ -33,8 +34,8 @@ def head_rotation(blocks: Mapping[str, Axes], *, sizes: Mapping[str, int] | None
 
     Returns:
       A frozen, hashable gauge; it holds no array. Elements are R, `(*named, d_h, d_h)`, which moves rows by W ↦ W·R.
-      A head of full rank reads as an orthogonal R. Directions of W whose singular value is below about 64 epsilons of
-      the head's largest count as zero: R is zero there, and no step of `quotient` moves along them.
+      For a head of full rank, `read` returns an orthogonal R. Directions of W whose singular value is below about 64
+      epsilons of the head's largest count as zero: R is zero there, and no step of `quotient` moves along them.
 
     Raises:
       ValueError: malformed axes, at once; any mismatch with the tree, when it is first seen.

@@ -8,11 +8,11 @@
   only if one number is added to all entries of the table. Reference: docs/design.md §3, "What else is dead"; van
   Nierop, §4.
 * `key_bias`: the score of query q and key k + b is q·k + q·b. The second term is the same for all keys, so that softmax
-  drops it, and every value of the bias gives one function. Reference: docs/design.md §3.
+  drops it, and the function is the same for every value of the bias. Reference: docs/design.md §3.
 
-The groups are Rⁿ under addition. A point reads as its mean along the axis, or as the key bias itself, which is zero on
-the slice. A shift moves points, but neither tangents nor cotangents. Public elements are {leaf path: shift}, where a
-shift has the leaf's shape without the axis.
+The groups are Rⁿ under addition. What `read` returns for a point is the mean along the axis, or the key bias itself. On
+the slice it is zero. A shift moves points, but neither tangents nor cotangents. Public elements are {leaf path: shift},
+where a shift has the leaf's shape without the axis.
 """
 
 import dataclasses
@@ -66,12 +66,12 @@ def norm_write_shift(
 
     Args:
       write: path → axes of every leaf that writes to the stream; `channel` is the stream's axis:
-        `{"embed/embedding": "_ channel", "blocks/{i}/mlp/down/kernel": "_ channel"}`. Every pattern may also have a
-        gauge of its own.
+        `{"embed/embedding": "_ channel", "blocks/{i}/mlp/down/kernel": "_ channel"}`. The leaves may also be divided
+        among several gauges, because each leaf has its own numbers.
       tied: path → axes of an embedding that also gives the logits, in place of `write`: `{"embed/embedding": "vocab
-        channel"}`. One number is added to all rows and channels: all logits of a position gain the same, which softmax
-        ignores. If a table of positions is added to it, `embedding_shift` and a `write` shift of the positions together
-        make this move, so that it need not be listed.
+        channel"}`. One number is added to all rows and channels. All logits of a position then gain the same number,
+        which softmax ignores. If the model adds a table of positions to this embedding, an `embedding_shift` and a
+        `write` shift of the positions make the same move together, so that `tied` need not be listed.
       sizes: axis name → length, for axes inside `(a b)` whose length no other block determines.
 
     Returns:
@@ -188,7 +188,8 @@ class Shift(Copy):
     @classmethod
     def conjugated(cls, specs: Sequence[BlockSpec], element: Any, moved: Callable[[str, jax.Array], jax.Array]) -> Any:
         def after(path: str, shift: jax.Array) -> jax.Array:
-            # `moved` needs all axes of the leaf, `vocab` with length 1. An element lacks an axis that is `vocab` alone.
+            # `moved` takes an array with all axes of the leaf, `vocab` with length 1. Where an axis of the leaf is
+            # `vocab` alone, the public element has no such axis, so that it is inserted here.
             spec = next(s for s in specs if copy_key(specs, s, path) is not None)
             lengths = iter(shift.shape)
             groups = parse_axes(cls.__name__, spec.pattern, spec.axes).groups

@@ -1,6 +1,7 @@
-"""Heads whose weights determine no element of a gauge, so that they have no frame, and the sentence about them.
+"""Finds heads that have no frame, because their weights determine no element of a gauge, and says so in a message.
 
-Every other channel or head is read from one of its sides. What a side reads as is the part's own business, in `parts`.
+Only `head_linear` has such heads. It reads a head's matrix from one of two factors, and neither of them determines the
+matrix if both have less than full rank. How a head is read otherwise is written in `parts.sizes`.
 """
 
 import functools
@@ -25,8 +26,9 @@ def unread(part: Part[Any], x: Arrays, seen: Arrays) -> jax.Array | None:
 
     Args:
       part: the part.
-      x: bound leaves.
-      seen: the same as the slice reads them, `Slice.seen`: rows of kernels behind a norm's scale of zero have any size.
+      x: the leaves that gauges bind, by path.
+      seen: the same leaves as the slice reads them, with zeros in channels that cannot be read (`Slice.seen`). Such a
+        channel is a kernel's row behind a norm's scale of zero: the row may have any size in the weights.
     """
     return None
 
@@ -38,7 +40,7 @@ def _of_two_deficient_factors(part: Stretch, x: Arrays, seen: Arrays) -> jax.Arr
 
 
 def deficient(part: Stretch, x: Arrays) -> jax.Array:
-    """Whether both factors of a head have less than full rank, (*shape): they determine no matrix."""
+    """Whether both factors of a head have less than full rank, (*shape). Then neither determines the head's matrix."""
     left, right = (~full_rank(triangular_factor(side.stacked(x))) for side in (part.left, part.right))
     return left & right
 
@@ -51,17 +53,18 @@ def heads_without_frame(
     Args:
       name: the name of the public function, for messages.
       s: the slice.
-      elements: what was read at `leaves`, label → element. Heads that were not read have the identity. None if the
-        stored factors count, and not what is read.
+      elements: what was read at `leaves`, label → element. Heads that were not read have the identity. None to judge
+        the stored factors, without a reading.
       leaves: the parameters by path. Tracers are not checked, because they have no values.
-      but: what `name` does with such heads.
+      but: what the public function does with such heads, for the messages.
     """
     found = []
     for part in (part for part, _, _ in s.sizes if unread.dispatch(type(part)) is not unread.dispatch(object)):
         e = part.identity() if elements is None else elements[part.label]
         if not _known(e, *(leaves[block.path] for block in part.blocks)):
             continue
-        near = np.abs(np.asarray(e - part.identity())) <= roundoff(e.dtype)  # a head that is not read costs no more
+        # A head that was not read has the identity. Only if some head has it, the factors are decomposed.
+        near = np.abs(np.asarray(e - part.identity())) <= roundoff(e.dtype)
         if near.reshape(*part.shape, -1).all(-1).any():
             values, read = s.values(leaves), elements is not None and _known(*(leaves[path] for path in s.added))
             if count := unread(part, values, s.seen(values) if read else values):

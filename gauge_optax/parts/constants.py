@@ -288,7 +288,8 @@ class ReadShift(Sum):
     def push(self, e: Any, u: Arrays, at: Arrays) -> Arrays:
         """act(e, at + u) − act(e, at). As `act` is not affine in γ, it uses 1/γ′ − 1/γ = −dγ/(γγ′) with γ′ = γ + dγ.
 
-        If γ or γ′ has a zero, where `act` does nothing, the one of the two terms that remains has no such roundoff.
+        This formula avoids the roundoff of a difference of two inverses that are nearly equal. If γ or γ′ has a zero,
+        `act` does nothing at that point. Only one of the two inverses then remains, and there is no difference.
         """
         (scale, bias), (ds, db) = self._of_norm(at, 1.0), self._of_norm(u, 0.0)
         after, before_whole, after_whole = scale + ds, self._whole(scale), self._whole(scale + ds)

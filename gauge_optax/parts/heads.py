@@ -15,8 +15,8 @@ part of an invertible change of basis, and `stream`, the rotation of the residua
 * Hold: the end W + U of a step turns back to (W + U)·R, with the rotation R for which Wᵀ(W + U)R is symmetric. Then
   the step from W to (W + U)·R has no part that rotates, and the function at its end is that of W + U.
 
-A closed path of horizontal steps can return with a rotated head (holonomy). No function of the weights therefore
-measures rotation: the turning of a head is the sum of the vertical parts of its steps.
+Steps none of which rotates a head can together lead from W to W·R with R ≠ 1 (holonomy). Therefore no function of the
+weights tells how far steps have rotated a head. Its turning is the sum of the rotations that its steps contain.
 """
 
 import dataclasses
@@ -156,9 +156,9 @@ class Heads:
         """Multiplies the rows W of all blocks by a matrix per head.
 
         Args:
-          point: bound leaves, with the rows W.
+          point: the leaves that gauges bind, by path. They have the rows W.
           matrix: (*shape, size, size).
-          added_to: bound leaves to whose rows the products are added; None to replace the rows of `point`.
+          added_to: leaves by path, to whose rows the products are added; None to replace the rows of `point`.
 
         Returns:
           The leaves of the blocks: those of `point` with W·matrix in place of W, or those of `added_to` with W·matrix
@@ -210,7 +210,7 @@ class Heads:
         """CᵀW of every head, (*shape, size, size): `size` random combinations of its rows W. C is `xla.fixed_noise`.
 
         Args:
-          point: bound leaves.
+          point: the leaves that gauges bind, by path.
           noise_number: says which C is taken: the `draw` of `fixed_noise`. It may be traced.
         """
         total = jnp.zeros((*self.shape, self.size, self.size), next(iter(point.values())).dtype)
@@ -297,18 +297,19 @@ def unstack_heads(stacked: jax.Array, turns: Sequence[Any]) -> list[jax.Array]:
 
 
 def seen_beside(turn: Any, others: Sequence[Any]) -> tuple[Block, ...]:
-    """The blocks that a rotation is read from beside other turns: those that no other turn moves.
+    """The blocks that a rotation is read from if other turns move some of its blocks: those that no other turn moves.
 
-    In a chain of kernels these have too few rows: the kernel in the middle turns on both sides. In latent attention,
-    too: the kernel that writes the latent vector reads the residual stream, which turns, and the kernels that read it
-    have heads. Such a rotation is read from blocks that only rotations of its class move which are read before it.
+    Sometimes these have too few rows, fewer than `size`. In a chain of kernels, the kernel between two rotations is
+    moved by both. In latent attention, the rotation of the residual stream also moves the kernel that writes the latent
+    vector, and rotations of heads also move the kernels that read it. In such a case, the other rotations of the class
+    of `turn` that have enough rows are read and undone first. What they move then counts as not moved.
 
     Args:
-      turn: the rotation. As all of its class, it has the attributes `rows`, which are `Heads`, and `size`.
-      others: the other turns that count.
+      turn: the rotation. It has the attributes `rows`, which are `Heads`, and `size`, as all rotations of its class.
+      others: the other turns of the list.
 
     Returns:
-      The blocks. If there are too few rows in any order, these are all blocks that no other turn moves.
+      The blocks. They have fewer than `size` rows if there are too few in every order.
     """
     moving = blocks_by_path([turn, *others])
     waiting = [one for one in (turn, *others) if isinstance(one, type(turn))]
@@ -398,11 +399,11 @@ class Rotation(Orthogonal, HeadTurn):
         return [turn._or_identity(factors[turn]) if turn.of_linear else factors[turn] for turn in turns]
 
     def read_from(self, x: Arrays) -> Arrays:
-        """The point `x` with those rows that the rotation is read from.
+        """The point `x` as the rotation is read from it: for `head_linear`, a large factor is scaled down.
 
-        For `head_linear`, one factor A has orthonormal columns here, and the other, B, has all of the product's size. A
-        large singular value of B would round away what A says of the other directions. So B is scaled down where
-        ‖BᵀB‖_F is above the ‖AᵀA‖_F = √d of orthonormal columns.
+        At this point one factor A of `head_linear` has orthonormal columns, and the other, B, has all of the product's
+        size. In the sum over the rows of both, a large singular value of B would round away what A says of the other
+        directions. So B is scaled down where ‖BᵀB‖_F is above the ‖AᵀA‖_F = √d of orthonormal columns.
         """
         if not self.of_linear:
             return x
@@ -433,7 +434,7 @@ class Rotation(Orthogonal, HeadTurn):
     def _without_rotation(
         cls, turns: Sequence[Any], x: Arrays, vector: Arrays, into: Mapping[Any, jax.Array] | None, dual: bool
     ) -> Arrays:
-        """Measures on the rows seen how a tangent turns heads, and removes this turn from all rows.
+        """Measures on the rows `rows_seen` how a tangent turns heads, and removes this rotation from all rows.
 
         If `dual`, it applies the transpose of this projection to a cotangent.
         """
@@ -443,7 +444,8 @@ class Rotation(Orthogonal, HeadTurn):
             cross_gram = stack_heads([(turn if dual else turn.rows_seen).gram(x, vector) for turn in same])
             basis = None if into is None else stack_heads([into[turn] for turn in same])
             if basis is not None:
-                # When the iteration stops, an error is left that depends on the basis. So the slice's basis is used.
+                # When the iteration stops, an error is left that depends on the basis. So the basis of the slice is
+                # used, which twins share.
                 gram, cross_gram = (matmul(matmul(transpose(basis), y), basis) for y in (gram, cross_gram))
             # One batch solves for the heads of all layers. Each part then multiplies its rows by its own solutions.
             for turn, generator in zip(same, unstack_heads(lyapunov_by_products(gram, -cross_gram), same), strict=True):
@@ -535,16 +537,17 @@ class Planes(Additive, HeadTurn):
 
 
 _Readings = tuple[jax.Array, jax.Array, jax.Array]
-_MOST_READINGS = 4  # how many C are tried
+_MOST_READINGS = 4  # how many random matrices C are tried for a head
 
 
 @functools.partial(jax.jit, static_argnums=0)  # outside jit, a loop would be compiled anew at every call
 def _polar_factors(turns: tuple[Any, ...], point: Arrays) -> jax.Array:
     """The polar factors of CᵀW for heads of one size, (heads, d_h, d_h), each with the first C that loses no direction.
 
-    Two C together, 2·d_h combinations of the rows, have nearly the ratios between the singular values of W. They tell
-    the rank of W, and with how small a singular value one C keeps a direction that is small in W itself. If every C
-    loses a direction, the first C that keeps the most is taken.
+    A fixed random matrix C combines the rows of W to d_h rows. First, two C together make 2·d_h rows, whose singular
+    values have nearly the same ratios as those of W. They tell the rank of W, and how small the singular value of a
+    direction in CᵀW may be if it is small in W itself. A direction whose value is much smaller is lost. If every C
+    loses a direction, the first of those that keep the most is taken.
 
     A head of full rank reads as an orthogonal matrix, however small some of its directions are. If W has less than full
     rank, the factor is a partial isometry: it is zero in the directions of which only roundoff is left in W.
@@ -558,7 +561,7 @@ def _polar_factors(turns: tuple[Any, ...], point: Arrays) -> jax.Array:
     _, sizes, directions = svd(jax.lax.stop_gradient(both.reshape(len(both), -1, turns[0].size)))
     live = sizes > roundoff(sizes.dtype) * sizes[..., :1]
     rank = jnp.sum(live, -1)
-    # The basis in which CᵀW has no dead direction. With full rank, CᵀW stays as it is.
+    # The directions in which W is more than roundoff, as rows. CᵀW is restricted to them if W has less than full rank.
     whole = (rank == turns[0].size)[:, None, None]
     basis = jnp.where(whole, jnp.eye(turns[0].size, dtype=sizes.dtype), jnp.where(live[..., :, None], directions, 0.0))
 

@@ -9,6 +9,8 @@ parentheses with a head (`(head _)`) or is an axis that keys and values lack (`_
 A fused kernel may hold several matrices of unequal widths side by side. Gauges then bind ranges of it,
 `(head basis)=0:32` or `channel=0:12`. Each range is read by itself, as if it were a leaf of its own. A range within a
 head (`head basis=0:4`, the rotary part of a head) does not divide the leaf: the head is read as one matrix.
+
+The *reading* of a leaf says how it is read as matrices: a `Matrices`, or a `Fused` with one `Matrices` per range.
 """
 
 import dataclasses
@@ -35,8 +37,9 @@ TOKEN = "token"
 class Matrices:
     """How a leaf, or a range of it, is read as matrices, (*batch, rows, columns).
 
-    Rows count as inputs, columns as outputs. A scale says which they are: the side that it multiplies has its channels
-    as outputs, the side that it divides as inputs. A rotation does not: the rows come first in the leaf.
+    Rows count as inputs, columns as outputs. A scale says which axes these are: its channels are the outputs of leaves
+    that it multiplies, and the inputs of leaves that it divides. A rotation does not say it: then the rows are the side
+    that comes first in the leaf.
 
     Attributes:
       shape: the leaf's shape.
@@ -45,8 +48,8 @@ class Matrices:
       batch: the axes of `split` that count matrices.
       rows: the axes of `split` that one matrix has as rows.
       columns: the axes of `split` that one matrix has as columns.
-      heads: the axes of `split` that count heads, two for the grouped queries `(head _)`, and the axes of one head's
-        basis or channels; None without heads.
+      heads: a pair of axes of `split`: those that count heads (two for the grouped queries `(head _)`), and those that
+        have the basis or the channels of one head; None without heads.
       block: the range; None for a whole leaf.
     """
 
@@ -61,7 +64,7 @@ class Matrices:
 
     @property
     def pieces(self) -> "tuple[Matrices, ...]":
-        """The readings of the leaf's ranges. A leaf that is read as a whole has this reading alone."""
+        """One `Matrices` per range of the leaf, see `Fused`. A leaf that is read as a whole has this one alone."""
         return (self,)
 
     def grouped(self, path: str, count: Any) -> "Matrices":
@@ -220,7 +223,7 @@ def matrices(part: Part[Any], block: Block) -> tuple[int, Matrices | None] | Non
 @matrices.register
 def _of_factor(part: Factor, block: Block) -> tuple[int, Matrices | None] | None:
     if PLANE in part.named or part.by_entry:
-        return None  # `Planes`, the turn of the same planes, answers; multipliers are no matrices
+        return None  # the part `Planes` of the same planes says how to read them; multipliers are no matrices
     if HEAD in part.named:  # the kernels of QK-norm have one matrix per head
         return 1, channel_matrices(part, block)
     return (2, channel_matrices(part, block)) if part.down else None
@@ -311,7 +314,7 @@ def _pieces(cuts: Sequence[Ranges]) -> list[Ranges]:
 def _restricted(block: Block, axis: int, piece: Ranges) -> Block | None:
     """Returns the block without the indices of one axis that lie outside a piece of this axis.
 
-    If the axis splits into axes of lengths (k, …, n), these become (length/n, 1, …, n), with the length of the piece.
+    If the axis splits into axes of lengths (k, …, n), these become (length/n, 1, …, n), where length is the piece's.
     The result is None if the block does not contain the piece, or if n does not divide its length.
     """
     held = cuts_of(block)[axis] or ((0, block.shape[axis]),)
@@ -385,11 +388,14 @@ def _free_axes(block: Block) -> list[int]:
 def _query_axis(block: Block, beside: Sequence[Block]) -> int | None:
     """The free axis of a leaf that counts the queries of each key head, as in `_ head _ basis`; None if there is none.
 
-    Such a block has one free axis more than the keys or values beside it. It is the axis behind the heads, or in front
-    of them, and preferably one without which the lengths are theirs. With one key head, which has no name, it is the
-    axis in front of the basis, `_ _ basis`, if the lengths say so. The axis next to another free one may be the window
-    of a convolution, `_ _ head basis` beside `head basis _`: it counts queries beside keys alone, whose inputs are on
-    the same side of the basis. The bias of such a block has no other free axis.
+    A block of grouped queries has one free axis more than the keys or values beside it. The axis that counts queries is
+    directly behind the axis of heads, or directly in front of it. An axis is preferred without which the block has the
+    lengths of the keys or values. If there is one key head, whose axis has no name, the axis directly in front of the
+    basis counts queries, `_ _ basis`, provided that the lengths agree.
+
+    A free axis next to another one may instead be the window of a convolution, as in `_ _ head basis` beside the output
+    kernel `head basis _`. It counts queries only beside a block whose inputs are on the same side of the basis, as
+    those of keys are. The bias of grouped queries has no free axis but the one that counts queries.
     """
     labels, free = block.split_labels, _free_axes(block)
     named = [k for k, label in enumerate(labels) if label not in ("", *COUNTING)]
@@ -397,7 +403,8 @@ def _query_axis(block: Block, beside: Sequence[Block]) -> int | None:
     inside = next((name for name in (BASIS, CHANNEL) if name in labels), None)
     near = [heads[-1] + 1, heads[0] - 1] if heads else [named.index(labels.index(BASIS)) - 1]
     others = [(other, _free_axes(other)) for other in beside]
-    # Where the head has no axis of its own, one free axis has its entries, and a block without another one is a bias.
+    # Where no axis is called `basis` or `channel`, one free axis has the entries of a head. A block that has no other
+    # free axis is then a bias, and not compared.
     single = [(other, own) for other, own in others if len(own) == len(free) - 1 > (inside is None)]
 
     def counts(n: int, fits: bool) -> bool:
@@ -412,11 +419,12 @@ def _query_axis(block: Block, beside: Sequence[Block]) -> int | None:
 
     near = [n for n in near if 0 <= n < len(named) and named[n] in free]
     for n, fits in [(n, fits) for fits in (True, False) for n in near]:
-        # In `_ head _ basis` the bias `head _ basis` has the lengths of keys, too, and would make inputs of queries.
+        # Beside `_ head _ basis` the bias `head _ basis` has as many free axes as keys. If the two were compared, the
+        # axis of inputs would be taken for the axis that counts queries.
         if counts(n, fits) and not (n != near[0] and len(single) > 1 and counts(near[0], False)):
             return named[n]
     for other, own in others:
-        # A block of one free axis is the keys if there are no others, and not a bias.
+        # A block with one free axis is taken for the keys, and not for a bias, if no other block can be the keys.
         keys = any(each != block and len(axes) == len(own) - 1 for each, axes in others)
         if len(free) == 1 < len(own) and keys and (at := _query_axis(other, beside)) is not None:
             kept = [k for k in range(len(other.split)) if k not in own or k == at]
@@ -438,21 +446,24 @@ def _sides(block: Block, axes: Iterable[int], inside: str) -> list[bool]:
 def channel_matrices(part: Factor, block: Block) -> Matrices | None:
     """Returns matrices with channels on one side and free axes on the other; None if the block is no matrix.
 
-    Input channels between free axes are those of a convolution, (*window, inputs, outputs), or (outputs, inputs,
-    *window) if several axes are behind them, or if outputs come first in the kernel before it. A single axis in front
-    of the channels of a norm counts kernels that read the norm.
+    If channels are inputs and have free axes on both sides, the kernel is a convolution, (*window, inputs, outputs). If
+    one axis is in front, it is (outputs, inputs, *window) where several axes are behind the channels, or where the
+    kernel before it has its outputs first. For the channels of a norm, a single axis in front counts kernels that read
+    the norm, and is part of the outputs.
     """
     whole = _widened(block)
     labels = whole.split_labels
     named = CHANNEL if CHANNEL in part.named else next(reversed(part.named), None)
     every = [k for k, label in enumerate(labels) if label == "_"]
-    # Where other axes are the sides of a matrix, a free part in parentheses with heads counts grouped queries.
+    # A free part in parentheses with heads counts grouped queries, if enough other axes are left for both sides of a
+    # matrix.
     grouped = _query_axis(whole, [_widened(other) for other in part.blocks]) if HEAD in labels else None
     queries = {k for group in whole.groups if HEAD in (labels[j] for j in group) for k in group} | {grouped}
     free = [k for k in every if k not in queries]
     free = free if len(free) > (named != CHANNEL) else every
     at = None if named is None else labels.index(named)
-    # The last free axis is the outputs without channels, or if a named axis counts matrices, or biases `head _`.
+    # The last free axis is the outputs if there are no channels, or if the named axis is no side of a matrix, because
+    # it is between free axes, or because it counts heads or matrices.
     between = named != CHANNEL and at is not None and free and free[0] < at < free[-1]
     of_heads = named == HEAD and (len(free) > 1 or (block.argument not in DIVIDED and labels[-1] == "_"))
     if at is None or between or of_heads or named in COUNTING:
@@ -491,9 +502,9 @@ def neurons_reading(blocks: Sequence[Block]) -> Reading | None:
     """Returns how a kernel is read as matrices, with neurons as columns and their inputs `_` as rows.
 
     All axes with a name count neurons (`head neuron` counts them in two axes), except `layer` and `expert`: each layer
-    of a stack and each expert has a matrix of its own. So has an index such as `qkv=0` of a fused kernel. The matrices
-    at all indices are one stack if the blocks agree on them. Otherwise, as in a stack of layers of which one is
-    transposed, each block is read at its own index.
+    of a stack and each expert has a matrix of its own. So has an index such as `qkv=0` of a fused kernel. If all blocks
+    have the same rows and columns, the matrices at all indices are one stack. Otherwise (in a stack of layers of which
+    one is transposed, say) each block is read at its own index.
 
     Args:
       blocks: blocks of one leaf, which share no entry.
@@ -509,7 +520,8 @@ def neurons_reading(blocks: Sequence[Block]) -> Reading | None:
     ('2 × (3, 4)', '1 × (3, 4) + 1 × (4, 3)')
     """
     made = [_neuron_matrices(block, False) for block in blocks]
-    # If the stacks hold more entries than the blocks, they overlap, or reach to indices that no block lists.
+    # If the stacks hold more entries than the blocks, they overlap, or contain indices that no block lists. Then each
+    # block is read at its own index.
     if sum(math.prod(stack.split) for stack in set(made) if stack) > sum(math.prod(x.view_shape) for x in blocks):
         made = [_neuron_matrices(block, True) for block in blocks]
     pieces = tuple(dict.fromkeys(stack for stack in made if stack is not None))
@@ -532,8 +544,8 @@ def _between(
     Args:
       block: the block.
       rows: the axes of `block.split` that are inputs.
-      columns: those that are outputs.
-      of_head: those of them that have the entries of one head, if an axis counts heads; () if none does.
+      columns: the axes of `block.split` that are outputs.
+      of_head: the axes of `rows` or of `columns` that have the entries of one head; () if no axis counts heads.
       queries: the axis of `block.split` that counts the queries of a key head by itself, if there is one.
 
     Returns:

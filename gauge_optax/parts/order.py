@@ -51,7 +51,7 @@ by_label = operator.attrgetter("label")  # sorts parts whose order nothing else 
 
 @functools.singledispatch
 def last_anchors(part: Part[Any]) -> tuple[Anchor, ...]:
-    """Further anchors of a part, which are taken only if a list has no order with those of `Part.anchors` alone."""
+    """Further anchors of a part. They are taken only if no order of the parts exists with `Part.anchors` alone."""
     return ()
 
 

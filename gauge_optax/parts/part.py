@@ -72,17 +72,18 @@ class Part(abc.ABC, Generic[E]):
 
     @property
     def along(self) -> tuple[str, ...]:
-        """The axes of its blocks whose entries this part mixes, as a rotation mixes the entries along `basis`.
+        """The axes of its blocks along which this part moves entries together.
 
-        Any other part on these blocks must multiply all entries along these axes by the same number, or the two do not
-        commute; a size that is read from a block in `passes` always commutes. (): this part sets no such
-        condition. `EXCLUSIVE`: no other part may move these blocks.
+        A rotation, for example, mixes the entries along `basis`, and a shift adds one number to all entries along
+        `vocab`. Another part that multiplies entries of these blocks must multiply all entries along these axes by the
+        same number, or the two parts do not commute. Only a size that is read from a block in `passes` commutes in any
+        case. The empty tuple sets no such condition. `EXCLUSIVE` means that no other part may move these blocks.
         """
         return ()
 
     @property
     def anchors(self) -> tuple[Anchor, ...]:
-        """The anchors from which an element can be read, best first."""
+        """The groups of blocks (anchors) from which an element can be computed, best first. One of them is enough."""
         return (self.blocks,)
 
     @abc.abstractmethod
@@ -126,7 +127,10 @@ class Part(abc.ABC, Generic[E]):
         return g
 
     def beside(self, others: "Sequence[Part[Any]]") -> "Part[E]":
-        """This part, adapted to the `others` of its list: some parts are read from blocks that no other part moves."""
+        """This part, adapted to the other parts of its list, `others`.
+
+        Some parts must be read from blocks that no other part moves. They store here which blocks these are.
+        """
         return self
 
     def beside_frozen(self, frozen: frozenset[str]) -> "Part[E] | None":
@@ -180,7 +184,7 @@ class Constant(Part[E]):
 
     @abc.abstractmethod
     def read(self, anchor: Anchor, x: Arrays) -> E:
-        """The element that `undo` must remove to bring the anchor to the slice, where this reading is zero."""
+        """The element at the point `x`, computed from an anchor. On the slice it is zero; `undo` leads there."""
 
     def reference_gradient(self, x: Arrays, g: Arrays) -> jax.Array | None:
         """A number with which all entries of all gradients are compared; None for a part that has none.
@@ -207,7 +211,7 @@ class Size(Part[E]):
 
     @abc.abstractmethod
     def read(self, anchor: Anchor, x: Arrays, within: jax.Array, near: bool) -> tuple[E, jax.Array]:
-        """Reads an element from one anchor.
+        """Computes the element at a point from one anchor.
 
         Args:
           anchor: one of `anchors`.
@@ -226,13 +230,15 @@ class Size(Part[E]):
     def completed(self, x: Arrays, g: Arrays) -> Arrays:
         """A gradient at a slice point, with the anchor's entries computed from those of all other blocks.
 
-        An invariant loss has no gradient along the orbit, from which the anchor's entries follow. The default returns
-        the gradient unchanged.
+        The gradient of an invariant loss is orthogonal to the orbit. From this condition the anchor's entries follow.
+        The default returns the gradient unchanged.
         """
         return g
 
     def follows(self, bits: Mapping[str, int]) -> bool:
-        """Whether the anchor keeps its growth in a step, because another leaf is less precise and would round it away.
+        """Whether what the anchor gains in a step stays in the anchor, instead of moving to the part's other leaves.
+
+        It stays if another leaf has a less precise dtype, which would round it away.
 
         Args:
           bits: leaf path → bits of the mantissa of the leaf's dtype.
@@ -265,8 +271,8 @@ class Turn(Isometry[E]):
           x: the point.
           u: the tangent.
           into: per part the rotation R, (*shape, size, size), that takes the part's rows W at `x` to rows W·R on the
-            slice; None if W itself is on the slice. The error of an iterative method depends on the basis, so that it
-            computes in the basis of W·R.
+            slice; None if W itself is on the slice. The error of an iterative method depends on the basis. Such a
+            method therefore computes in the basis of W·R, which twins share.
         """
 
     @classmethod
@@ -278,13 +284,15 @@ class Turn(Isometry[E]):
     def hold(cls, turns: Sequence[Any], x: Arrays, u: Arrays, backs: dict[Any, Any]) -> Arrays:
         """Removes the part of a finite step that rotates. The default does so to first order in the step.
 
-        A class that turns the end point back by an element of its group does not change the function there.
+        A class can do it exactly: it turns the end point of the step back by an element of its group, which does not
+        change the function there.
 
         Args:
           turns: parts of this class.
           x: the point.
           u: the step.
-          backs: turn → what turned the end point back. A class adds its turns, if a size must be told.
+          backs: a dict to which a class adds, for every turn, by what it turned the end point back. Classes whose turns
+            commute with all sizes need not add anything, because the sizes' elements stay as they are.
         """
         return cls.project(turns, x, u)
 

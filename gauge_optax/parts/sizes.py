@@ -30,8 +30,9 @@ from gauge_optax.parts.heads import BASIS, PLANE, Heads
 from gauge_optax.parts.order import last_anchors
 from gauge_optax.parts.part import Anchor, Arrays, Size
 
-# `fix` reaches the slice exactly if, after the step, the smallest eigenvalue of an anchor's Gram matrix H is at least
-# this times ‖H‖_F. Otherwise it comes near, without a change of the function, and the next steps come nearer.
+# For a `Stretch`, `fix` reaches the slice exactly if the smallest eigenvalue of the anchor's Gram matrix H, after the
+# step, is at least this times ‖H‖_F. Otherwise it only comes near the slice, without a change of the function, and the
+# next steps come nearer.
 _LEAST = 1e-4
 
 
@@ -135,8 +136,9 @@ class Factor(Size[jax.Array]):
     def completed(self, x: Arrays, g: Arrays) -> Arrays:
         """A gradient whose entries at the anchor, a norm's scale, are computed from those of all other blocks.
 
-        A turn that passes the scale depends on it, and `Stream.pull` leaves out the term that this adds to the scale's
-        gradient. By invariance ⟨g_up, up⟩ = p·⟨g_down, down⟩ per channel, from which the scale's gradient follows.
+        The action of a stream's rotation depends on the scale, and `Stream.pull` leaves out the term that this adds to
+        the scale's gradient. By invariance ⟨g_up, up⟩ = p·⟨g_down, down⟩ per channel. The scale's gradient follows from
+        this equation.
         """
         anchor, zero = self.up[0], jnp.zeros(self.shape, real_dtype())
 
@@ -149,7 +151,7 @@ class Factor(Size[jax.Array]):
         return g | {anchor.path: anchor.write(g[anchor.path], found)}
 
     def follows(self, bits: Mapping[str, int]) -> bool:
-        """Whether the anchor keeps its growth in a step, because another leaf is less precise and would round it away.
+        """Whether what the anchor gains in a step stays in the anchor, because another leaf is of a less precise dtype.
 
         Args:
           bits: leaf path → bits of the mantissa of the leaf's dtype.
@@ -161,7 +163,11 @@ class Factor(Size[jax.Array]):
 
 @last_anchors.register
 def _single_blocks(part: Factor) -> tuple[Anchor, ...]:
-    """Other gauges may move some of the blocks of a side, and not all: a multiplier in each layer, for example."""
+    """Every single block of the part.
+
+    Other gauges may move some blocks of a side and not all (a multiplier in each layer, for example). The part is then
+    read from a block that they do not move.
+    """
     return tuple((b,) for b in part.blocks if (b,) not in part.anchors)
 
 
@@ -169,15 +175,15 @@ def columns(anchor: Anchor, named: tuple[str, ...]) -> int:
     """How many columns of kernels belong to one channel of an anchor: its squared norm at the usual start.
 
     A column of a kernel has one entry per input, each of variance 1/inputs, and so norm 1. A channel has several
-    columns if it is a head, a rotary plane, or a whole kernel. These free axes count them:
+    columns if it is a head, a rotary plane, or a whole kernel. The following free axes (`_`) count columns:
 
-    * those in parentheses with a named axis, `(head _) _`, and the two coordinates of a plane;
-    * where channels are outputs, those behind the named axes, if others are in front of them: `_ head _`;
-    * of several axes behind all names, without an axis called `channel`, the last one: `head _ _`, `layer _ _`. Of a
-      head that is divided, all but the last one.
+    * axes in parentheses with a named axis, `(head _) _`, and the two coordinates of a plane;
+    * if channels are outputs or heads: axes behind all named axes, provided that free axes are in front: `_ head _`;
+    * else, if several free axes are behind all named axes and none is called `channel`: the last of them, `head _ _`,
+      `layer _ _`. On the side that α divides, a head has its columns on all of them but the last.
 
-    All other free axes are inputs, those of a convolution's window included. A bias has none, and adds nothing, because
-    it starts at zero.
+    All other free axes are inputs, the axes of a convolution's window included. A bias has no inputs. It adds nothing
+    to the number, because it starts at zero.
 
     >>> from gauge_optax.binding import BlockSpec, bind_leaf
     >>> def count(axes, shape, name):
@@ -186,20 +192,24 @@ def columns(anchor: Anchor, named: tuple[str, ...]) -> int:
     (1, 4)
     """
     sides = [_free_axes(block, named) for block in anchor if not _is_bias(block, anchor)]
-    # The one axis of a bias (head, _) counts columns, as the axes of its kernel show.
+    # A block with fewer free axes than `least` is a bias. If a free axis of a kernel counts columns, the one free axis
+    # of its bias (head, _) does so too, and is not an input.
     least = min(2 if any(parted for _, _, parted in sides) else 1, max(rest for rest, _, _ in sides))
     return sum(count for rest, count, _ in sides if rest >= least)
 
 
 def _is_bias(block: Block, anchor: Anchor) -> bool:
-    """Whether a block is another one without the free axes in front, as `head _ _` is of the queries `_ head _ _`."""
+    """Whether another block has the same axes behind further free axes, as the queries `_ head _ _` of `head _ _`."""
     whole = [[*zip(b.labels, b.view_shape, strict=True)] for b in (block, *anchor)]
     return any(axes[0][0] == "_" and whole[0] == [*itertools.dropwhile(lambda x: x[0] == "_", axes)]
                for axes in whole[1:] if axes)
 
 
 def _free_axes(block: Block, named: tuple[str, ...]) -> tuple[int, int, bool]:
-    """The number of free axes apart from named ones, the number of columns, and whether these axes count columns."""
+    """The number of free axes, the number of columns, and whether any of these free axes counts columns.
+
+    Free axes in parentheses with a named axis do not count for the first and the last result.
+    """
     labels, held = block.split_labels, {*named, BASIS} if PLANE in named else {*named}
     last = max((k for k, label in enumerate(labels) if label in held), default=-1)
     beside = {k for group in block.groups if any(labels[j] in held for j in group) for k in group}

@@ -90,11 +90,11 @@ class Stream(Orthogonal, Turn[jax.Array]):
         return Heads(self.named, self.shape, self.seen or self.blocks, self.size)
 
     def divided(self, x: Arrays, at: Arrays, back: bool = False) -> Arrays:
-        """Multiplies kernels behind or in front of a scale by it, and divides norms' biases by theirs.
+        """Multiplies kernels behind or in front of a scale by this scale, and divides a norm's bias by its own scale.
 
         Args:
           x: bound leaves.
-          at: the point that has the scales.
+          at: the point from which the scales are taken.
           back: True for the inverse.
         """
         out = dict(x)
@@ -166,7 +166,7 @@ class Stream(Orthogonal, Turn[jax.Array]):
 
     @classmethod
     def hold(cls, turns: Sequence[Any], x: Arrays, u: Arrays, backs: dict[Any, Any]) -> Arrays:
-        """Turns the end point of the step back by the rotation that the rows `seen` make."""
+        """Turns the end point of the step back, so that the step does not rotate the rows of the blocks `seen`."""
         out = dict(u)
         for turn in turns:
             if turn.held:

@@ -148,8 +148,8 @@ class Gauge(abc.ABC):
           key: a PRNG key.
           params: the parameters. Values are read for `logit_shift`, `norm_write_shift` and `norm_read_shift`, whose
             shifts are relative to the leaf's root mean square.
-          scale: size of the move: 1 changes log-scales by up to 1 and takes rotations from the Haar measure. Elements
-            of `head_linear` contain rotations from the Haar measure for every scale.
+          scale: size of the move: 1 changes log-scales by up to 1 and takes rotations from the Haar measure. At a small
+            scale, every element is near the identity.
         """
         require_key("sample", key)
         zeros, structure = jax.tree.flatten(self.algebra(params))

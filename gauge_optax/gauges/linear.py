@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from gauge_optax.binding import Axes, Matched
 from gauge_optax.gauges.copies import Effect, drawn, part_label
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
-from gauge_optax.gauges.rotation import HeadRotation
+from gauge_optax.gauges.rotation import HeadRotation, random_rotation
 from gauge_optax.linalg import haar, inverse, matmul, matrix_exponential, symmetric_eigen, transpose
 from gauge_optax.parts.heads import BASIS, Heads, Rotation
 from gauge_optax.parts.sizes import Stretch
@@ -87,8 +87,11 @@ class Linear(HeadRotation):
     def sample(self, key: jax.Array, scale: float, leaves: Mapping[str, Any]) -> jax.Array:
         first, second, sizes = jax.random.split(key, 3)
         shape = (*self.shape, self.size, self.size)
-        logs = drawn(sizes, shape[:-1], scale)
-        return matmul(haar(first, shape) * jnp.exp(logs)[..., None, :], transpose(haar(second, shape)))
+        logs, left = drawn(sizes, shape[:-1], scale), haar(first, shape)
+        # S = U·exp(logs)·Vᵀ. At a small scale V is U turned a little, so that S is near the identity.
+        start = jnp.where(scale < 1, left, self.parts[1].identity())
+        right = matmul(random_rotation(second, shape, scale), start)
+        return matmul(left * jnp.exp(logs)[..., None, :], transpose(right))
 
     def split(self, element: jax.Array) -> tuple[jax.Array, jax.Array]:
         return jnp.stack([element, inverse(element)], -3), self.parts[1].identity()

@@ -1,4 +1,4 @@
-"""Finds which entries of which axes are one index, such as one unit: a union-find over all entries of leaves' axes.
+"""Finds which entries of different axes are one index, such as one hidden unit, by union-find over the leaves' axes.
 
 An axis of a parameter, or of anything computed from parameters, is a vector of ids, one per entry. It is None if no
 parameter varies along it. If an operation combines two entries, as a sum or a contraction does, it unites their ids,
@@ -23,7 +23,7 @@ MOST_IDS = 200_000  # in a joined axis. Longer ones get no ids: in practice they
 
 
 class _Grid(NamedTuple):
-    """An id as one cell of a grid: the ids of its components, the grid's sizes, the cell's row-major number."""
+    """An id as one cell of a grid: the ids on the grid's axes there, the grid's sizes, the cell's row-major number."""
 
     components: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -35,7 +35,7 @@ class Spaces:
 
     Attributes:
       changes: number of unions and splits so far. The walks over the jaxpr (`trace`) end when it no longer rises.
-      picked: ids of axes from which the function takes single indices.
+      picked: ids of axes from which the function takes single indices, such as the query of a fused kernel.
       grids: id → its grid, for each id that is a cell of one.
 
     >>> spaces = Spaces()
@@ -108,7 +108,7 @@ class Spaces:
     def unify(self, *axes: Axis) -> Axis:
         """Unites the axes that an operation aligns, entry by entry, and returns one of them.
 
-        If an axis is a grid, the others are split into the same atoms, and these are united too.
+        If an axis is a grid, the others are split into grids with the same atoms, and the atoms are united too.
         """
         present = [axis for axis in axes if axis is not None]
         if not present:
@@ -234,7 +234,7 @@ class Spaces:
         return out
 
     def _cut(self, atoms: Sequence[np.ndarray], cuts: Sequence[int]) -> list[np.ndarray]:
-        """Splits the atoms of a grid further, until the products of its last k sizes contain all numbers in `cuts`."""
+        """Splits the atoms of a grid further, until every number in `cuts` is the product of its last k sizes."""
         out, outer = list[np.ndarray](), math.prod(len(atom) for atom in atoms)
         for atom in atoms:
             inner = outer // len(atom)

@@ -49,8 +49,8 @@ class LeafAxes:
 
     Attributes:
       neurons: path or pattern → axes of a kernel, as `max_norm_muon` takes them: `_` is an axis of inputs, `layer` and
-        `expert` count matrices (each is the name of one axis, also if two axes count layers, as in a scan of scans),
-        `token` is the output axis of an unembedding, and every other name is an output axis.
+        `expert` count matrices, `token` is the output axis of an unembedding, and every other name is an output axis.
+        If two axes count layers, as in a scan of scans, one is called `layer` and the other `expert`.
       embeddings: path or pattern → axes of a table, such as `token _`. A table that is also the unembedding is here,
         and not in `neurons`.
       readings: path of a kernel → how Muon reads it as one or more matrices. It has no entry for an unembedding.
@@ -228,7 +228,9 @@ class _Reader:
         for one, other in (order for pair in self.walk.pairs for order in (pair, pair[::-1])):
             first, second = ({product.path for product in side} for side in (one, other))
             found = list[Product]()
-            if first & contracted and not second & contracted:  # x·(A·B) contracts x with A's outputs in A·B
+            # In A·B, the axis of A that remains counts as its output. In x·(A·B), x is contracted with it: it is A's
+            # input.
+            if first & contracted and not second & contracted:
                 found = [*(dataclasses.replace(x, inputs=x.outputs, batch=()) for x in one), *other]
             elif first & data and not second & data:
                 self.walk.added |= first

@@ -30,7 +30,7 @@ Outputs = Literal["logits", "logprobs", "predictions", "loss"]
 _OUTPUTS = get_args(Outputs)
 _refusal = functools.partial(binding_error, "discover")
 _NO_DERIVATIVE = ("do not support JVP", "cannot be differentiated", "Differentiation rule", "Linearization failed",
-                  "JVP not implemented", "JVP rule")  # in JAX's errors about operations without one
+                  "JVP not implemented", "JVP rule")  # texts in JAX's errors about operations without a derivative
 
 
 def check_function(fn: Any, params: Any, batches: Sequence[Any]) -> None:
@@ -292,8 +292,8 @@ def compared(out: Any, outputs: Outputs | None) -> list[jax.Array]:
 def _log_probabilities(logits: jax.Array) -> jax.Array:
     """The log-probabilities of logits; 0 for a class that a mask rules out, whose probability is 0 in every dtype.
 
-    A mask writes one very negative number in place of a logit. If all logits are shifted in front of the mask, the
-    masked one stays: its log-probability would change, although no probability does. A class counts as ruled out if its
+    A mask writes one very negative number in place of a logit. If all logits are shifted before they are masked, this
+    number stays: its log-probability would change, although no probability does. A class counts as ruled out if its
     log-probability is below -1e8, or if it is below -4e3 and the logit is the least of its row. Large logits without a
     mask may meet this rule too. But a shift of all logits changes neither which one is the least nor its
     log-probability, so that they meet it before and after the shift.

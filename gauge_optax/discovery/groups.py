@@ -295,7 +295,7 @@ def _contained(
         if length < (_WITHIN * 1e-6) ** 2 * first or distance >= last:  # converged at a positive distance
             break
         if number % _PATIENCE == 0:
-            if distance > 0.99 * level:  # it will end at a positive distance
+            if distance > 0.99 * level:  # it falls so slowly that it will end at a positive distance
                 break
             level = distance
         step = [g + length / before * d for g, d in zip(gradient, step, strict=True)]

@@ -117,7 +117,7 @@ class _Search:
     # Gradients ------------------------------------------------------------------------------------
 
     def observe(self, bar: Any) -> None:
-        """Takes gradients at random points."""
+        """Takes gradients at random points, and passes them to all candidates, flows and shifts."""
         bar.total = bar.n + 3 + (count := -(-self._rows // self._at_once))
         if self._prover.untrue(self._gradients, self._at_once, self._rng(26)):
             self._gradients.compute_unfused()
@@ -279,7 +279,7 @@ def _additions(
     trace: Trace, dead: Mapping[str, np.ndarray], flows: Sequence[offsets.Flow], shifts: offsets.Shifts,
     point: Leaves, matrices: Sequence[set[str]],
 ) -> list[_Addition]:
-    """The additions to leaves that no gradient sees.
+    """The additions to leaves to which all gradients of the outputs are orthogonal.
 
     Args:
       trace: the walk.
@@ -368,7 +368,7 @@ def _claims(
             continue
         if (misfit := prover.misfit(call)) is None:
             claims.append(_Claim(call, exponents, symmetry.residual, symmetry))
-        else:  # for example a recurrent kernel, whose two axes have one scale
+        else:  # for example a recurrent kernel, on both of whose axes one scale acts
             unwritten.append((f"a move that no gauge can bind ({misfit})", symmetry))
     return claims, unwritten
 

@@ -93,7 +93,7 @@ def called(eqn: Any, ins: list[_V]) -> tuple[core.Jaxpr, Sequence[Any], list[_V]
 
 
 def loop_parts(eqn: Any, ins: list[_V]) -> tuple[core.ClosedJaxpr, list[_V], list[_V], list[_V]]:
-    """The body of a scan or a while, and its inputs in three lists: constants, carries, and arrays with a row per turn.
+    """The body of a scan or a while, and its inputs in three lists: constants, carries, and arrays with a row per step.
 
     A while has no arrays of the third kind.
 

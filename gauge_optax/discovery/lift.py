@@ -105,7 +105,7 @@ def in_double(fn: Function, leaves: Leaves, dtypes: Mapping[str, Any], batch: An
 
 
 def _lowers(fn: Function, leaves: Leaves, batch: Any) -> bool:
-    """Whether XLA compiles fn: not if JAX reads a 64-bit array that fn captures in 32 bits, see `xla.unseen`."""
+    """Whether XLA takes fn. It does not if fn captures a 64-bit array that JAX reads in 32 bits (`xla.unseen`)."""
     try:
         jax.jit(fn).lower(leaves, batch)
     except ValueError:

@@ -160,7 +160,7 @@ class Flow:
         self.squares = self.squares + np.array(squares)
 
     def solve(self) -> Iterator[np.ndarray]:
-        """The coefficients (columns,) of each combination that no gradient sees."""
+        """The coefficients (columns,) of each combination of columns to which all gradients are orthogonal."""
         sizes, alive = np.sqrt(np.asarray(self.squares)), self._alive
         if not self.belongs(alive.tolist()):
             return
@@ -561,7 +561,7 @@ def _hidden_behind_scale(view: View, scale: _Norm, layers: set[Space]) -> Flow:
 def _hidden_and_absorbed(
     bias: View, norm: _Norm, kernels: Sequence[View], behind: Mapping[str, Sequence[View]], layers: set[Space]
 ) -> Flow:
-    """Shifts the bias β of a centred norm with scale γ by a vector δ with Σδ/γ = 0; kernels without a bias undo it.
+    """Shifts the bias β of a centred norm with scale γ by a vector δ with Σδ/γ = 0, and undoes this behind the norm.
 
     The output of a kernel W behind the norm changes by Wᵀδ, which the bias behind W subtracts. Without a bias, W gains
     −(1/γ)⊗Wᵀδ/Σ(β/γ), whose output is −Wᵀδ (`_hidden_by_norm`).
@@ -645,8 +645,8 @@ def _common_row(spaces: Sequence[Space], tables: Sequence[View], layers: set[Spa
     def belongs(taken: list[int]) -> bool:
         """Whether this flow reports a combination of tables.
 
-        Tables that all share more axes than `spaces` belong to another flow, and leaves whose only axis, apart from
-        stacked layers, is that of `spaces` to `search`. One table alone is no combination.
+        Another flow reports tables that all share more axes than `spaces`. If the only axis of all the leaves, apart
+        from stacked layers, is that of `spaces`, then `search` reports the combination. One table alone is none.
         """
         if len(taken) < 2 or (lone and all(len(tables[k].labels) == len(spaces) for k in taken)):
             return False

@@ -464,8 +464,9 @@ def _unknown(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags]:
 def _elementwise(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags]:
     """An operation entry by entry.
 
-    The result keeps the operands' tags after a sum, and if only one operand depends on both data and parameters. A
-    product of several such operands reads the outputs in each of them, and its result has no tags.
+    The result keeps the operands' tags if the operation is a sum, or if only one operand depends on both data and
+    parameters. Any other operation on several such operands reads the outputs within each of them together, and its
+    result has no tags.
     """
     shape, name = tuple(getattr(eqn.outvars[0].aval, "shape", ())), eqn.primitive.name
     ranks = all(len(x.shape) in (0, len(shape)) for x in ins)
@@ -508,9 +509,9 @@ _SUMS = ("add", "sub", "add_any", "select_n", "concatenate")
 
 
 def _reduced(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags]:
-    """A sum or a maximum over axes. It reads all outputs in its operand if different outputs stand along these axes.
+    """A sum or a maximum over axes. If different outputs of a product stand along these axes, it reads them together.
 
-    A parameter without data keeps its places at index 0 of these axes, which stand for all.
+    A parameter without data keeps its places at index 0 of these axes, which represent all indices.
     """
     gone, tags = tuple(eqn.params.get("axes", ())), dict[Owner, Places | None]()
     value, maximum = ins[0], eqn.primitive.name != "reduce_sum"

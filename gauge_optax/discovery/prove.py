@@ -25,7 +25,7 @@ from gauge_optax.gauges.disconnected import disconnected
 from gauge_optax.gauges.gauge import Gauge, product
 from gauge_optax.xla import quick_options
 
-_NOTICED = 1e-5  # a move proves something only if noise of its size changes the outputs by more than this, relatively
+_NOTICED = 1e-5  # a move proves a gauge only if noise as large as the move changes the outputs by more than this share
 _CLIPPED = 1e-3  # far from the user's weights, only a relative change above this counts: it is surely no roundoff
 # A clip, as in ReLU6, acts only on large numbers. A gauge is therefore also tested at leaves that are so many times as
 # large, and with moves that multiply and divide by so much.
@@ -244,7 +244,7 @@ class Prover:
                 change = self.change(moved) if free or self.change(shaken) > _NOTICED else np.inf
                 alone = call.kind in _ALONE and not self._large
                 far = [(_FAR, 0.0, f"where these leaves are {_FAR:.0f} times as large")] if alone else []
-                if alone and call.kind in _FACTORS and change <= STILL:  # an eps, too, acts where a factor is small
+                if alone and call.kind in _FACTORS and change <= STILL:  # a norm's eps acts if a factor is small
                     far += [(1.0, sign, f"under factors of {_FAR:.0f}") for sign in (1.0, -1.0)]
                 for times, sign, where in far:
                     there = self._change_at(times, moved_at(times, sign)[n], rng) if change <= _CLIPPED else 0.0
@@ -276,7 +276,7 @@ class Prover:
         @functools.partial(jax.jit, compiler_options=quick_options())
         def slice_point(leaves: Leaves) -> Mapping[str, jax.Array]:
             x = whole.values(with_leaves(self._params, leaves))
-            still = {path: jnp.asarray(leaf) for path, leaf in leaves.items()}  # no gauge moves those that x lacks
+            still = {path: jnp.asarray(leaf) for path, leaf in leaves.items()}  # no gauge moves leaves that x lacks
             return {**still, **whole.enter(whole.read(x).elements, x).point}
 
         def distance(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:

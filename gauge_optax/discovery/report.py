@@ -58,6 +58,7 @@ class Report(Mappings):
       nearly: gauges whose finite moves change the outputs by less than ten times `near`, relative to their size, for
         example because of a norm's eps.
       rejected: candidates that a finite move refutes, or that the library cannot bind along with `held`, with reasons.
+        Also leaves of which gradients do not show how the outputs depend on them, as behind a `stop_gradient`.
       dead: leaves whose values do not affect the outputs.
       uncovered: entries of leaves that no batch uses, such as rows of an embedding; nothing is known about them.
       ungauged: symmetries that hold but that no gauge of the library describes: a kind, in words → for each symmetry of
@@ -111,7 +112,7 @@ class Report(Mappings):
 
     @property
     def turning(self) -> list[Gauge]:
-        """All of `gauges`, with rotations of heads in place of any invertible matrices.
+        """All of `gauges`, where gauges of all invertible matrices of heads are replaced by gauges of rotations.
 
         `max_norm_muon` takes this list, because other matrices change the norms of neurons, which it bounds.
         """

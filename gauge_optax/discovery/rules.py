@@ -97,7 +97,7 @@ def _default(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     if len(set(results)) != 1 or not all(fits):
         return _opaque(trace, eqn, ins)
     out = []
-    for k, length in enumerate(results[0]):  # an axis of length one is broadcast silently
+    for k, length in enumerate(results[0]):  # an operand's axis of length one is broadcast, and united with no other
         same = [value.axes[k] for value, shape in zip(ins, operands, strict=True) if shape and shape[k] == length]
         out.append(trace.spaces.unify(*same))
     return [list(out) for _ in eqn.outvars]

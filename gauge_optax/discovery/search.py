@@ -388,7 +388,7 @@ def _of_two_exponents(rows: np.ndarray) -> np.ndarray:
         others = [factor * rows[j] for j in range(len(rows)) for factor in (1.0, -1.0, 2.0, -2.0) if j != i]
         near = (row + other for other in others) if odd(row) else ()
         best = next((x for x in near if not odd(x) and np.count_nonzero(x) <= most[i]), row)
-        if odd(best):  # perhaps a sum with several other rows has two exponents: the stream's with each layer's MLP's
+        if odd(best):  # a sum with several rows may do: that of the stream, say, with those of each layer's MLP
             for other in others:
                 step = best + other
                 best = step if odd(step) < odd(best) and np.count_nonzero(step) <= most[i] else best

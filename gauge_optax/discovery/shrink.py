@@ -183,7 +183,7 @@ def _chosen(groups: Sequence[_Group], atoms: Atoms, of_batches: set[int]) -> lis
 
 
 def _split(trace: Trace, one: _Short) -> tuple[set[int], set[int]]:
-    """The indices of a group that are kept, and all its others."""
+    """The indices of a group that are kept, and those that are dropped."""
     first, every = set[int](), set[int]()
     for place in one.group.places:
         ids = _indices(trace, place)

@@ -17,12 +17,13 @@ from gauge_optax.xla import quick_options, unfused_options
 
 Leaves = dict[str, np.ndarray]
 Function = Callable[[Mapping[str, Any], Any], Any]
-DRAWS = 5  # where outputs or gradients are not finite, up to so many times as many points are drawn as are needed
+DRAWS = 5  # at most so many times the needed number of points are drawn, because at some the outputs are not finite
 _SPREAD = 0.5  # noise around the given point, relative to a leaf's RMS
 # A leaf with only positive entries, whose RMS is below `_TINY`, is scaled up to the RMS `_RAISED`.
 _TINY, _RAISED = 1e-2, 0.1
-_CHUNK = 2**29  # bytes of gradients that are held at a time
-# A finite difference, relative to a leaf's RMS. A step of 1e-5 crosses kinks of wide ReLU nets, and is off by 1e-2.
+_CHUNK = 2**29  # bytes of gradients that are in memory at a time
+# The step of a finite difference, relative to a leaf's RMS. A step of 1e-5 crosses kinks of wide ReLU nets, so that the
+# difference is off by 1e-2.
 _STEP = 1e-7
 _UNTRUE = 1e-3  # a gradient and a finite difference disagree if they differ by more than this share of their sum
 TRIALS, _AGREED = 4, 2  # a gradient is compared at most `TRIALS` times; it is true if `_AGREED` comparisons agree
@@ -59,7 +60,7 @@ def generic_point(
     Args:
       leaves: float64 arrays by path.
       rng: source of the noise.
-      signed: leaves that get both signs although all their entries are positive.
+      signed: leaves whose entries get random signs, although all are positive.
 
     Returns:
       Leaves plus normal noise of half their RMS. A leaf with small values gets more noise, so that a kernel's outputs
@@ -286,7 +287,7 @@ class Gradients:
         return self._pulled(leaves, batch, projections)
 
     def outputs(self, leaves: Leaves) -> int:
-        """Number of output entries of a batch, and so of the gradients per batch that can be independent at a point."""
+        """The number of output entries of a batch. At a point, no more gradients per batch can be independent."""
         return sum(x.size for x in jax.tree.leaves(jax.eval_shape(self._fn, leaves, self._batches[0])))
 
     def untrue(self, call: Function, points: Sequence[Leaves], count: int, rng: np.random.Generator) -> list[str]:
@@ -294,7 +295,7 @@ class Gradients:
 
         Args:
           call: the function, compiled.
-          points: where both are compared.
+          points: where gradients and finite differences are compared.
           count: as in `at`. With equal counts, the program that `at` compiles is used here too.
           rng: source of projections and steps.
 

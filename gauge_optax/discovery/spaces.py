@@ -23,7 +23,7 @@ MOST_IDS = 200_000  # in a joined axis. Longer ones get no ids: in practice they
 
 
 class _Grid(NamedTuple):
-    """An id as one cell of a grid: the ids on the grid's axes there, the grid's sizes, the cell's row-major number."""
+    """An id as a cell of a grid: the cell's ids along the grid's axes, the grid's sizes, its row-major number."""
 
     components: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -54,7 +54,7 @@ class Spaces:
         self._parent = np.arange(1024)
         self._count = 0
         # The id of a cell, by its components, the grid's sizes, and the number of earlier cells of the grid with the
-        # same components: in a grid that contains an axis of rotary planes, each occurs twice.
+        # same components: in a grid that contains an axis of rotary planes, equal components occur twice.
         self._joined: dict[tuple[tuple[int, ...], tuple[int, ...], int], int] = {}
         self._nothing: dict[tuple[int, int], np.ndarray] = {}
 
@@ -170,7 +170,10 @@ class Spaces:
         return parts
 
     def join(self, axes: Sequence[tuple[Axis, int]]) -> Axis:
-        """The axis into which a reshape joins axes, each given with its length; None if that has no ids."""
+        """The axis into which a reshape joins axes, each given with its length.
+
+        The result is None if no axis has ids, or if the joined axis would have more than `MOST_IDS`.
+        """
         if all(axis is None for axis, _ in axes):
             return None
         whole = [self.fresh(length) if axis is None else axis for axis, length in axes]

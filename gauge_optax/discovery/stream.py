@@ -46,7 +46,7 @@ def stream_rotations(
       rng: makes a random generator from numbers, of which the first says what it is for.
 
     Returns:
-      The rotations that the gradients do not see.
+      The rotations whose motions are orthogonal to all gradients, so that they change no output to first order.
     """
     ones = _scales(norms, params)
     # A residual stream is the same for all layers and heads, so that candidates without companions suffice for it. But

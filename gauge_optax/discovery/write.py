@@ -224,7 +224,8 @@ class _Names:
     def __init__(self, symmetry: Symmetry, layers: set[Space], positive: Collection[str]) -> None:
         self.sizes: dict[str, int] = {}
         self._positive = positive
-        places = [term.piece.places for term in symmetry.terms]  # per term, that of the space, then of each companion
+        # For each term, the place (axis and number of the atom) of the space, then the places of the companions.
+        places = [term.piece.places for term in symmetry.terms]
         # If the group moves a range of an axis, such as a half of each head, then no axes get a name together.
         whole = not any(term.piece.view.windows[axis].atoms[number].span
                         for term in symmetry.terms for axis, number in term.piece.places)
@@ -383,9 +384,9 @@ def whole_leaves(terms: Sequence[Term]) -> list[Term]:
 
 
 def _tiled(group: list[Term], axis: int) -> list[Term]:
-    """Merges terms that read different entries of an axis, and no other entry twice, into one term; else returns them.
+    """Merges terms into one if the entries of an axis that they read are disjoint and fill a range; else returns them.
 
-    Together the terms must read the whole axis; or a range of it, of which every term reads a single entry.
+    The range must be the whole axis, unless every term reads a single entry.
     """
     piece, places = group[0].piece, group[0].piece.places
     if len(group) == 1:

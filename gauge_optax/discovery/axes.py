@@ -339,7 +339,8 @@ class _Reader:
         return texts[0] if len(texts) == 1 else tuple(texts)
 
     def _singled(self, product: Product, shape: tuple[int, ...]) -> list[Product]:
-        """Splits a contraction into one per matrix if a reshape made (matrix, entry) of one axis of the parameter."""
+        """Splits a contraction into one per matrix, if a reshape divides an axis of the parameter into (matrix, entry).
+        """
         for k in product.batch:
             others = {a for j in range(len(product.ids.shape)) if j != k for a in varying(product.ids, j, shape)}
             if others & set(varying(product.ids, k, shape)):

@@ -46,7 +46,7 @@ Leaves = Mapping[str, np.ndarray]
 Function = Callable[[Any, Any], Sequence[jax.Array]]
 
 _BYTES = 2**28  # of gradients in memory at once
-_ERRORS = 100.0  # error of a computed dead direction, divided by (roundoff / smallest nonzero singular value)
+_ERRORS = 100.0  # computed dead directions are off by up to this, times roundoff / smallest nonzero singular value
 _INSIDE = 1e-6  # relative distance from the span of the orbits up to which a direction lies in it
 _ROUNDS, _SOLVED = 60, 1e-11  # most iterations of GMRES, which projects onto the span, and its relative residual
 _EXHAUSTED = 1e-9  # below this share of the largest diagonal entry Lanczos ends, and singular values count as zero
@@ -431,9 +431,10 @@ class _Span:
     """The span of all directions along the orbits of gauges at a point. No basis of it is formed.
 
     For a list that can be bound, `horizontal` is a projection that removes exactly the directions along the orbits.
-    Some lists cannot be bound, because their gauges share leaves in a circle. Such a list is divided into lists that
-    can, and T is the product of their projections. The part of x in the span is the v in the span for which T keeps
-    x − v as it is: (I − T)·v = (I − T)·x. Iterations that start from (I − T)·x and stay in the span find it.
+    Some lists cannot be bound, because their gauges share leaves in a circle (the first with the second, the second
+    with the third, the third with the first). Such a list is divided into lists that can be bound, and T is the product
+    of their projections. The part of x in the span is the v in the span for which T keeps x − v as it is:
+    (I − T)·v = (I − T)·x. Iterations that start from (I − T)·x and stay in the span find it.
 
     Args:
       gauges: a list, also one that cannot be bound as a whole.

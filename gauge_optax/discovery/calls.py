@@ -201,7 +201,7 @@ class Call:
 
         Args:
           params: that tree; shapes are enough.
-          sizes: axis name → length there, of axes in `Call.sizes`. An axis that is not given keeps its length.
+          sizes: name of an axis in `Call.sizes` → its length in that tree. An axis that is not given keeps its length.
 
         Raises:
           ValueError: an axes string has a range, such as `head=0:4`, or a length does not fit the tree.
@@ -308,7 +308,8 @@ class Call:
 def bound_copies(gauge: Any, params: Any) -> list[tuple[str, dict[str, int], list[Any]]]:
     """For each copy of a gauge on a tree: its key, the lengths of its named axes, and its blocks.
 
-    A gauge that a user defined by its action has one copy.
+    A gauge has one copy per value of the captures in its paths, such as one per layer. A gauge that a user defined by
+    its action has one copy.
 
     >>> gauge = go.rescale({"{i}/up": "_ channel"}, {"{i}/down": "channel _"})
     >>> tree = {k: {"up": jnp.ones((2, 3)), "down": jnp.ones((3, 2))} for k in "01"}
@@ -343,7 +344,7 @@ def merge_layers(calls: Iterable[Call], same: Callable[[Call, list[Call]], bool]
     """Merges calls that differ in the numbers of their paths alone into one call with captures.
 
     Args:
-      calls: calls for concrete leaves.
+      calls: calls whose paths have no captures.
       same: tells whether a merged call binds what the calls that it replaces bind, and nothing else.
 
     Returns:
@@ -374,7 +375,7 @@ def merge_layers(calls: Iterable[Call], same: Callable[[Call, list[Call]], bool]
 
 
 def _ordered(blocks: Mapping[str, Axes]) -> dict[str, Axes]:
-    """Blocks sorted by their paths, numbers by value."""
+    """Blocks sorted by their paths, in which numbers count by value: layer 2 is before layer 10."""
     return dict(sorted(blocks.items(), key=lambda item: (template(item[0]), list(map(int, _NUMBER.findall(item[0]))))))
 
 

@@ -218,7 +218,8 @@ def census(
       params: the point, a tree of arrays. Take trained or random weights: zeros and equal numbers have further dead
         directions.
       batches: values that `fn` accepts. Together they need at least as many output numbers as the model has parameters.
-        With blocks they need as many as a block has entries, and more tokens than any kernel has rows.
+        With blocks they need as many as a block has entries, and more tokens than any kernel has rows: with fewer, some
+        changes of a kernel change none of its outputs.
       gauges: the gauges that should explain the dead directions.
       outputs: as in `discover`: with "logits", a number that is added to all entries along the last axis is no change.
         By default "logits" if the gauges have a `logit_shift`, else what the function shows.

@@ -44,7 +44,8 @@ class _Seen(NamedTuple):
     """A value that an equation of a layer reads, as seen from this layer.
 
     Attributes:
-      of: the layer that the value belongs to: "itself", the layer "before" it, the "first" layer, or "none".
+      of: the layer that the value belongs to: "itself", the layer "before" it, or the "first" layer; "none" if the
+        value depends on no layer.
       name: the value's name in that layer.
     """
 

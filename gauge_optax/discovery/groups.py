@@ -46,7 +46,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
 
 
 class Term(NamedTuple):
-    """A piece that moves, the mode in which it moves, and the exponent, a number by which its element is multiplied.
+    """A piece of a leaf that moves, its mode (`FAMILIES`), and its exponent, by which the element is multiplied.
 
     >>> from gauge_optax.discovery.views import Atom, View, Window
     >>> up = View("up", (2, 3), (Window(0, 2, (Atom(None, 2),)), Window(0, 3, (Atom((5, 6, 7), 3),))))
@@ -68,9 +68,9 @@ class Symmetry:
 
     Attributes:
       family: the key of its family in `FAMILIES`.
-      space: the space that it acts on.
-      beside: its companions' spaces, such as heads. The group has one element per combination of their indices.
-      terms: the pieces that move.
+      space: the space (an axis) that it acts on.
+      beside: the spaces of its companions, such as heads. The group has one element per combination of their indices.
+      terms: the pieces of leaves that move.
       residual: the product of the gradients with its motion, relative to the sizes of both; roundoff for a symmetry.
       along: pieces that do not affect the outputs, but should move together with pieces of their module. An example is
         a key bias, which the softmax hides: it moves with the key kernel.
@@ -154,7 +154,7 @@ class Symmetry:
 
 
 def draw(rng: np.random.Generator, family: str, space: Space, beside: Sequence[Space]) -> np.ndarray:
-    """A random element of a family's algebra for each combination of its companions' indices.
+    """A random element of a family's algebra for each combination of indices of the spaces `beside`, such as heads.
 
     The shape is (combinations, n) for scales and (combinations, n, n) for matrices, where n is the length of `space`.
 
@@ -216,7 +216,7 @@ def independent(
     """The symmetries that larger ones, or those in `before`, do not contain.
 
     Args:
-      symmetries: those to choose from.
+      symmetries: the symmetries to choose from.
       point: the leaves at which tangents are compared.
       rng: draws elements.
       before: symmetries that were found before.

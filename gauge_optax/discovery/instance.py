@@ -53,7 +53,7 @@ def search_instance(
       params: the tree that gauges bind to.
       leaves: its float64 leaves by path.
       batches: at least two.
-      trace: the walk over fn.
+      trace: the walk over the jaxpr of fn.
       near: as in `discover`.
       seed: seed of everything random.
       bar: the progress bar.
@@ -156,7 +156,7 @@ class _Search:
         return masks, dead, uncovered
 
     def symmetries(self, masks: Mapping[str, np.ndarray]) -> tuple[list[Symmetry], list[Symmetry]]:
-        """The symmetries that are exact by the gradients, and those that nearly hold, each without dependent ones."""
+        """The symmetries that are exact by the gradients, and the near ones; those that others contain are left out."""
         found = [symmetry for one in self._tried for symmetry in one.solve(self._squares, masks, self._near)]
         point = self._point(1, 0)
         exact = independent([s for s in found if s.residual < ZERO], point, self._rng(7), dead=masks)
@@ -282,10 +282,10 @@ def _additions(
     """The additions to leaves to which all gradients of the outputs are orthogonal.
 
     Args:
-      trace: the walk.
+      trace: the walk over the function's jaxpr.
       dead: by path, masks of entries without effect.
-      flows: kinds of additions, which have observed the gradients.
-      shifts: constants along an axis, which have observed the gradients.
+      flows: kinds of additions (`offsets.flows`) that have got the gradients.
+      shifts: constants along axes (`offsets.Shifts`) that have got the gradients.
       point: any point; an addition is made there to see which leaves it moves.
       matrices: for each symmetry under all invertible matrices, the leaves that it moves. A shift of a stream's mean
         that moves exactly these leaves is left out, because the symmetry contains it.
@@ -355,7 +355,7 @@ def refuted(call: Call, change: float, prover: Prover) -> str:
 def _claims(
     symmetries: Sequence[Symmetry], trace: Trace, positive: set[str], prover: Prover
 ) -> tuple[list[_Claim], list[tuple[str, Symmetry]]]:
-    """Symmetries as claims, and those that have no gauge, each with the reason."""
+    """Claims (gauges to be proved) of symmetries, and the symmetries that have no gauge, each with the reason."""
     claims, unwritten = [], list[tuple[str, Symmetry]]()
     kernels = {kernel for _, kernel in trace.vector_reads}
     for symmetry in symmetries:

@@ -212,7 +212,7 @@ def _cut_function(
 ) -> Callable[[Any, Any], Any]:
     """A function of the shorter tree: traces the whole function, and cuts the other layers out of it.
 
-    While the function is traced, the kept middle layer's leaves stand for those of the other layers.
+    The trace needs leaves of all layers. Those of the kept middle layer are used in place of all that the tree lacks.
 
     Args:
       short: the function of the whole tree, and the shorter tree.

@@ -100,7 +100,7 @@ class Shifts:
         return list(out.values())
 
     def constants(self) -> list[tuple[str, str]]:
-        """Leaves to all of whose entries one number may be added, but not a number of its own to each row or column.
+        """Leaves to which one number may be added at all entries, but not a separate number per row or column.
 
         Each comes with its axes string, which is empty if `norm_write_shift` cannot express the move. An example is a
         table that is tied to the unembedding. One number on all its entries adds a constant to the stream, which
@@ -224,7 +224,7 @@ class _Norm(NamedTuple):
 
 
 class _Column(NamedTuple):
-    """How a leaf moves, given an array: by the product of the array and all `factors`.
+    """One column of a flow. Given an array, a leaf moves by the product of the array and all `factors`.
 
     Attributes:
       view: the entries of the leaf that move. If the array or a factor has an axis that the view lacks, the product is
@@ -349,9 +349,10 @@ def _readers(vector: View, kernels: Sequence[View], parts: Sequence[View], trace
 
 
 def _relabelled(view: View, axes: Collection[int]) -> View:
-    """The view with spaces of their own on some axes: the output axis of a kernel, and the bias behind it.
+    """The view with new spaces on some axes.
 
-    Both axes of the kernel are along one space if what it computes is added to what it reads, as in x + f(x·W).
+    If what a kernel computes is added to what it reads, as in x + f(x·W), both its axes are along one space. To tell
+    them apart, its output axis gets a new space, and so does the axis of the bias behind it.
     """
 
     def changed(atom: Atom) -> Atom:
@@ -363,7 +364,10 @@ def _relabelled(view: View, axes: Collection[int]) -> View:
 
 
 def _apart(parts: Sequence[View], whole: Collection[str]) -> list[View]:
-    """Parts without a common entry, of leaves that are not in `whole`: parts of a kernel that reads a concatenation."""
+    """Those of the parts that share no entry, of leaves that are not in `whole`.
+
+    An example are the parts of a kernel that reads a concatenation, one per concatenated array.
+    """
     out, taken = list[View](), dict[str, set[int]]()
     for view in parts:
         entries = set(view.read(np.arange(math.prod(view.shape)).reshape(1, *view.shape)).ravel().tolist())
@@ -385,7 +389,7 @@ def _mapped_to_zero(vector: View, kernel: View, layers: set[Space]) -> list[Flow
     others: list[Space | None] = [label for label in kernel.labels if label not in vector.labels]
     if not set(vector.labels) <= set(kernel.labels):
         return []
-    others = others or [None]  # a single output
+    others = others or [None]  # a kernel with a single output may have no output axis
     to_vector = [vector.labels.index(label) for label in (*stacked, *inputs)]
     kind = "a part of a bias that the kernel behind it maps to nothing that is read"
 
@@ -486,7 +490,7 @@ def _carried_on(
 def _one_number(
     vector: View, kernels: Sequence[View], behind: Mapping[str, Sequence[View]], layers: set[Space]
 ) -> Flow:
-    """One number on all entries of a vector, which the bias behind a kernel along another axis takes away.
+    """Adds one number to all entries of a vector. The bias behind a kernel along another axis subtracts its effect.
 
     A kernel W along another axis reads the number at all of its inputs, so that the bias behind it loses the number
     times the sum of W over its inputs. Examples are the kernels of MLP-Mixer and gMLP that mix positions.
@@ -599,7 +603,7 @@ def _modulated(vector: View, gains: Sequence[View], shifts: Sequence[View]) -> F
     leaf computes, the bias of the shift, or every row of a table of shifts, loses u as well.
 
     Args:
-      vector: the vector.
+      vector: the vector that gains u.
       gains: the leaves that compute the gain, and their parts: gain and shift can be two halves of one kernel's output.
       shifts: the leaves that compute the shift, and their parts.
     """
@@ -707,7 +711,7 @@ def unread_bias_call(trace: Trace, path: str, mask: np.ndarray) -> Call | None:
     """The gauge of a bias, or of one part of a fused bias, whose values have no effect, such as a key bias.
 
     Args:
-      trace: the walk.
+      trace: the walk over the function's jaxpr.
       path: the leaf.
       mask: the entries without effect.
 
@@ -755,9 +759,9 @@ def merged_reads(calls: Sequence[Call]) -> list[Call]:
 def _with_numbered_parts(view: View, trace: Trace) -> View:
     """Changes a view so that its axes match those of other views.
 
-    An axis of length 1 without a space is read at its index 0. An axis that counts the parts of a fused leaf gets the
-    same space as all such axes of its length: because a function takes parts one by one, no operation unites the axis
-    that counts a fused kernel's parts with that of its fused bias.
+    An axis of length 1 without a space is read at its index 0. An axis that counts the parts of a fused leaf, such as
+    query, key and value, gets the same space as all such axes of its length. A function takes such parts one by one, so
+    that no operation shows that a fused kernel and its fused bias have the same parts.
     """
 
     def changed(atom: Atom) -> Atom:
@@ -771,7 +775,7 @@ def _with_numbered_parts(view: View, trace: Trace) -> View:
 
 
 def _names(spaces: Labels, layers: set[Space]) -> dict[Space, str]:
-    """Names of axes: `layer` (then `layer1`) for stacked layers, `channel` for the only other one, or `head` and so on.
+    """Names of axes: `layer`, `layer1` for stacked layers; `channel` for one other axis, `head`, `entry` … for several.
     """
     stacks = [space for space in dict.fromkeys(spaces) if space is not None and space in layers]
     names = {space: f"layer{k}" if k else "layer" for k, space in enumerate(stacks)}
@@ -783,13 +787,13 @@ def _names(spaces: Labels, layers: set[Space]) -> dict[Space, str]:
 def _call(
     kind: str, blocks: Mapping[str, Sequence[View]], names: Mapping[Space, str], plus: Sequence[str] = ()
 ) -> Call:
-    """The call of a gauge whose blocks are whole views.
+    """The call of a gauge with one block per view, which has all entries that the view reads.
 
     Args:
       kind: the constructor.
       blocks: views by role.
-      names: spaces with a name; all others are free.
-      plus: paths of norms' scales that are stored less one.
+      names: space → its name in axes strings. Axes along all other spaces are free, `_`.
+      plus: paths of leaves that store a norm's scale minus one.
 
     Raises:
       Unwritable: two views are parts of one leaf.

@@ -241,9 +241,9 @@ class Walk:
         return frozenset().union(*(x.terms for x in moving)) if name in _SUMS or len(moving) == 1 else frozenset()
 
     def _lost(self, ins: Sequence[Value], outs: Sequence[Value]) -> None:
-        """Notes owners whose places were known in an operand and are unknown in a result.
+        """Notes parameters and products whose places were known in an operand and are unknown in a result.
 
-        If the owner is a product, its outputs count as read together. If it is a parameter, it is added to `unknown`.
+        The outputs of such a product count as read together. Such a parameter is added to `unknown`.
         """
         for own, places in ((own, x) for value in ins for own, x in value.tags.items() if x is not None):
             if any(own in out.tags and out.tags[own] is None for out in outs):
@@ -400,7 +400,8 @@ def _unstack(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags]:
 
 
 def _joined(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags]:
-    """A concatenation or a stack. An owner has no entries at the places of operands that do not contain it."""
+    """A concatenation or a stack. No entries of a parameter or product stand where operands are that do not contain it.
+    """
     stack = eqn.primitive.name == "stack"
     axis, tags = eqn.params["axis" if stack else "dimension"], dict[Owner, Places | None]()
     for own in {own: None for value in ins for own in value.tags}:

@@ -43,7 +43,7 @@ from gauge_optax.gauges.gauge import Gauge, Gauges, product
 from gauge_optax.transformation import on_any_mesh, require_no_tracers
 from gauge_optax.xla import unseen
 
-_REACH = 2  # at most so many points at which gradients are taken to see which entries the batches of a large tree reach
+_REACH = 2  # to find the entries that a large tree's batches reach, gradients are taken at no more than so many points
 # Longer sums have more roundoff, so that a large tree gets a larger limit than `STILL`. Under moves of gauges that
 # hold, the outputs of a GPT of 124 million parameters change by 1.3e-12.
 _STILL_AT_SIZE = 10 * STILL

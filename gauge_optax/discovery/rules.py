@@ -339,7 +339,7 @@ def _constant_rows(trace: Trace, out: Axes, spread: list[int], axis: Any, length
     If the indices repeat all rows equally often, this axis is a grid of rows and repeats.
 
     Args:
-      trace: the walk.
+      trace: the walk over the function's jaxpr.
       out: ids of the result's axes.
       spread: the numbers of the result's axes that correspond to the axes of `rows`.
       axis: ids of the table's rows.

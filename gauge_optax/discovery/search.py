@@ -40,12 +40,12 @@ Column = tuple[Piece, str]  # a piece and its mode
 
 @dataclasses.dataclass
 class _Candidate:
-    """Pieces that share a space and companions, and the inner products of gradients with their motions.
+    """A group that is tried on pieces of leaves with its space and companions; inner products of gradients and motions.
 
     Attributes:
-      family: kind of group.
-      space: what it acts on.
-      beside: companions.
+      family: the kind of group, a key of `groups.FAMILIES`.
+      space: the space that the group acts on.
+      beside: the spaces of its companions. The group has one element per combination of their indices.
       columns: piece and mode of every column.
       products: one array (gradients, columns) of inner products per chunk of gradients.
       lengths: squared length of every column's motion, summed over points.
@@ -100,8 +100,8 @@ class _Candidate:
             if self.space == WHOLE and all(term.mode == "offset" for term in terms):
                 continue  # constants on whole leaves are no scale; `offsets` looks for them
             moved = [term.piece for term in terms if term.mode in ("vector", "covector")]
-            # If a piece moves both as vector and as covector, only a smaller family is a symmetry. That family is a
-            # candidate of its own.
+            # If a piece moves both as vector and as covector, only a smaller family is a symmetry, such as rotations,
+            # for which both modes are the same. That family is a candidate of its own.
             if len(set(moved)) == len(moved):
                 along = _moved_along(terms, asleep)
                 symmetries.append(Symmetry(self.family, self.space, self.beside, terms, residual, along))
@@ -119,7 +119,7 @@ def sketched(
       gradients: computes gradients of the function.
       at_once: number of gradients per point.
       needed: number of gradients in all.
-      points: number → point.
+      points: function of a number; returns a random point.
       squares: arrays of the leaves' shapes by path, to which squared gradients are added.
       rng: makes a random generator from numbers, of which the first, the purpose, says what it is for.
       purposes: the purpose of the gradients' random projections, and that of the candidates' elements.
@@ -182,7 +182,7 @@ def _observe(
 
 
 def spaces_with_companions(trace: Trace) -> dict[Space, set[Space]]:
-    """The spaces that are contracted, gathered from or returned, and the companions that each may have.
+    """The spaces that are contracted, gathered from or returned, and the companions (such as heads) that each may have.
 
     >>> from gauge_optax.discovery.trace import walked
     >>> trace = walked(lambda p, x: [x @ p["a"]], {"a": np.ones((2, 3))}, np.ones(2))
@@ -219,10 +219,10 @@ def spaces_with_companions(trace: Trace) -> dict[Space, set[Space]]:
 
 
 def candidates(trace: Trace, leaves: Leaves, stream: bool = False) -> list[_Candidate]:
-    """All candidates that are tried.
+    """All candidates that are tried: families of groups, each on a space and with a set of companions, such as heads.
 
     Args:
-      trace: the walk.
+      trace: the walk over the function's jaxpr.
       leaves: the parameters by path.
       stream: True for rotations of streams (axes that kernels read) and nothing else. Gradients show these rotations
         only at points where norms' scales are one. False for all other candidates.
@@ -279,10 +279,10 @@ def _beside_companions(space: Space, companions: set[Space], views: Sequence[Vie
 
 
 def _pieces(space: Space, beside: tuple[Space, ...], views: Sequence[View]) -> Iterator[Piece]:
-    """The pieces of all views along a space.
+    """The pieces of all views that have a space, on which the group acts, and the companions `beside`.
 
-    A view that reads an axis in another way than the main views is used only if the main views have no piece along the
-    space on that axis, and if it reads entries that no earlier view of this kind reads.
+    A view that reads an axis in another way than the leaf's main views (`View.other`) is used only if the main views
+    have no piece along the space on that axis, and if it reads entries that no earlier view reads.
     """
     taken: set[tuple[str, int]] = set()
     read: dict[tuple[Any, ...], set[int]] = collections.defaultdict(set)

@@ -90,7 +90,7 @@ def smaller(fn: Function, trace: Trace, leaves: Leaves, batches: Sequence[Any]) 
 
     Args:
       fn: (leaves, batch) to outputs.
-      trace: its walk.
+      trace: the walk over the jaxpr of fn.
       leaves: float64 leaves by path.
       batches: what it is called on.
 
@@ -204,7 +204,7 @@ def _indices(trace: Trace, place: Place) -> list[int]:
 
 
 def _groups(trace: Trace, atoms: Atoms) -> list[_Group]:
-    """Groups of components that share an index, together with the same components of other layers.
+    """Groups of components (`trace.Place`) that share an index, together with the same components of other layers.
 
     Components that cannot be shorter are left out.
     """

@@ -342,7 +342,7 @@ class Gradients:
             yield from self._chunks(leaves, self._batches, each, most, rng)
 
     def _most(self, leaves: Leaves) -> int:
-        """How many gradients fit in a chunk."""
+        """How many gradients fit in the memory of a chunk."""
         return max(1, _CHUNK // (8 * max(1, sum(leaf.size for leaf in leaves.values()))))
 
     def _chunks(

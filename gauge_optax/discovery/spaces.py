@@ -19,7 +19,7 @@ import numpy as np
 
 Axis = np.ndarray | None
 Space = tuple[int, ...]  # an axis as a hashable value: the representatives of its ids
-MOST_IDS = 200_000  # in a joined axis. Longer ones get no ids: in practice they are batches, never a basis or channels
+MOST_IDS = 200_000  # joined axes with more entries get no ids: in practice they are batches, never a basis or channels
 
 
 class _Grid(NamedTuple):

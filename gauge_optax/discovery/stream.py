@@ -34,7 +34,7 @@ def stream_rotations(
     """Finds the rotations of the residual stream, and of the vectors that layers or heads have behind their norms.
 
     Args:
-      trace: the walk.
+      trace: the walk over the function's jaxpr.
       leaves: the parameters by path.
       gradients: computes gradients of the function.
       at_once: number of gradients per point.
@@ -75,7 +75,7 @@ def rotation_call(symmetry: Symmetry, trace: Trace, norms: Sequence[Call], param
 
     Args:
       symmetry: the rotation.
-      trace: the walk; it tells which leaves read the stream.
+      trace: the walk over the function's jaxpr; it tells which leaves read the stream.
       norms: the proved gauges of norms' scales.
       params: the tree that they bind to.
 

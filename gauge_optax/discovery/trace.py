@@ -157,7 +157,10 @@ class Trace:
         return [] if ids is None else [self.spaces.canon(atom) for atom in self.spaces.atoms(ids)]
 
     def families(self, paths: Iterable[str]) -> list[list[Place]]:
-        """The atoms of all axes of some leaves, grouped: atoms that share ids, directly or by a chain, are together."""
+        """The atoms (`Spaces.atoms`) of some leaves' axes, in groups.
+
+        Two atoms are in one group if they share ids, or if a chain of atoms that share ids connects them.
+        """
         family_of: dict[int, int] = {}
         families: dict[int, list[Place]] = {}
         for path, axis in ((leaf, axis) for leaf in paths for axis in range(len(self.leaves[leaf]))):
@@ -174,11 +177,11 @@ class Trace:
         return list(families.values())
 
     def atom_keys(self, axis: np.ndarray) -> list[Space]:
-        """The atoms of an axis, as spaces."""
+        """The atoms of an axis (`Spaces.atoms`), as hashable spaces."""
         return [self.spaces.key(atom) for atom in self.spaces.atoms(axis)]
 
     def inputs(self, shaped: Sequence[Any]) -> list[Value]:
-        """The walk's values of a jaxpr's inputs: first those of the leaves; all others are data and have no ids."""
+        """The `Value`s of a jaxpr's inputs: first the leaves, with their ids; all others are data, without ids."""
         leaves = [Value(list(axes), None, True, path) for path, axes in self.leaves.items()]
         return [*leaves, *(Value([None] * len(x.aval.shape)) for x in shaped[len(leaves) :])]
 
@@ -187,7 +190,7 @@ class Trace:
         return interpret(jaxpr, consts, args, literal, self.equation)
 
     def equation(self, eqn: Any, ins: list[Value]) -> list[Value]:
-        """The walk's values of an equation's results."""
+        """The `Value`s of an equation's results, given those of its inputs. Records what the equation shows."""
         name = eqn.primitive.name
         if name in CONTROL:
             return (_branches if name == "cond" else _loop)(self, eqn, ins)

@@ -60,7 +60,7 @@ class Atom(NamedTuple):
 
 
 class Window(NamedTuple):
-    """The entries from start to stop of an axis of a leaf, as a grid of atoms.
+    """The entries from start to stop of an axis of a leaf, as a grid of atoms: the axes into which a reshape splits it.
 
     >>> Window(4, 8, (Atom(None, 4),)).stop
     8
@@ -72,7 +72,7 @@ class Window(NamedTuple):
 
     @property
     def spaces(self) -> tuple[Space | None, ...]:
-        """The spaces of the atoms that are not picked."""
+        """The spaces of the atoms, except those of which only one index is read (`pick`)."""
         return tuple(atom.space for atom in self.atoms if atom.pick is None)
 
     @property
@@ -84,13 +84,14 @@ class Window(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """A leaf as a tensor over the atoms that are not picked.
+    """A leaf as a tensor. Its axes are the atoms of all windows, without those of which one index is picked.
 
     Attributes:
       path: the leaf's normalised path.
       shape: its shape.
-      windows: one per axis.
-      other: the axis that this view reads in another way than the leaf's main views do; None for a main view.
+      windows: for each axis of the leaf, the entries that are read, and the atoms into which they are split.
+      other: the axis that this view reads in another way than the leaf's main views do; None for a main view. Together
+        the main views read all entries of the leaf (`views_of`).
 
     >>> view = View("up", (2, 3), (Window(0, 2, (Atom(None, 2),)), Window(1, 3, (Atom((5, 6), 2),))))
     >>> view.read(np.arange(6).reshape(1, 2, 3))
@@ -105,18 +106,18 @@ class View:
 
     @functools.cached_property
     def atoms(self) -> dict[tuple[int, int], Atom]:
-        """The atoms that are not picked, by axis and number within the axis."""
+        """The atoms that are axes of the tensor (not picked), by axis of the leaf and number within the axis."""
         places = {(k, j): atom for k, w in enumerate(self.windows) for j, atom in enumerate(w.atoms)}
         return {place: atom for place, atom in places.items() if atom.pick is None}
 
     @functools.cached_property
     def places(self) -> tuple[tuple[int, int], ...]:
-        """Axis and number of every atom that is not picked."""
+        """The leaf's axis, and the number within it, of every atom that is an axis of the tensor."""
         return tuple(self.atoms)
 
     @functools.cached_property
     def labels(self) -> tuple[Space | None, ...]:
-        """The spaces of the atoms that are not picked."""
+        """The spaces of the tensor's axes."""
         return tuple(atom.space for atom in self.atoms.values())
 
     @property
@@ -126,12 +127,12 @@ class View:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Lengths of the atoms that are not picked."""
+        """The lengths of the tensor's axes."""
         return tuple(atom.size for atom in self.atoms.values())
 
     @property
     def size(self) -> int:
-        """How many entries are selected."""
+        """The number of entries of the tensor."""
         return math.prod(self.lengths)
 
     def read(self, values: np.ndarray) -> np.ndarray:
@@ -147,13 +148,12 @@ class View:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A view with the choice of an atom on which a group acts, and of companions.
+    """A view in which a group acts along one axis of the tensor, and has one element per index of the companions.
 
     Attributes:
       view: the view.
-      at: number of the atom that the group acts on, among the atoms that are not picked; None for one scale of
-        all that the view reads.
-      beside: numbers of the companions.
+      at: number of the tensor's axis that the group acts on; None for one scale of all that the view reads.
+      beside: numbers of the tensor's axes that are companions, such as that of heads.
 
     >>> view = View("up", (2, 3), (Window(0, 2, (Atom(None, 2),)), Window(0, 3, (Atom((5, 6, 7), 3),))))
     >>> Piece(view, 1, ()).entries.shape
@@ -171,7 +171,7 @@ class Piece:
 
     @property
     def places(self) -> list[tuple[int, int]]:
-        """Axis and number of the atom that the group acts on, then of each companion."""
+        """The leaf's axis, and the number within it, of the atom that the group acts on; then of each companion."""
         return [self.view.places[k] for k in (*(() if self.at is None else (self.at,)), *self.beside)]
 
     @property
@@ -205,7 +205,7 @@ def views_of(trace: Trace, path: str, shape: tuple[int, ...], searched: set[Spac
     """All views of a leaf: the main ones, which together read all entries, and those that read one axis in another way.
 
     Args:
-      trace: the walk.
+      trace: the walk over the function's jaxpr.
       path: the leaf's path.
       shape: its shape.
       searched: the spaces on which symmetries are looked for. The function adds spaces that only views show, such as
@@ -341,7 +341,7 @@ def _segments(trace: Trace, key: Space, inside: Sequence[Space], searched: set[S
     read in several ways itself. If no segment can, the result is empty, because `_inner_windows` finds the same.
 
     Args:
-      trace: the walk.
+      trace: the walk over the function's jaxpr.
       key: the axis, or the first of the atoms that it is a grid of.
       inside: the other atoms.
       searched: the spaces on which symmetries are looked for.

@@ -39,7 +39,7 @@ def companion_names(beside: Iterable[Space], layers: set[Space]) -> dict[Space, 
 
 
 class Unwritable(Exception):
-    """A symmetry for which the library has no gauge; its text says which kind."""
+    """The library has no gauge for a symmetry. The message says which kind of symmetry it is."""
 
 
 def written(

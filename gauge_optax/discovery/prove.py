@@ -400,7 +400,7 @@ def _relative_change(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def _is_one_matrix(call: Call) -> bool:
-    """Whether the gauge's element is one invertible matrix, and not one per head or layer."""
+    """Whether the elements are invertible matrices, and no axis counts matrices, such as that of heads or layers."""
     texts = (x if isinstance(x, tuple) else (x,) for blocks in call.roles.values() for x in blocks.values())
     items = (item for text in itertools.chain.from_iterable(texts) for item in parse_axes(call.kind, "", text).items)
     return call.kind == "head_linear" and {item.name for item in items if item.pick is None} <= {"_", "basis"}

@@ -64,7 +64,7 @@ def unreached(
 
 
 def of_no_key_bias(uncovered: Iterable[Uncovered], held: Iterable[Held], params: Any) -> tuple[Uncovered, ...]:
-    """Leaves out entries that a proved `key_bias` moves: they have no effect on any input, whatever the batches are.
+    """Leaves out the entries that a proved `key_bias` moves: batches do use them, but no output depends on them.
 
     Args:
       uncovered: what no batch seems to reach.

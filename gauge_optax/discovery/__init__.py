@@ -1,1 +1,1 @@
-"""Gauges found from the function alone: index spaces of its jaxpr, null spaces of gradients, finite moves as proof."""
+"""Finds a function's gauges: its jaxpr and its gradients suggest them, random finite moves of weights prove them."""

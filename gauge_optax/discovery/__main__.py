@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     except ValueError as error:
         if "\n  remedy:" not in str(error):
-            raise  # an error of the user's function, whose traceback says where it is
+            raise  # not one of this library's errors, which name a remedy: it comes from the user's function
         sys.stderr.write(f"{error}\n")
         return 1
     lists = f"gauges = {report.code()}\n\nwhole = {report.code(report.whole)}"

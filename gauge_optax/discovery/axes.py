@@ -1,8 +1,8 @@
 """Finds which axes of each parameter are inputs, which are outputs, and which count matrices, as Muon has to know.
 
 Shapes do not show this, but the function's jaxpr does. `products.Walk` notes which axes are contracted with data, which
-tables have rows that are taken by index, and which kernel makes the logits. `_Reader` makes axes strings of these
-notes. An axis *counts* matrices, such as those of layers or experts, if there is one matrix per index.
+tables have rows that are taken by index, and which kernel makes the logits. `_Reader` turns these notes into axes
+strings. An axis *counts* matrices, such as those of layers or experts, if there is one matrix per index of the axis.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from gauge_optax.discovery.trace import Trace
 from gauge_optax.errors import binding_error
 from gauge_optax.parts.matrices import COUNTING, Reading, neurons_reading, optax_axes
 
-_POINTS = 64  # random places of an operand at which `_require_grid` tests it
-_NAMES = ("head", "group", "unit", "other")  # names of a kernel's output axes but the last: this is neuron or token
+_POINTS = 64  # number of random entries of an operand that `_require_grid` tests
+_NAMES = ("head", "group", "unit", "other")  # for a kernel's output axes, except the last, which is neuron or token
 _PART = re.compile(r"\bpart=[0-9]+\b")
 
 
@@ -49,10 +49,11 @@ class LeafAxes:
 
     Attributes:
       neurons: path or pattern → axes of a kernel, as `max_norm_muon` takes them: `_` is an axis of inputs, `layer` and
-        `expert` count matrices (each is the name of one axis, also if two axes count layers, as in a scan of scans),
-        `token` is the output axis of an unembedding, and every other name is an output axis.
-      embeddings: path or pattern → axes of a table, such as `token _`. A table that is also the unembedding is here.
-      readings: path of a kernel → the matrices that Muon makes of it. An unembedding is not among them.
+        `expert` count matrices, `token` is the output axis of an unembedding, and every other name is an output axis.
+        If two axes count layers, as in a scan of scans, one is called `layer` and the other `expert`.
+      embeddings: path or pattern → axes of a table, such as `token _`. A table that is also the unembedding is here,
+        and not in `neurons`.
+      readings: path of a kernel → how Muon reads it as one or more matrices. It has no entry for an unembedding.
       undecided: path → a sentence that says why the function does not decide its axes.
 
     >>> print(LeafAxes({"{i}/up": "_ neuron"}, {"table": "token _"}))
@@ -149,7 +150,12 @@ class _Reader:
         return None if ids is None else self.trace.spaces.key(ids)
 
     def _mixed(self, product: Product) -> Product:
-        """What the contraction of a kernel with a softmax, for a mixture x·(Σ g·W), is for x; any other as it is."""
+        """Reinterprets the first contraction in a mixture of kernels, x·(Σ g·W), where g is a softmax.
+
+        The function contracts W with g, over the axis that counts kernels, before it contracts the result with x. The
+        returned product instead has the inputs that x is contracted with, and the kernels as batch axis. All other
+        products are returned as they are.
+        """
         path, shape, inputs = product.path, self.walk.shapes[product.path], self._inputs(product)
         axes = sorted({a for k in range(len(product.ids.shape)) for a in varying(product.ids, k, shape)})
         whole = product.settled and math.prod(shape[a] for a in axes) == math.prod(map(len, product.ids.steps))
@@ -163,7 +169,7 @@ class _Reader:
             batch=tuple(k for k, a in enumerate(axes) if a in inputs), again=set(), pieces=[])
 
     def _mixes_last(self, product: Product) -> bool:
-        """Whether the outputs of several kernels are mixed, Σ g·(x·W), so that an axis of outputs counts kernels."""
+        """Whether the outputs of several kernels are mixed, Σ g·(x·W): one axis of the outputs then counts kernels."""
         return bool(product.again & self._chosen(product.path))
 
     def _chosen(self, path: str) -> set[int]:
@@ -175,7 +181,7 @@ class _Reader:
         return {a for k in product.inputs for a in varying(product.ids, k, self.walk.shapes[product.path])}
 
     def _sides(self, product: Product) -> bool:
-        """Whether a contraction has both input and output axes. The contraction of a vector has no outputs."""
+        """Whether a contraction has both input and output axes. That of a vector has no output axis."""
         outputs = (k for k in product.outputs if k not in product.batch)
         return bool(self._inputs(product)) and any(
             varying(product.ids, k, self.walk.shapes[product.path]) for k in outputs)
@@ -222,7 +228,9 @@ class _Reader:
         for one, other in (order for pair in self.walk.pairs for order in (pair, pair[::-1])):
             first, second = ({product.path for product in side} for side in (one, other))
             found = list[Product]()
-            if first & contracted and not second & contracted:  # x·(A·B) contracts x with A's outputs in A·B
+            # In A·B, the axis of A that remains counts as its output. In x·(A·B), x is contracted with it: it is A's
+            # input.
+            if first & contracted and not second & contracted:
                 found = [*(dataclasses.replace(x, inputs=x.outputs, batch=()) for x in one), *other]
             elif first & data and not second & data:
                 self.walk.added |= first
@@ -254,7 +262,7 @@ class _Reader:
         return self._text(path, shape, tokens)
 
     def _vectors(self, path: str, free: list[int], tokens: set[int]) -> bool:
-        """Whether the rows of a table have exactly the input axes of some kernel, so that it can contract them.
+        """Whether the rows of a table have exactly the input axes of some kernel, which can therefore contract them.
 
         A row may also be one of several vectors that are concatenated along the kernel's only input axis.
 
@@ -331,7 +339,8 @@ class _Reader:
         return texts[0] if len(texts) == 1 else tuple(texts)
 
     def _singled(self, product: Product, shape: tuple[int, ...]) -> list[Product]:
-        """Splits a contraction into one per matrix if a reshape made (matrix, entry) of one axis of the parameter."""
+        """Splits a contraction into one per matrix, if a reshape divides an axis of the parameter into (matrix, entry).
+        """
         for k in product.batch:
             others = {a for j in range(len(product.ids.shape)) if j != k for a in varying(product.ids, j, shape)}
             if others & set(varying(product.ids, k, shape)):
@@ -346,7 +355,7 @@ class _Reader:
         return [product]
 
     def _matrices(self, product: Product, shape: tuple[int, ...]) -> list[_Matrix]:
-        """The matrices that one contraction makes of a kernel: one per range of outputs that is used separately."""
+        """The matrices in a kernel according to one contraction: one per range of outputs that is used separately."""
         path = product.path
         layers = {a for p, a in self.walk.counted | self.walk.tables if p == path}
         moves = [varying(product.ids, k, shape) for k in range(len(product.ids.shape))]
@@ -382,7 +391,7 @@ class _Reader:
         return [self._matrix(product, shape, names, moves, piece, token, layers) for piece in self._pieces(product)]
 
     def _pieces(self, product: Product) -> list[list[np.ndarray]]:
-        """The outputs of a contraction in *pieces*, each of which later operations combine in one result.
+        """Divides the outputs of a contraction into *pieces*: sets of outputs that later operations read together.
 
         Returns:
           For each piece, one array of indices per output axis.
@@ -391,7 +400,7 @@ class _Reader:
         sizes = [product.ids.shape[k] for k in outputs]
         batch = len(product.batch)
         masks = [piece.reshape(sizes) for piece in product.pieces]
-        if batch:  # outputs that are read together in one matrix of a stack count as read together in every one
+        if batch:  # outputs that are read together in one matrix of a stack count as read together in all its matrices
             masks = [np.broadcast_to(mask.any(tuple(range(batch)), keepdims=True), sizes) for mask in masks]
             whole = Product(product.path, product.ids, product.inputs, product.batch, product.before)
             for mask in masks:
@@ -419,7 +428,8 @@ class _Reader:
                 index = np.unique(index[:, None] + line)
             covered.append(np.arange(n) if a in layers else index)
         outs = [a for a in range(len(shape)) if names.get(a) == "out"]
-        outs = [a for a in outs if len(covered[a]) > 1] or outs[-1:]  # an axis with one index is written as part=index
+        # Of an output axis of which one index is read, the index is written (`part=2`): it needs no name.
+        outs = [a for a in outs if len(covered[a]) > 1] or outs[-1:]
         cut = any(len(covered[a]) < shape[a] for a in outs)
         spare = [name for name in _NAMES if not (cut and name == "head")]
         own = dict(zip(outs, [*spare[: len(outs) - 1], "token" if token else "neuron"], strict=True))
@@ -436,7 +446,7 @@ class _Reader:
         return _Matrix(" ".join(words), np.ravel_multi_index(np.ix_(*covered), shape).ravel())
 
     def _merged(self, mapping: Mapping[str, Axes]) -> dict[str, Axes]:
-        """Replaces the paths of layers with the same axes by one pattern, unless it matches other leaves too."""
+        """Replaces paths of layers with the same axes by one pattern, unless the pattern matches other leaves too."""
         groups: dict[tuple[str, Axes], list[str]] = {}
         for path, axes in mapping.items():
             groups.setdefault((template(path), axes), []).append(path)
@@ -464,10 +474,10 @@ def _counting(names: Mapping[int, str]) -> Mapping[int, str]:
 
 
 def _require_grid(ids: Places, shape: tuple[int, ...]) -> None:
-    """Raises unless ranges of indices along the parameter's axes describe which entries an operand holds.
+    """Raises unless ranges of indices along the parameter's axes describe which entries an operand contains.
 
-    Every place of the operand must hold an entry of the parameter. Its index along each axis of the parameter must be
-    the sum of what the operand's axes contribute to it.
+    At every place of the operand an entry of the parameter must stand. The entry's index along each axis of the
+    parameter must be a base plus one term per axis of the operand.
 
     Args:
       ids: which entry of the parameter stands at each place of the operand.
@@ -530,7 +540,7 @@ class Mappings:
         Returns:
           A tree like `params` with an `optax.contrib.MuonDimensionNumbers` for every kernel, and None for all other
           leaves: tables, the unembedding, norms, biases. Optax cannot split a fused kernel, and takes it as one matrix.
-          It reads all layers of a stack like the first, also if one of them is transposed.
+          It reads all layers of a stack in the same way as the first, even if one of them is transposed.
 
         Raises:
           ValueError: the tree has no kernel of this report.

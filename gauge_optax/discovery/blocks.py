@@ -3,7 +3,7 @@
 The null space of a Jacobian with a million columns is too large to compute. Its dimension cannot be estimated either:
 trained and random decoders have thousands of *flat* directions, along which outputs hardly change, and no random sketch
 tells these from dead ones. What can be counted exactly are the dead directions *inside a block*, a set of a few
-thousand entries, while all other entries stay constant. A block shows a symmetry if it has all entries that the
+thousand entries, while all other entries stay constant. A block shows a symmetry if it contains all entries that the
 symmetry moves. A *space* is a set of indices that axes of several leaves share, such as hidden units, entries of heads
 or channels of the stream (`discovery.trace` finds them). Two kinds of block suffice for most symmetries:
 
@@ -46,11 +46,13 @@ Leaves = Mapping[str, np.ndarray]
 Function = Callable[[Any, Any], Sequence[jax.Array]]
 
 _BYTES = 2**28  # of gradients in memory at once
-_ERRORS = 100.0  # error of a computed dead direction, in units of roundoff over the smallest nonzero singular value
+_ERRORS = 100.0  # computed dead directions are off by up to this, times roundoff / smallest nonzero singular value
 _INSIDE = 1e-6  # relative distance from the span of the orbits up to which a direction lies in it
-_ROUNDS, _SOLVED = 60, 1e-11  # projection onto the span: iterations of GMRES at most, and its relative residual
-_EXHAUSTED = 1e-9  # share of the largest diagonal entry below which Lanczos ends, and a singular value counts as zero
-_ROUNDOFF, _GAP = 1e-16, 1e3  # a zero singular value, relative to the largest; least ratio of adjacent values at a gap
+_ROUNDS, _SOLVED = 60, 1e-11  # most iterations of GMRES, which projects onto the span, and its relative residual
+_EXHAUSTED = 1e-9  # below this share of the largest diagonal entry Lanczos ends, and singular values count as zero
+# Singular values below `_ROUNDOFF`, relative to the largest, are roundoff. There is a gap between two adjacent singular
+# values if their ratio is at least `_GAP`.
+_ROUNDOFF, _GAP = 1e-16, 1e3
 _MOST = 8  # unexplained directions of a block are counted up to this number: 8 stands for 8 or more
 _SPARE = 64  # rows beyond the number of a block's entries, so that random combinations keep the rank
 _FOR_NORMS = 24  # random rows from which the sizes of the Jacobian's columns are estimated
@@ -198,7 +200,7 @@ def _selected(places: Axes, leaves: Leaves, picked: np.ndarray) -> dict[str, np.
 
 
 def _least(places: Axes, leaves: Leaves) -> int:
-    """How many entries have the first id of the axes in `places`."""
+    """The number of entries, in all leaves, at one index of a space: the first index on the axes in `places`."""
     first = min(int(ids.min()) for of_leaf in places.values() for _, ids in of_leaf)
     return sum(map(len, _selected(places, leaves, np.array([first])).values()))
 
@@ -261,7 +263,7 @@ def dead_in_blocks(
 
 
 def too_few(outputs: int, than: str) -> ValueError:
-    """The error for a function with only `outputs` output numbers, which needs more than `than`, a text.
+    """The error for too few output numbers: `outputs` is their number, and `than` a text on how many are needed.
 
     >>> print(str(too_few(5, "7 parameters")).splitlines()[0])
     census: 5 output numbers
@@ -354,7 +356,7 @@ def _null_space(rows: np.ndarray, cutoff: float) -> tuple[np.ndarray, np.ndarray
     reached = np.flatnonzero(norms > cutoff * norms.max(initial=0.0))
     if not len(reached):
         return np.zeros((0, 0)), reached, (0.0, 1.0)
-    # Columns are scaled to equal norms, which makes the singular values of flat directions larger.
+    # Columns are scaled to equal norms. This makes the singular values of flat directions larger, and the gap wider.
     sizes, right = singular_vectors(rows[:, reached] / norms[reached])
     rank = rank_of(sizes, cutoff)
     dead = np.linalg.qr((right[rank:] / norms[reached]).T)[0].T
@@ -363,7 +365,7 @@ def _null_space(rows: np.ndarray, cutoff: float) -> tuple[np.ndarray, np.ndarray
 
 
 def rank_of(sizes: np.ndarray, cutoff: float) -> int:
-    """How many singular values are not zero, up to roundoff.
+    """The number of singular values that are not zero, up to roundoff.
 
     Args:
       sizes: singular values, descending.
@@ -429,9 +431,10 @@ class _Span:
     """The span of all directions along the orbits of gauges at a point. No basis of it is formed.
 
     For a list that can be bound, `horizontal` is a projection that removes exactly the directions along the orbits.
-    Some lists cannot be bound, because their gauges share leaves in a circle. Such a list is divided into lists that
-    can, and T is the product of their projections. The part of x in the span is the v in the span for which T keeps
-    x − v as it is: (I − T)·v = (I − T)·x. Iterations that start from (I − T)·x and stay in the span find it.
+    Some lists cannot be bound, because their gauges share leaves in a circle (the first with the second, the second
+    with the third, the third with the first). Such a list is divided into lists that can be bound, and T is the product
+    of their projections. The part of x in the span is the v in the span for which T keeps x − v as it is:
+    (I − T)·v = (I − T)·x. Iterations that start from (I − T)·x and stay in the span find it.
 
     Args:
       gauges: a list, also one that cannot be bound as a whole.
@@ -469,7 +472,7 @@ class _Span:
         return lambda flat: np.asarray(across(dict(self._leaves), flat))
 
     def _moved(self, direction: np.ndarray) -> np.ndarray:
-        """(I − T) times a direction: a direction in the span."""
+        """(I − T) times a direction. The result is in the span."""
         kept = direction
         for across in self._across:
             kept = across(kept)
@@ -565,8 +568,8 @@ def upper_bound(
 
     decompose = decomp.tridiag_sym(steps, materialize=False, custom_vjp=False)
     lanczos = jax.jit(lambda *x: decompose(gram, *x).J_small)
-    # D scales the columns of J to about equal norms. The dimension of the null space stays, and flat directions become
-    # less flat.
+    # D scales the columns of J to about equal norms. The null space of J·D has the same dimension as that of J, and
+    # flat directions become less flat.
     whole = EntrySet("", {path: np.arange(x.size) for path, x in leaves.items()})
     norms = np.sqrt(np.mean(np.square(rows_of(fn, leaves, batches, [whole], _FOR_NORMS, rng, False)[0]), 0))
     inverse = np.where(norms > 0, 1.0 / np.where(norms > 0, norms, 1.0), 1.0)
@@ -581,9 +584,9 @@ def upper_bound(
 def _weight_of_zero(diagonal: np.ndarray, beside: np.ndarray) -> float:
     """The weight of a Gauss–Radau rule at zero, from Lanczos' tridiagonal matrix.
 
-    It is the least ‖z − JᵀJ·x‖² over x in the span of all Lanczos vectors but the last. The recurrence of orthonormal
-    polynomials gives the same number, but with roundoff that grows from step to step: after as many steps as JᵀJ has
-    distinct eigenvalues it would be of any size, and no upper bound.
+    It is the least ‖z − JᵀJ·x‖² over x in the span of all Lanczos vectors but the last, for the starting vector z. The
+    recurrence of orthonormal polynomials gives the same number, but its roundoff grows from step to step. After as many
+    steps as JᵀJ has distinct eigenvalues the number could have any size, and would be no upper bound.
 
     Args:
       diagonal: the diagonal of the matrix, (steps,).

@@ -1,4 +1,4 @@
-"""Calls of gauge constructors as data. A call can be written as source, make its gauge, and be merged with others.
+"""Calls of gauge constructors as data. A call can make its gauge, be written as source, and be merged with others.
 
 Calls for several layers are merged into one, whose paths have a capture such as `{i}` in place of a layer's number.
 """
@@ -38,7 +38,7 @@ CONSTRUCTORS: Mapping[str, Callable[..., Gauge]] = {
     )
 }
 
-# The order in which a report lists gauges: first those that optimizers take, then those that make a step dearer.
+# The order in which a report lists gauges: first those that optimizers take, then those that would slow a step down.
 TRAINING = ("norm_scale", "scale_invariant", "head_rotation", "head_linear", "rope_torus", "rope_linear", "rescale",
             "logit_shift")
 REST = ("residual_rotation", "norm_read_shift", "norm_write_shift", "embedding_shift", "key_bias", "bias_absorption")
@@ -69,7 +69,8 @@ def with_captures(paths: Sequence[str], capture: Callable[[tuple[str, ...]], str
 
     Args:
       paths: at least one.
-      capture: called for each place whose numbers differ, with the number of every path there; returns the capture.
+      capture: called for each position at which the paths' numbers differ, with the number of every path there;
+        returns the capture.
 
     >>> with_captures(["layer_0/w1", "layer_1/w1"], lambda numbers: "{i}")
     'layer_{i}/w1'
@@ -101,8 +102,9 @@ class Call:
       kind: the constructor's name.
       roles: name of an argument that takes blocks, such as `up` → path or pattern → axes.
       options: other keyword arguments.
-      sizes: name → length of those axes whose length does not follow from shapes, as in `(head basis)`.
-      norms: the calls of the norms' gauges, which a rotation of the residual stream takes as its argument `norms`.
+      sizes: name → length of each named axis whose length does not follow from shapes, such as `head` in
+        `(head basis)`.
+      norms: for a rotation of the residual stream, the calls of the norms' gauges, which are its argument `norms`.
       trained: the calls that optimizers take in place of this one (`readable`); () if they take this one.
 
     >>> call = Call("head_linear", {"left": {"q": "_ basis"}, "right": {"k": "_ basis"}})
@@ -134,7 +136,7 @@ class Call:
         return CONSTRUCTORS[self.kind](**self.roles, **self.options, **norms, sizes=self.sizes or None)
 
     def turning(self) -> Call:
-        """If the elements are invertible matrices of heads, the call for the rotations among them; else this call."""
+        """If the gauge's elements are invertible matrices, the call for the rotations among them; else this call."""
         if self.kind not in _TURNING:
             return self
         blocks: dict[str, Axes] = {}
@@ -143,9 +145,10 @@ class Call:
         return dataclasses.replace(self, kind=_TURNING[self.kind], roles={"blocks": blocks})
 
     def connected(self, params: Any) -> Call | None:
-        """The call for the elements that are connected with the identity; None where no gauge has these alone.
+        """The call for the elements that are connected with the identity; None if no gauge has exactly these.
 
-        A factor of `norm_scale` may be negative, and an element of `head_rotation` may be a reflection.
+        A factor of `norm_scale` may be negative, and an element of `head_rotation` may be a reflection. Both are left
+        out of the result.
 
         Args:
           params: the tree that the gauge binds to; shapes are enough.
@@ -163,10 +166,10 @@ class Call:
         return dataclasses.replace(self, kind="rope_torus", options={"pairing": "half"}) if planar else None
 
     def readable(self, params: Any) -> tuple[Call, ...]:
-        """Calls for the part of the group that can be read from the leaves; () if this is the whole group.
+        """Calls for those elements that the leaves determine; () if they determine all elements.
 
-        Two vectors, or two matrices with fewer rows than columns, do not determine the matrix S of a `head_linear`. A
-        rotation of both and the ratio of their sizes can be read.
+        Two vectors, or two matrices with fewer rows than columns, do not determine the matrix S of a `head_linear`.
+        They do determine a rotation that turns both, and one factor, the ratio of their sizes.
 
         Args:
           params: the tree that the gauge binds to; shapes are enough.
@@ -189,7 +192,7 @@ class Call:
         scale = Call("rescale", {"up": up, "down": down}, {}, {n: k for n, k in self.sizes.items() if n != BASIS})
         try:
             scale.gauge().dim(params)
-        except ValueError:  # an axis of which two parts would be free, which no axes string can say
+        except ValueError:  # the scale would leave two parts of one axis free (`_`), which no axes string can express
             return (self.turning(),)
         return self.turning(), scale
 
@@ -198,7 +201,7 @@ class Call:
 
         Args:
           params: that tree; shapes are enough.
-          sizes: axis name → length there, of axes in `Call.sizes`. An axis that is not given keeps its length.
+          sizes: name of an axis in `Call.sizes` → its length in that tree. An axis that is not given keeps its length.
 
         Raises:
           ValueError: an axes string has a range, such as `head=0:4`, or a length does not fit the tree.
@@ -263,7 +266,7 @@ class Call:
                         yield from ((pattern, text, shape, parts, n) for parts, n in pairs if len(parts) > 1)
 
     def _picked(self, name: str) -> bool:
-        """Whether the call takes indices of an axis, as in "qkv=0". Its length is the same in models of all sizes."""
+        """Whether the call takes single indices of an axis, as in "qkv=0". Larger models have the same such axes."""
         return any(f"{name}=" in str(axes) for role in self.roles.values() for axes in role.values())
 
     def scaled(self, full: Callable[[int], int]) -> Call:
@@ -284,10 +287,10 @@ class Call:
         return dataclasses.replace(self, roles=roles, norms=norms)._resized(lambda _, n: full(n))
 
     def alternatives(self) -> Iterator[Call]:
-        """Calls of the same gauge with another block first: an element is read from the first block if possible.
+        """Calls of the same gauge with other anchors: the anchor is the first block, if an element can be read from it.
 
-        Each block of the first argument comes first in one call. If two arguments can be exchanged, so does each block
-        of the second one.
+        Each block of the first argument comes first in one call. If the two arguments can be exchanged, each block of
+        the second argument also comes first in one call.
         """
         sides = [self]
         if self.kind in ("rescale", "norm_scale") and not self.options:
@@ -305,7 +308,8 @@ class Call:
 def bound_copies(gauge: Any, params: Any) -> list[tuple[str, dict[str, int], list[Any]]]:
     """For each copy of a gauge on a tree: its key, the lengths of its named axes, and its blocks.
 
-    A gauge that a user defined by its action has one copy.
+    A gauge has one copy per value of the captures in its paths, such as one per layer. A gauge that a user defined by
+    its action has one copy.
 
     >>> gauge = go.rescale({"{i}/up": "_ channel"}, {"{i}/down": "channel _"})
     >>> tree = {k: {"up": jnp.ones((2, 3)), "down": jnp.ones((3, 2))} for k in "01"}
@@ -340,7 +344,7 @@ def merge_layers(calls: Iterable[Call], same: Callable[[Call, list[Call]], bool]
     """Merges calls that differ in the numbers of their paths alone into one call with captures.
 
     Args:
-      calls: calls for concrete leaves.
+      calls: calls whose paths have no captures.
       same: tells whether a merged call binds what the calls that it replaces bind, and nothing else.
 
     Returns:
@@ -357,7 +361,8 @@ def merge_layers(calls: Iterable[Call], same: Callable[[Call, list[Call]], bool]
             (role, tuple((template(path), axes) for path, axes in _ordered(blocks).items()))
             for role, blocks in call.roles.items()
         )
-        # One rotation of a stream is one for all captures, so that two streams are no two layers of one gauge.
+        # A rotation of a stream is the same for all values of a capture. Two streams turn by two rotations, so that
+        # their calls must not be merged.
         apart = id(call) if call.kind == "residual_rotation" and "per_layer" not in call.options else 0
         norms = map(id, call.norms)
         key = (call.kind, roles, *call.options.items(), *sorted(call.sizes.items()), *norms, apart)
@@ -370,14 +375,14 @@ def merge_layers(calls: Iterable[Call], same: Callable[[Call, list[Call]], bool]
 
 
 def _ordered(blocks: Mapping[str, Axes]) -> dict[str, Axes]:
-    """Blocks sorted by their paths, numbers by value."""
+    """Blocks sorted by their paths, in which numbers count by value: layer 2 is before layer 10."""
     return dict(sorted(blocks.items(), key=lambda item: (template(item[0]), list(map(int, _NUMBER.findall(item[0]))))))
 
 
 def _captured(group: Sequence[Call]) -> Call | None:
-    """One call for calls that differ in numbers alone; None where captures cannot express it."""
+    """One call for calls that differ in numbers alone; None if no patterns with captures match exactly their paths."""
     tables = [[path for blocks in call.roles.values() for path in _ordered(blocks)] for call in group]
-    captures: dict[tuple[str, ...], str] = {}  # the numbers at one place, one per call → their capture
+    captures: dict[tuple[str, ...], str] = {}  # the numbers at one position of a path, one per call → their capture
     patterns, varying, names = dict[str, str](), list[set[tuple[str, ...]]](), iter(CAPTURES)
 
     def capture(numbers: tuple[str, ...]) -> str:

@@ -48,7 +48,7 @@ from gauge_optax.transformation import (
 )
 from gauge_optax.xla import quick_options, unfused_options, unseen
 
-_SEEN = 1e-8  # outputs that change by more along an orbit, relatively, show that it is not dead
+_SEEN = 1e-8  # if outputs change by more than this along an orbit, relatively, the gauge is no symmetry here
 _CHUNK = 128  # rows of the Jacobian that are computed at once
 _MOST = 12_000  # models of at most so many parameters are counted at once, larger ones in blocks
 _SHOWN = 12  # leaves in a figure, at most
@@ -62,7 +62,7 @@ class GaugeCount(NamedTuple):
     Attributes:
       name: the gauge's name, with the paths that it binds.
       dim: dimensions of its orbit at this point.
-      alone: how many of these the other gauges of the list do not span; all of them in a census with `blocks`.
+      alone: how many of these dimensions the orbits of the other gauges do not span; in a census with `blocks`, `dim`.
       seen: how much the outputs change along a direction of its orbit, the largest change of all directions that were
         tried. It is divided by the change along a random direction of the same length, and is roundoff if the gauge is
         a symmetry.
@@ -80,14 +80,14 @@ class Census(NamedTuple):
     Attributes:
       parameters: entries of all floating-point leaves.
       rank: the rank of the Jacobian of the outputs; with `blocks`, an upper bound of it, see `dead`.
-      dead: parameters − rank; with `blocks`, a lower bound of the number of dead directions, unless two gauges make the
-        same move: each then counts its own dimensions, and `overlap` is 0.
+      dead: parameters − rank; with `blocks`, a lower bound of the number of dead directions. It is too large if two
+        gauges make the same move, because each then counts all its dimensions, and `overlap` is 0.
       explained: dead directions in the span of all orbits; with `blocks`, the sum of the dimensions of
         the orbits along which the outputs do not change.
       overlap: the sum of the orbits' dimensions, less the dimension of their span; with `blocks`, 0.
-      unreached: dead directions that are not explained, along entries on which no output depends for these batches;
+      unreached: dead directions that no gauge explains, along entries on which no output depends for these batches;
         with `blocks`, 0.
-      unexplained: all other dead directions; with `blocks`, those that were found in a block.
+      unexplained: all other dead directions that no gauge explains; with `blocks`, those that were found in a block.
       by_leaf: leaf path → its share of the unexplained directions; the shares add up to `unexplained`.
       gauges: one `GaugeCount` per gauge.
       gap: the largest singular value that was counted as zero, and the smallest that was not, both divided by the
@@ -218,12 +218,14 @@ def census(
       params: the point, a tree of arrays. Take trained or random weights: zeros and equal numbers have further dead
         directions.
       batches: values that `fn` accepts. Together they need at least as many output numbers as the model has parameters.
-        With blocks they need as many as a block has entries, and more tokens than any kernel has rows.
+        With blocks they need as many as a block has entries, and more tokens than any kernel has rows: with fewer, some
+        changes of a kernel change none of its outputs.
       gauges: the gauges that should explain the dead directions.
       outputs: as in `discover`: with "logits", a number that is added to all entries along the last axis is no change.
         By default "logits" if the gauges have a `logit_shift`, else what the function shows.
-      cutoff: singular values below this share of the largest count as zero. If there is no gap at the cutoff, because
-        the outputs hardly change along some (*flat*) directions, only those below the widest gap under it do.
+      cutoff: singular values below this share of the largest count as zero. There may be no gap at the cutoff, because
+        the outputs hardly change along some (*flat*) directions. Then only values below the widest gap under the cutoff
+        count as zero.
       whole: the most parameters that are counted at once. Time grows with the cube of their number, from a minute for
         6,000 to ten minutes and 7 GiB for 12,000.
       block: the most entries of a block, in models of more than `whole` parameters. Time grows with its cube.
@@ -239,9 +241,10 @@ def census(
       The counts; `print` shows them as a table, `.plot()` draws them.
 
     Raises:
-      ValueError: no batches, a dict of them, or too few outputs; another `outputs`; one probe, which has no standard
-        error, or no number of them; a `cutoff` that is no share; a `block` in which no index of an axis fits; a
-        negative seed; parameters without floating-point arrays; a function without gradients.
+      ValueError: no batches, a dict of them, or too few outputs; an unknown kind of `outputs`; a single probe, which
+        has no standard error, or `probes` that is no count; a `cutoff` that is not between 0 and 1; a `block` with
+        fewer entries than one index of any axis has; a negative seed; parameters without floating-point arrays; a
+        function without gradients.
       ImportError: probes without `matfree`.
 
     >>> def fn(p, x):
@@ -325,10 +328,10 @@ def _whole(
     counts = _counts(gauges, orbits, jacobian, scale)
 
     basis = _basis(orbits, total)
-    singular = sizes / (sizes[0] or 1.0)  # outputs that no leaf reaches have no singular value but 0
+    singular = sizes / (sizes[0] or 1.0)  # if no output depends on a leaf, all singular values are 0
     least = float(singular[rank - 1]) if rank else 1.0
     inexact = inaccuracy(least)
-    # The orbit of a gauge that does not fit the function is not dead, or only in part.
+    # If a gauge is no symmetry of the function, its orbit is not dead, or only in part. Only the dead part is counted.
     inside = len(basis) - len(_basis([basis - (basis @ dead.T) @ dead], total, absolute=inexact))
     unreached = np.flatnonzero(np.abs(jacobian).max(0) <= cutoff * scale)
     wider = _basis([basis, np.eye(total)[unreached]], total)

@@ -28,10 +28,11 @@ _SECONDS = 600.0  # time after which no further block is counted
 _POINTS = 6  # points, at most: a ReLU may be on (or off) for every input at one point, so that more directions are dead
 _PATIENCE = 60.0  # seconds after which no further point is tried
 _NEAR = 0.3  # vectors go this share of the way from their given values to a generic point
-# The least number of random batches. At one place a norm hides some changes of a token's embedding, such as its length.
-# They would look dead if the token occurred once; at other places the norm hides others.
+# The least number of random batches. At one position in a sequence, a norm hides some changes of a token's embedding,
+# such as a change of its length. They would look dead if the token occurred only there. At other positions, where other
+# vectors are added to the embedding, the norm hides other changes.
 _LEAST = 8
-_REDRAWS = 20  # batches that are drawn in place of one at which derivatives are not finite
+_REDRAWS = 20  # at most so many batches are drawn in place of one at which derivatives are not finite
 _MARGIN = 2  # output numbers per parameter: more than one, because those of one sequence depend on each other
 
 
@@ -71,7 +72,7 @@ def certified(
         slope = jax.jit(jax.grad(lambda p, x: sum(jnp.sum(y) for y in fn(p, x))), compiler_options=quick_options())
 
         def smooth(point: Leaves, batch: Any) -> bool:
-            """Whether derivatives are finite: they are not where a norm reads units that are all dead for an input."""
+            """Whether derivatives are finite: they are not if a norm reads units that are all zero for an input."""
             return all(np.isfinite(x).all() for x in slope(point, batch).values())
 
         def counted() -> Census:
@@ -106,8 +107,8 @@ def _differ(batches: Sequence[Any]) -> bool:
 def _near_vectors(leaves: Leaves, point: Leaves) -> Leaves:
     """Moves some leaves of a generic point back towards the given leaves: vectors, and leaves that are given as zeros.
 
-    They may be biases: stacked biases are no vectors, but often zeros. Large biases would turn many a ReLU on, or off,
-    for every input.
+    These leaves may be biases. Biases stacked over layers are no vectors, but they often start as zeros. Large biases
+    would turn many a ReLU on, or off, for every input.
     """
     near = {path for path, leaf in leaves.items() if leaf.ndim < 2 or not leaf.any()}
     return {path: leaves[path] + _NEAR * (x - leaves[path]) if path in near else x for path, x in point.items()}
@@ -144,7 +145,8 @@ def _redrawn(batches: Sequence[Any], rng: np.random.Generator) -> Any:
 
     if len({jax.tree.structure(batch) for batch in batches}) == 1:
         return jax.tree.map(of, *batches)
-    # An input that is None in some batches is drawn from the others, in a batch that has it.
+    # If an input is None in some batches, the new batch has the structure of a random one. Numbers of an input that it
+    # has are drawn from all batches that have this input.
     batch = batches[int(rng.integers(len(batches)))]
     found = [dict(jax.tree_util.tree_leaves_with_path(other)) for other in batches]
     return jax.tree_util.tree_map_with_path(

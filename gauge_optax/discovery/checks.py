@@ -30,7 +30,7 @@ Outputs = Literal["logits", "logprobs", "predictions", "loss"]
 _OUTPUTS = get_args(Outputs)
 _refusal = functools.partial(binding_error, "discover")
 _NO_DERIVATIVE = ("do not support JVP", "cannot be differentiated", "Differentiation rule", "Linearization failed",
-                  "JVP not implemented", "JVP rule")  # in JAX's errors about operations without one
+                  "JVP not implemented", "JVP rule")  # texts in JAX's errors about operations without a derivative
 
 
 def check_function(fn: Any, params: Any, batches: Sequence[Any]) -> None:
@@ -50,7 +50,7 @@ def check_function(fn: Any, params: Any, batches: Sequence[Any]) -> None:
     except (TypeError, IndexError):
         pass
     except ValueError:
-        return  # a function written in C, whose arguments `inspect` does not know
+        return  # `inspect` does not know the arguments of a function written in C: it is not checked
     kind = type(fn).__name__
     if apart:
         problem, remedy = f"fn is a module, {kind}", "write go.discover(model.apply, model.init(key, x), batches)"
@@ -65,7 +65,7 @@ def check_function(fn: Any, params: Any, batches: Sequence[Any]) -> None:
 
 
 def check_modules(params: Any) -> None:
-    """Raises for an NNX module with one variable under two paths, because its leaves would count as independent.
+    """Raises for an NNX module with one variable under two paths: the two leaves would move independently.
 
     >>> check_modules({"a": jnp.ones(2)})
     """
@@ -181,7 +181,7 @@ def double_leaves(params: Any, seed: int) -> Leaves:
         positive = x.ndim < 2 and not path.rpartition("/")[2].lower().startswith("b")
         return np.exp(0.5 * noise) if positive else noise / math.sqrt(max(x.size, 1) ** (1 / max(x.ndim, 1)))
 
-    # A Python number, such as the rate of a dropout, is no parameter: the function may decide by it.
+    # A Python number, such as the rate of a dropout, is no parameter: the function may branch on it.
     leaves = {path: double(path, x) for path, x in real_leaves("discover", params).items() if is_float(x)}
     shapes = [path for path, x in all_leaves.items() if path not in leaves and isinstance(x, jax.ShapeDtypeStruct)]
     if shapes:
@@ -201,10 +201,10 @@ def shown_outputs(fn: Callable[..., Any], leaves: Leaves, batch: Any) -> Outputs
     """Infers from a function which kind of outputs it returns; None if it cannot tell whether a softmax follows.
 
     A scalar is a loss, and a single column is a prediction. If the tokens of a batch look up rows in a table of V rows,
-    and every token has V outputs, these are the next token's logits; unless the rows are V long too, which an encoder
-    may return. Indices that do not come from the batch, such as the numbers of all nodes of a graph, are no tokens.
-    Outputs that sum to one come out of a softmax, and outputs whose exponentials sum to one out of a
-    log-softmax: both are "logprobs".
+    and every token has V outputs, these are the next token's logits. Tables whose rows have V entries do not count,
+    because an encoder may return such rows. Indices that do not come from the batch, such as the numbers of all nodes
+    of a graph, are no tokens. Outputs that sum to one come out of a softmax, and outputs whose exponentials sum to one
+    out of a log-softmax: both are "logprobs".
 
     Args:
       fn: (leaves, batch) to a tree of outputs.
@@ -240,13 +240,14 @@ def _looked_up(jaxpr: Any, marks: Sequence[int]) -> Iterator[tuple[int, ...]]:
     for eqn, mark, _ in marked:
         if mark == LEAVES | BATCH and eqn.primitive.name == "gather":
             rows, *entries = eqn.invars[0].aval.shape
-            # Outputs of an encoder are as many as its table's entries in a row.
+            # An encoder has as many outputs per token as a row has entries, so that they would be taken for logits if
+            # the table also had as many rows.
             if eqn.params["dimension_numbers"].collapsed_slice_dims == (0,) and rows not in entries:
                 yield (*eqn.invars[1].aval.shape[:-1], rows)
 
 
 def _output_arrays(out: Any) -> list[Any]:
-    """The floating-point arrays in the outputs, without the new statistics that Flax's `apply` may return too."""
+    """The floating-point arrays in the outputs, without updated `batch_stats` that Flax's `apply` may return too."""
     paths = jax.tree_util.tree_flatten_with_path(out)[0]
     shown = [x for path, x in paths if jax.tree_util.DictKey("batch_stats") not in path]
     for x in shown:
@@ -291,9 +292,11 @@ def compared(out: Any, outputs: Outputs | None) -> list[jax.Array]:
 def _log_probabilities(logits: jax.Array) -> jax.Array:
     """The log-probabilities of logits; 0 for a class that a mask rules out, whose probability is 0 in every dtype.
 
-    A class is ruled out by a logit of -1e9, say, or by the least logit of its row, where a mask is, if its
-    log-probability is below -4e3. This would show a shift of the others. Large logits without a mask meet this rule
-    before and after a shift of all, because neither the place of the least nor its log-probability changes.
+    A mask writes one very negative number in place of a logit. If all logits are shifted before they are masked, this
+    number stays: its log-probability would change, although no probability does. A class counts as ruled out if its
+    log-probability is below -1e8, or if it is below -4e3 and the logit is the least of its row. Large logits without a
+    mask may meet this rule too. But a shift of all logits changes neither which one is the least nor its
+    log-probability, so that they meet it before and after the shift.
     """
     found = jax.nn.log_softmax(logits, axis=-1)
     repeated = (logits == jnp.min(logits, -1, keepdims=True)) & (found < -4e3)
@@ -301,11 +304,11 @@ def _log_probabilities(logits: jax.Array) -> jax.Array:
 
 
 def check_classes(shapes: Sequence[tuple[int, ...]], axes: Sequence[Any]) -> None:
-    """Raises if what the user calls logits is one number per example: an array of one axis, which data alone decide.
+    """Raises if what the user calls logits is one number per example: outputs of one axis, which counts examples.
 
     Args:
       shapes: shapes of the outputs.
-      axes: those of their axes that come from parameters.
+      axes: those axes of the outputs along which parameters vary, such as a kernel's output axis.
 
     >>> check_classes([(3,)], ["a kernel's axis"])
     """
@@ -355,9 +358,10 @@ def check_finite(out: Sequence[np.ndarray], fn: Callable[..., Any], *args: Any) 
 
 @contextlib.contextmanager
 def own_points() -> Iterator[None]:
-    """Computes in 64 bits, at points of which some may give a NaN, whatever the process has chosen for its own code.
+    """A context that computes in 64 bits and lets NaN pass, whatever JAX settings the user's process has chosen.
 
-    Under `jax_debug_nans` or `jax_debug_infs` the first such point would end the search, which draws another one.
+    Some random points give a NaN, and the search then draws another point. Under `jax_debug_nans` or `jax_debug_infs`
+    the first such point would end the search with an error.
 
     >>> with own_points():
     ...     print(jnp.log(-jnp.ones(1)))
@@ -369,7 +373,7 @@ def own_points() -> Iterator[None]:
 
 @contextlib.contextmanager
 def gradients_named(function: str) -> Iterator[None]:
-    """Turns JAX's errors about operations without a derivative into one that says what to write.
+    """A context that turns JAX's errors about operations without a derivative into an error that says what to write.
 
     Args:
       function: the name of the function that the user called.

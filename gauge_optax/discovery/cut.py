@@ -21,7 +21,7 @@ _ALL = -1  # the number of a layer for values that depend on no layer, such as m
 
 
 class Unlike(Exception):
-    """A function may treat its layers differently, so that what holds for three of them may not hold for all."""
+    """The function may treat its layers differently, so that what holds for three of them may not hold for all."""
 
 
 class Value(NamedTuple):
@@ -29,8 +29,8 @@ class Value(NamedTuple):
 
     Attributes:
       layer: the number of the last layer that it depends on; −1 if it depends on none.
-      name: a leaf's path with a capture in place of the layer's number; for a result, a pair of numbers, that of its
-        equation in the layer and that of the result among the equation's.
+      name: a leaf's path with a capture in place of the layer's number. For a result of an equation it is a pair: the
+        equation's number within the layer, and the result's number within the equation.
 
     >>> Value(0, "layers/{i}/w") == Value(1, "layers/{i}/w")
     False
@@ -44,7 +44,8 @@ class _Seen(NamedTuple):
     """A value that an equation of a layer reads, as seen from this layer.
 
     Attributes:
-      of: the layer that the value belongs to: "itself", the layer "before" it, the "first" layer, or "none".
+      of: the layer that the value belongs to: "itself", the layer "before" it, or the "first" layer; "none" if the
+        value depends on no layer.
       name: the value's name in that layer.
     """
 
@@ -60,7 +61,7 @@ class _Step(NamedTuple):
 
 
 def without_layers(closed: core.ClosedJaxpr, leaves: Sequence[Value | None], count: int) -> core.ClosedJaxpr:
-    """The function with three layers, the first two and the last. The inputs of the others stay, without effect.
+    """The function with three layers, the first two and the last. It still takes the inputs of all layers.
 
     Args:
       closed: a function of leaves and other inputs.
@@ -68,7 +69,8 @@ def without_layers(closed: core.ClosedJaxpr, leaves: Sequence[Value | None], cou
       count: the number of layers, four or more.
 
     Returns:
-      The shorter function. Its last layer reads the results of the second one in place of those of the last but one.
+      The shorter function. Its last layer reads the results of the second layer in place of those of the last but one.
+      The inputs of the removed layers have no effect.
 
     Raises:
       Unlike: the layers between the first and the last compute different things, or a layer reads values of a layer
@@ -184,7 +186,8 @@ class _Traced(NamedTuple):
 
 
 def _opened(closed: core.ClosedJaxpr, leaves: Sequence[Value | None]) -> core.ClosedJaxpr:
-    """Inlines all calls, such as those of `jax.jit`, whose inputs are made of the leaves of different layers."""
+    """Inlines calls, such as those of `jax.jit`, that get leaves of different layers: their equations are then visible.
+    """
     opened = False
 
     def equation(eqn: Any, ins: list[_Traced]) -> list[_Traced]:
@@ -216,7 +219,8 @@ class Said:
     """Maps a parameter of an equation, or a constant, to a hashable key. Those with equal contents have equal keys."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Any, Hashable]] = {}  # id → object, key; the object keeps its id in use
+        # id → object, key. While the dict holds an object, no other object can get its id.
+        self._known: dict[int, tuple[Any, Hashable]] = {}
 
     def __call__(self, x: Any) -> Hashable:
         if id(x) not in self._known:

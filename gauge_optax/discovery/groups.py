@@ -26,14 +26,14 @@ from gauge_optax.discovery.views import Piece
 
 ZERO = 1e-13  # a residual below this is roundoff (`Symmetry.residual`); a norm's eps leaves 1e-12 to 1e-3
 STILL = 1e-12  # relative change of the outputs under a finite move that is roundoff
-_WITHIN = 1e-6  # a motion that is at most this far (relatively) from motions of other groups is one of them
+_WITHIN = 1e-6  # a motion that is at most this far (relatively) from a sum of motions of other groups counts as one
 _STEPS = 500  # of conjugate gradients, at most
-_MOST_PARTS = 8  # the parts of a leaf that have a scale each, which may be tried one by one
+_MOST_PARTS = 8  # of a group with one scale per part of a leaf, at most so many scales are tried one by one
 _PATIENCE = 30  # conjugate gradients end if the squared distance falls by less than 1 % in this number of steps
 WHOLE: Space = (0,)  # stands for the space of a group that multiplies whole leaves, or parts of them, by one number
 # Family of groups → the modes in which an element can act on a piece. A matrix multiplies a "vector", and its inverse a
-# "covector"; a number multiplies ("scale") or is added ("offset"). Larger groups come first, because a group that a
-# reported one contains is not reported.
+# "covector"; a number multiplies ("scale") or is added ("offset"). Larger groups come first: a smaller group is not
+# reported if a reported one contains it.
 FAMILIES: Mapping[str, tuple[str, ...]] = {
     "linear": ("vector", "covector"),
     "orthogonal": ("vector",),
@@ -46,7 +46,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
 
 
 class Term(NamedTuple):
-    """A piece that moves, the mode in which it moves, and the exponent, a number by which its element is multiplied.
+    """A piece of a leaf that moves, its mode (`FAMILIES`), and its exponent, by which the element is multiplied.
 
     >>> from gauge_optax.discovery.views import Atom, View, Window
     >>> up = View("up", (2, 3), (Window(0, 2, (Atom(None, 2),)), Window(0, 3, (Atom((5, 6, 7), 3),))))
@@ -68,12 +68,12 @@ class Symmetry:
 
     Attributes:
       family: the key of its family in `FAMILIES`.
-      space: the space that it acts on.
-      beside: its companions' spaces, such as heads. The group has one element per combination of their indices.
-      terms: the pieces that move.
+      space: the space (an axis) that it acts on.
+      beside: the spaces of its companions, such as heads. The group has one element per combination of their indices.
+      terms: the pieces of leaves that move.
       residual: the product of the gradients with its motion, relative to the sizes of both; roundoff for a symmetry.
-      along: pieces without effect on the outputs that move along with pieces of their module, such as a key bias, which
-        softmax hides, with its kernel.
+      along: pieces that do not affect the outputs, but should move together with pieces of their module. An example is
+        a key bias, which the softmax hides: it moves with the key kernel.
 
     >>> from gauge_optax.discovery.views import Atom, View, Window
     >>> up = View("up", (2, 3), (Window(0, 2, (Atom(None, 2),)), Window(0, 3, (Atom((5, 6, 7), 3),))))
@@ -101,7 +101,7 @@ class Symmetry:
 
     @property
     def dim(self) -> int:
-        """The dimension of the group, with all elements that it has for its companions' indices."""
+        """The dimension of the family's algebra, times the number of combinations of the companions' indices."""
         n, planes = len(self.space), len(set(self.space))
         skew, centred = n * (n - 1) // 2, (n - 1) * (n - 2) // 2
         dims = {"linear": n * n, "orthogonal": skew, "centred": centred, "complex": 2 * planes, "diagonal": n}
@@ -154,7 +154,7 @@ class Symmetry:
 
 
 def draw(rng: np.random.Generator, family: str, space: Space, beside: Sequence[Space]) -> np.ndarray:
-    """A random element of a family's algebra for each combination of its companions' indices.
+    """A random element of a family's algebra for each combination of indices of the spaces `beside`, such as heads.
 
     The shape is (combinations, n) for scales and (combinations, n, n) for matrices, where n is the length of `space`.
 
@@ -216,7 +216,7 @@ def independent(
     """The symmetries that larger ones, or those in `before`, do not contain.
 
     Args:
-      symmetries: those to choose from.
+      symmetries: the symmetries to choose from.
       point: the leaves at which tangents are compared.
       rng: draws elements.
       before: symmetries that were found before.
@@ -234,7 +234,8 @@ def independent(
     order = sorted(symmetries, key=lambda s: (-s.dim, families.index(s.family), -len(s.beside), len(s.terms)))
 
     def contained(symmetry: Symmetry, others: Sequence[Symmetry]) -> bool:
-        # A group can be contained only in groups on its spaces that share a leaf with it, or with such a group.
+        # Only groups that act on its spaces can contain a group: those that share a leaf with it, and those that share
+        # a leaf with one of these, and so on.
         paths, linked = set(symmetry.paths), list[Symmetry]()
         near = [other for other in others if WHOLE in (symmetry.space, other.space) or symmetry.ids & other.ids]
         while more := [other for other in near if other not in linked and other.paths & paths]:
@@ -245,8 +246,9 @@ def independent(
     for symmetry in order:
         if not contained(symmetry, kept):
             kept.append(symmetry)
-    # One scale per part of a leaf, some of which others contain: for keys and values in one leaf, a scale per head of
-    # the keys contains that of all keys. Then the single scales that nothing contains take its place.
+    # A group may have one scale per part of a leaf, such as one for the keys and one for the values in it. If another
+    # group has a scale per head of the keys, it contains the scale of all keys. Then the group is replaced by those of
+    # its scales that no other group contains.
     for symmetry in [s for s in kept[len(before) :] if s.family == "diagonal" and 1 < s.dim <= _MOST_PARTS]:
         others = [other for other in kept if other is not symmetry]
         parts = [s for s in order if s.space == WHOLE and s not in kept and s.paths == symmetry.paths]
@@ -260,7 +262,7 @@ def independent(
 def _contained(
     one: Symmetry, others: Sequence[Symmetry], point: Leaves, rng: np.random.Generator, dead: Mapping[str, np.ndarray]
 ) -> bool:
-    """Whether a random motion of a group is a sum of motions of others: least squares by conjugate gradients."""
+    """Whether a random motion of a group is a sum of motions of others, by least squares (conjugate gradients)."""
     if not others:
         return False
 
@@ -293,7 +295,7 @@ def _contained(
         if length < (_WITHIN * 1e-6) ** 2 * first or distance >= last:  # converged at a positive distance
             break
         if number % _PATIENCE == 0:
-            if distance > 0.99 * level:  # it will end at a positive distance
+            if distance > 0.99 * level:  # it falls so slowly that it will end at a positive distance
                 break
             level = distance
         step = [g + length / before * d for g, d in zip(gradient, step, strict=True)]

@@ -1,7 +1,7 @@
-"""The search of one instance of a function for its gauges, in three stages: gradients, null spaces, finite moves.
+"""Searches one instance of a function for its gauges, in three stages: gradients, null spaces, finite moves.
 
-How a large function is made small, and what a user reads, is in `report`; the candidates are in `search`, `offsets` and
-`stream`.
+`report` decides which instance is searched, the user's function or a smaller one of the same form. The kinds of moves
+that are tried are in `search`, `offsets` and `stream`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from gauge_optax.discovery.stream import passed, rotation_call, stream_rotations
 from gauge_optax.discovery.trace import Trace
 from gauge_optax.discovery.write import Unwritable, shift_call, write_shift_calls, written
 
-_POINTS = 5  # points with gradients: at one alone, units may be dead, and their moves only seem to be symmetries
-_CLOSE = 12  # by their gradients many symmetries nearly hold; at most so many are tried by a finite move
-_ROWS = 1.5  # gradients per column of `search`: fewer gradients than columns leave null vectors by chance
+_POINTS = 5  # points at which gradients are taken: units that are dead at one point seem free to move there
+_CLOSE = 12  # by their gradients many moves are nearly symmetries; at most so many are tested by a finite move
+_ROWS = 1.5  # gradients per column of a candidate's matrix (`search`): with too few, some columns are null by chance
 
 
 class Found(NamedTuple):
@@ -53,7 +53,7 @@ def search_instance(
       params: the tree that gauges bind to.
       leaves: its float64 leaves by path.
       batches: at least two.
-      trace: the walk over fn.
+      trace: the walk over the jaxpr of fn.
       near: as in `discover`.
       seed: seed of everything random.
       bar: the progress bar.
@@ -81,8 +81,9 @@ class _Search:
     """What the stages of one search share. The arguments are those of `search_instance`.
 
     Attributes:
-      rejected: what moves the outputs, though gradients or the function's form suggest that it does not; as text.
-      ungauged: kind → leaves of the moves that no gauge of the library makes.
+      rejected: texts on moves that change the outputs, although gradients or the function's form suggest that they do
+        not.
+      ungauged: symmetries for which the library has no gauge: kind, in words → texts with the leaves that each moves.
     """
 
     def __init__(
@@ -100,7 +101,8 @@ class _Search:
         self._gradients = Gradients(fn, batches)
         columns = max([*(len(one.columns) for one in self._tried), *(flow.columns for flow in self._flows)])
         self._rows = max(24, int(_ROWS * columns) + 8)
-        # At one point no more gradients are independent than the batches have outputs: a scalar loss needs more points.
+        # At one point there are at most as many independent gradients as output numbers in all batches. A scalar loss
+        # has few, and therefore needs more points.
         self._at_once = min(-(-self._rows // _POINTS), self._gradients.outputs(leaves) * len(batches))
         self._untrue, self._unseen = list[str](), dict[str, str]()
         self._squares = {path: np.zeros(leaf.shape) for path, leaf in leaves.items()}
@@ -109,13 +111,13 @@ class _Search:
         return np.random.default_rng([self._seed, *purpose])
 
     def _point(self, *purpose: int, free: frozenset[str] = frozenset()) -> Leaves:
-        """A random point. Kernels that are positive stay so, but for those of `free`."""
+        """A random point near the given leaves. Entries of the leaves in `_signed` and `free` get random signs."""
         return generic_point(self._leaves, self._rng(*purpose), self._signed | free)
 
     # Gradients ------------------------------------------------------------------------------------
 
     def observe(self, bar: Any) -> None:
-        """Takes gradients at random points."""
+        """Takes gradients at random points, and passes them to all candidates, flows and shifts."""
         bar.total = bar.n + 3 + (count := -(-self._rows // self._at_once))
         if self._prover.untrue(self._gradients, self._at_once, self._rng(26)):
             self._gradients.compute_unfused()
@@ -128,7 +130,7 @@ class _Search:
             return self._point(1, number)
 
         self._observe(point_at, 0, (2, 3))
-        # Units that are dead at every point would look free to move; with other signs of their kernels they live.
+        # Units that are dead at all points would look free to move. Other signs of their kernels' entries wake them up.
         masks = without_gradient(self._squares, self._prover.points[0])
         if hidden := {path for path, mask in masks.items() if mask.any() and self._leaves[path].ndim > 1
                       if self._prover.change_of_entries(path, mask, self._rng(22), turn=True) > STILL}:
@@ -144,7 +146,7 @@ class _Search:
     # Null spaces ----------------------------------------------------------------------------------
 
     def without_effect(self) -> tuple[dict[str, np.ndarray], list[str], list[Uncovered]]:
-        """Masks of the entries without a gradient; leaves without effect; entries that no batch reaches."""
+        """Masks of the entries without a gradient, by path; leaves without effect; entries that no batch reaches."""
         masks, dead, uncovered, self._unseen = unreached(self._prover, self._squares, self._rng(4))
         self.rejected += self._unseen.values()
         if untrue := [path for path in self._untrue if not masks[path].all()]:
@@ -154,7 +156,7 @@ class _Search:
         return masks, dead, uncovered
 
     def symmetries(self, masks: Mapping[str, np.ndarray]) -> tuple[list[Symmetry], list[Symmetry]]:
-        """The symmetries that gradients show as exact, and those that nearly hold; independent ones of each."""
+        """The symmetries that are exact by the gradients, and the near ones; those that others contain are left out."""
         found = [symmetry for one in self._tried for symmetry in one.solve(self._squares, masks, self._near)]
         point = self._point(1, 0)
         exact = independent([s for s in found if s.residual < ZERO], point, self._rng(7), dead=masks)
@@ -167,7 +169,7 @@ class _Search:
     def proved(self, exact: Sequence[Symmetry], close: Sequence[Symmetry]) -> tuple[list[Held], list[Held]]:
         """The gauges of symmetries, and of shifts of logits, that finite moves confirm; and those that nearly hold."""
         prover, trace, near = self._prover, self._trace, self._near
-        # A norm's gauge is to have the norm's scale as its anchor, and not the bias, which may be zero.
+        # The anchor of a norm's gauge should be the norm's scale, and not its bias, which may be zero.
         positive = {path for path, x in self._leaves.items() if (x > 0).all() or path not in trace.added}
         claims, unwritten = _claims(exact, trace, positive, prover)
         for reason, symmetry in unwritten:
@@ -199,7 +201,9 @@ class _Search:
     def proved_of_stream(
         self, proved: Sequence[Held], exact: Sequence[Symmetry], masks: Mapping[str, np.ndarray]
     ) -> tuple[list[Held], list[_Addition]]:
-        """The gauges that rotate or shift residual streams, and the additions of which not even a part is refuted.
+        """The proved gauges that rotate or shift residual streams, and the additions for which no gauge was proved.
+
+        An addition whose gauge failed the proof because of a clip, as in ReLU6, is not returned: it is no symmetry.
 
         Args:
           proved: the gauges of other symmetries.
@@ -218,17 +222,18 @@ class _Search:
         found, failed = _proved(self._prover, [*turns, *flat], STILL, self._rng(17))
         self.rejected += [refuted(call, change, self._prover) for call, change in failed if np.isfinite(change)]
         clipped = [call for call, _ in self._prover.clipped]
-        local = [call for call, _ in failed if not any(call is one for one in clipped)]  # no clip ends these
+        local = [call for call, _ in failed if not any(call is one for one in clipped)]  # failed, but not by a clip
         return found, [one for one in additions if one.call is None or any(one.call.within(call) for call in local)]
 
     def held(self, proved: Sequence[Held], additions: Sequence[_Addition]) -> list[Held]:
-        """The gauges that hold together, in a report's order; adds to `ungauged` what no gauge's orbit contains."""
+        """The gauges that hold together, in a report's order. Adds to `ungauged` what holds and no gauge makes."""
         held, refused = self._prover.together(in_order(proved))
         self.rejected += refused
         along_orbits = self._prover.along_orbits(held)
         for addition in additions:
             where = self.ungauged.get(addition.kind, [])
-            # Each is a case of the one before it; so is a vector of equal entries, the mean of a stream, of any vector.
+            # Each kind is a special case of the one before it, if it moves the same leaves: a change of a stream's
+            # mean, for instance, adds a vector with equal entries. It is then not listed again.
             kinds = [offsets.COMMON_ROW, offsets.ABSORBED, offsets.ON_STREAM, offsets.PAST_NORMS, offsets.ONE_NUMBER]
             before = kinds[: kinds.index(addition.kind) + 1] if addition.kind in kinds else [addition.kind]
             if set(addition.where.split(" + ")) in (
@@ -241,7 +246,7 @@ class _Search:
 
 
 class _Claim(NamedTuple):
-    """A gauge before its proof; `exponents` and `residual` are those of `Held`. It is written for `symmetry`."""
+    """A gauge before its proof, made for `symmetry` if that is given. `exponents` and `residual` are as in `Held`."""
 
     call: Call
     exponents: Mapping[str, float]
@@ -274,13 +279,13 @@ def _additions(
     trace: Trace, dead: Mapping[str, np.ndarray], flows: Sequence[offsets.Flow], shifts: offsets.Shifts,
     point: Leaves, matrices: Sequence[set[str]],
 ) -> list[_Addition]:
-    """The additions to leaves that no gradient sees.
+    """The additions to leaves to which all gradients of the outputs are orthogonal.
 
     Args:
-      trace: the walk.
+      trace: the walk over the function's jaxpr.
       dead: by path, masks of entries without effect.
-      flows: kinds of additions, which have observed the gradients.
-      shifts: constants along an axis, which have observed the gradients.
+      flows: kinds of additions (`offsets.flows`) that have got the gradients.
+      shifts: constants along axes (`offsets.Shifts`) that have got the gradients.
       point: any point; an addition is made there to see which leaves it moves.
       matrices: for each symmetry under all invertible matrices, the leaves that it moves. A shift of a stream's mean
         that moves exactly these leaves is left out, because the symmetry contains it.
@@ -305,7 +310,9 @@ def _additions(
     traded = [one.call.paths for one in additions if one.call is not None and one.call.kind == "embedding_shift"]
     for path, axes in shifts.constants():
         if any(path in paths and hidden & set(paths) for paths in traded):
-            continue  # two gauges make this move: one moves the constant to a second leaf, and there a norm hides it
+            # The moves of two gauges add up to this one: an `embedding_shift` moves the constant to a second leaf, and
+            # a `norm_write_shift` removes it there, because a norm hides it.
+            continue
         kind = "one constant on all entries, which norms that subtract a mean, or a softmax, hide"
         call = Call("norm_write_shift", {"tied": {path: axes}}) if axes else None
         additions.append(_Addition(kind, path, call, functools.partial(_raised, path)))
@@ -331,7 +338,7 @@ def _rotations_of_stream(
         try:
             call = rotation_call(symmetry, trace, norms, params)
             if not call.norms and symmetry.family == "orthogonal" and matrices.isdisjoint(symmetry.paths):
-                call = written(symmetry, trace.layer_spaces(), ())  # no stream, but one rotation of a few leaves
+                call = written(symmetry, trace.layer_spaces(), ())  # not a stream: a plain rotation of a few leaves
         except Unwritable as reason:
             ungauged.setdefault(str(reason), []).append(", ".join(sorted(symmetry.paths)))
         else:
@@ -348,7 +355,7 @@ def refuted(call: Call, change: float, prover: Prover) -> str:
 def _claims(
     symmetries: Sequence[Symmetry], trace: Trace, positive: set[str], prover: Prover
 ) -> tuple[list[_Claim], list[tuple[str, Symmetry]]]:
-    """Symmetries as claims, and those that have no gauge, each with the reason."""
+    """Claims (gauges to be proved) of symmetries, and the symmetries that have no gauge, each with the reason."""
     claims, unwritten = [], list[tuple[str, Symmetry]]()
     kernels = {kernel for _, kernel in trace.vector_reads}
     for symmetry in symmetries:
@@ -361,7 +368,7 @@ def _claims(
             continue
         if (misfit := prover.misfit(call)) is None:
             claims.append(_Claim(call, exponents, symmetry.residual, symmetry))
-        else:  # for example a recurrent kernel, whose two axes have one scale
+        else:  # for example a recurrent kernel, on both of whose axes one scale acts
             unwritten.append((f"a move that no gauge can bind ({misfit})", symmetry))
     return claims, unwritten
 
@@ -371,8 +378,9 @@ def _proved(
 ) -> tuple[list[Held], list[tuple[Call, float]]]:
     """Gauges whose finite moves change the outputs by at most `most`, and the calls of the others with their change.
 
-    Claims for several layers are merged into one gauge first. If this fails, they are proved one by one, and then for
-    the elements that are connected with the identity: a norm's scale in front of a ReLU takes positive factors alone.
+    Claims for several layers are merged into one gauge first. If this gauge fails, its claims are proved one by one. A
+    claim that fails is tried again with only the elements that are connected with the identity: in front of a ReLU, for
+    instance, a norm's scale may have positive factors alone.
     """
     evidence = {id(claim.call): claim for claim in claims}
 

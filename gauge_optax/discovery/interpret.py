@@ -21,7 +21,7 @@ def interpret(
     jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[_V], constant: Callable[[Any], _V],
     equation: Callable[[Any, list[_V]], Sequence[_V]],
 ) -> list[_V]:
-    """Runs a jaxpr on values of any kind, such as arrays or sets of dependencies; returns those of its outputs.
+    """Runs a jaxpr on values of any kind, such as arrays or sets of dependencies; returns the values of its outputs.
 
     Args:
       jaxpr: the jaxpr, whose equations are run in their order.
@@ -81,9 +81,9 @@ def called(eqn: Any, ins: list[_V]) -> tuple[core.Jaxpr, Sequence[Any], list[_V]
     """
     body = next((eqn.params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in eqn.params), None)
     if body is None or eqn.primitive.name in (*CONTROL, "pallas_call", "reduce", "reduce_window"):
-        return None  # a reduction's jaxpr takes two numbers
-    # The jaxpr of a sharded map takes one device's part. Where this is the whole, it may be walked over like a call;
-    # only `sharded` evaluates it.
+        return None  # the jaxpr of a reduction takes two numbers, and not the equation's inputs
+    # The jaxpr of a `shard_map` takes one device's part of its inputs. If this part is the whole, the jaxpr may be
+    # walked over like a call. Only `sharded` evaluates it.
     inner = body.jaxpr if hasattr(body, "jaxpr") else body
     shapes = [[getattr(v.aval, "shape", None) for v in variables] for variables in (
         (*inner.invars, *inner.outvars), (*eqn.invars[len(eqn.invars) - len(inner.invars) :], *eqn.outvars))]
@@ -93,7 +93,7 @@ def called(eqn: Any, ins: list[_V]) -> tuple[core.Jaxpr, Sequence[Any], list[_V]
 
 
 def loop_parts(eqn: Any, ins: list[_V]) -> tuple[core.ClosedJaxpr, list[_V], list[_V], list[_V]]:
-    """The body of a scan or a while, and its inputs in three lists: constants, carries, and arrays with a row per turn.
+    """The body of a scan or a while, and its inputs in three lists: constants, carries, and arrays with a row per step.
 
     A while has no arrays of the third kind.
 
@@ -120,7 +120,7 @@ def applied(eqn: Any, arrays: Sequence[Any], **changed: Any) -> Sequence[Any]:
 
 
 def known(eqn: Any, constants: Sequence[Any]) -> list[np.ndarray] | None:
-    """The results of an equation of constants; None if they depend on the device, as an index along a mesh does.
+    """The results of an equation whose inputs are constants; None if they depend on the device, as a mesh index does.
 
     >>> (add,) = jax.make_jaxpr(lambda x: x + 1)(1).eqns
     >>> [int(x) for x in known(add, [2, 3])]
@@ -129,7 +129,7 @@ def known(eqn: Any, constants: Sequence[Any]) -> list[np.ndarray] | None:
     with jax.ensure_compile_time_eval():  # `shorten` calls this while JAX traces a function
         try:
             return [np.asarray(x) for x in applied(eqn, constants)]
-        except (NameError, ValueError):  # JAX's for the axis of a mesh outside of its `shard_map`
+        except (NameError, ValueError):  # JAX's errors for a mesh axis that is used outside of its `shard_map`
             return None
 
 

@@ -1,8 +1,8 @@
-"""Fewer layers: of a list of layers that are alike, three are searched, and what is found is extended to all of them.
+"""Searches three of many layers that are alike, and extends what is found to all of them.
 
-Equal shapes do not show that a function treats its layers alike. Its operations do: every further layer has to add the
-same ones. A function that fixes the number of its layers cannot be called on a tree with fewer. From such a function,
-the operations of the other layers are cut out (`cut`).
+Layers with equal shapes may still be treated differently by the function. They are alike if every further layer adds
+the same operations to it. A function that fixes the number of its layers cannot be called on a tree with fewer. From
+such a function, the operations of the other layers are cut out (`cut`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Layers(NamedTuple):
 
     Attributes:
       before: the text of the paths in front of the number.
-      behind: the text behind it, up to the next slash.
+      behind: the text of the paths behind the number, up to the next slash.
     """
 
     before: str
@@ -42,7 +42,8 @@ class _Layers(NamedTuple):
 
     @classmethod
     def at(cls, keys: Any, name: tuple[str, str]) -> _Layers:
-        """The list in the node at the tree path `keys`; `name` is the text before and behind the number in its keys."""
+        """The layers in the node at the tree path `keys`. `name`: the texts before and behind the number in their keys.
+        """
         path = jax.tree_util.keystr(keys, simple=True, separator="/")
         return cls(f"{path}/{name[0]}" if path else name[0], name[1])
 
@@ -88,8 +89,8 @@ class Shallow:
         roles = {}
         for role, blocks in call.roles.items():
             counts = collections.Counter((self.with_captures(path), axes) for path, axes in blocks.items())
-            # A search of all layers would list kernels before scales, each sorted by path. To have this order, blocks
-            # are divided into runs of ascending paths, and each run is sorted.
+            # A search of all layers would list kernels before scales, each sorted by path. To get the same order here,
+            # blocks are divided into runs of ascending paths, layers are added to each run, and each run is sorted.
             runs = [dict[str, Axes]()]
             for before, (path, axes) in zip(("", *blocks), blocks.items(), strict=False):
                 if path < before:
@@ -157,7 +158,7 @@ def shallower(fn: Callable[[Any, Any], Any], params: Any, batch: Any) -> Shallow
     if not lists:
         return None
     found = Shallow(fn, _cut(params, dict.fromkeys(lists, _KEPT)), tuple(name.pattern() for name in lists))
-    # Both trees have the same paths up to numbers, unless the patterns miss a layer's number in one.
+    # With layers' numbers replaced by `{i}`, both trees must have the same paths. Otherwise a pattern missed a number.
     named = [set(map(found.with_captures, leaves_by_path(tree))) for tree in (params, found.tree)]
     if named[0] != named[1]:
         return None
@@ -211,7 +212,7 @@ def _cut_function(
 ) -> Callable[[Any, Any], Any]:
     """A function of the shorter tree: traces the whole function, and cuts the other layers out of it.
 
-    While the function is traced, the kept middle layer's leaves stand for those of the other layers.
+    The trace needs leaves of all layers. Those of the kept middle layer are used in place of all that the tree lacks.
 
     Args:
       short: the function of the whole tree, and the shorter tree.
@@ -255,11 +256,10 @@ def _places(paths: Sequence[str], short: Shallow, group: Sequence[int]) -> dict[
 
 
 def _operations(fn: Callable[[Any, Any], Any], params: Any, batch: Any) -> _Operations:
-    """How often each operation (a primitive with its parameters and the types of operands and results) occurs in `fn`.
-    """
+    """Counts the operations of `fn`: primitives, each with its parameters and the types of its operands and results."""
     said = Said()
 
-    def own(eqn: Any) -> Hashable:  # without the functions that it calls, whose operations count themselves
+    def own(eqn: Any) -> Hashable:  # leaves out functions that the equation calls: their operations are counted apart
         return said({key: x for key, x in eqn.params.items() if not any(jaxprs_of([x]))})
 
     return collections.Counter(

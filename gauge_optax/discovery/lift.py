@@ -1,7 +1,8 @@
 """Computes a function in float64, whatever dtypes it fixes: evaluates its jaxpr with every float as a float64.
 
 Models fix dtypes (`nnx.Embed` and attention's softmax in float32, kernels in bfloat16), and float32 cannot tell an
-exact symmetry from a near one. Without its dtypes, the jaxpr is the function of real numbers that the model computes.
+exact symmetry from a near one. With float64 in place of these dtypes, the jaxpr computes the same function of real
+numbers, but with less roundoff.
 """
 
 from __future__ import annotations
@@ -83,12 +84,13 @@ def in_double(fn: Function, leaves: Leaves, dtypes: Mapping[str, Any], batch: An
 
     try:
         checked, constants = _checked(plain, leaves, batch)
-        # Only a captured array in 32 bits can keep XLA from taking fn, and to try it takes as long as a trace.
+        # XLA can refuse `plain` only because of a captured array in 32 bits. This is tried only if there is one,
+        # because it takes as long as a trace.
         certain = not any(isinstance(x, np.ndarray) and x.dtype.itemsize == 4 for x in constants)
         if not any(low(eqn) for eqn, _ in checked) and (certain or _lowers(plain, leaves, batch)):
             return plain
     except (TypeError, ValueError):
-        pass  # float64 does not fit a dtype that fn fixes, such as that of a loop's carry
+        pass  # float64 inputs do not fit a dtype that fn fixes, such as that of a loop's carry
     with jax.enable_x64(wide):
         checked, _ = _checked(given, *as_given(leaves, batch))
     for eqn, where in checked:
@@ -103,7 +105,7 @@ def in_double(fn: Function, leaves: Leaves, dtypes: Mapping[str, Any], batch: An
 
 
 def _lowers(fn: Function, leaves: Leaves, batch: Any) -> bool:
-    """Whether XLA takes fn. It does not if JAX reads an array that fn captures in too few bits: see `xla.unseen`."""
+    """Whether XLA takes fn. It does not if fn captures a 64-bit array that JAX reads in 32 bits (`xla.unseen`)."""
     try:
         jax.jit(fn).lower(leaves, batch)
     except ValueError:
@@ -186,13 +188,13 @@ def mark_equations(
 
     def equation(eqn: Any, ins: list[int]) -> list[int]:
         name, mark = eqn.primitive.name, functools.reduce(operator.or_, ins, 0)
-        where = source(eqn) or within  # an equation inside a function of JAX gets the line of its call
+        where = source(eqn) or within  # an equation inside a function of JAX gets the line of the user's call
         marked.append((eqn, mark, where))
         if call := called(eqn, ins):
             return mark_equations(call[0], call[2], marked, where)
         if name == "scan":
             body, consts, carry, rows = loop_parts(eqn, ins)
-            for _ in range(2):  # the second turn sees the marks that the first adds to the carry
+            for _ in range(2):  # the second pass sees the marks that the first adds to the carry
                 outs = mark_equations(body.jaxpr, [*consts, *carry, *rows], marked, where)
                 carry = [a | b for a, b in zip(carry, outs, strict=False)]
             return outs

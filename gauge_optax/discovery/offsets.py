@@ -1,12 +1,16 @@
 """Finds symmetries that add something to leaves: the logit shift, and additions that norms and biases hide.
 
-A vector u may be added to the bias of a norm or of values, if Wᵀu is subtracted from the bias behind each kernel W that
-reads it. It may be added to every row of one table, and subtracted from every row of another. Row k of a kernel behind
-a LayerNorm with the scale γ may gain u/γ_k: the norm's outputs, each divided by its γ_k, have the same sum for all
-inputs, so that the kernel's output changes by a constant at most. A *centred* norm, which subtracts the mean, hides a
-constant along the axis that it reads. A *flow* is one such kind of addition. It consists of *columns*: motions of
-single leaves that are made from the same random u. Each is linear in u, so that a finite move adds its tangent to the
-leaf, however large u is.
+Examples of such additions:
+
+* A vector u is added to a bias (of a norm, or of attention's values), and Wᵀu is subtracted from the bias behind each
+  kernel W that reads the result.
+* A vector is added to every row of one table, and subtracted from every row of another.
+* Row k of a kernel behind a LayerNorm with the scale γ gains u/γ_k. The norm's outputs, each divided by its γ_k, have
+  the same sum for all inputs, so that the kernel's output changes by a constant at most.
+* A constant is added along an axis that only *centred* norms read, which subtract the mean.
+
+A *flow* is one kind of addition. It consists of *columns*: motions of single leaves that are made from the same random
+u. Each is linear in u, so that a finite move adds its tangent to the leaf, however large u is.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ from gauge_optax.linalg import singular_vectors
 
 Motion = tuple[str, np.ndarray]  # a leaf's path and what is added to it
 Labels = Sequence[Space | None]
-Coefficients = Mapping[int, float]  # by the number of a column
+Coefficients = Mapping[int, float]  # number of a column → its coefficient in a combination of columns
 PAST_NORMS = "the mean of a stream, which centred norms or a softmax hide, and which a kernel reads past them"
 ABSORBED = "a bias that flows into the biases behind it"
 COMMON_ROW = "one vector on every row of several leaves"
@@ -78,7 +82,8 @@ class Shifts:
     def solve(self, softmax: bool) -> list[tuple[list[tuple[View, int]], float]]:
         """Lists the spaces along which gradients sum to zero, each as its views, the atom of each view, and a residual.
 
-        The residual of a view is the norm of these sums, divided by the norm of the gradients. The largest is returned.
+        The residual of a view is the norm of the sums of its gradients along the space, divided by the norm of the
+        gradients. The largest residual of a space's views is returned.
 
         Args:
           softmax: True to list the axes of the outputs and those along which the function has a softmax: a constant
@@ -95,11 +100,11 @@ class Shifts:
         return list(out.values())
 
     def constants(self) -> list[tuple[str, str]]:
-        """Leaves to all of whose entries one number may be added, but not a number of its own to each row or column.
+        """Leaves to which one number may be added at all entries, but not a separate number per row or column.
 
         Each comes with its axes string, which is empty if `norm_write_shift` cannot express the move. An example is a
-        tied table whose stream centred norms read: they hide the number that its rows gain, and the softmax hides what
-        all logits gain.
+        table that is tied to the unembedding. One number on all its entries adds a constant to the stream, which
+        centred norms hide, and a constant to all logits, which the softmax hides.
         """
         single, found = set[str](), dict[str, str]()
         for (view, _), (along, whole, total) in zip(self._places, self._sums, strict=True):
@@ -147,7 +152,7 @@ class Flow:
 
     def observe(self, point: Leaves, gradients: Leaves, rng: np.random.Generator) -> None:
         """Draws motions at a point, and extends `products` and `squares` by gradients (rows, *shape) taken there."""
-        # Where a motion divides by zero it has no numbers (`moved`), and its gradients say nothing about it.
+        # A motion that divides by zero is NaN (`moved`). It is replaced by zeros, so that it adds nothing to the sums.
         motions = [(path, np.nan_to_num(motion.ravel())) for path, motion in self.make(point, rng)]
         pairs = [(gradients[path].reshape(-1, motion.size), motion) for path, motion in motions]
         self.products.append(np.stack([rows @ motion for rows, motion in pairs], 1))
@@ -155,7 +160,7 @@ class Flow:
         self.squares = self.squares + np.array(squares)
 
     def solve(self) -> Iterator[np.ndarray]:
-        """The coefficients (columns,) of each combination that no gradient sees."""
+        """The coefficients (columns,) of each combination of columns to which all gradients are orthogonal."""
         sizes, alive = np.sqrt(np.asarray(self.squares)), self._alive
         if not self.belongs(alive.tolist()):
             return
@@ -180,7 +185,8 @@ class Flow:
         return self.write(taken, [k for k in range(len(row)) if k not in self._alive])
 
     def moved(self, row: np.ndarray, point: Leaves, seed: int) -> Leaves:
-        """A point moved along a combination whose random vector the seed determines; NaN if none leads from there."""
+        """A point moved along a combination, whose random vector the seed determines; NaN where motions divide by zero.
+        """
         out = dict(point)
         for (path, motion), factor in zip(self.make(point, np.random.default_rng([11, seed])), row, strict=True):
             out[path] = out[path] + factor * motion if factor else out[path]
@@ -218,7 +224,7 @@ class _Norm(NamedTuple):
 
 
 class _Column(NamedTuple):
-    """How a leaf moves, given an array: by the product of the array and all `factors`.
+    """One column of a flow. Given an array, a leaf moves by the product of the array and all `factors`.
 
     Attributes:
       view: the entries of the leaf that move. If the array or a factor has an axis that the view lacks, the product is
@@ -286,7 +292,7 @@ def flows(trace: Trace, leaves: Leaves) -> list[Flow]:
             behind.setdefault(writer, []).append(by_path[added])
     for view in squares:
         if view.path in kernel_paths - by_path.keys():
-            # Which of its axes the kernel reads is not known here: a flow has columns for either.
+            # Which axis of a square kernel is its input axis is not known here. A flow gets a column for each of them.
             ways = [_relabelled(view, [axis]) for axis in range(len(view.windows))]
             kernels += [way for way in ways if len(set(way.labels)) == len(way.labels)]
             biases = [_relabelled(b, [k for k, window in enumerate(b.windows) if window.atoms[0].space not in layers])
@@ -335,7 +341,7 @@ def flows(trace: Trace, leaves: Leaves) -> list[Flow]:
 
 
 def _readers(vector: View, kernels: Sequence[View], parts: Sequence[View], trace: Trace) -> list[View]:
-    """The kernels that read a vector, and the part that reads it of a kernel that reads a concatenation."""
+    """The kernels that read a vector. Of a kernel that reads a concatenation, it is the part that reads the vector."""
     read = [view for view in (*kernels, *parts)
             if (vector.path, view.path) in trace.vector_reads and set(vector.labels) <= set(view.labels)]
     whole = {view.path for view in read if view.size == math.prod(view.shape)}
@@ -343,9 +349,10 @@ def _readers(vector: View, kernels: Sequence[View], parts: Sequence[View], trace
 
 
 def _relabelled(view: View, axes: Collection[int]) -> View:
-    """The view with spaces of their own on some axes: the output axis of a kernel, and the bias behind it.
+    """The view with new spaces on some axes.
 
-    Both axes of the kernel are along one space if what it computes is added to what it reads, as in x + f(x·W).
+    If what a kernel computes is added to what it reads, as in x + f(x·W), both its axes are along one space. To tell
+    them apart, its output axis gets a new space, and so does the axis of the bias behind it.
     """
 
     def changed(atom: Atom) -> Atom:
@@ -357,7 +364,10 @@ def _relabelled(view: View, axes: Collection[int]) -> View:
 
 
 def _apart(parts: Sequence[View], whole: Collection[str]) -> list[View]:
-    """Parts without a common entry, of leaves that are not in `whole`: parts of a kernel that reads a concatenation."""
+    """Those of the parts that share no entry, of leaves that are not in `whole`.
+
+    An example are the parts of a kernel that reads a concatenation, one per concatenated array.
+    """
     out, taken = list[View](), dict[str, set[int]]()
     for view in parts:
         entries = set(view.read(np.arange(math.prod(view.shape)).reshape(1, *view.shape)).ravel().tolist())
@@ -368,17 +378,18 @@ def _apart(parts: Sequence[View], whole: Collection[str]) -> list[View]:
 
 
 def _mapped_to_zero(vector: View, kernel: View, layers: set[Space]) -> list[Flow]:
-    """Shifts of a bias that the kernel behind it maps to zero, or to a constant that centred norms hide.
+    """Shifts of a bias that the kernel behind it maps to zero, or to equal entries, which centred norms hide.
 
-    A kernel maps some vector to zero if it has more inputs than outputs, and to a constant also if it has as many. If
-    query heads share a value head, they read one bias, and the sum of their kernels counts.
+    If a kernel has more inputs than outputs, it maps some vector to zero. If it has as many inputs as outputs, it still
+    maps some vector to one of equal entries. Query heads that share a value head read one bias: the sum of their
+    kernels is then the kernel behind it.
     """
     stacked = [label for label in vector.labels if label in layers]
     inputs = [label for label in vector.labels if label not in layers]
     others: list[Space | None] = [label for label in kernel.labels if label not in vector.labels]
     if not set(vector.labels) <= set(kernel.labels):
         return []
-    others = others or [None]  # a single output
+    others = others or [None]  # a kernel with a single output may have no output axis
     to_vector = [vector.labels.index(label) for label in (*stacked, *inputs)]
     kind = "a part of a bias that the kernel behind it maps to nothing that is read"
 
@@ -404,11 +415,11 @@ def _mapped_to_zero(vector: View, kernel: View, layers: set[Space]) -> list[Flow
 
 
 def _written_to_zero(space: Space, views: Sequence[View], trace: Trace) -> Iterator[Flow]:
-    """Additions to what a kernel or table writes along a space that kernels behind it map to zero, or to a constant.
+    """Additions to what a kernel or table writes along a space, which the kernels that read the space map to zero.
 
-    These kernels have fewer outputs together than the space has entries, as a head of few classes has. Outputs that
-    differ by one constant are the same behind a softmax or a centred norm. If a bias is added to what the kernel
-    writes, the kernels behind it are those that read the bias.
+    They may also map it to equal entries, which a softmax or a centred norm behind them hides. This happens if these
+    kernels together have fewer outputs than the space has entries, as a head of few classes has. If a bias is added to
+    what the kernel writes, only the kernels that read this bias count.
     """
     along = [view for view in views if view.labels.count(space) == 1]
     paths = {path for path, axis in trace.readers if set(space) & set(trace.spaces.key(axis))}
@@ -437,7 +448,7 @@ def _written_to_zero(space: Space, views: Sequence[View], trace: Trace) -> Itera
 
 
 def _absorbed(vector: View, kernels: Sequence[View], behind: Mapping[str, Sequence[View]], layers: set[Space]) -> Flow:
-    """A shift u of a vector; Wᵀu is subtracted from the bias behind each kernel W that reads the vector."""
+    """A shift u of a vector, where Wᵀu is subtracted from the bias behind each kernel W that reads the vector."""
     pairs = _pairs(vector, kernels, behind, layers)
     columns = [_Column(vector), *(_Column(b, (kernel,)) for kernel, b in pairs)]
 
@@ -479,10 +490,10 @@ def _carried_on(
 def _one_number(
     vector: View, kernels: Sequence[View], behind: Mapping[str, Sequence[View]], layers: set[Space]
 ) -> Flow:
-    """One number on all entries of a vector, which the bias behind a kernel along another axis takes away.
+    """Adds one number to all entries of a vector. The bias behind a kernel along another axis subtracts its effect.
 
     A kernel W along another axis reads the number at all of its inputs, so that the bias behind it loses the number
-    times the sum of W over its inputs. Examples are the kernels of MLP-Mixer and gMLP that mix places.
+    times the sum of W over its inputs. Examples are the kernels of MLP-Mixer and gMLP that mix positions.
     """
     stacked = tuple(label for label in vector.labels if label in layers)
     pairs = [(k, b) for k in kernels for b in behind.get(k.path, []) if set(stacked) <= set(b.labels) < set(k.labels)]
@@ -494,7 +505,7 @@ def _one_number(
 def _pairs(
     vector: View, kernels: Sequence[View], behind: Mapping[str, Sequence[View]], layers: set[Space]
 ) -> list[tuple[View, View]]:
-    """The pairs of a kernel that reads a vector and a bias that is added behind it."""
+    """Pairs of a kernel that reads a vector, and a bias that is added to the kernel's product."""
     shape, pairs = set(vector.labels), list[tuple[View, View]]()
     for kernel in kernels:
         # The bias has the kernel's output axes; an axis of stacked layers is in all three leaves. The bias may lack
@@ -536,7 +547,7 @@ def _hidden_by_norm(
 def _hidden_behind_scale(view: View, scale: _Norm, layers: set[Space]) -> Flow:
     """Adds u/γ along the channels of what a kernel or bias writes, where a scale γ multiplies what they write.
 
-    A stream then gains u in all channels, which centred norms hide. An example is the scale of a layer (LayerScale).
+    Behind the scale, all channels gain the same u, which centred norms hide. An example of γ is LayerScale.
     """
     vector = scale.vector
     channels = set(vector.labels) - layers
@@ -554,7 +565,7 @@ def _hidden_behind_scale(view: View, scale: _Norm, layers: set[Space]) -> Flow:
 def _hidden_and_absorbed(
     bias: View, norm: _Norm, kernels: Sequence[View], behind: Mapping[str, Sequence[View]], layers: set[Space]
 ) -> Flow:
-    """Shifts the bias β of a centred norm with scale γ by a vector δ with Σδ/γ = 0; kernels without a bias undo it.
+    """Shifts the bias β of a centred norm with scale γ by a vector δ with Σδ/γ = 0, and undoes this behind the norm.
 
     The output of a kernel W behind the norm changes by Wᵀδ, which the bias behind W subtracts. Without a bias, W gains
     −(1/γ)⊗Wᵀδ/Σ(β/γ), whose output is −Wᵀδ (`_hidden_by_norm`).
@@ -586,13 +597,13 @@ def _hidden_and_absorbed(
 
 
 def _modulated(vector: View, gains: Sequence[View], shifts: Sequence[View]) -> Flow:
-    """A vector u on a vector that is multiplied with a gain before a shift is added, as in FiLM and adaptive norms.
+    """A vector gains u, in front of a gain that multiplies it and a shift that is added, as in FiLM or adaptive norms.
 
-    Each leaf that computes the shift loses u times the leaf that computes the gain. If the gain is a sum of one and a
-    value, the bias of the shift, or every row of a table of shifts, loses u as well.
+    Each leaf that computes the shift loses u times the leaf that computes the gain. If the gain is one plus what the
+    leaf computes, the bias of the shift, or every row of a table of shifts, loses u as well.
 
     Args:
-      vector: the vector.
+      vector: the vector that gains u.
       gains: the leaves that compute the gain, and their parts: gain and shift can be two halves of one kernel's output.
       shifts: the leaves that compute the shift, and their parts.
     """
@@ -623,8 +634,8 @@ def _modulated(vector: View, gains: Sequence[View], shifts: Sequence[View]) -> F
 def _common_row(spaces: Sequence[Space], tables: Sequence[View], layers: set[Space]) -> Flow:
     """One array that is added to some tables and subtracted from others, such as one vector on every row.
 
-    The array has the axes `spaces`, which the tables share. It is the same at all indices of their other axes. Without
-    axes it is one number, which tables with one number per row have on all rows, and biases of a single output.
+    The array has the axes `spaces`, which the tables share. It is the same at all indices of their other axes. If
+    `spaces` is empty it is one number, for tables with one number per row and for biases of a single output.
     """
     lone = len(set(spaces) - layers) == 1
     kind = COMMON_ROW if spaces else "one number on all entries of several leaves"
@@ -638,8 +649,8 @@ def _common_row(spaces: Sequence[Space], tables: Sequence[View], layers: set[Spa
     def belongs(taken: list[int]) -> bool:
         """Whether this flow reports a combination of tables.
 
-        Tables that all share more axes than `spaces` belong to another flow, and leaves whose only axis, apart from
-        stacked layers, is that of `spaces` to `search`. One table alone is no combination.
+        Another flow reports tables that all share more axes than `spaces`. If the only axis of all the leaves, apart
+        from stacked layers, is that of `spaces`, then `search` reports the combination. One table alone is none.
         """
         if len(taken) < 2 or (lone and all(len(tables[k].labels) == len(spaces) for k in taken)):
             return False
@@ -673,7 +684,7 @@ def _read_past_norms(space: Space, views: Sequence[View]) -> Flow:
 
 
 def _passed_on(space: Space, views: Sequence[View], behind: Mapping[str, Sequence[View]], constant: bool) -> Flow:
-    """A vector that one leaf adds to a stream, and that another leaf or the biases behind readers subtract again.
+    """A vector that one leaf adds to a stream, and that another leaf, or the biases behind kernels, subtract again.
 
     Args:
       space: the stream's axis.
@@ -685,7 +696,7 @@ def _passed_on(space: Space, views: Sequence[View], behind: Mapping[str, Sequenc
     columns = [*map(_Column, views), *(_Column(b, (kernel,)) for kernel, b in pairs)] if len(views) > 1 else []
 
     def belongs(taken: list[int]) -> bool:
-        """Whether a bias behind a kernel takes part or the vector is constant: all else is a `_common_row`."""
+        """Whether a bias behind a kernel takes part, or the vector has equal entries: all else is a `_common_row`."""
         return len(taken) > 1 and (constant or taken[-1] >= len(views))
 
     return _linear(PAST_NORMS if constant else ON_STREAM, (space,), columns, belongs, constant=constant)
@@ -700,7 +711,7 @@ def unread_bias_call(trace: Trace, path: str, mask: np.ndarray) -> Call | None:
     """The gauge of a bias, or of one part of a fused bias, whose values have no effect, such as a key bias.
 
     Args:
-      trace: the walk.
+      trace: the walk over the function's jaxpr.
       path: the leaf.
       mask: the entries without effect.
 
@@ -737,7 +748,7 @@ def merged_reads(calls: Sequence[Call]) -> list[Call]:
         key: Any = tuple(norm) if call.kind == "norm_read_shift" else number
         before = out.get(key)
         if before and not before.roles["read"].keys().isdisjoint(call.roles["read"]):
-            key = number  # another part of one kernel, which reads the norm twice
+            key = number  # this call moves another part of the same kernel: one role has one block per path
         elif before:
             roles = {role: {**blocks, **call.roles[role]} for role, blocks in before.roles.items()}
             call = dataclasses.replace(before, roles=roles, sizes={**before.sizes, **call.sizes})
@@ -748,9 +759,9 @@ def merged_reads(calls: Sequence[Call]) -> list[Call]:
 def _with_numbered_parts(view: View, trace: Trace) -> View:
     """Changes a view so that its axes match those of other views.
 
-    An axis of length 1 without a space is read at its index 0. An axis that counts the parts of a fused leaf gets the
-    same space as all such axes of its length: because a function takes parts one by one, no operation unites the axis
-    that counts a fused kernel's parts with that of its fused bias.
+    An axis of length 1 without a space is read at its index 0. An axis that counts the parts of a fused leaf, such as
+    query, key and value, gets the same space as all such axes of its length. A function takes such parts one by one, so
+    that no operation shows that a fused kernel and its fused bias have the same parts.
     """
 
     def changed(atom: Atom) -> Atom:
@@ -764,7 +775,7 @@ def _with_numbered_parts(view: View, trace: Trace) -> View:
 
 
 def _names(spaces: Labels, layers: set[Space]) -> dict[Space, str]:
-    """Names of axes: `layer` (then `layer1`) for stacked layers, `channel` for the only other one, or `head` and so on.
+    """Names of axes: `layer`, `layer1` for stacked layers; `channel` for one other axis, `head`, `entry` … for several.
     """
     stacks = [space for space in dict.fromkeys(spaces) if space is not None and space in layers]
     names = {space: f"layer{k}" if k else "layer" for k, space in enumerate(stacks)}
@@ -776,13 +787,13 @@ def _names(spaces: Labels, layers: set[Space]) -> dict[Space, str]:
 def _call(
     kind: str, blocks: Mapping[str, Sequence[View]], names: Mapping[Space, str], plus: Sequence[str] = ()
 ) -> Call:
-    """The call of a gauge whose blocks are whole views.
+    """The call of a gauge with one block per view, which has all entries that the view reads.
 
     Args:
       kind: the constructor.
       blocks: views by role.
-      names: spaces with a name; all others are free.
-      plus: paths of norms' scales that are stored less one.
+      names: space → its name in axes strings. Axes along all other spaces are free, `_`.
+      plus: paths of leaves that store a norm's scale minus one.
 
     Raises:
       Unwritable: two views are parts of one leaf.

@@ -10,18 +10,20 @@ import numpy as np
 
 from gauge_optax.discovery.spaces import equal_runs
 
-FREE = -(2**58)  # the step to an index where no entry stands, such as padding: it makes the number there negative
+# The step (`Places.steps`) to an index at which no entry of the parameter stands, such as padding. It is so negative
+# that the number there is negative too.
+FREE = -(2**58)
 
 
 class Places(NamedTuple):
-    """Which entry of a parameter stands at each place of an array.
+    """Which entry of a parameter stands at each place (each multi-index) of an array.
 
     An entry is known by its *number*, its flat index in the parameter. The number at a place is `base` plus one step
     per axis.
 
     Attributes:
       base: the number at the places where all steps are zero.
-      steps: one array per axis: what each index adds to the number. It is far below zero where no entry stands.
+      steps: one array per axis: what each index along the axis adds to the number. Where no entry stands it is `FREE`.
 
     >>> moved = Places.of((2, 3)).reshape((3, 2)).take(0, 1)
     >>> moved.numbers()
@@ -33,13 +35,13 @@ class Places(NamedTuple):
 
     @classmethod
     def of(cls, shape: Sequence[int]) -> Places:
-        """The places of a parameter of this shape itself."""
+        """The places in an array that is the parameter itself, of this shape."""
         strides = [math.prod(shape[k + 1 :]) for k in range(len(shape))]
         return cls(0, tuple(np.arange(n) * stride for n, stride in zip(shape, strides, strict=True)))
 
     @classmethod
     def found(cls, numbers: np.ndarray) -> Places | None:
-        """The places that have these numbers, -1 where no entry stands; None if no base and steps add up to them."""
+        """The `Places` with these numbers (-1 where no entry stands); None if no base and steps add up to them."""
         at = np.unravel_index(int((numbers >= 0).argmax()), numbers.shape) if numbers.ndim else ()
         base = int(numbers[at]) if numbers.size and numbers[at] >= 0 else FREE
         lines = [numbers[tuple(slice(None) if j == k else at[j] for j in range(numbers.ndim))]
@@ -73,11 +75,11 @@ class Places(NamedTuple):
         return self.base + self.steps[axis][self.steps[axis] > FREE // 2]
 
     def held(self) -> Places:
-        """The places after all indices at which no entry stands are dropped from every axis."""
+        """The places in the array without those indices, along every axis, at which no entry stands."""
         return Places(self.base, tuple(step[step > FREE // 2] for step in self.steps))
 
     def within(self, others: Sequence[np.ndarray]) -> Places:
-        """Undoes `held`: `others` are the steps of the longer axes; where they have no entry, the result has none."""
+        """Undoes `held`, given the `steps` before it: where these have no entry, the result has none either."""
         steps = [np.full(len(other), FREE) for other in others]
         for step, other, own in zip(steps, others, self.steps, strict=True):
             step[other > FREE // 2] = own

@@ -1,9 +1,10 @@
 """Finds each parameter's axes of inputs and outputs, by a walk over a jaxpr that follows every entry.
 
-For every value, the walk knows which entries of which parameters stand at which place. If such a value is contracted
-with data, this is a *product*: the contracted axes are the parameter's inputs, and its other axes are outputs. The walk
-then follows the outputs to operations that combine several of them in one result, and so *read* them together. Outputs
-that are never read together, such as the queries and keys of a fused kernel, belong to different matrices.
+For every value, the walk knows which entries of which parameters stand at which place (multi-index) of the array. If
+such a value is contracted with data, this is a *product*: the contracted axes are the parameter's inputs, and its other
+axes are outputs. The walk then follows the outputs. An operation that combines several of them in one result *reads*
+them together. Outputs that are never read together, such as the queries and keys of a fused kernel, belong to different
+matrices.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ class Value(NamedTuple):
 
     Attributes:
       shape: its shape.
-      tags: the parameters, or the products, of which entries or outputs stand in it; and at which places.
+      tags: which parameters' entries and which products' outputs stand in it, and at which places.
       params: whether it depends on parameters.
       data: whether it depends on the batch.
-      constant: its numbers, if they are few, integers or booleans, and known from the program alone; else None.
+      constant: its numbers, if they are few integers or booleans that the program alone determines; else None.
       before: paths of the kernels that it depends on.
       one_hot: whether it is a one-hot code, which compares data with a range of numbers.
       row: whether its parameters are rows that were taken by index.
-      terms: (product, number of a mask in `Product.terms`), one for each set of outputs that were contracted with data
-        to make it. A sum of values reads the outputs of the terms of both together.
+      terms: which sets of outputs were contracted with data to make it, as pairs: a product, and the number of a mask
+        in its `Product.terms`. If two values are added, the outputs of their terms are read together.
 
     >>> Value((2, 3), {"up": Places.of((2, 3))}, params=True).leaves()["up"].shape
     (2, 3)
@@ -65,7 +66,7 @@ class Value(NamedTuple):
         return {name: x for name, x in self.tags.items() if isinstance(name, str) and x is not None}
 
     def moved(self, move: Callable[[Places], Places | None]) -> Tags:
-        """The tags after the value's entries are rearranged; `move` maps places before to places after, or to None."""
+        """The tags after the value's entries are rearranged. `move` maps old places to new ones; None means unknown."""
         return {own: None if x is None else move(x) for own, x in self.tags.items()}
 
 
@@ -81,13 +82,15 @@ class Product:
       window: those of the contracted axes that are a convolution's window.
       before: paths of the kernels that the other operand depends on.
       one_hot: whether the other operand is one-hot.
-      pieces: masks over the flattened outputs, without overlaps: the outputs of one mask are read together.
+      pieces: masks over the flattened outputs, without overlaps. All outputs of one mask are read together.
       maxed: whether a maximum is taken over its outputs, as in a softmax.
       last: whether the function returns its outputs, perhaps after a softmax and sums.
       terms: masks over the flattened outputs, one for each contraction of outputs with data (`Value.terms`).
-      again: axes of the parameter along which its outputs are contracted with data, while other outputs stay. In a
-        mixture of kernels, x·(Σ g·W), these are the inputs. Queries and keys share the entries of a head in this way.
-      alone: whether such a result has no axes that the data alone has, as scores of several keys have.
+      again: axes of the parameter along which its outputs are contracted with data, while other axes of outputs remain.
+        In a mixture of kernels, x·(Σ g·W), W is contracted with g first, and `again` has the axis that x meets. The
+        entries of heads are another example: queries are contracted with keys along them.
+      alone: whether the result of such a contraction has no axis that only the data has. Attention scores have such an
+        axis, that of the keys.
 
     >>> product = Product("up", Places.of((2, 3)), (0,), (), frozenset())
     >>> product.read_together(np.array([True, True, False]))
@@ -120,7 +123,7 @@ class Product:
             self.read_together(self.mask(places))
 
     def mask(self, places: Sequence[Places]) -> np.ndarray:
-        """A mask over the flattened outputs: those that stand at these places."""
+        """A mask over the flattened outputs, true for those that stand at these places."""
         mask = np.zeros(math.prod(self.ids.shape[k] for k in self.outputs), bool)
         for x in places:
             mask[x.entries()] = True
@@ -153,14 +156,14 @@ class Walk:
       products: contractions of parameters with data.
       counted: (path, axis): axes that count matrices, because a scan or an index takes one of them at a time.
       tables: (path, axis): axes of which rows are taken by index.
-      turned: parameters of which a loop over data, such as one over time, takes one index per turn.
+      turned: parameters of which a loop over data, such as one over time, takes one index per iteration.
       turns: for each of the loops around the current equation, whether it runs over data.
       added: parameters that are added to data.
       multiplied: parameters that multiply data entry by entry.
       summed: parameters that multiply data entry by entry, if the result is summed along one of their axes.
       filters: kernels of depthwise convolutions.
       unknown: parameter → a sentence that says why the walk does not understand its use.
-      unclear: the same, for a use that leaves the axes open whatever other uses show.
+      unclear: the same for uses after which the parameter's axes stay undecided, whatever its other uses show.
       vectors: parameters that are contracted with data and have no outputs.
       read: parameters of which some operation reads entries.
       pairs: one for each contraction of two values made of parameters: the products of the left operand's parameters,
@@ -238,9 +241,9 @@ class Walk:
         return frozenset().union(*(x.terms for x in moving)) if name in _SUMS or len(moving) == 1 else frozenset()
 
     def _lost(self, ins: Sequence[Value], outs: Sequence[Value]) -> None:
-        """Notes owners whose places in a result are unknown.
+        """Notes parameters and products whose places were known in an operand and are unknown in a result.
 
-        The outputs of a product then count as read together, and a parameter is added to `unknown`.
+        The outputs of such a product count as read together. Such a parameter is added to `unknown`.
         """
         for own, places in ((own, x) for value in ins for own, x in value.tags.items() if x is not None):
             if any(own in out.tags and out.tags[own] is None for out in outs):
@@ -250,12 +253,12 @@ class Walk:
                     self.unknown.setdefault(own, _MIXED)
 
     def sight(self, *values: Value, linear: bool = False) -> None:
-        """Notes which outputs of a product one operation reads together: they become one matrix.
+        """Notes which outputs of a product one operation reads together, so that they belong to one matrix.
 
         Args:
-          *values: the operands. The outputs of a product inside one operand are joined.
-          linear: whether the operation adds its operands. Then the outputs of a product are joined only if at least two
-            operands contain some, and across all operands.
+          *values: the operands. Within each operand, all outputs of a product are read together.
+          linear: whether the operation adds its operands. Then outputs of a product are read together only if at least
+            two operands contain some of them.
         """
         groups = [values] if linear else [(value,) for value in values]
         for group in groups:
@@ -269,10 +272,10 @@ class Walk:
         """Notes the products whose outputs are contracted with data, in `Product.again` and `Product.alone`.
 
         Args:
-          value: a value with outputs.
+          value: a value in which outputs of products stand.
           sums: its contracted axes.
-          free: its axes that stay, without those that it has in common with the data.
-          others: how many axes longer than 1 the result has from the data alone.
+          free: its axes that are neither contracted nor batch axes.
+          others: the number of axes longer than 1 in the result that only the data has.
         """
         for own, x in value.tags.items():
             if isinstance(own, int) and x is not None:
@@ -287,8 +290,8 @@ class Walk:
     def joint(self, path: str, one: Places | None, other: Places | None) -> Places | None:
         """The places of a parameter in a result whose two operands both contain it, as in w / sum(w).
 
-        They are the places in the operand along which more of the parameter's axes vary. They are None for a matrix
-        whose axes are others in the second operand, as in w + w.T.
+        They are the places in that operand along whose axes more of the parameter's axes vary. They are None if an axis
+        of a matrix stands at another axis in the second operand, as in w + w.T.
         """
         if one is None or other is None:
             return None
@@ -302,11 +305,11 @@ class Walk:
         return one if sum(map(bool, first)) >= sum(map(bool, second)) else other
 
     def meet_data(self, value: Value, inputs: Sequence[int]) -> None:
-        """Notes what is `unclear` if data is contracted with a value that does not depend on data.
+        """Adds to `unclear` the parameters in a value whose axes remain undecided when data is contracted with it.
 
         Args:
-          value: a parameter, or a product of one with constants or with other parameters.
-          inputs: its contracted axes.
+          value: a value without data: a parameter, or its product with constants or with other parameters.
+          inputs: the contracted axes of the value.
         """
         for own, x in value.tags.items():
             if isinstance(own, str):
@@ -397,7 +400,8 @@ def _unstack(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags]:
 
 
 def _joined(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags]:
-    """A concatenation or a stack. An owner has no entries at the places of operands that do not contain it."""
+    """A concatenation or a stack. No entries of a parameter or product stand where operands are that do not contain it.
+    """
     stack = eqn.primitive.name == "stack"
     axis, tags = eqn.params["axis" if stack else "dimension"], dict[Owner, Places | None]()
     for own in {own: None for value in ins for own in value.tags}:
@@ -449,7 +453,8 @@ def _indexed(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags | Value]:
 def _unknown(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags]:
     """An operation of which nothing is known.
 
-    It counts as reading all outputs in each operand together, and its parameters are added to `unknown`.
+    It counts as reading all outputs in each operand together. Parameters in operands without data are added to
+    `unknown`.
     """
     walk.sight(*ins)
     for path in {path for x in ins if not x.data for path in x.leaves()}:
@@ -460,8 +465,9 @@ def _unknown(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags]:
 def _elementwise(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags]:
     """An operation entry by entry.
 
-    The result keeps the operands' tags after a sum, and if only one operand depends on both data and parameters. A
-    product of several such operands reads the outputs in each of them, and its result has no tags.
+    The result keeps the operands' tags if the operation is a sum, or if only one operand depends on both data and
+    parameters. Any other operation on several such operands reads the outputs within each of them together, and its
+    result has no tags.
     """
     shape, name = tuple(getattr(eqn.outvars[0].aval, "shape", ())), eqn.primitive.name
     ranks = all(len(x.shape) in (0, len(shape)) for x in ins)
@@ -476,7 +482,7 @@ def _elementwise(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags]:
             (walk.added if linear else walk.multiplied).update(x.leaves())
         if not linear and len(moving) > 1:
             walk.sight(*moving)
-            # A value that is divided by its own sum, as in a softmax, keeps its places.
+            # A value that is divided by its own sum, as in a softmax, keeps its tags.
             sums = moving[1].tags if name == "div" else {}
             shares = bool(sums) and sums.keys() == moving[0].tags.keys() and not any(sums.values())
             return [moving[0].tags if shares else {}]
@@ -491,7 +497,7 @@ def _elementwise(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags]:
     for x in ins:
         for own, places in x.tags.items():
             if places is None and not x.shape and not x.data:
-                continue  # the size of a kernel, for instance, by which the kernel is divided
+                continue  # a scalar, such as the norm of a kernel, by which the kernel is divided: it has no places
             full = None if places is None else places.spread(shape) if places.steps else places.at((), shape)
             if own in tags and isinstance(own, int):
                 walk.sight(x, Value(shape, tags), linear=True)
@@ -504,9 +510,9 @@ _SUMS = ("add", "sub", "add_any", "select_n", "concatenate")
 
 
 def _reduced(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags]:
-    """A sum or a maximum over axes. It reads all outputs in its operand if different outputs stand along these axes.
+    """A sum or a maximum over axes. If different outputs of a product stand along these axes, it reads them together.
 
-    A parameter without data keeps its places at index 0 of these axes, which stand for all.
+    A parameter without data keeps its places at index 0 of these axes, which represent all indices.
     """
     gone, tags = tuple(eqn.params.get("axes", ())), dict[Owner, Places | None]()
     value, maximum = ins[0], eqn.primitive.name != "reduce_sum"
@@ -568,13 +574,13 @@ def _dot(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags | Value]:
     out = _dot_places(eqn, ins, k)
     shape = tuple(eqn.outvars[0].aval.shape)
     placed: dict[Owner, Places | None] = {own: x.at(out, shape) for own, x in tags.items()}
-    if not ins[1 - k].data:  # outputs of other products, which data may still meet
+    if not ins[1 - k].data:  # the other operand is made of parameters; data may still be contracted with its outputs
         placed |= {own: x for own, x in _outer(walk, eqn, ins).items() if isinstance(own, int) and x is not None}
     return [Value((), placed, before=frozenset(ins[k].leaves()))]
 
 
 def _pair(walk: Walk, eqn: Any, ins: list[Value], kernels: Sequence[int]) -> Value | None:
-    """The result of a contraction without data; None if one operand is a kernel, and the other one may be its data.
+    """The result of a contraction of two values without data; None if one is a kernel and the other may act as data.
 
     Args:
       walk: the walk, which notes two kernels in `Walk.pairs`.
@@ -618,8 +624,8 @@ def _is_matrix(value: Value, inputs: Sequence[int]) -> bool:
 def _outer(walk: Walk, eqn: Any, ins: list[Value]) -> Tags:
     """The tags of a contraction of two values that do not depend on data.
 
-    Of each operand the result gets the places of the entries at index 0 of the contracted axes, which stand for all. It
-    loses the outputs of a product that are contracted.
+    Of each operand the result gets the places of the entries at index 0 of the contracted axes, as representatives of
+    all indices. Outputs of a product that are contracted have no known places in the result.
     """
     sums, batches = eqn.params["dimension_numbers"]
     tags: dict[Owner, Places | None] = {}
@@ -717,12 +723,12 @@ def _either(*lists: Sequence[Value]) -> list[Value]:
 def _loop(walk: Walk, eqn: Any, ins: list[Value]) -> list[Value]:
     """Walks a scan or a while. It walks the body again until `params`, `data` and `before` of the carry stay the same.
 
-    Only the products and pairs of the last such walk are kept.
+    Only the products and pairs of the last walk over the body are kept.
     """
     body, consts, carry, stacks = loop_parts(eqn, ins)
     rows = []
-    # Keys of random numbers, which are unsigned, may differ from layer to layer, and a loop over kernels is one over
-    # layers, whatever data it takes beside them.
+    # Does the loop run over data, such as time steps? Random keys, whose dtype is unsigned, do not count as data: they
+    # may be one per layer. A loop that takes kernels runs over layers, whatever data it takes as well.
     kinds = [getattr(v.aval.dtype, "kind", "") for v in eqn.invars[len(eqn.invars) - len(stacks) :]]
     kernels = any(sum(n > 1 for n in value.shape[1:]) > 1 for value in stacks if value.leaves() and not value.data)
     walk.turns.append(not kernels and any(

@@ -25,16 +25,20 @@ from gauge_optax.gauges.disconnected import disconnected
 from gauge_optax.gauges.gauge import Gauge, product
 from gauge_optax.xla import quick_options
 
-_NOTICED = 1e-5  # a move proves something only if noise of its size changes the outputs by more than this, relatively
-_CLIPPED = 1e-3  # a change that is no roundoff
+_NOTICED = 1e-5  # a move proves a gauge only if noise as large as the move changes the outputs by more than this share
+_CLIPPED = 1e-3  # far from the user's weights, only a relative change above this counts: it is surely no roundoff
 # A clip, as in ReLU6, acts only on large numbers. A gauge is therefore also tested at leaves that are so many times as
 # large, and with moves that multiply and divide by so much.
 _FAR = 64.0
-# An eps of 1e-12, as in BERT's norms, changes the outputs by about as much as roundoff does. Where all leaves are
-# multiplied by `_NEAR`, an eps changes them by more, and roundoff by no more than before.
+# An eps of 1e-12, as in BERT's norms, changes the outputs by about as much as roundoff does. At leaves that are
+# multiplied by `_NEAR`, an eps changes them by more, and roundoff by no more than before. Gauges whose moves change the
+# outputs by more than `_DOUBTFUL` are tested there too. They fail if the change there is above `_EPS`.
 _NEAR, _DOUBTFUL, _EPS = 2.0**-12, 1e-14, 100 * STILL
-_ROUNDED = 1e-13  # roundoff of large leaves, which must not change the outputs: a sine of large numbers is chaotic
-# Kinds whose elements do not depend on leaves that they leave alone: these are not made larger with the others.
+# Relative noise on large leaves, as small as roundoff. If it changes the outputs, as behind a sine of large numbers,
+# then the test with large leaves says nothing.
+_ROUNDED = 1e-13
+# Kinds whose action depends only on the leaves that they move. The tests with `_FAR` and `_NEAR` multiply these leaves
+# alone, and are made for these kinds alone.
 _ALONE = frozenset(("norm_scale", "scale_invariant", "head_rotation", "head_linear", "rope_torus", "rope_linear",
                     "rescale", "logit_shift", "key_bias", "embedding_shift", "multiplier_balance", "residual_scale",
                     "norm_write_shift", "residual_rotation"))
@@ -43,11 +47,12 @@ _ADDING = frozenset((*REST, "logit_shift")) - {"residual_rotation"}
 # Kinds whose elements are logarithms of factors.
 _FACTORS = frozenset(("norm_scale", "scale_invariant", "rescale", "multiplier_balance", "residual_scale"))
 _SHORT = 1e-5  # `along_orbits` makes this fraction of a move, as a small step in its direction
-# The moves of more copies of gauges would compile for longer than they run operation by operation. In a large instance,
-# where gauges are proved one by one and most operations have run before, the two are level at 24 layers.
+# A gauge has one copy per layer, for instance. If there are more copies than this, one program of all moves would
+# compile for longer than the moves run operation by operation. In a large instance, where gauges are proved one by one
+# and most operations have run before, both take equally long at 24 layers.
 _MANY, _MANY_LARGE = 60, 16
 _ALONG = 1e-3  # a step is along an orbit if it moves the slice point by less than this, relative to its own length
-_SLIGHT = 1e-4  # the scale of a move whose chord shows its tangent
+_SLIGHT = 1e-4  # the scale of a move that is so small that its chord has nearly the direction of its tangent
 
 
 class Held(NamedTuple):
@@ -56,7 +61,8 @@ class Held(NamedTuple):
     Attributes:
       gauge: the gauge.
       call: its constructor with arguments.
-      exponents: leaf path → exponent with which it moves; for linear groups the sign tells vectors from covectors.
+      exponents: leaf path → the exponent with which an element acts on it. For groups of matrices the sign tells
+        leaves that the matrix multiplies from those that its inverse multiplies.
       residual: by how much, according to the gradients, its motion changes the outputs, relative to the change if its
         leaves moved each on its own; roundoff for a symmetry.
       change: largest relative change of the outputs under a random finite move, over points and batches.
@@ -133,7 +139,7 @@ class Prover:
         Args:
           points: candidates, none of which is a point at which gradients are taken.
           count: how many points to keep.
-          own: the user's weights, the last point: what holds for the function holds there too.
+          own: the user's weights, which become the last point, because a gauge has to hold there too.
         """
         self.points = []  # large ones are freed before others are drawn
         self.points = finite_points(self._call, self._batches, points, count)
@@ -156,7 +162,8 @@ class Prover:
     def change_of_entries(self, path: str, entries: np.ndarray, rng: np.random.Generator, turn: bool) -> float:
         """The change of the outputs (`change`) that new values make where the mask `entries` of a leaf is true.
 
-        The new values are noise and, with `turn`, the old ones with another sign: of some leaves the sign alone counts.
+        The new values are the old ones plus noise and, with `turn`, also the old ones with the other sign, because some
+        functions read only the signs of a leaf.
         """
         shaken, turned = list[Leaves](), list[Leaves]()
         for point in self.points:
@@ -171,12 +178,12 @@ class Prover:
         return gradients.untrue(self._call, self.points[:2], count, rng)
 
     def _change_at(self, times: float, moved: Mapping[str, Any], rng: np.random.Generator) -> float:
-        """The change of the outputs if leaves that are `times` as large as at the first point become `moved`.
+        """The change of the outputs if the leaves in `moved`, `times` as large as at the first point, get these values.
 
-        It is 0 where outputs are not finite, or depend on the last digits of these leaves.
+        It is 0 for outputs that are not finite, and for outputs that depend on the last digits of these leaves.
         """
         worst = 0.0
-        if times == 1.0:  # these outputs are known, and do not depend on last digits
+        if times == 1.0:  # the outputs at the point itself are known, and do not depend on last digits
             point = {**self.points[0], **moved}
             for batch, before in zip(self._batches, self._before[0], strict=True):
                 changes = map(_relative_change, self._outputs(point, batch), before)
@@ -237,7 +244,7 @@ class Prover:
                 change = self.change(moved) if free or self.change(shaken) > _NOTICED else np.inf
                 alone = call.kind in _ALONE and not self._large
                 far = [(_FAR, 0.0, f"where these leaves are {_FAR:.0f} times as large")] if alone else []
-                if alone and call.kind in _FACTORS and change <= STILL:  # an eps, too, acts where a factor is small
+                if alone and call.kind in _FACTORS and change <= STILL:  # a norm's eps acts if a factor is small
                     far += [(1.0, sign, f"under factors of {_FAR:.0f}") for sign in (1.0, -1.0)]
                 for times, sign, where in far:
                     there = self._change_at(times, moved_at(times, sign)[n], rng) if change <= _CLIPPED else 0.0
@@ -269,7 +276,7 @@ class Prover:
         @functools.partial(jax.jit, compiler_options=quick_options())
         def slice_point(leaves: Leaves) -> Mapping[str, jax.Array]:
             x = whole.values(with_leaves(self._params, leaves))
-            still = {path: jnp.asarray(leaf) for path, leaf in leaves.items()}  # no gauge moves those that x lacks
+            still = {path: jnp.asarray(leaf) for path, leaf in leaves.items()}  # no gauge moves leaves that x lacks
             return {**still, **whole.enter(whole.read(x).elements, x).point}
 
         def distance(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
@@ -292,7 +299,7 @@ class Prover:
         return None
 
     def connected(self, call: Call) -> Call | None:
-        """`Call.connected`, of a call that fits the tree."""
+        """`Call.connected` of a call; None if the call does not fit the tree."""
         return None if self.misfit(call) else call.connected(self._params)
 
     def _bound(self, call: Call) -> Gauge | None:
@@ -310,14 +317,15 @@ class Prover:
         return paths([merged]) == paths(group)
 
     def together(self, held: Sequence[Held]) -> tuple[list[Held], list[str]]:
-        """The gauges that the library accepts as one product, and why it refuses those whose moves these do not make.
+        """The gauges that the library accepts as one product, and a text on each gauge that it refuses.
 
         If the library refuses the product of all, one gauge gets another anchor, or else is dropped. If neither helps
-        for any gauge, they are added one by one.
+        for any gauge, they are added one by one. A refused gauge has no text if the accepted ones make its moves.
         """
         kept, refused = self._accepted(held)
         along = self.along_orbits(kept) if refused else None
-        # A move may be found twice, as of biases whose channels a norm divides into groups: then it has a gauge.
+        # If the accepted gauges already make the moves of a refused one, nothing is missing. An example is found twice:
+        # moves of biases whose channels a norm divides into groups.
         return kept, [f"{one}: {reason}" for one, reason in refused if not (along and along(self._slightly_moved(one)))]
 
     def _slightly_moved(self, one: Held) -> Leaves:
@@ -333,9 +341,9 @@ class Prover:
             return list(held), []
         dropped: tuple[list[Held], list[tuple[Held, str | None]]] | None = None
         dims = [one.gauge.dim(self._params) if one.call.kind in TRAINING else 0 for one in held]
-        # Mostly one gauge is the reason. If dropping any of several would do, the last of those that optimizers do not
-        # take is dropped, or else the smallest. But a single matrix goes before the matrices of heads: behind a learned
-        # query both move the query's kernel.
+        # Mostly a single gauge is the reason, and one of several may be dropped. The order of preference is: first a
+        # gauge of one matrix without heads (behind a learned query, it and the matrices of heads move the same kernel),
+        # then the last gauge of those that optimizers do not take, then the gauge of the smallest dimension.
         for k in sorted(range(len(held)), key=lambda k: (not _is_one_matrix(held[k].call), dims[k], -k)):
             one, before, after = held[k], held[:k], held[k + 1 :]
             for other in itertools.chain(_with_other_anchors(one), _on_readers(one, [*before, *after])):
@@ -381,7 +389,7 @@ class Prover:
 
 
 def _relative_change(x: np.ndarray, y: np.ndarray) -> float:
-    """The norm of x − y over that of y, the larger of two such numbers if y has entries of a mask (`masked`)."""
+    """‖x − y‖/‖y‖. If y has entries of a mask (`masked`), the larger ratio: of these entries, or of all others."""
     apart = masked(y)
     changes = []
     with np.errstate(over="ignore", invalid="ignore"):  # far from the user's weights outputs may be infinite
@@ -392,7 +400,7 @@ def _relative_change(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def _is_one_matrix(call: Call) -> bool:
-    """Whether the elements are invertible matrices without an axis of heads or layers."""
+    """Whether the elements are invertible matrices, and no axis counts matrices, such as that of heads or layers."""
     texts = (x if isinstance(x, tuple) else (x,) for blocks in call.roles.values() for x in blocks.values())
     items = (item for text in itertools.chain.from_iterable(texts) for item in parse_axes(call.kind, "", text).items)
     return call.kind == "head_linear" and {item.name for item in items if item.pick is None} <= {"_", "basis"}
@@ -404,10 +412,11 @@ def _with_other_anchors(one: Held) -> Iterator[Held]:
 
 
 def _on_readers(one: Held, others: Sequence[Held]) -> Iterator[Held]:
-    """The scale of a norm's parameters as a whole, as that of the kernels that read the norm instead.
+    """Yields the gauge of one factor on all of a norm's parameters as one factor on the kernels that read the norm.
 
-    With the norm's own gauge among `others` both are the same. A rotation of the stream needs this one, because the
-    norm's gauge is read from the norm's scale.
+    The norm's own gauge moves factors from the norm's parameters to these kernels. In a product with it, the two forms
+    therefore make the same moves. A rotation of the stream needs the second form, because the norm's own gauge has its
+    anchor in the norm's scale.
     """
     if one.call.kind != "scale_invariant":
         return

@@ -1,6 +1,6 @@
-"""Which entries of the leaves have an effect on the outputs, by their gradients and by new values.
+"""Tells which entries of the leaves affect the outputs, by their gradients and by giving them new values.
 
-What is done with the others is not here: `instance` leaves them out of the search, `report` lists them.
+`instance` leaves the entries without effect out of the search, and `report` lists them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _DEAD = 1e-11  # an entry of a leaf has no effect if its gradient, relative to t
 
 
 class Uncovered(NamedTuple):
-    """How many of a leaf's entries no batch reaches (`entries` of `of`), such as rows of an embedding or experts.
+    """The number of a leaf's entries that no batch uses (`entries` out of `of`), such as rows of an embedding.
 
     >>> Uncovered("table", 3, 7).entries
     3
@@ -35,7 +35,7 @@ class Uncovered(NamedTuple):
 def unreached(
     prover: Prover, squares: Leaves, noise: np.random.Generator
 ) -> tuple[dict[str, np.ndarray], list[str], list[Uncovered], dict[str, str]]:
-    """Classifies the entries without a gradient, by whether new values of them change the outputs all the same.
+    """Classifies the entries without a gradient: new values of them may change the outputs nevertheless.
 
     Args:
       prover: measures how much new values change the outputs.
@@ -43,8 +43,8 @@ def unreached(
       noise: source of the new values.
 
     Returns:
-      Masks of these entries by path; leaves without effect on the outputs; entries that no batch reaches; and, by path,
-      a text on each leaf whose new values do change the outputs.
+      Masks of the entries without a gradient, by path; leaves without effect on the outputs; entries that no batch
+      reaches; and, by path, a text on each leaf in which new values of such entries do change the outputs.
     """
     masks = without_gradient(squares, prover.points[0])
     dead, uncovered, rejected = list[str](), list[Uncovered](), dict[str, str]()
@@ -64,7 +64,7 @@ def unreached(
 
 
 def of_no_key_bias(uncovered: Iterable[Uncovered], held: Iterable[Held], params: Any) -> tuple[Uncovered, ...]:
-    """Leaves out the entries that a proved `key_bias` moves: batches do reach them, but they have no effect.
+    """Leaves out the entries that a proved `key_bias` moves: batches do use them, but no output depends on them.
 
     Args:
       uncovered: what no batch seems to reach.
@@ -84,8 +84,8 @@ def without_gradient(squares: Leaves, point: Leaves) -> dict[str, np.ndarray]:
 
     Args:
       squares: sums of squared gradients by leaf.
-      point: a point. Gradients are taken with respect to entries divided by the leaf's size there: that of a number of
-        1e12, which the function divides by as much, is no roundoff.
+      point: the leaves at a point. Each leaf's gradients are multiplied by its root mean square there before they are
+        compared. Otherwise the gradient of a leaf of 1e12, which the function divides by 1e12, would look like zero.
     """
     sizes = {path: root_mean_square(np.asarray(point[path])) or 1.0 for path in squares}
     step = 1 + sum(x.size for x in squares.values()) // 4_000_000  # a sample of the entries gives the median

@@ -1,9 +1,10 @@
 """`discover`: searches for the symmetries of a function, proves them by finite moves, and writes them as gauges.
 
 The function is traced, and `trace` finds the axes on which groups could act. At random points `search` and `offsets`
-look for moves that no gradient of the outputs sees. `write` makes each a `Call` of a gauge's constructor. A gauge holds
-if a random finite move of it changes the outputs by no more than roundoff (`prove`). `instance` does all this in
-stages. If a function is large, a small instance of it is searched, and the gauges are proved again on the large one.
+look for moves of the weights to which all gradients of the outputs are orthogonal. `write` turns each such move into a
+`Call` of a gauge's constructor. A gauge holds if a random finite move of it changes the outputs by no more than
+roundoff (`prove`). `instance` does all this in stages. A large function is searched on a small *instance*, the same
+function with shorter axes and fewer layers. The gauges are then proved again on the large function.
 """
 
 from __future__ import annotations
@@ -42,8 +43,10 @@ from gauge_optax.gauges.gauge import Gauge, Gauges, listed_gauges, product
 from gauge_optax.transformation import on_any_mesh, require_no_tracers
 from gauge_optax.xla import unseen
 
-_REACH = 2  # gradients at so many points, at most, show which entries of a large instance its batches reach
-_STILL_AT_SIZE = 10 * STILL  # sums are longer at full size: outputs of a GPT of 124 million parameters move by 1.3e-12
+_REACH = 2  # to find the entries that a large tree's batches reach, gradients are taken at no more than so many points
+# Longer sums have more roundoff, so that a large tree gets a larger limit than `STILL`. Under moves of gauges that
+# hold, the outputs of a GPT of 124 million parameters change by 1.3e-12.
+_STILL_AT_SIZE = 10 * STILL
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -55,13 +58,15 @@ class Report(Mappings):
       nearly: gauges whose finite moves change the outputs by less than ten times `near`, relative to their size, for
         example because of a norm's eps.
       rejected: candidates that a finite move refutes, or that the library cannot bind along with `held`, with reasons.
+        Also leaves of which gradients do not show how the outputs depend on them, as behind a `stop_gradient`.
       dead: leaves whose values do not affect the outputs.
-      uncovered: entries of leaves that no batch reaches; nothing is known about them.
-      ungauged: symmetries that hold and have no gauge: kind, in words → the leaves of each such symmetry.
-      census: computes `certificate`.
-      axes: which axes of each leaf are inputs and outputs. Its text is the source of `neurons` and `embeddings`.
-      outputs: what `fn` returns, as the caller said or as the function shows. It is None if neither was the case. Then
-        every change of the outputs counted.
+      uncovered: entries of leaves that no batch uses, such as rows of an embedding; nothing is known about them.
+      ungauged: symmetries that hold but that no gauge of the library describes: a kind, in words → for each symmetry of
+        this kind, the leaves that it moves.
+      census: the function that computes `certificate`.
+      axes: which axes of each leaf are inputs and outputs. Printed, it is the source of `neurons` and `embeddings`.
+      outputs: the kind of outputs that `fn` returns: as the caller stated it, or else as `discover` inferred it from
+        the function. None if it is unknown; then every change of the outputs counted.
     """
 
     held: tuple[Held, ...]
@@ -83,8 +88,9 @@ class Report(Mappings):
         The first access computes it, by `go.measure.census` at a random point: in seconds for 2,000 parameters, in a
         minute for 6,000. In larger trees it counts the directions inside blocks of entries, a lower bound. After ten
         minutes it counts no further block. If `discover` searched a small instance of the tree, the directions of that
-        instance are counted. The inputs are the batches, and new ones drawn from the numbers in them. It shows a bar if
-        `discover` does. Raises what `go.measure.census` raises, and a ValueError if `discover` did not make the report.
+        instance are counted. The inputs are the batches of `discover` and random batches made of their numbers. A
+        progress bar is shown if `discover` showed one. Raises what `go.measure.census` raises, and a ValueError if
+        `discover` did not make the report.
         """
         if self.census is None:
             raise binding_error(
@@ -96,16 +102,18 @@ class Report(Mappings):
 
     @property
     def gauges(self) -> list[Gauge]:
-        """The gauges for optimizers: scales, shifts of logits, matrices of heads. They make a step hardly dearer.
+        """The gauges for optimizers: scales, shifts of logits, matrices of heads. They hardly slow a training step.
 
-        Where two factors have fewer rows than columns, as two vectors have, an optimizer cannot read the matrix that
-        `whole` has for them. Here they have a rotation and one scale.
+        If two leaves enter the function through their product, one may be multiplied by an invertible matrix and the
+        other by its inverse. `whole` has a gauge for all these matrices. But if both leaves have fewer rows than the
+        matrix, as two vectors have, their values do not determine the matrix, and an optimizer cannot use that gauge.
+        This list then has two gauges in its place: a rotation of both leaves, and one scale.
         """
         return [held.gauge for held in self._trained]
 
     @property
     def turning(self) -> list[Gauge]:
-        """All of `gauges`, with rotations of heads in place of any invertible matrices.
+        """All of `gauges`, where gauges of all invertible matrices of heads are replaced by gauges of rotations.
 
         `max_norm_muon` takes this list, because other matrices change the norms of neurons, which it bounds.
         """
@@ -121,8 +129,8 @@ class Report(Mappings):
     def whole(self) -> tuple[Gauge, ...]:
         """Every gauge that holds, for `census`, `canonicalize`, `rotate` and `align`.
 
-        It contains `gauges`, with all matrices where `gauges` has a rotation and a scale of factors of few rows; the
-        rotation of the residual stream; and the constants that norms and biases hide.
+        It contains `gauges`, the rotation of the residual stream, and the constants that norms and biases hide. Where
+        `gauges` has a rotation and a scale in place of all invertible matrices, `whole` has the matrices.
         """
         return tuple(held.gauge for held in self.held)
 
@@ -133,7 +141,7 @@ class Report(Mappings):
           gauges: a gauge or several; None for `report.gauges`.
 
         Returns:
-          The source of a list.
+          The source of a Python list.
         """
         listed = self.gauges if gauges is None else listed_gauges(gauges)
         return "\n".join(["[", *(textwrap.indent(repr(gauge), "  ") + "," for gauge in listed), "]"])
@@ -152,9 +160,9 @@ class Report(Mappings):
           A report whose `gauges` and `whole` bind to `params`.
 
         Raises:
-          ValueError: a gauge does not fit the tree, or contains a range of an axis, which holds for the small instance
-            only; an axis has length 1 in the small instance alone, or the larger one has layers that the report names
-            one by one; `sizes` names an axis whose length no gauge states.
+          ValueError: a gauge does not fit the tree, or contains a range of an axis (`head=0:4`), which fits the small
+            instance only; an axis has length 1 in the small instance and is longer in `params`; the report names each
+            layer by its number, and `params` has further layers; `sizes` names an axis whose length no gauge states.
         """
         shapes = {path: tuple(np.shape(leaf)) for path, leaf in leaves_by_path(params).items()}
         self._require_alike(shapes)
@@ -173,7 +181,7 @@ class Report(Mappings):
         return dataclasses.replace(self, held=_readable(moved, params), nearly=(), census=None, _shapes=shapes)
 
     def _require_alike(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raises ValueError for a larger tree with axes or layers that the searched one could not show."""
+        """Raises ValueError for a larger tree with axes or layers about which the searched tree shows nothing."""
         for path, small in self._shapes.items():
             large = shapes.get(path, small)
             if any(n == 1 < m for n, m in zip(small, large, strict=False)):
@@ -235,7 +243,8 @@ def discover(
       params: its parameters, any pytree, such as a dict, an NNX or an equinox module; shapes (`jax.eval_shape`) are
         enough. Large trees are searched on a small instance, with shorter axes and with three of many layers that are
         alike in a list or dict; every gauge is proved on `params`.
-      batches: at least two values that `fn` accepts; together they should reach what training reaches.
+      batches: at least two values that `fn` accepts. Together they should use all entries of the leaves that training
+        uses, such as rows of an embedding, and all experts.
       outputs: what `fn` returns. With "logits", outputs count as unchanged if one number is added to all entries along
         the last axis, because a softmax follows; with "predictions" (of a regression, or of a sigmoid's logit),
         "logprobs" or "loss", every change counts. By default `discover` looks at the function. If each token of a batch
@@ -243,8 +252,8 @@ def discover(
         and the report says so. If the outputs come from a softmax or are single numbers, every change counts. Other
         arrays, such as `model(x)` of images, may be logits or predictions. Then every change counts, so that no gauge
         is false, and the report asks you to pass `outputs`.
-      near: a move is tested as nearly a symmetry if, by the gradients, it changes the outputs by less than this,
-        relative to the change if its leaves moved each on its own.
+      near: limit for near symmetries. A move is tested as one if the change of the outputs that the gradients predict
+        is below this share of the change that the same leaves would make if each moved on its own.
       seed: seed of the random points, projections of outputs, and moves.
       progress: whether to show a bar.
 
@@ -289,7 +298,7 @@ def discover(
 
 
 def _as_read(leaf: Any) -> Any:
-    """A NumPy array in the dtype in which a program reads it, without 64 bits unless they are enabled; or the leaf."""
+    """Casts a NumPy array to the dtype in which JAX reads it: 32 bits in place of 64, unless x64 is enabled."""
     return leaf.astype(jax.dtypes.canonicalize_dtype(leaf.dtype), copy=False) if isinstance(leaf, np.ndarray) else leaf
 
 
@@ -304,13 +313,13 @@ def _discovered(
       params: the whole tree.
       shallow: the function and its tree with fewer layers; None to search the whole function.
       batches: at least two.
-      outputs: what fn returns, if the user says it.
+      outputs: the kind of outputs that fn returns, if the user states it.
       near: as in `discover`.
       seed: seed of everything random.
       bar: the progress bar.
 
     Raises:
-      Unlike: a gauge that holds with fewer layers does not hold with all.
+      Unlike: a gauge that holds with fewer layers does not hold with all layers.
     """
     searched, tree = (fn, params) if shallow is None else (shallow.fn, shallow.tree)
     leaves = checks.double_leaves(tree, seed)
@@ -364,7 +373,7 @@ def _of_all_layers(report: Report, shallow: Shallow, params: Any) -> Report:
     held = [one._replace(call=shallow.of_all_layers(one.call, params)) for one in report.held]
     nearly = []
     for one in report.nearly:
-        # A near symmetry that moves only some of three equal layers is chance, and says nothing about all layers.
+        # A near symmetry that moves only some of three equal layers is a coincidence. It says nothing about all layers.
         with contextlib.suppress(Unlike):
             nearly.append(one._replace(call=shallow.of_all_layers(one.call, params)))
     rejected = tuple(dict.fromkeys(map(shallow.with_captures, report.rejected)))
@@ -381,12 +390,12 @@ def _in_double(fn: Callable[[Any, Any], Any], tree: Any, shapes: Any, batch: Any
 
 
 def _comparable(double: Function, outputs: Outputs | None) -> Function:
-    """The function that returns those of a function's outputs that are compared; logits as log-probabilities."""
+    """A function that returns only the outputs that `discover` compares, with log-probabilities in place of logits."""
     return traced_once(lambda leaves, batch: checks.compared(double(leaves, batch), outputs))
 
 
 def _readable(held: Sequence[Held], params: Any) -> tuple[Held, ...]:
-    """The gauges with what optimizers take in place of those whose elements cannot be read from the leaves.
+    """Sets `Call.trained` of gauges whose elements the leaves do not determine: what optimizers take in their place.
 
     Args:
       held: the gauges.
@@ -397,7 +406,7 @@ def _readable(held: Sequence[Held], params: Any) -> tuple[Held, ...]:
     if any(one.call.trained for one in found):
         try:
             product(trained)._bound(params).slice.check_norms()
-        except ValueError:  # the other gauges leave these no anchor
+        except ValueError:  # in a product with the other gauges, these calls have no block as an anchor
             return tuple(one._replace(call=dataclasses.replace(one.call, trained=())) for one in held)
     return tuple(found)
 
@@ -408,7 +417,8 @@ def _carried(
 ) -> Report:
     """Turns the report on a small instance into one on the large instance, where every gauge is proved again.
 
-    The entries that no batch reaches are found anew, because one index of the small instance stands for several.
+    The entries that no batch reaches are looked for again on the large instance, because one index of the small
+    instance stands for several of the large one.
 
     Args:
       report: the report on the small instance, with paths and captures that fit all layers.
@@ -424,7 +434,10 @@ def _carried(
     bar.set_postfix_str("the large instance")
 
     def on_device(moved: Callable[[Leaves], Leaves]) -> Leaves:
-        """The given leaves in float64, moved and put on the device one by one, so that a large tree is held once."""
+        """The user's leaves in float64, each changed by `moved` and put on the device before the next is read.
+
+        In this way no second copy of a large tree is in memory.
+        """
         gc.collect()  # arrays that a trace captured are in reference cycles
         jax.device_put(0.0).block_until_ready()  # jax frees deleted arrays only at its next call
         gc.collect()

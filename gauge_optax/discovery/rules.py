@@ -1,6 +1,6 @@
 """What each JAX primitive does to the ids of axes (`spaces`): which it unites, contracts, moves or picks.
 
-A rule maps the axes of an equation's operands to those of its results, and records in the trace what the search needs.
+A rule maps the axes of an equation's operands to those of its results, and records in the `Trace` what `search` needs.
 If a rule guesses wrong, the search may try a group that fails its proof; the guess never makes a false gauge. Control
 flow is in `trace`.
 """
@@ -26,12 +26,13 @@ class Value(NamedTuple):
 
     Attributes:
       axes: the ids of each axis; None for an axis without ids.
-      constant: its numbers, if they are few and do not depend on parameters.
+      constant: its numbers, if they are few, do not depend on parameters, and the walk has computed them.
       depends: whether it depends on parameters.
-      leaf: path of the parameter that it is, perhaps with its entries moved; "" if it is none.
+      leaf: path of the parameter that it is, perhaps reshaped, transposed or sliced; "" if it is none.
       writers: paths of the kernels on whose products it depends linearly.
       vectors: paths of parameters that were added to it or multiplied with it since the last kernel or nonlinearity.
-      number: of integers, equal for values that are computed alike from the same values; None for all others.
+      number: for integers, a number that is equal for values which the same operations compute from the same inputs;
+        None for all other values.
 
     >>> Value([None, np.arange(3)], leaf="kernel").depends
     False
@@ -86,9 +87,9 @@ def _shapes(atoms: Sequence[Any]) -> list[tuple[int, ...]]:
 
 
 def _default(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
-    """Unites the operands' axes that stand in one position. If shapes differ, it guesses (`_opaque`).
+    """Unites the operands' axes that stand in one position, as in an entrywise operation.
 
-    Scalars and axes of length one count as equal to the results' shape, because they are broadcast.
+    Scalars and axes of length one are broadcast. If other shapes differ, it guesses (`_opaque`).
     """
     results, operands = _shapes(eqn.outvars), _shapes(eqn.invars)
     fits = (not s or (len(s) == len(results[0]) and all(n in (1, m) for n, m in zip(s, results[0], strict=True)))
@@ -96,7 +97,7 @@ def _default(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     if len(set(results)) != 1 or not all(fits):
         return _opaque(trace, eqn, ins)
     out = []
-    for k, length in enumerate(results[0]):  # an axis of length one is broadcast silently
+    for k, length in enumerate(results[0]):  # an operand's axis of length one is broadcast, and united with no other
         same = [value.axes[k] for value, shape in zip(ins, operands, strict=True) if shape and shape[k] == length]
         out.append(trace.spaces.unify(*same))
     return [list(out) for _ in eqn.outvars]
@@ -104,7 +105,7 @@ def _default(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
 
 @_rule("mul")
 def _product(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
-    """A product. Entries that a constant sets to zero, such as the sine of a plane that does not turn, get new ids."""
+    """A product. Entries that a constant factor sets to zero get new ids, as where a rotary plane's sine is zero."""
     (axes,) = _default(trace, eqn, ins)
     constant = next((np.asarray(value.constant) for value in ins if value.constant is not None), None)
     if constant is None or constant.ndim != len(axes):
@@ -338,9 +339,9 @@ def _constant_rows(trace: Trace, out: Axes, spread: list[int], axis: Any, length
     If the indices repeat all rows equally often, this axis is a grid of rows and repeats.
 
     Args:
-      trace: the walk.
+      trace: the walk over the function's jaxpr.
       out: ids of the result's axes.
-      spread: which of these axes index `rows`.
+      spread: the numbers of the result's axes that correspond to the axes of `rows`.
       axis: ids of the table's rows.
       length: number of rows.
       rows: the constant indices.

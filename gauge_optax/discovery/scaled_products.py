@@ -2,9 +2,9 @@
 
 A centred norm, which subtracts the mean, makes vectors q̂ and k̂ whose d entries sum to zero. Attention computes
 q̂ᵀ·D·k̂, where the diagonal matrix D is the product of the two norms' scales. On vectors that sum to zero, D acts as a
-symmetric matrix with d − 1 eigenvalues. D has d numbers, so that it can move along a curve on which these eigenvalues
-stay the same and the matrix only turns. If queries and keys turn with it, no output changes. There is no gauge for this
-move, because the turn depends on D.
+symmetric matrix with d − 1 eigenvalues. D has d numbers, one more. It can therefore move along a curve on which these
+eigenvalues stay the same, and only the eigenvectors turn. If queries and keys turn with them, no output changes. There
+is no gauge for this move, because the rotation depends on D.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def turned_products(
     The caller must test whether the move leaves the outputs unchanged.
 
     Args:
-      shifts: knows the views along every space.
+      shifts: gives the views along a space (`Shifts.along`).
       kernels: views, along one space, of leaves that write what a centred norm reads, such as kernels of queries and
-        keys; and the number of the space's atom in each view.
+        keys. With each view comes the number of its atom along the space.
     """
     space, hidden = kernels[0][0].labels[kernels[0][1]], {view.path for view, _ in kernels}
     vectors = [(view, at) for view, at in shifts.along(space) if view.path not in hidden]
@@ -58,8 +58,8 @@ def _turned(scales: Sequence[Piece], kernels: Sequence[Piece], stored_less: floa
     product = factors[0] * factors[-1]
     steps = [along_the_curve(row) for row in product]
     turns, after = np.stack([turn for _, turn in steps]), np.stack([row for row, _ in steps])
-    # If queries and keys share a norm, its scale is the square root of the product. If there are two norms, only the
-    # scale of the first changes. Where the second is zero there is no such scale: NaN.
+    # If queries and keys share a norm, its scale is the square root of the product D. If there are two norms, only the
+    # scale of the first changes. It is NaN where the second norm's scale is zero.
     new = np.sign(factors[0]) * np.sqrt(np.abs(after)) if len(factors) == 1 else np.divide(
         after, factors[1], out=np.full_like(after, np.nan), where=factors[1] != 0)
     moved[scales[0].path][scales[0].entries] = new[..., None] - stored_less
@@ -98,5 +98,6 @@ def along_the_curve(product: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         now, turned = spectrum(after)
         after = after + np.linalg.lstsq(np.square(turned.T), values - now)[0]
     turned = spectrum(after)[1]
-    turned *= np.where((turned * vectors).sum(0) < 0, -1.0, 1.0)  # a sign of zero would make it no rotation
+    # Eigenvectors have no sign of their own. `np.sign` would not do here: a zero would remove an eigenvector.
+    turned *= np.where((turned * vectors).sum(0) < 0, -1.0, 1.0)
     return after, turned @ vectors.T + 1 / size

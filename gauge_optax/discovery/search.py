@@ -1,11 +1,11 @@
-"""Tries groups on the leaves, and finds those of their motions that no gradient sees.
+"""Tries groups on the leaves, and finds those of their motions that are orthogonal to all gradients of the outputs.
 
 A *candidate* is a family of groups (`groups`), a space on which it could act (`spaces`), and a set of *companions*:
 spaces that index copies of the group, such as heads. At each set of weights where gradients are taken, it draws one
 random element A of the group's algebra. A moves a piece X of a leaf (`views`) in one of four *modes*: as a vector, X·A,
 as a covector, −X·Aᵀ, as a scale, or as an offset. The inner products of all gradients with this motion of one piece are
-a *column*. A null vector of the matrix of columns contains one exponent per piece: if each motion is multiplied by its
-exponent, no gradient sees the sum of the motions.
+a *column*. A null vector of the matrix of columns contains one exponent per column: if each motion is multiplied by its
+exponent, the sum of the motions is orthogonal to all gradients, so that it changes no output to first order.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ _PASSES = 8  # repetitions that make a basis sparse, at most; one or two nearly 
 # singular values, so that entries that should be zero can be far above float64's epsilon.
 BLUR = 1e-5
 _DENOMINATOR = 6  # the largest denominator of an exponent
-_MATRIX = 128  # the largest basis on which a linear group is tried
-_MOTIONS = 2**26  # bytes of motions of a leaf that are held at a time
+_MATRIX = 128  # the longest axis on which groups of matrices are tried
+_MOTIONS = 2**26  # bytes of motions of a leaf that are in memory at a time
 Column = tuple[Piece, str]  # a piece and its mode
 
 
 @dataclasses.dataclass
 class _Candidate:
-    """Pieces that share a space and companions, and the inner products of gradients with their motions.
+    """A group that is tried on pieces of leaves with its space and companions; inner products of gradients and motions.
 
     Attributes:
-      family: kind of group.
-      space: what it acts on.
-      beside: companions.
+      family: the kind of group, a key of `groups.FAMILIES`.
+      space: the space that the group acts on.
+      beside: the spaces of its companions. The group has one element per combination of their indices.
       columns: piece and mode of every column.
-      products: inner products, (gradients, columns) in each chunk of gradients.
+      products: one array (gradients, columns) of inner products per chunk of gradients.
       lengths: squared length of every column's motion, summed over points.
     """
 
@@ -80,11 +80,11 @@ class _Candidate:
         energy = np.array([piece.read(squares[piece.path][None]).mean() for piece, _ in columns])
         sizes = np.sqrt(energy * lengths[kept] * len(products))
         values, right = singular_vectors(products / sizes)
-        # A leaf without any gradient, such as the statistics of a BatchNorm in training, is not read at all, and stays
-        # where it is. Dead pieces of other leaves may have to move along with the symmetry.
+        # A leaf without any gradient, such as the statistics of a BatchNorm in training, is not used at all, and does
+        # not move. Pieces without a gradient in other leaves may have to move along with the symmetry.
         read = {piece.path for piece, _ in self.columns if squares[piece.path].any()}
         asleep = [c for c, alive in zip(self.columns, live, strict=True) if not alive and c[0].path in read]
-        # Singular values descend. Nearly null vectors are only hints, of which the best few are enough.
+        # Singular values descend. Of the vectors that are only nearly null, the best few are enough.
         last = len(values) - int((values < ZERO).sum())
         first = max(last - _MOST_NEAR, int((values >= near).sum()))
         basis, pivots = echelon(right[last:], sizes, BLUR)
@@ -100,8 +100,8 @@ class _Candidate:
             if self.space == WHOLE and all(term.mode == "offset" for term in terms):
                 continue  # constants on whole leaves are no scale; `offsets` looks for them
             moved = [term.piece for term in terms if term.mode in ("vector", "covector")]
-            # If a piece moves both as vector and as covector, only a smaller family is a symmetry. That family is a
-            # candidate of its own.
+            # If a piece moves both as vector and as covector, only a smaller family is a symmetry, such as rotations,
+            # for which both modes are the same. That family is a candidate of its own.
             if len(set(moved)) == len(moved):
                 along = _moved_along(terms, asleep)
                 symmetries.append(Symmetry(self.family, self.space, self.beside, terms, residual, along))
@@ -119,7 +119,7 @@ def sketched(
       gradients: computes gradients of the function.
       at_once: number of gradients per point.
       needed: number of gradients in all.
-      points: number → point.
+      points: function of a number; returns a random point.
       squares: arrays of the leaves' shapes by path, to which squared gradients are added.
       rng: makes a random generator from numbers, of which the first, the purpose, says what it is for.
       purposes: the purpose of the gradients' random projections, and that of the candidates' elements.
@@ -182,7 +182,7 @@ def _observe(
 
 
 def spaces_with_companions(trace: Trace) -> dict[Space, set[Space]]:
-    """The spaces that are contracted, gathered from or returned, and the companions that each may have.
+    """The spaces that are contracted, gathered from or returned, and the companions (such as heads) that each may have.
 
     >>> from gauge_optax.discovery.trace import walked
     >>> trace = walked(lambda p, x: [x @ p["a"]], {"a": np.ones((2, 3))}, np.ones(2))
@@ -201,8 +201,8 @@ def spaces_with_companions(trace: Trace) -> dict[Space, set[Space]]:
     for space, companions in list(spaces.items()):
         for ranges in runs(space):
             spaces.setdefault(part(space, ranges), set()).update(companions)
-    # Features that are concatenated before a kernel reads them are spaces of their own, also if they are the same
-    # features at other places or with the other sign. They are not if they have only some entries in common.
+    # Features that are concatenated before a kernel reads them are spaces of their own, also if all are the same
+    # features, at other positions or with the other sign. They are not if two of them share only some of their ids.
     for joined in trace.concatenated:
         keys = {trace.spaces.key(axis) for axis in joined}
         within = [
@@ -219,13 +219,13 @@ def spaces_with_companions(trace: Trace) -> dict[Space, set[Space]]:
 
 
 def candidates(trace: Trace, leaves: Leaves, stream: bool = False) -> list[_Candidate]:
-    """All candidates that are tried.
+    """All candidates that are tried: families of groups, each on a space and with a set of companions, such as heads.
 
     Args:
-      trace: the walk.
+      trace: the walk over the function's jaxpr.
       leaves: the parameters by path.
-      stream: True for the rotations of streams alone, of axes that kernels read: gradients show these rotations only at
-        points where norms' scales are one. False for all other candidates.
+      stream: True for rotations of streams (axes that kernels read) and nothing else. Gradients show these rotations
+        only at points where norms' scales are one. False for all other candidates.
 
     >>> from gauge_optax.discovery.trace import walked
     >>> tree = {"up": np.ones((2, 3)), "down": np.ones((3, 4))}
@@ -246,7 +246,7 @@ def candidates(trace: Trace, leaves: Leaves, stream: bool = False) -> list[_Cand
         spaces[space] |= spaces.get(halves, set()) if halves != space else set()
     parts = (view for path, leaf in leaves.items() for view in parts_of(trace, path, leaf.shape, searched))
     pieces = [Piece(view, None, ()) for view in (() if stream else parts)]
-    # A vector may be stored less one. A factor of the vector then also adds a constant to what is stored.
+    # A leaf may store a vector less one, v − 1. A factor c on v then makes c·(v − 1) + (c − 1): a scale and an offset.
     scales = [(piece, mode) for piece in pieces for mode in ("scale", "offset")[: 1 + piece.lone]]
     tried = [] if stream else [_Candidate("diagonal", WHOLE, (), scales)]
     for space, companions in sorted(spaces.items(), key=lambda item: (-len(item[0]), item[0])):
@@ -269,9 +269,9 @@ def candidates(trace: Trace, leaves: Leaves, stream: bool = False) -> list[_Cand
 
 
 def _beside_companions(space: Space, companions: set[Space], views: Sequence[View]) -> set[Space]:
-    """Other spaces that share an axis of a leaf that has `space` with a companion, an axis that counts elements.
+    """Further spaces that may be companions of `space`: those that form one axis of a leaf together with a companion.
 
-    An example is the axis of the query heads of a group beside that of the key heads.
+    An example is the axis of the query heads within a group, beside the axis of the groups (the key heads).
     """
     windows = [window for view in views if space in view.labels for window in view.windows]
     grids = [{a.space for a in window.atoms if a.space is not None and a.pick is None} for window in windows]
@@ -279,10 +279,10 @@ def _beside_companions(space: Space, companions: set[Space], views: Sequence[Vie
 
 
 def _pieces(space: Space, beside: tuple[Space, ...], views: Sequence[View]) -> Iterator[Piece]:
-    """The pieces of all views along a space.
+    """The pieces of all views that have a space, on which the group acts, and the companions `beside`.
 
-    A view that reads an axis in another way than the main views counts only if these have no such piece on that axis.
-    A way that reads only entries that earlier ones read does not count either.
+    A view that reads an axis in another way than the leaf's main views (`View.other`) is used only if the main views
+    have no piece along the space on that axis, and if it reads entries that no earlier view reads.
     """
     taken: set[tuple[str, int]] = set()
     read: dict[tuple[Any, ...], set[int]] = collections.defaultdict(set)
@@ -312,10 +312,10 @@ def _is_planes(space: Space) -> bool:
 
 
 def echelon(null: np.ndarray, sizes: np.ndarray, zero: float) -> tuple[np.ndarray, list[int]]:
-    """Brings rows of exponents to reduced echelon form, which depends on the space that they span alone.
+    """Brings rows of exponents to reduced echelon form, which depends only on the space that they span.
 
     If a group acts, the entries of this form are fractions with small denominators. Roundoff and nearly null vectors
-    blur the entries, so that they are replaced by such fractions.
+    change them slightly, so that each entry close to such a fraction is replaced by it.
 
     Args:
       null: orthonormal rows that span the space: exponents times `sizes`.
@@ -358,7 +358,7 @@ def sparse(rows: np.ndarray, beside: np.ndarray | None = None) -> np.ndarray:
         if not sum(_thinned(together, i, j) for i, j in pairs if i != j and np.any(together[i] * together[j])):
             break
     out = together[: len(rows)]
-    out = out[out.any(1)]  # a nearly null row that differs from those of `beside` by blur alone is zero now
+    out = out[out.any(1)]  # a row that differed from the rows `beside` by roundoff alone is zero now
     for row in out:
         row /= np.abs(row[row != 0]).min()
         row *= np.sign(row[np.nonzero(row)[0][0]])
@@ -373,7 +373,10 @@ def _with_fractions(rows: np.ndarray, close: float) -> np.ndarray:
 
 
 def _of_two_exponents(rows: np.ndarray) -> np.ndarray:
-    """A basis of the same space in which more rows have one exponent, or two of opposite signs, as in a gauge."""
+    """A basis of the same space in which more rows have one exponent, or one positive and one negative exponent.
+
+    The gauges of the library have such exponents.
+    """
 
     def odd(row: np.ndarray) -> int:
         """How many entries have neither the most frequent positive exponent nor the most frequent negative one."""
@@ -385,7 +388,7 @@ def _of_two_exponents(rows: np.ndarray) -> np.ndarray:
         others = [factor * rows[j] for j in range(len(rows)) for factor in (1.0, -1.0, 2.0, -2.0) if j != i]
         near = (row + other for other in others) if odd(row) else ()
         best = next((x for x in near if not odd(x) and np.count_nonzero(x) <= most[i]), row)
-        if odd(best):  # a sum with several others: one of the stream, say, with one of each layer's MLP
+        if odd(best):  # a sum with several rows may do: that of the stream, say, with those of each layer's MLP
             for other in others:
                 step = best + other
                 best = step if odd(step) < odd(best) and np.count_nonzero(step) <= most[i] else best
@@ -407,8 +410,9 @@ def _thinned(rows: np.ndarray, i: int, j: int) -> bool:
 def _moved_along(terms: Sequence[Term], asleep: Sequence[Column]) -> tuple[Term, ...]:
     """Terms for pieces without effect that should move along with a live kernel, as a key bias does.
 
-    The two are in one module, and the group acts on the same part of their axes. If a kernel has the space on a second
-    axis too, as between two layers of a stream, a bias before a BatchNorm may belong to either, and stays.
+    The piece and the kernel are in one module, and the group acts on the same part of their axes. If the kernel also
+    has the space on an axis on which the group does not act, as a kernel from stream to stream has, the bias may belong
+    to either axis, and does not move.
     """
 
     def parent(piece: Piece) -> tuple[Any, ...]:
@@ -430,7 +434,7 @@ def _moved_along(terms: Sequence[Term], asleep: Sequence[Column]) -> tuple[Term,
     for piece, mode in asleep:
         place = parent(piece)
         if not piece.places:
-            continue  # one factor of a whole kernel mostly undoes one of a norm before it; biases behind it stay as is
+            continue  # one factor on a whole kernel mostly undoes a factor before it, so that its bias need not move
         if mode != "offset" and (place, mode) in exponents and (piece.path, place) not in taken:
             out.setdefault(piece, Term(piece, mode, exponents[place, mode]))
     return tuple(out.values())

@@ -1,9 +1,10 @@
 """Evaluates a traced function on shorter axes: every operation gets only those entries of each axis that are kept.
 
 A function that checks its shapes, as Flax's modules do, cannot be called on a smaller tree. But the walk over its
-jaxpr (`trace`) knows which entries of different axes belong together, as a hidden unit's column of one kernel and its
-row of the next do: they have one *index*. If an index is dropped, every operation can leave out the entries that have
-it, whatever lengths are written in the function's code. `shrink` decides which indices are dropped.
+jaxpr (`trace`) knows which entries of different axes belong together: they have one *index* (one id of `spaces`). A
+hidden unit, for example, is a column of one kernel and a row of the next. If an index is dropped, every operation can
+leave out the entries that have it, whatever lengths are written in the function's code. `shrink` decides which indices
+are dropped.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ class _Short(NamedTuple):
     """A value of the shorter program.
 
     Attributes:
-      value: what the walk knows of it: the ids of its axes before entries were dropped; an axis without ids is whole.
+      value: what the walk knows of it: the ids of its axes before entries were dropped. Axes without ids lose no entry.
       array: its entries that are kept.
       summed: if it is a sum, the number of its terms at full length, and their number after entries were dropped; else
-        (1, 1). A mean divides a sum by this number.
+        (1, 1). The function's means divide by the first number, and must divide by the second (`_mean`).
     """
 
     value: Value
@@ -53,10 +54,10 @@ def shorter(fn: Function, leaves: Leaves, batch: Any, dropped: Callable[[Trace],
       fn: (leaves, batch) to a list of outputs.
       leaves: float64 leaves by path.
       batch: one of the batches; the function is called with others, too.
-      dropped: the walk over fn → representatives of the ids to leave out.
+      dropped: function of the walk over fn; returns representatives of the ids to leave out.
 
     Returns:
-      The function of the shorter leaves, whose outputs have all entries that are left; and the shorter leaves.
+      The function of the shorter leaves, whose outputs have all entries that are not dropped; and the shorter leaves.
 
     Raises:
       Refused: an operation has no shorter form.
@@ -104,7 +105,7 @@ class _Kept:
         return self._axes[key]
 
     def _index(self, index: int) -> bool:
-        """Whether an id is kept: it is not dropped, and if it is a cell of a grid, all its components are kept."""
+        """Whether an id is kept: it is not dropped, and if it is a cell of a grid, its components are kept too."""
         if index not in self._known:
             grid = self._spaces.grids.get(index)
             components = [] if grid is None else self._spaces.canon(np.array(grid.components)).tolist()
@@ -174,9 +175,9 @@ class _Evaluation:
         return tuple(n if axis is None else len(self.kept(axis)) for axis, n in zip(axes, shape, strict=True))
 
     def aligned(self, x: _Short, axes: Sequence[Axis]) -> Any:
-        """The array of x, cut along its axes without ids to the entries that are kept of `axes`.
+        """The array of x, cut to the kept entries of `axes` along those of its own axes that have no ids.
 
-        Other values, which x meets in an operation, have ids along these axes.
+        Another operand of the operation has these `axes`, and has lost entries along them.
         """
         array = x.array
         for k, (own, axis) in enumerate(zip(x.value.axes, axes, strict=True)):
@@ -185,7 +186,7 @@ class _Evaluation:
         return array
 
     def meeting(self, x: _Short, other: _Short, pairs: Sequence[tuple[int, int]]) -> Any:
-        """The array of x without what `other` drops along the `pairs` (axis of x, axis of `other`) that are aligned."""
+        """The array of x, `aligned` with `other`: `pairs` has (axis of x, axis of `other`) for axes that must match."""
         axes: Axes = [None] * len(x.value.axes)
         for mine, its in pairs:
             axes[mine] = other.value.axes[its]
@@ -201,7 +202,7 @@ class _Evaluation:
         return applied(eqn, arrays, **params)
 
     def _summed(self, eqn: Any, ins: list[_Short]) -> tuple[int, int]:
-        """The value of `_Short.summed` for the result: the number of terms in the full and in the short function."""
+        """`_Short.summed` of an equation's result: the numbers of a sum's terms in the full and the short function."""
         name, shapes = eqn.primitive.name, [getattr(v.aval, "shape", ()) for v in eqn.invars]
         if name == "reduce_sum":
             return _times(ins[0].summed, shapes[0], jnp.shape(ins[0].array), eqn.params["axes"])
@@ -212,9 +213,10 @@ class _Evaluation:
         return ins[0].summed if name in _MEANS else (1, 1)
 
     def _mean(self, eqn: Any, ins: list[_Short], x: Any) -> Any:
-        """The result x, corrected if it is a mean, which is a sum divided by the number of its entries.
+        """The result x of an equation, corrected if it is a mean, which is a sum divided by the number of its terms.
 
-        The function has this number as a constant; the corrected mean divides by the number that is left.
+        The function has the number at full length as a constant. The corrected mean divides by the number of terms that
+        are left.
         """
         name = eqn.primitive.name
         if name == "dot_general":
@@ -269,7 +271,7 @@ class _Evaluation:
         return self._results(eqn, outs, found)
 
 
-# Operations whose parameters contain lengths, or whose operands share axes that no result has --------------
+# Operations whose parameters contain lengths, or whose operands share axes that the result lacks -----------
 
 Operands = tuple[Sequence[Any], dict[str, Any]]
 """An operation's operands without what is dropped, and those of its parameters that change."""
@@ -279,7 +281,7 @@ _operation = registering(_SHORTER)
 
 
 def _unchanged(run: _Evaluation, eqn: Any, ins: list[_Short], outs: list[Axes]) -> Operands:
-    """The operands as they are; `_results` checks the shapes that they lead to."""
+    """The operands as they are. `_results` checks that they give results of the right shapes."""
     return [x.array for x in ins], {}
 
 
@@ -325,8 +327,8 @@ def _gather(run: _Evaluation, eqn: Any, ins: list[_Short], outs: list[Axes]) -> 
     for k, (size, length) in enumerate(zip(eqn.params["slice_sizes"], eqn.invars[0].aval.shape, strict=True)):
         sizes.append(jnp.shape(table.array)[k] if size == length else size)
         if size < length and (axis := table.value.axes[k]) is not None and run.kept.cuts(axis):
-            # Indices that are computed, such as tokens, are within the shorter table. Constant indices stay as they
-            # are, so that their rows must be kept, and must be among the first of the table without a gap.
+            # Indices that are no constants, such as tokens, are within the shorter table. Constant indices stay as they
+            # are. They are right only if the kept rows are the first rows of the table, and include the indexed ones.
             rows, left = index.value.constant, len(run.kept(axis))
             there = rows is None or (run.kept(axis)[-1] < left and np.all((rows >= 0) & (rows < left)))
             if size > 1 or not there:

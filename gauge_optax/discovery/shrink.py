@@ -1,8 +1,8 @@
 """Makes a small instance of a function: the same code called with shorter axes, or its traced operations on these.
 
-The walk over the jaxpr (`trace`) tells which axes must have one common length. For each such set of axes this length
-becomes a small prime that no other set has. From the prime factors of a length in the small instance, its length in the
-large one follows.
+The walk over the jaxpr (`trace`) tells which axes must have one common length. For each such set of axes, the length
+becomes a small prime that no other set has. The prime factors of any length in the small instance therefore show which
+length it stands for in the large one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gauge_optax.discovery.sketch import Function, Leaves
 from gauge_optax.discovery.trace import Place, Trace
 
 LARGE = 400_000  # entries of all leaves; smaller trees are searched as they are
-_TABLE = 16  # rows that a table keeps at least, so that tokens stay different
+_TABLE = 16  # rows that a table keeps at least, so that different tokens mostly have different rows
 Atoms = dict[tuple[str, int], list[int]]  # by leaf and axis: the lengths of the components that the axis is a grid of
 
 
@@ -35,8 +35,8 @@ class Small:
       fn: the function of these leaves.
       leaves: float64 leaves by path.
       batches: batches whose indices are within the shorter axes.
-      lengths: for each set of axes that were shortened: the prime that divides its lengths in the small instance → the
-        number that stands in place of the prime in the large one.
+      lengths: for each set of axes that were shortened: the prime factor of its lengths in the small instance → the
+        factor that replaces the prime in the large instance.
 
     >>> Small(lambda p, x: x, {}, [], {11: 768}).full(22)
     1536
@@ -57,7 +57,7 @@ class Small:
 
 @dataclasses.dataclass
 class _Group:
-    """Components of axes that are shortened together, in all layers.
+    """Components of axes (`trace.Place`) that are shortened together, in all layers.
 
     Attributes:
       places: leaf, axis and number of every component.
@@ -90,7 +90,7 @@ def smaller(fn: Function, trace: Trace, leaves: Leaves, batches: Sequence[Any]) 
 
     Args:
       fn: (leaves, batch) to outputs.
-      trace: its walk.
+      trace: the walk over the jaxpr of fn.
       leaves: float64 leaves by path.
       batches: what it is called on.
 
@@ -134,8 +134,8 @@ def smaller(fn: Function, trace: Trace, leaves: Leaves, batches: Sequence[Any]) 
                 chosen[:] = _chosen(groups, own, of_batches)
                 split = [(one.group, *_split(walked, one)) for one in chosen]
                 gone = {x for _, _, rest in split for x in rest}
-                # A group stays whole if another group drops an index that this one keeps. Its axis is then part of a
-                # longer axis, and not the first part.
+                # If another group drops an index that this group keeps, this group is not shortened at all. Its axis is
+                # then a part of the other group's axis, and not the first part.
                 clashing = [group for group, first, _ in split if not first.isdisjoint(gone)]
                 if not clashing:
                     return gone
@@ -158,9 +158,10 @@ def smaller(fn: Function, trace: Trace, leaves: Leaves, batches: Sequence[Any]) 
 def _chosen(groups: Sequence[_Group], atoms: Atoms, of_batches: set[int]) -> list[_Short]:
     """The groups that can be shorter, each with a prime that no other length has.
 
-    The longer of two axes stays longer. A vocabulary shorter than the stream would hide directions of the stream, and a
-    head's basis longer than the stream would have directions that no output depends on. Rotary planes come first and
-    get small primes, so that there are fewer planes than tokens: otherwise scores could not tell all planes apart.
+    If one axis is longer than another, it stays longer. A vocabulary shorter than the stream would hide directions of
+    the stream, and a head's basis longer than the stream would have directions that no output depends on. Axes with
+    rotary planes are treated first and get the smallest primes, so that there are fewer planes than tokens. With fewer
+    tokens, the scores of attention could not tell all planes apart.
     """
 
     def shortened(group: _Group, chosen: Sequence[_Short], stay: set[int]) -> list[_Short]:
@@ -182,7 +183,7 @@ def _chosen(groups: Sequence[_Group], atoms: Atoms, of_batches: set[int]) -> lis
 
 
 def _split(trace: Trace, one: _Short) -> tuple[set[int], set[int]]:
-    """The indices of a group that are kept, and all its others."""
+    """The indices of a group that are kept, and those that are dropped."""
     first, every = set[int](), set[int]()
     for place in one.group.places:
         ids = _indices(trace, place)
@@ -203,13 +204,13 @@ def _indices(trace: Trace, place: Place) -> list[int]:
 
 
 def _groups(trace: Trace, atoms: Atoms) -> list[_Group]:
-    """Groups of components that share an index, together with the same components of other layers.
+    """Groups of components (`trace.Place`) that share an index, together with the same components of other layers.
 
     Components that cannot be shorter are left out.
     """
     tables = {x for axis in trace.tables for atom in trace.atom_keys(axis) for x in atom}
-    # The function takes single entries from axes with these ids, or parts of such an axis are grids, as in a fused
-    # kernel: the axes stay whole.
+    # Axes with these ids are not shortened: the function takes single entries from them, or parts of them are grids, as
+    # in a fused kernel.
     fixed = trace.spaces.picked | trace.spaces.grids.keys()
     by_kind: dict[Any, list[list[Place]]] = {}
     for places in trace.families(dict.fromkeys(path for path, _ in atoms)):

@@ -17,23 +17,25 @@ from gauge_optax.xla import quick_options, unfused_options
 
 Leaves = dict[str, np.ndarray]
 Function = Callable[[Mapping[str, Any], Any], Any]
-DRAWS = 5  # where outputs or gradients are not finite, up to so many times as many points are drawn as are needed
+DRAWS = 5  # at most so many times the needed number of points are drawn, because at some the outputs are not finite
 _SPREAD = 0.5  # noise around the given point, relative to a leaf's RMS
-_TINY, _RAISED = 1e-2, 0.1  # leaves with only positive entries below the one are drawn of the other size
-_CHUNK = 2**29  # bytes of gradients that are held at a time
-# A finite difference, relative to a leaf's RMS. A step of 1e-5 crosses kinks of wide ReLU nets, and is off by 1e-2.
+# A leaf with only positive entries, whose RMS is below `_TINY`, is scaled up to the RMS `_RAISED`.
+_TINY, _RAISED = 1e-2, 0.1
+_CHUNK = 2**29  # bytes of gradients that are in memory at a time
+# The step of a finite difference, relative to a leaf's RMS. A step of 1e-5 crosses kinks of wide ReLU nets, so that the
+# difference is off by 1e-2.
 _STEP = 1e-7
-_UNTRUE = 1e-3  # two slopes differ if they do so by this share of their sum
-TRIALS, _AGREED = 4, 2  # comparisons of a gradient, at most; it is true if so many of them agree
+_UNTRUE = 1e-3  # a gradient and a finite difference disagree if they differ by more than this share of their sum
+TRIALS, _AGREED = 4, 2  # a gradient is compared at most `TRIALS` times; it is true if `_AGREED` comparisons agree
 _ROUNDED = 1e-12  # what roundoff adds to a finite difference, relative to the outputs
 _MASK = 5e3  # numbers from this size on may be those of a mask, such as -1e9 and -65504 before a softmax
-_GAP = 100.0  # they are, if they are so many times as large as all smaller numbers
+_GAP = 100.0  # numbers from `_MASK` on are a mask's if they are at least so many times as large as all smaller numbers
 
 
 def masked(x: np.ndarray) -> np.ndarray:
-    """The entries that are a mask's, which stand apart from all others by their size.
+    """Finds entries that a mask wrote, such as -1e9 before a softmax, by their size, which is far above all others.
 
-    They hide the size of the others in a norm over all entries.
+    In a norm over all entries, they would hide the size of the other entries.
 
     >>> masked(np.array([0.5, -1e9, 2.0])).tolist(), masked(np.array([1e6, 2e6])).tolist()
     ([False, True, False], [False, False])
@@ -45,7 +47,7 @@ def masked(x: np.ndarray) -> np.ndarray:
 
 
 def root_mean_square(leaf: np.ndarray) -> float:
-    """The root mean square of the entries that are no mask's; 0 for no entries."""
+    """The root mean square of the entries that are not a mask's (`masked`); 0 if there are none."""
     own = leaf[~masked(leaf)]
     return float(np.sqrt(np.mean(np.square(own)))) if own.size else 0.0
 
@@ -58,13 +60,14 @@ def generic_point(
     Args:
       leaves: float64 arrays by path.
       rng: source of the noise.
-      signed: leaves that get both signs although all their entries are positive.
+      signed: leaves whose entries get random signs, although all are positive.
 
     Returns:
-      Leaves plus normal noise of half their RMS. The noise of a small leaf is so large that a kernel's outputs are as
-      large as its inputs: the function would hardly depend on a layer that keeps initial values of 0.02. Leaves with
-      only positive entries (norms' scales, variances) are multiplied by the noise's exponential, and stay positive. If
-      they are tiny, as a LayerScale of 1e-6, they grow to 0.1, because no output would show the layer behind them.
+      Leaves plus normal noise of half their RMS. A leaf with small values gets more noise, so that a kernel's outputs
+      are about as large as its inputs. Otherwise the function would hardly depend on a layer with initial values of
+      0.02. Leaves with only positive entries (norms' scales, variances) are multiplied by the noise's exponential, and
+      stay positive. If they are tiny, as a LayerScale of 1e-6, they are also scaled up to 0.1. Otherwise the outputs
+      would hardly depend on the layer that they multiply.
 
     >>> point = generic_point({"scale": np.ones(3), "bias": np.zeros(3)}, np.random.default_rng(0))
     >>> bool((point["scale"] > 0).all()), bool(point["bias"].any())
@@ -85,10 +88,10 @@ def generic_point(
 
 
 def positive_kernels(fn: Function, leaves: Leaves, batch: Any, rng: np.random.Generator) -> frozenset[str]:
-    """The leaves of two axes or more with only positive entries that may have both signs: the outputs stay finite.
+    """Leaves of two axes or more with only positive entries, whose entries may change sign: outputs stay finite.
 
-    Kernels may begin as ones. On data that are positive too no ReLU would ever switch, and the function would look
-    linear. Stacked variances, which stand below a root, stay positive.
+    Kernels may begin as ones, for instance. With positive kernels and positive data no ReLU would ever switch off, and
+    the function would look linear. Stacked variances, of which the function takes a root, are not returned.
 
     >>> leaves = {"kernel": np.ones((2, 2)), "variance": np.ones((2, 2)), "scale": np.ones(2)}
     >>> fn = lambda p, x: [x @ p["kernel"] * p["scale"] / jnp.sqrt(p["variance"])]
@@ -126,7 +129,7 @@ def finite_points(
 
 
 def over_rows(fn: Callable[[Any], Any], rows: Any) -> Any:
-    """`jax.vmap(fn)(rows)`; one row after the other if an operation such as `jax.lax.ragged_dot` has no such rule.
+    """`jax.vmap(fn)(rows)`; one row after the other if an operation in `fn` has no batching rule.
 
     >>> over_rows(lambda x: 2.0 * x, jnp.ones(3)).tolist()
     [2.0, 2.0, 2.0]
@@ -142,9 +145,9 @@ def squared_gradients(
 ) -> Leaves:
     """Sums over batches the squared gradient of one random projection of the outputs, for a large tree.
 
-    A gradient of all leaves at once would be another copy of the tree in float64. So leaves are differentiated a few at
-    a time, and the squares are returned in float32. Operations run one by one, so that all layers share what is
-    compiled: a program of many unrolled layers would compile for longer than it runs.
+    A gradient of all leaves at once would need the memory of another tree in float64. So leaves are differentiated a
+    few at a time, and the squares are returned in float32. Operations run one by one (without `jit`), so that all
+    layers share the compiled operations: a program of many unrolled layers would compile for longer than it runs.
 
     Args:
       fn: (leaves, batch) to a tree of outputs.
@@ -187,7 +190,7 @@ def squared_gradients(
 
 
 class Trial(NamedTuple):
-    """What `untrue` compares: the gradient, by path, of a weighted sum of a batch's outputs at a point.
+    """What `untrue` tests: the gradient, by path, of a weighted sum of a batch's outputs at a point.
 
     >>> Trial({"a": np.ones(2)}, np.ones(2), [np.ones(2)], {"a": np.ones(2)}).weights
     [array([1., 1.])]
@@ -202,12 +205,13 @@ class Trial(NamedTuple):
 def untrue(call: Function, trials: Iterable[Trial], rng: np.random.Generator) -> list[str]:
     """The leaves whose gradients are not derivatives of the outputs, by finite differences along random directions.
 
-    Such are gradients behind a `stop_gradient`, those of a straight-through estimator, and those that the compiler
-    spoils (`unfused_options`).
+    Causes are a `stop_gradient`, a straight-through estimator, or the compiler, which makes some gradients wrong
+    (`unfused_options`).
 
     Args:
       call: the function, compiled.
-      trials: the gradients. A leaf is returned if fewer than two agree, or one if only one is given.
+      trials: the gradients to test. A leaf is returned if its finite difference agrees with the gradient in fewer than
+        two trials. If only one trial is given, a single agreement is enough.
       rng: source of the directions.
 
     >>> point = {"a": np.ones(2), "b": np.ones(2)}
@@ -229,7 +233,7 @@ def untrue(call: Function, trials: Iterable[Trial], rng: np.random.Generator) ->
         for path in [path for path, times in agreed.items() if times < _AGREED]:
             step = _STEP * root_mean_square(point[path]) * rng.standard_normal(point[path].shape)
             measured, told = along(path, step), 2.0 * float(np.vdot(gradient[path], step))
-            # If a number is not finite, the comparison is false, and nothing is said of the leaf.
+            # If a number is not finite, the comparison is false, and counts as an agreement.
             differ = abs(measured - told) > _UNTRUE * (abs(measured) + abs(told)) + _ROUNDED * scale
             agreed[path] += not differ
         if min(agreed.values(), default=_AGREED) >= _AGREED:
@@ -249,7 +253,8 @@ def with_constants(fn: Function, paths: Collection[str]) -> Function:
 class Gradients:
     """Gradients of random projections of the outputs, in chunks. It compiles one program per shape of batches.
 
-    If a gradient is not finite, it is computed again without fusion, and so are all that follow.
+    If a gradient is not finite, it is computed again by a program without fusion (`unfused_options`). This program then
+    computes all later gradients too.
 
     Args:
       fn: (leaves, batch) to a tree of outputs.
@@ -282,7 +287,7 @@ class Gradients:
         return self._pulled(leaves, batch, projections)
 
     def outputs(self, leaves: Leaves) -> int:
-        """Number of output entries of a batch, and so of the gradients per batch that can be independent at a point."""
+        """The number of output entries of a batch. At a point, no more gradients per batch can be independent."""
         return sum(x.size for x in jax.tree.leaves(jax.eval_shape(self._fn, leaves, self._batches[0])))
 
     def untrue(self, call: Function, points: Sequence[Leaves], count: int, rng: np.random.Generator) -> list[str]:
@@ -290,8 +295,8 @@ class Gradients:
 
         Args:
           call: the function, compiled.
-          points: where both are compared.
-          count: as in `at`: the program that it has compiled is used again.
+          points: where gradients and finite differences are compared.
+          count: as in `at`. With equal counts, the program that `at` compiles is used here too.
           rng: source of projections and steps.
 
         >>> fn = lambda p, x: [x * p["a"] + jax.lax.stop_gradient(x * p["b"] - x * p["a"])]
@@ -337,7 +342,7 @@ class Gradients:
             yield from self._chunks(leaves, self._batches, each, most, rng)
 
     def _most(self, leaves: Leaves) -> int:
-        """How many gradients fit in a chunk."""
+        """How many gradients fit in the memory of a chunk."""
         return max(1, _CHUNK // (8 * max(1, sum(leaf.size for leaf in leaves.values()))))
 
     def _chunks(

@@ -1,4 +1,4 @@
-"""Finds which entries of which axes are one index, such as one unit: a union-find over all entries of leaves' axes.
+"""Finds which entries of different axes are one index, such as one hidden unit, by union-find over the leaves' axes.
 
 An axis of a parameter, or of anything computed from parameters, is a vector of ids, one per entry. It is None if no
 parameter varies along it. If an operation combines two entries, as a sum or a contraction does, it unites their ids,
@@ -19,11 +19,11 @@ import numpy as np
 
 Axis = np.ndarray | None
 Space = tuple[int, ...]  # an axis as a hashable value: the representatives of its ids
-MOST_IDS = 200_000  # in a joined axis. Longer ones get no ids: in practice they are batches, never a basis or channels
+MOST_IDS = 200_000  # joined axes with more entries get no ids: in practice they are batches, never a basis or channels
 
 
 class _Grid(NamedTuple):
-    """An id as one cell of a grid: the ids of its components, the grid's sizes, the cell's row-major number."""
+    """An id as a cell of a grid: the cell's ids along the grid's axes, the grid's sizes, its row-major number."""
 
     components: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -35,7 +35,7 @@ class Spaces:
 
     Attributes:
       changes: number of unions and splits so far. The walks over the jaxpr (`trace`) end when it no longer rises.
-      picked: ids of axes from which the function takes single indices.
+      picked: ids of axes from which the function takes single indices, such as the query of a fused kernel.
       grids: id → its grid, for each id that is a cell of one.
 
     >>> spaces = Spaces()
@@ -54,7 +54,7 @@ class Spaces:
         self._parent = np.arange(1024)
         self._count = 0
         # The id of a cell, by its components, the grid's sizes, and the number of earlier cells of the grid with the
-        # same components: in a grid that contains an axis of rotary planes, each occurs twice.
+        # same components: in a grid that contains an axis of rotary planes, equal components occur twice.
         self._joined: dict[tuple[tuple[int, ...], tuple[int, ...], int], int] = {}
         self._nothing: dict[tuple[int, int], np.ndarray] = {}
 
@@ -108,7 +108,7 @@ class Spaces:
     def unify(self, *axes: Axis) -> Axis:
         """Unites the axes that an operation aligns, entry by entry, and returns one of them.
 
-        If an axis is a grid, the others are split into the same atoms, and these are united too.
+        If an axis is a grid, the others are split into grids with the same atoms, and the atoms are united too.
         """
         present = [axis for axis in axes if axis is not None]
         if not present:
@@ -170,7 +170,10 @@ class Spaces:
         return parts
 
     def join(self, axes: Sequence[tuple[Axis, int]]) -> Axis:
-        """The axis into which a reshape joins axes, each given with its length; None if that has no ids."""
+        """The axis into which a reshape joins axes, each given with its length.
+
+        The result is None if no axis has ids, or if the joined axis would have more than `MOST_IDS`.
+        """
         if all(axis is None for axis, _ in axes):
             return None
         whole = [self.fresh(length) if axis is None else axis for axis, length in axes]
@@ -234,7 +237,7 @@ class Spaces:
         return out
 
     def _cut(self, atoms: Sequence[np.ndarray], cuts: Sequence[int]) -> list[np.ndarray]:
-        """Splits the atoms of a grid further, until the products of its last k sizes contain all numbers in `cuts`."""
+        """Splits the atoms of a grid further, until every number in `cuts` is the product of its last k sizes."""
         out, outer = list[np.ndarray](), math.prod(len(atom) for atom in atoms)
         for atom in atoms:
             inner = outer // len(atom)

@@ -3,9 +3,9 @@
 A stream is the residual stream, or the latent vector between two kernels of one layer.
 
 A rotation R of the stream does not commute with a norm's scale γ: a kernel W behind the norm must become γ⁻¹·Rᵀ·γ·W.
-Where γ = 1 this is Rᵀ·W, a plain rotation of the leaf. The gradients of this search are therefore taken at points with
-γ = 1. They can be, if a gauge that is already proved moves γ into the kernels behind the norm. The finite move that
-proves the rotation is made at points with any γ.
+At points with γ = 1 this is Rᵀ·W, and the leaf only rotates. The gradients of this search are therefore taken at such
+points. No generality is lost if the norm has a proved gauge, which can move any γ into the kernels behind the norm. The
+finite move that proves the rotation is made at points with any γ.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gauge_optax.discovery.sketch import Gradients, Leaves, generic_point
 from gauge_optax.discovery.trace import Trace
 from gauge_optax.discovery.write import Unwritable, axes_text, companion_names, whole_leaves
 
-_POINTS = 3
+_POINTS = 3  # points at which gradients are taken, at least
 
 
 def stream_rotations(
@@ -34,7 +34,7 @@ def stream_rotations(
     """Finds the rotations of the residual stream, and of the vectors that layers or heads have behind their norms.
 
     Args:
-      trace: the walk.
+      trace: the walk over the function's jaxpr.
       leaves: the parameters by path.
       gradients: computes gradients of the function.
       at_once: number of gradients per point.
@@ -46,11 +46,12 @@ def stream_rotations(
       rng: makes a random generator from numbers, of which the first says what it is for.
 
     Returns:
-      The rotations that the gradients do not see.
+      The rotations whose motions are orthogonal to all gradients, so that they change no output to first order.
     """
     ones = _scales(norms, params)
-    # A residual stream is one for all layers and heads. Behind a norm with a scale, each layer or head may have its own
-    # vector. Without a scale, gradients at other points show the rotation of this vector.
+    # A residual stream is the same for all layers and heads, so that candidates without companions suffice for it. But
+    # each layer or head may also have a vector of its own behind a norm. If this norm has no scale, the search at other
+    # points (`instance`) finds the rotation of the vector. If it has one, candidates with companions are tried here.
     axes = [axis for path in ones for axis in trace.leaves[path] if axis is not None]
     scaled = {space for axis in axes for space in trace.atom_keys(axis)}
     tried = [one for one in candidates(trace, leaves, stream=True) if not one.beside or one.space in scaled]
@@ -64,7 +65,7 @@ def stream_rotations(
 
     needed = max(_POINTS * at_once, int(rows * columns) + 8)
     for _ in sketched(tried, gradients, at_once, needed, point, squares, rng, (15, 14)):
-        pass  # the loop makes `sketched` extend the candidates; nothing else needs these gradients
+        pass  # the loop runs the generator `sketched`, which extends the candidates; its gradients are not needed here
     symmetries = [symmetry for one in tried for symmetry in one.solve(squares, dead, 10 * ZERO)]
     return independent([s for s in symmetries if s.residual < ZERO], point(0), rng(16), before, dead)
 
@@ -74,7 +75,7 @@ def rotation_call(symmetry: Symmetry, trace: Trace, norms: Sequence[Call], param
 
     Args:
       symmetry: the rotation.
-      trace: the walk; it tells which leaves read the stream.
+      trace: the walk over the function's jaxpr; it tells which leaves read the stream.
       norms: the proved gauges of norms' scales.
       params: the tree that they bind to.
 
@@ -90,18 +91,19 @@ def rotation_call(symmetry: Symmetry, trace: Trace, norms: Sequence[Call], param
         inside = []
         for _, _, blocks in bound_copies(norm.gauge(), params):
             into = {block.path for block in blocks if block.argument == "down"}
-            # The stream does not pass a scale that multiplies another axis of a kernel, as multipliers of its outputs
-            # do.
+            # The stream passes this norm if the scale multiplies the stream's axis of all kernels in `into`. It does
+            # not if the scale multiplies another axis of a kernel, as a multiplier of the kernel's outputs does.
             if into <= symmetry.paths and all(_on_basis(b.axes, axes[b.path]) for b in blocks if b.argument == "down"):
                 inside.append(True)
                 scales = {block.path for block in blocks if block.argument == "up"}
-                # Kernels in front of the scale of a layer write to the stream.
+                # The kernels of a norm's gauge are behind the norm, and read the stream. Those of a layer scale's gauge
+                # are in front of the scale, and write to the stream.
                 readers |= set() if {*itertools.product(into, scales)} & trace.scaled_behind else into
                 moved |= scales
             else:
                 inside.append(False)
         passed += [norm] * any(inside)
-        elsewhere |= any(inside) and not all(inside)  # the norm of other layers, whose latent vectors turn apart
+        elsewhere |= any(inside) and not all(inside)  # the norm's gauge has other layers, each with its own rotation
     sides: dict[str, dict[str, Axes]] = {"read": {}, "write": {}}
     sizes: dict[str, int] = {}
     terms = whole_leaves([term for term in symmetry.terms if term.piece.path not in moved])
@@ -128,7 +130,7 @@ def rotation_call(symmetry: Symmetry, trace: Trace, norms: Sequence[Call], param
 
 
 def _on_basis(scaled: str, turned: str) -> bool:
-    """Whether a gauge names the axis of a leaf that another gauge calls `basis`.
+    """Whether `scaled`, a gauge's axes of a leaf, names the axis that `turned`, another gauge's axes, calls `basis`.
 
     >>> _on_basis("channel _ _", "basis _ _"), _on_basis("_ head channel", "basis _ _")
     (True, False)
@@ -140,7 +142,7 @@ def _on_basis(scaled: str, turned: str) -> bool:
 
 
 def passed(norms: Iterable[Call], params: Any) -> list[Call]:
-    """The norms whose gauges can multiply each channel of the scale by a number of its own, and so make the scale one.
+    """The norms whose gauges multiply each entry of the scale by its own number, so that they can make the scale one.
 
     >>> norms = [Call("norm_scale", {"scale": {"norm": "channel"}, "into": {"up": "channel _"}})]
     >>> [norm.kind for norm in passed(norms, {"norm": np.ones(2), "up": np.ones((2, 3))})]

@@ -1,7 +1,9 @@
-"""Walks over a function's jaxpr that follow the ids of every axis (`spaces`), to find where a symmetry could act.
+"""Walks over a function's jaxpr, and follows the ids of every axis, to find the axes on which a symmetry could act.
 
-Each equation unites the ids of entries that it combines. The walk is repeated until it unites no more. It records the
-axes that are contracted, gathered from or returned. What each primitive does is in `rules`; control flow is below.
+An *id* (`spaces`) belongs to one entry of an axis. Entries with equal ids are one index of the model, such as one
+hidden unit. Each equation unites the ids of entries that it combines. The walk is repeated until it unites no more. It
+records the axes that are contracted, gathered from or returned. What each primitive does is in `rules`; control flow is
+below.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ _TABLES = {*_MOVES, "mul", "div", "neg", "exp", "log", "pow", "integer_pow", "co
            "dot_general", "add", "sub"}
 _PASSES = 6  # walks, at most; after two or three, ids no longer change
 _MOST_CONSTANT = 100_000  # constants with more entries are not evaluated
-Place = tuple[str, int, int]  # a component of a leaf's axis: path, axis, number
+# A reshape may split a leaf's axis into several, its components. A place names one: the leaf's path, the axis, and the
+# component's number within the axis.
+Place = tuple[str, int, int]
 
 
 class Trace:
@@ -46,8 +50,10 @@ class Trace:
     Attributes:
       spaces: ids, shared by all walks.
       leaves: the ids of every leaf's axes, by path.
-      contracted: axes on which symmetries are searched, each with the axes that may count copies of it, such as heads.
-      paired: the axes of each product of two leaves, entry by entry: other axes may count copies of one of them.
+      contracted: axes on which symmetries are searched. With each come axes along which a group that acts on it may
+        have one element per index, such as an axis of heads.
+      paired: the axes of each entrywise product of two leaves. A group may act on one of them, and have one element per
+        index of the others.
       concatenated: per concatenation, the axes that it joined end to end.
       layers: during the walk, leading axes of the arrays that the enclosing scans loop over.
       stacked: all axes that are scanned over.
@@ -58,16 +64,18 @@ class Trace:
       vector_reads: (vector, kernel): the kernel contracts what the vector was added to or multiplied with.
       added_behind: (kernel, vector): the vector is added to the kernel's product.
       scaled_behind: (kernel, vector): the vector multiplies the kernel's product, as a layer scale does.
-      gains: (vector, leaf): what the vector was added to is multiplied with a value that is linear in the leaf.
-      shifts: (vector, leaf): what the vector was added to or multiplied with gets such a value added.
+      gains: (vector, leaf): what the vector was added to or multiplied with is multiplied with a value that is made
+        from the leaf.
+      shifts: (vector, leaf): to what the vector was added to or multiplied with, a value made from the leaf is added.
       added: parameters that are added to a value which depends on others, as a bias is and a norm's scale is not.
-      opaque: names of primitives whose effect was guessed.
+      opaque: names of primitives whose effect on ids was guessed.
       ranked: axes that are sorted, or of which the largest entry is taken.
       summed: axes that are summed over.
-      taken: an index, as a number or as its bytes, with the length of the axis that it indexes → the axes of the leaves
-        from which it takes entries, the indexed axis first.
-      numbers: what integers are computed from → `Value.number`.
-      grouped: sizes of groups of rows, as a variable or as their bytes → the axis of kernels that counts these groups.
+      taken: an array of indices (its `Value.number` or its bytes), with the length of the axis that it indexes → for
+        each leaf from which it takes entries, the leaf's axes, the indexed one first.
+      numbers: a primitive with the inputs from which it computes integers → `Value.number` of the result.
+      grouped: for `ragged_dot`, the sizes of the groups of rows, as a variable or as their bytes → the axis of the
+        kernels that counts these groups.
 
     >>> tree = {"up": np.ones((2, 3)), "down": np.ones((3, 4))}
     >>> trace = walked(lambda p, x: [jax.nn.relu(x @ p["up"]) @ p["down"]], tree, np.ones((5, 2)))
@@ -99,15 +107,16 @@ class Trace:
         self.numbers: dict[Any, int] = {}
 
     def note(self, axis: Axis, beside: Sequence[Axis] = ()) -> None:
-        """Records an axis for the search; `beside` and the axes of enclosing scans may count copies of it."""
+        """Records an axis for the search, with `beside` and the axes of enclosing scans, as in `contracted`."""
         if axis is not None and len(axis) > 1:
             others = [other for other in (*self.layers, *beside) if other is not None and len(other) > 1]
             self.contracted.append((axis, others))
 
     def take(self, index: Value, table: Sequence[Axis], k: int) -> None:
-        """Notes that `index` takes entries of a parameter along its axis k. If it takes kernels, they are experts.
+        """Notes that `index` takes entries of a parameter along axis k. If these are kernels, the axis counts experts.
 
-        The kernels and biases that one index takes have the same experts.
+        All kernels and biases from which one array of indices takes entries have the same experts: their axes are
+        united.
         """
         number, axis = index.number if index.constant is None else index.constant.tobytes(), table[k]
         if number is None or axis is None or (index.constant is not None and index.constant.size == 1):
@@ -121,7 +130,7 @@ class Trace:
                 self.note(inner, [experts])
 
     def pick(self, axis: Axis, index: np.ndarray, length: int) -> Axis:
-        """The ids at some entries of an axis. For one entry alone it returns None, and marks the axis as `picked`.
+        """The ids at some entries of an axis. For a single entry it returns None, and marks the axis (`Spaces.picked`).
 
         Args:
           axis: the ids.
@@ -143,12 +152,15 @@ class Trace:
         return {self.spaces.key(axis) for axis in self.ranked} & {self.spaces.key(axis) for axis in self.summed}
 
     def components(self, path: str, axis: int) -> list[np.ndarray]:
-        """The atoms of a leaf's axis, each an array of representatives of ids; [] for an axis of length one."""
+        """The atoms of a leaf's axis (`Spaces.atoms`), as arrays of representatives of ids; [] for a length of one."""
         ids = self.leaves[path][axis]
         return [] if ids is None else [self.spaces.canon(atom) for atom in self.spaces.atoms(ids)]
 
     def families(self, paths: Iterable[str]) -> list[list[Place]]:
-        """The atoms of all axes of some leaves, grouped: atoms that share ids, directly or by a chain, are together."""
+        """The atoms (`Spaces.atoms`) of some leaves' axes, in groups.
+
+        Two atoms are in one group if they share ids, or if a chain of atoms that share ids connects them.
+        """
         family_of: dict[int, int] = {}
         families: dict[int, list[Place]] = {}
         for path, axis in ((leaf, axis) for leaf in paths for axis in range(len(self.leaves[leaf]))):
@@ -165,11 +177,11 @@ class Trace:
         return list(families.values())
 
     def atom_keys(self, axis: np.ndarray) -> list[Space]:
-        """The atoms of an axis, as spaces."""
+        """The atoms of an axis (`Spaces.atoms`), as hashable spaces."""
         return [self.spaces.key(atom) for atom in self.spaces.atoms(axis)]
 
     def inputs(self, shaped: Sequence[Any]) -> list[Value]:
-        """The walk's values of a jaxpr's inputs: first those of the leaves; all others are data and have no ids."""
+        """The `Value`s of a jaxpr's inputs: first the leaves, with their ids; all others are data, without ids."""
         leaves = [Value(list(axes), None, True, path) for path, axes in self.leaves.items()]
         return [*leaves, *(Value([None] * len(x.aval.shape)) for x in shaped[len(leaves) :])]
 
@@ -178,7 +190,7 @@ class Trace:
         return interpret(jaxpr, consts, args, literal, self.equation)
 
     def equation(self, eqn: Any, ins: list[Value]) -> list[Value]:
-        """The walk's values of an equation's results."""
+        """The `Value`s of an equation's results, given those of its inputs. Records what the equation shows."""
         name = eqn.primitive.name
         if name in CONTROL:
             return (_branches if name == "cond" else _loop)(self, eqn, ins)
@@ -207,8 +219,7 @@ class Trace:
                 for axes, number in zip(outs, counted, strict=True)]
 
     def _parameters_in(self, name: str, ins: Sequence[Value]) -> tuple[frozenset[str], frozenset[str]]:
-        """The `writers` and `vectors` of a result. Notes which vectors a kernel reads, and which are added behind it.
-        """
+        """The `writers` and `vectors` of a result (`rules.Value`). Extends `vector_reads`, `added_behind` and more."""
         writers = frozenset[str]().union(*(value.writers for value in ins))
         vectors = frozenset[str]().union(*(value.vectors for value in ins))
         leaves = frozenset(value.leaf for value in ins if value.leaf)
@@ -223,7 +234,8 @@ class Trace:
                 self.scaled_behind |= {(kernel, vector) for one, other in itertools.permutations(ins, 2)
                                        for kernel in one.writers for vector in (other.leaf, *other.vectors)}
         if leaves and name in _SUMS | _PRODUCTS and len(leaves) == sum(value.depends for value in ins):
-            # Leaves, data and constants alone: one plus a norm's scale, or the scale of a norm on the data itself.
+            # All operands that depend on parameters are leaves. Examples are one plus a norm's scale, and a norm's
+            # scale times normalized data.
             return writers, vectors | leaves
         if leaves and len(leaves) < sum(value.depends for value in ins):
             self.added_behind |= {(kernel, leaf) for kernel in writers for leaf in leaves if name in _SUMS}
@@ -281,7 +293,7 @@ def walked(fn: Callable[..., Any], leaves: Mapping[str, Any], batch: Any) -> Tra
 def traced_once(fn: Callable[..., Any]) -> Callable[..., Any]:
     """A function of trees of arrays, traced once for all arguments of the same shapes.
 
-    Tracing a module takes up to seconds, and every `jit`, `grad` and `vmap` of a function traces it again.
+    Tracing a model can take seconds, and every `jit`, `grad` and `vmap` of a function traces it again.
 
     Args:
       fn: a pure function.
@@ -300,7 +312,7 @@ def traced_once(fn: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fn)
     def function(*args: Any) -> Any:
         flat, structure = jax.tree.flatten(args)
-        # Under x64, `jnp.result_type` of a weakly typed array of 32 bits has 64 bits. Its type has the array's own.
+        # Under x64, `jnp.result_type` of a weakly typed array of 32 bits has 64 bits. `jax.typeof` says 32.
         types: list[Any] = list(map(jax.typeof, flat))
         shapes = tuple((x.shape, x.dtype, x.weak_type) for x in types)
         called_on = (structure, shapes, jax.config.read("jax_enable_x64"))
@@ -316,7 +328,7 @@ def traced_once(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def literal(number: Any) -> Value:
-    """The walk's value of a constant; it contains the numbers if they are few.
+    """The walk's `Value` of a constant; it contains the constant's numbers if they are few.
 
     >>> literal(np.ones(3)).constant
     array([1., 1., 1.])
@@ -331,7 +343,7 @@ def literal(number: Any) -> Value:
 def _united(trace: Trace, *lists: Sequence[Value]) -> list[Value]:
     """Merges values that control flow treats as one: the results of two branches, or a carry before and after the body.
 
-    The ids of their axes become equal, and a merged value has the writers and vectors of all.
+    The ids of their axes become equal, and a merged value has the `writers` and `vectors` of all that it merges.
     """
     out = []
     for values in zip(*lists, strict=True):
@@ -343,7 +355,9 @@ def _united(trace: Trace, *lists: Sequence[Value]) -> list[Value]:
 
 
 def _loop(trace: Trace, eqn: Any, ins: list[Value]) -> list[Value]:
-    """Walks a scan or a while. The carry gets equal ids before and after the body; the body gets one row of the stacks.
+    """Walks a scan or a while. The carry gets equal ids before and after the body.
+
+    The body is walked on one row of each array that a scan loops over.
     """
     body, consts, carry, stacks = loop_parts(eqn, ins)
     lead, depth = trace.spaces.unify(*(value.axes[0] for value in stacks)), len(trace.layers)

@@ -23,7 +23,7 @@ from gauge_optax.discovery.spaces import Axis, Space
 from gauge_optax.discovery.trace import Trace
 
 _MOST_PICKED = 64  # the indices of longer axes are not picked one by one
-_MOST_PARTS = 8  # of an axis that a contraction reads as a whole, too (`parts_of`)
+_MOST_PARTS = 8  # `parts_of` divides an axis into more parts only if that is the main way to read it
 Ranges = tuple[tuple[int, int], ...]  # start and stop of each range of indices
 
 
@@ -33,7 +33,7 @@ class Atom(NamedTuple):
     Attributes:
       space: its ids (`spaces.Space`); None if it has no ids.
       size: its number of indices, which are all read if `pick` is None.
-      pick: the only index that is read.
+      pick: the only index that is read; None if all are.
       span: None; or, if the atom is a part of a longer component, its ranges there and that component's length.
 
     >>> Atom(None, 3).selection, Atom(None, 3, pick=2).selection
@@ -60,7 +60,7 @@ class Atom(NamedTuple):
 
 
 class Window(NamedTuple):
-    """The entries from start to stop of an axis of a leaf, as a grid of atoms.
+    """The entries from start to stop of an axis of a leaf, as a grid of atoms: the axes into which a reshape splits it.
 
     >>> Window(4, 8, (Atom(None, 4),)).stop
     8
@@ -72,7 +72,7 @@ class Window(NamedTuple):
 
     @property
     def spaces(self) -> tuple[Space | None, ...]:
-        """The spaces of the atoms that are not picked."""
+        """The spaces of the atoms, except those of which only one index is read (`pick`)."""
         return tuple(atom.space for atom in self.atoms if atom.pick is None)
 
     @property
@@ -84,13 +84,14 @@ class Window(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """A leaf as a tensor over the atoms that are not picked.
+    """A leaf as a tensor. Its axes are the atoms of all windows, without those of which one index is picked.
 
     Attributes:
       path: the leaf's normalised path.
       shape: its shape.
-      windows: one per axis.
-      other: the axis that this view reads in another way than the leaf's main views do; None for a main view.
+      windows: for each axis of the leaf, the entries that are read, and the atoms into which they are split.
+      other: the axis that this view reads in another way than the leaf's main views do; None for a main view. Together
+        the main views read all entries of the leaf (`views_of`).
 
     >>> view = View("up", (2, 3), (Window(0, 2, (Atom(None, 2),)), Window(1, 3, (Atom((5, 6), 2),))))
     >>> view.read(np.arange(6).reshape(1, 2, 3))
@@ -105,33 +106,33 @@ class View:
 
     @functools.cached_property
     def atoms(self) -> dict[tuple[int, int], Atom]:
-        """The atoms that are not picked, by axis and number within the axis."""
+        """The atoms that are axes of the tensor (not picked), by axis of the leaf and number within the axis."""
         places = {(k, j): atom for k, w in enumerate(self.windows) for j, atom in enumerate(w.atoms)}
         return {place: atom for place, atom in places.items() if atom.pick is None}
 
     @functools.cached_property
     def places(self) -> tuple[tuple[int, int], ...]:
-        """Axis and number of every atom that is not picked."""
+        """The leaf's axis, and the number within it, of every atom that is an axis of the tensor."""
         return tuple(self.atoms)
 
     @functools.cached_property
     def labels(self) -> tuple[Space | None, ...]:
-        """The spaces of the atoms that are not picked."""
+        """The spaces of the tensor's axes."""
         return tuple(atom.space for atom in self.atoms.values())
 
     @property
     def module(self) -> str:
-        """The path of the node that holds the leaf, or of the leaf where it stands alone."""
+        """The path of the tree node that contains the leaf; of the leaf itself if the leaf is at the root."""
         return self.path.rpartition("/")[0] or self.path
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Lengths of the atoms that are not picked."""
+        """The lengths of the tensor's axes."""
         return tuple(atom.size for atom in self.atoms.values())
 
     @property
     def size(self) -> int:
-        """How many entries are selected."""
+        """The number of entries of the tensor."""
         return math.prod(self.lengths)
 
     def read(self, values: np.ndarray) -> np.ndarray:
@@ -147,13 +148,12 @@ class View:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A view with the choice of an atom on which a group acts, and of companions.
+    """A view in which a group acts along one axis of the tensor, and has one element per index of the companions.
 
     Attributes:
       view: the view.
-      at: number of the atom that the group acts on, among the atoms that are not picked; None for one scale of
-        all that the view reads.
-      beside: numbers of the companions.
+      at: number of the tensor's axis that the group acts on; None for one scale of all that the view reads.
+      beside: numbers of the tensor's axes that are companions, such as that of heads.
 
     >>> view = View("up", (2, 3), (Window(0, 2, (Atom(None, 2),)), Window(0, 3, (Atom((5, 6, 7), 3),))))
     >>> Piece(view, 1, ()).entries.shape
@@ -171,7 +171,7 @@ class Piece:
 
     @property
     def places(self) -> list[tuple[int, int]]:
-        """Axis and number of the atom that the group acts on, then of each companion."""
+        """The leaf's axis, and the number within it, of the atom that the group acts on; then of each companion."""
         return [self.view.places[k] for k in (*(() if self.at is None else (self.at,)), *self.beside)]
 
     @property
@@ -205,7 +205,7 @@ def views_of(trace: Trace, path: str, shape: tuple[int, ...], searched: set[Spac
     """All views of a leaf: the main ones, which together read all entries, and those that read one axis in another way.
 
     Args:
-      trace: the walk.
+      trace: the walk over the function's jaxpr.
       path: the leaf's path.
       shape: its shape.
       searched: the spaces on which symmetries are looked for. The function adds spaces that only views show, such as
@@ -220,7 +220,7 @@ def views_of(trace: Trace, path: str, shape: tuple[int, ...], searched: set[Spac
     main = [way[0] for way in ways]
     yield from (View(path, shape, windows) for windows in itertools.product(*main))
     for k, way in enumerate(ways):
-        # Two ways can read the same entries by the same spaces, as a range of an axis and as a window of it.
+        # Two ways can read the same entries along the same spaces: one as a range of an atom, the other as a window.
         seen = {(w.entries.tobytes(), w.spaces) for w in way[0]}
         for other in way[1:]:
             new = [w for w in other if (w.entries.tobytes(), w.spaces) not in seen]
@@ -231,8 +231,8 @@ def views_of(trace: Trace, path: str, shape: tuple[int, ...], searched: set[Spac
 def undivided(trace: Trace, path: str, shape: tuple[int, ...]) -> View:
     """The view of a whole leaf in which every axis is one atom.
 
-    All views of `views_of` may read parts alone. If a function multiplies the two halves of a kernel's output with each
-    other, for example, both halves are along one space, and each view reads one of them.
+    It is needed where each view of `views_of` reads only a part of the leaf. If a function multiplies the two halves of
+    a kernel's output with each other, for example, both halves are along one space, and each view reads one half.
 
     >>> from gauge_optax.discovery.trace import walked
     >>> trace = walked(lambda p, x: [x @ p["a"]], {"a": np.ones((2, 3))}, np.ones(2))
@@ -244,7 +244,7 @@ def undivided(trace: Trace, path: str, shape: tuple[int, ...]) -> View:
 
 
 def parts_of(trace: Trace, path: str, shape: tuple[int, ...], searched: set[Space]) -> Iterator[View]:
-    """The parts of a leaf that the function uses apart, as views that together read every entry once.
+    """The parts of a leaf that the function uses separately, as views that together read every entry once.
 
     >>> from gauge_optax.discovery.trace import walked
     >>> trace = walked(lambda p, x: [jnp.split(x @ p["a"], [2])], {"a": np.ones((2, 5))}, np.ones(2))
@@ -311,8 +311,8 @@ def _readings(trace: Trace, axis: Axis, length: int, searched: set[Space]) -> li
         return [[Window(0, length, (Atom(None, length),))]]
     spaces, whole = trace.spaces, trace.spaces.key(axis)
     if len(atoms := trace.atom_keys(axis)) > 1:
-        # A segment of the first atom is a window of the axis, and can be a grid of its own: heads that are split from
-        # a fused kernel, of which several share keys.
+        # A segment of the first atom is a window of the axis, and can be a grid itself. An example are the query heads
+        # in a fused kernel if groups of them share key heads.
         main, *others = _grid_readings(trace, 0, length, atoms, searched)
         return [main, *_segments(trace, atoms[0], atoms[1:], searched), *others]
     one = Window(0, length, (Atom(whole, length),))
@@ -320,14 +320,14 @@ def _readings(trace: Trace, axis: Axis, length: int, searched: set[Space]) -> li
         ways = [[Window(0, length, (Atom(whole, length, q),)) for q in range(length)], [one]]
     else:
         ways = [[one]] if whole in searched else []
-    # A part of a segment is a range of the whole axis.
+    # A window with a part of a segment is written as a window of the whole axis, whose first atom has a range.
     parts = [
         [Window(0, length, _lifted(w, length)) if len(w.atoms) == 1 and w.atoms[0].span else w for w in way]
         for way in _segments(trace, whole, (), searched)
     ]
     ways += [*parts, *([Window(0, length, (atom,))] for atom in _divided(whole, searched))]
     inner = [] if parts else _inner_windows(whole, searched)
-    fine = _inner_windows(whole, searched, shortest=True)  # each layer's features in the stream of a dense network
+    fine = _inner_windows(whole, searched, shortest=True)  # such as each layer's features in a DenseNet's stream
     if not ways and sum(window.stop - window.start for window in inner) < length:
         ways = [[one]]  # the main way has to read all entries
     return [*ways, *(way for way in (inner, fine) if way), *_strided(whole, searched)]
@@ -337,11 +337,11 @@ def _segments(trace: Trace, key: Space, inside: Sequence[Space], searched: set[S
     """Ways to read an axis in segments, such as the query, key and value of a fused kernel.
 
     A grid (`spaces`) numbers the entries of an axis that was split. A segment has consecutive entries of one grid, or
-    entries of none, or is a searched space. A segment is read in several ways itself, if it is a grid or has a rotary
-    embedding in a part of it. The result is empty if no segment is, because `_inner_windows` then says the same.
+    entries of no grid, or is a searched space. A segment that is a grid, or has rotary planes in a part of it, can be
+    read in several ways itself. If no segment can, the result is empty, because `_inner_windows` finds the same.
 
     Args:
-      trace: the walk.
+      trace: the walk over the function's jaxpr.
       key: the axis, or the first of the atoms that it is a grid of.
       inside: the other atoms.
       searched: the spaces on which symmetries are looked for.
@@ -379,9 +379,9 @@ def _strided(key: Space, searched: set[Space]) -> list[list[Window]]:
 
 
 def _lifted(window: Window, length: int) -> tuple[Atom, ...]:
-    """The atoms of a window of an atom that has this length, as atoms of the whole atom: the first has a range.
+    """Rewrites a window of an axis of this length as a grid of the whole axis: its atoms, the first with a range.
 
-    The result is empty if the whole atom is no grid of this kind.
+    The result is empty if the window's start, or the length, is no multiple of the other atoms' sizes together.
 
     >>> _lifted(Window(6, 12, (Atom(None, 2), Atom(None, 3))), 18)
     (Atom(space=None, size=2, pick=None, span=(((2, 4),), 6)), Atom(space=None, size=3, pick=None, span=None))
@@ -398,7 +398,7 @@ def _lifted(window: Window, length: int) -> tuple[Atom, ...]:
 
 
 def _inner_windows(whole: Space, searched: set[Space], shortest: bool = False) -> list[Window]:
-    """The windows of an axis whose ids are a searched space. Where some overlap, only the longest, or the shortest."""
+    """The windows of an axis whose ids are a searched space; of windows that overlap, the longest, or the shortest."""
     taken = np.zeros(len(whole), bool)
     windows = []
     for space in sorted((s for s in searched if len(s) < len(whole)), key=len, reverse=not shortest):
@@ -439,7 +439,7 @@ def _grid_readings(
     for k, key in enumerate(keys):
         if picked[k]:
             continue
-        # With several segments in the first atom the axis is read by its windows, see `_readings`.
+        # Segments of the first atom (k = 0) are not wanted here, because `_readings` reads them as windows of the axis.
         parts = _segments(trace, key, (), searched) if k else []
         inner = [[Atom(key[w.start : w.stop], w.stop - w.start, None, (((w.start, w.stop),), len(key)))]
                  for w in _inner_windows(key, searched)]

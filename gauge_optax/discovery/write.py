@@ -21,14 +21,14 @@ from gauge_optax.discovery.groups import Symmetry, Term
 from gauge_optax.discovery.spaces import Space
 from gauge_optax.discovery.views import Atom, Piece, View, Window
 
-_CLOSE = 1e-5  # difference of exponents that count as equal
+_CLOSE = 1e-5  # exponents that differ by less count as equal
 _TRADED = "a vector that some leaves gain and others lose, each times a number of its own"
 _LOGARITHM = "factors of leaves that an addition to another leaf undoes, as to a scale that is stored as its logarithm"
 _COMPANIONS = ("head", "group", "part", "slot")  # names of the axes that index a group's copies
 
 
 def companion_names(beside: Iterable[Space], layers: set[Space]) -> dict[Space, str]:
-    """Names axes that count elements of a gauge, such as heads: space → name. `layers` are spaces of stacked layers.
+    """Names axes along which a gauge has one element per index: space → name, `layer` for the spaces in `layers`.
 
     >>> companion_names([(0, 1), (2, 3), (4, 5)], {(2, 3)})
     {(0, 1): 'head', (2, 3): 'layer', (4, 5): 'group'}
@@ -39,7 +39,7 @@ def companion_names(beside: Iterable[Space], layers: set[Space]) -> dict[Space, 
 
 
 class Unwritable(Exception):
-    """A symmetry for which the library has no gauge; its text says which kind."""
+    """The library has no gauge for a symmetry. The message says which kind of symmetry it is."""
 
 
 def written(
@@ -52,7 +52,8 @@ def written(
       layers: spaces that are scanned over, which get the name `layer`.
       positive: paths of leaves that are no bias or have only positive entries. Among vectors they are listed first,
         because the first block becomes the gauge's anchor.
-      contracted: paths of leaves that the function contracts, which no scale of a norm is, even with a single output.
+      contracted: paths of leaves that the function contracts. Such a leaf is a kernel. With a single output it looks
+        like a vector, but it is not taken for a norm's scale.
 
     Returns:
       The call, for concrete leaves.
@@ -127,10 +128,11 @@ def _scale_call(symmetry: Symmetry, names: _Names, contracted: Collection[str]) 
     degree = Fraction(quotient).limit_denominator(12)
     if abs(degree - quotient) > 10 * _CLOSE * quotient:
         raise Unwritable(f"a scale with exponents {', '.join(f'{v:g}' for v in values)}")
-    # "up" is the side with the smaller exponent; if both are equal, the side that is computed first.
+    # "up" is the side with the smaller absolute exponent. If both are equal, it is the side that `_order` puts first.
     up, down = sorted(values, key=lambda value: (abs(value), *_order(sides[value], contracted)))
     vectors = [all(t.piece.vector and t.piece.path not in contracted for t in sides[value]) for value in (up, down)]
-    if degree == 1 and vectors in ([True, False], [False, True]):  # the second is the scale of a layer with a bias
+    # A norm's vectors are "up". A layer scale's vector is "down" if a kernel and its bias, in front of it, are "up".
+    if degree == 1 and vectors in ([True, False], [False, True]):
         scale, into = (up, down) if vectors[0] else (down, up)
         return Call("norm_scale", {"scale": role(scale), "into": role(into)}, {}, names.sizes)
     options = {} if degree == 1 else {"degree": int(degree) if degree.denominator == 1 else float(degree)}
@@ -161,7 +163,7 @@ def shift_call(places: Sequence[tuple[View, int]]) -> Call:
 
 
 def write_shift_calls(places: Sequence[tuple[View, int]]) -> list[Call]:
-    """The gauges of a constant along an axis that only centred norms read, which subtract it: one for each leaf.
+    """For an axis that only centred norms read: one gauge per leaf, which adds a constant that the norms subtract.
 
     >>> out = View("out", (2, 3), (Window(0, 2, (Atom(None, 2),)), Window(0, 3, (Atom((5, 6, 7), 3),))))
     >>> [(call.kind, call.roles) for call in write_shift_calls([(out, 1)])]
@@ -175,7 +177,7 @@ def write_shift_calls(places: Sequence[tuple[View, int]]) -> list[Call]:
 
 
 def _constants(places: Sequence[tuple[View, int]], name: str) -> tuple[dict[str, Axes], dict[str, int]]:
-    """Path → axes string of leaves that gain a constant along a space called `name`; and the lengths to state."""
+    """Path → axes string of each leaf that gains a constant along a space called `name`; and the lengths to state."""
     terms, taken = list[Term](), dict[str, np.ndarray]()
     for view, at in places:  # a leaf's views may overlap, but each entry gains the constant once
         term = Term(Piece(view, at, ()), "offset", 1.0)
@@ -215,15 +217,16 @@ def _pairing(symmetry: Symmetry) -> str:
 class _Names:
     """The names of a symmetry's axes, and the lengths that its axes strings must state.
 
-    Companions that are neighbours in every leaf get one name together. The space gets one name with them too, if the
-    group acts on each entry separately.
+    Companions that are neighbours in every leaf get one name together. If the group is a scale per entry ("diagonal"),
+    the space and its neighbours also get one name together.
     """
 
     def __init__(self, symmetry: Symmetry, layers: set[Space], positive: Collection[str]) -> None:
         self.sizes: dict[str, int] = {}
         self._positive = positive
-        places = [term.piece.places for term in symmetry.terms]  # per term, that of the space, then of each companion
-        # A range of an axis, as a half of each head, has a name of its own.
+        # For each term, the place (axis and number of the atom) of the space, then the places of the companions.
+        places = [term.piece.places for term in symmetry.terms]
+        # If the group moves a range of an axis, such as a half of each head, then no axes get a name together.
         whole = not any(term.piece.view.windows[axis].atoms[number].span
                         for term in symmetry.terms for axis, number in term.piece.places)
         runs = [[k] for k in range(len(places[0]))]
@@ -254,8 +257,8 @@ class _Names:
 
         def order(term: Term) -> tuple[bool, bool, bool, str]:
             path = term.piece.path
-            # The first leaf is the anchor. A scale that is stored less one starts at one, while a kernel that computes
-            # a part of this scale from data may start at zero.
+            # The first leaf is the anchor, which should not be zero. A scale that is stored less one starts at one,
+            # while a kernel that computes a part of this scale from data may start at zero.
             stored = path in plus and term.mode == "offset"
             return not stored, term.piece.vector, path not in plus and path not in self._positive, path
 
@@ -266,8 +269,8 @@ class _Names:
             for k, (length, window) in enumerate(zip(piece.view.shape, piece.view.windows, strict=True)):
                 inside = [names.get((k, j), "_") for j in range(len(window.atoms))]
                 planes = pairing if target in inside else None
-                # A norm's scale in a stack of one layer has an axis of length 1. If it were free, "_", one factor would
-                # seem to move several entries.
+                # In a stack of one layer, a norm's scale has an axis of length 1. If this axis were free, "_", the
+                # string would say that one factor moves several entries.
                 one = length == 1 and piece.vector and inside == ["_"]
                 items.append(_only(k) if one else _axis_text(length, window, inside, self.sizes, planes, target))
             text = " ".join(items)
@@ -277,9 +280,9 @@ class _Names:
 
 
 def _only(axis: int) -> str:
-    """The item of an axes string that takes the one index of an axis of length 1, so that the axis is not free.
+    """The item of an axes string that picks the only index of an axis of length 1, so that the axis is not free.
 
-    Every such axis of a leaf has its own name.
+    The name contains the axis's number, because names differ within a leaf.
     """
     return f"only{axis}=0" if axis else "only=0"
 
@@ -308,7 +311,7 @@ def _axis_text(
     length: int, window: Window, names: Sequence[str], sizes: dict[str, int], pairing: str | None = None,
     target: str = "",
 ) -> str:
-    """The item of an axes string for one axis, of which the entries in a window move.
+    """The item of an axes string for one axis. The entries of the axis in a window are those that move.
 
     Args:
       length: the axis's length.
@@ -329,20 +332,20 @@ def _axis_text(
         elif name == "+" or (name == "_" and parts and parts[-1][0] == "_"):
             parts[-1] = (parts[-1][0], parts[-1][1] * atom.size)
         elif pairing is not None and name == target:
-            if atom.span is not None:  # planes in a part of every head; one of equal parts is named by its number
+            if atom.span is not None:  # planes in a part of every head: if all parts are equal, "part2=0" is the first
                 ((start, _), *more), count = atom.span[0], atom.full // atom.size
                 if more or atom.full % atom.size or start % atom.size:
                     raise Unwritable("factors for rotary planes in a part of an axis, which no axes string can say")
                 parts.append((f"part{count}={start // atom.size}", count))
             pair = [("_", 2), (target, atom.size // 2)]
             if pairing == "half" and parts and parts[-1][0] == "_":
-                pair[0] = ("_", 2 * parts.pop()[1])  # neighbours that are free become one axis
+                pair[0] = ("_", 2 * parts.pop()[1])  # free axes that are neighbours become one
             parts += pair if pairing == "half" else pair[::-1]
         else:
             parts.append((name, atom.size))
     size = window.stop - window.start
     span = "" if size == length else f"={window.start}:{window.stop}"
-    if span and length % size == 0 and window.start % size == 0:  # one of equal parts is named by its number
+    if span and length % size == 0 and window.start % size == 0:  # one of equal parts: "part3=1" is the second of three
         span, parts = "", [(f"part{length // size}={window.start // size}", length // size), *parts]
     if len(parts) == 1:
         return parts[0][0] + span
@@ -370,7 +373,7 @@ def whole_leaves(terms: Sequence[Term]) -> list[Term]:
     for axis in range(max(len(term.piece.view.shape) for term in terms)):
         groups: dict[Any, list[Term]] = {}
         for term in merged:
-            key: Any = term  # a term that the group moves along this axis, or that has no such axis, stays separate
+            key: Any = term  # a term whose space or companion is on this axis, or that has no such axis, stays separate
             piece = term.piece
             if axis < len(piece.view.shape) and all(at != axis for at, _ in piece.places):
                 others = tuple(w for k, w in enumerate(piece.view.windows) if k != axis)
@@ -381,9 +384,9 @@ def whole_leaves(terms: Sequence[Term]) -> list[Term]:
 
 
 def _tiled(group: list[Term], axis: int) -> list[Term]:
-    """One term on a range of the axis if the entries that the terms read there fill it without overlap; else the terms.
+    """Merges terms into one if the entries of an axis that they read are disjoint and fill a range; else returns them.
 
-    A range that is a part of the axis is written only if every term reads a single entry of it.
+    The range must be the whole axis, unless every term reads a single entry.
     """
     piece, places = group[0].piece, group[0].piece.places
     if len(group) == 1:

@@ -83,7 +83,7 @@ def text(x: float, y: float, words: str, size: float = 11, more: str = "") -> st
 
 
 def frame(x: float, y: float, height: int, title: str, passed: bool, width: int = BOX) -> list[str]:
-    """The SVG of a box with a title; (x, y) is the middle of the box's upper side. Boxes that an update passes are blue."""
+    """The SVG of a box with a title; (x, y) is the middle of its upper side. Boxes that an update passes are blue."""
     fill = "#cfe3fa" if passed else "#fff"
     rect = f'<rect x="{x - width / 2:g}" y="{y:g}" width="{width}" height="{height}" rx="5" fill="{fill}"/>'
     return [rect, text(x, y + 16, title, 12.5, 'font-weight="bold"')]

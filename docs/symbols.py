@@ -43,7 +43,7 @@ def groups() -> dict[str, list[str]]:
 
 
 def paths() -> dict[str, list[str]]:
-    """Heading → dotted paths of its symbols. Every public module, such as `go.orbit`, has its own heading (`MODULES`)."""
+    """Heading → dotted paths of symbols. Public modules, such as `go.orbit`, have headings of their own (`MODULES`)."""
     modules = {module.__name__ for module in MODULES.values()}
     dotted = {heading: [f"gauge_optax.{name}" for name in names] for heading, names in groups().items()}
     symbols = {heading: listed for heading, listed in dotted.items() if not modules & set(listed)}

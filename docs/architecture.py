@@ -1,7 +1,8 @@
 """Draws docs/_static/architecture.svg from the imports of the package: `python -m docs.architecture`.
 
 A box is a folder of `gauge_optax`, or a file beside its folders. It stands one row above the highest box that it
-imports from, and an arrow is an import. `tests/test_structure.py` compares the picture with the code.
+imports from. An arrow leads from the importing box to the imported one. `tests/test_structure.py` compares the picture
+with the code.
 """
 
 import ast
@@ -11,7 +12,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE, PICTURE = ROOT / "gauge_optax", ROOT / "docs" / "_static" / "architecture.svg"
 
-# Box → the middle of it, and what it is.
+# Box → the x coordinate of its middle in the picture, and the words below its name. `picture` computes its row.
 BOXES = {
     "measure": (270, "drift, curvature"), "orbit": (270, "choose the weights"), "links": (416, "links of a chain"),
     "tools": (104, "plan, check, lora"), "states": (270, "states that move"), "ddc": (416, "the paper's Adam"),
@@ -21,10 +22,11 @@ BOXES = {
     "transformation": (480, "checks, meshes"), "binding": (230, "paths and axes"), "linalg": (384, "small matrices"),
     "traced": (104, "reads programs"), "errors": (300, "messages"), "xla": (520, "for the compiler"),
 }  # fmt: skip
-# Arrow over several rows → where it passes the rows between, unless straight above the box that it leads to.
+# For arrows that pass other rows on their way down: (from, to) → the x coordinate at which the arrow passes these rows.
+# Arrows that are not listed pass them straight above the box to which they lead.
 LANES = {("measure", "discovery"): 187, ("discovery", "traced"): 12, ("tools", "frozen"): 26, ("tools", "wrapped"): 26,
          ("norms", "frozen"): 188, ("testing", "transformation"): 540}  # fmt: skip
-# The boxes that one update runs through.
+# The boxes whose code one update runs; they are blue in the picture.
 PASSED = {"binding", "gauges", "linalg", "optimizers", "parts", "slice", "transformation"}
 
 
@@ -66,22 +68,22 @@ def imports() -> dict[str, set[str]]:
 
 
 def level(box: str, edges: dict[str, set[str]]) -> int:
-    """The row of a box, from the ground up."""
+    """The row of a box; row 0 is the lowest, and its boxes import from no other box."""
     return 1 + max((level(below, edges) for below in edges[box]), default=-1)
 
 
 def below(box: str, edges: dict[str, set[str]]) -> set[str]:
-    """All boxes that a box depends on."""
+    """All boxes that a box imports from, directly or through others."""
     return edges[box].union(*(below(x, edges) for x in edges[box]))
 
 
 def text(x: float, y: float, words: str, size: float = 11, more: str = "") -> str:
-    """One line of words, by its middle."""
+    """The SVG of one line of words with its middle at x."""
     return f'<text x="{x:g}" y="{y:g}" font-size="{size:g}" {more}>{words}</text>'
 
 
 def frame(x: float, y: float, height: int, title: str, passed: bool, width: int = BOX) -> list[str]:
-    """A box with a title, by the middle of its upper side."""
+    """The SVG of a box with a title; (x, y) is the middle of its upper side. Boxes that an update passes are blue."""
     fill = "#cfe3fa" if passed else "#fff"
     rect = f'<rect x="{x - width / 2:g}" y="{y:g}" width="{width}" height="{height}" rx="5" fill="{fill}"/>'
     return [rect, text(x, y + 16, title, 12.5, 'font-weight="bold"')]

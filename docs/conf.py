@@ -50,13 +50,13 @@ COPIED = {
     "benchmarks/results/side_by_side.md": "results/side_by_side.md",
 }
 
-# Where a link of these pages leads on the site; other files are named, not linked.
+# Link of such a page → where it leads on the site. Links to other files of the repository become plain names.
 PAGES = {source: f"/{target}" for source, target in COPIED.items() if target != "overview.md"} | {
     **{Path(x).name: f"/results/{Path(x).name}" for x in COPIED if x.startswith("examples/") and "README" not in x},
     "notebooks": "/notebooks/index.md",
 }
 
-# Pages under the page of results, besides those of the examples.
+# Pages that the menu lists under the page of results (`results/index.md`).
 RESULTS = "\n".join(Path(x).stem for x in COPIED.values() if x.startswith("results/") and x != "results/index.md")
 
 project = "gauge_optax"
@@ -91,7 +91,8 @@ html_theme = "sphinx_book_theme"
 html_title = "gauge_optax"
 html_static_path, html_css_files = ["_static"], ["site.css"]
 html_search_scorer = str(DOCS / "_static" / "scorer.js")  # guides before the changelog
-# The sidebar has the search field; on a phone, where it is folded away, the article's header has a button.
+# The bar above the page stays empty, because the sidebar has the search field. On a phone the sidebar is folded away,
+# and the article's header has a button for the search.
 navbar: dict[str, Any] = {f"navbar_{part}": [] for part in ("start", "center", "end", "persistent")}
 html_theme_options = {"show_toc_level": 2} | navbar
 
@@ -99,7 +100,7 @@ html_theme_options = {"show_toc_level": 2} | navbar
 def as_written(
     app: Any, what: str, name: str, thing: Any, options: Any, signature: str | None, returns: str | None
 ) -> tuple[str | None, str | None] | None:
-    """A signature as it stands in the source, aliases of types by their names."""
+    """The signature as the source has it: Sphinx alone would replace each alias of a type by its long definition."""
     if what not in ("function", "method") or not inspect.isfunction(inspect.unwrap(thing)):
         return None
     try:
@@ -117,7 +118,7 @@ def as_written(
 
 
 def prepare(app: Any) -> None:
-    """Copies what lives elsewhere, writes the pages of symbols."""
+    """Before a build: copies notebooks, pictures and pages from elsewhere to docs/, and writes the pages of symbols."""
     for folder, sources in {
         "notebooks": sorted((ROOT / "notebooks").glob("*.ipynb")),
         "results": [
@@ -139,7 +140,7 @@ def prepare(app: Any) -> None:
 
 
 def moved(text: str, target: str) -> str:
-    """A page of the repository with its links as they are on the site."""
+    """The text of a page of the repository, with its links replaced by those that work on the site."""
 
     def link(hit: re.Match[str]) -> str:
         mark, label, goes = hit[1], hit[2], hit[3].removeprefix("../../")
@@ -156,6 +157,6 @@ def moved(text: str, target: str) -> str:
 
 
 def setup(app: Any) -> None:
-    """Called by Sphinx."""
+    """Sphinx calls this function: it registers `prepare` and `as_written`."""
     app.connect("builder-inited", prepare)
     app.connect("autodoc-process-signature", as_written)

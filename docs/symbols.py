@@ -28,7 +28,7 @@ MODULES = {
 
 
 def groups() -> dict[str, list[str]]:
-    """Heading → public names, as comments and lines of `__all__` group them."""
+    """Heading → public names. The headings are the comments in `__all__`, each above the names that it groups."""
     source = Path(go.__file__).read_text()
     listing = source[source.index("__all__ = [") :]
     grouped: dict[str, list[str]] = {}
@@ -43,7 +43,7 @@ def groups() -> dict[str, list[str]]:
 
 
 def paths() -> dict[str, list[str]]:
-    """Heading → dotted paths of its symbols; the modules among the public names have headings of their own."""
+    """Heading → dotted paths of symbols. Public modules, such as `go.orbit`, have headings of their own (`MODULES`)."""
     modules = {module.__name__ for module in MODULES.values()}
     dotted = {heading: [f"gauge_optax.{name}" for name in names] for heading, names in groups().items()}
     symbols = {heading: listed for heading, listed in dotted.items() if not modules & set(listed)}
@@ -51,7 +51,7 @@ def paths() -> dict[str, list[str]]:
 
 
 def _public(module: Any) -> list[str]:
-    """Dotted paths of what a module offers: its `__all__`, or the functions that it defines."""
+    """Dotted paths of a module's public names: those in its `__all__`, or else all functions that it defines."""
     names = getattr(module, "__all__", None) or [
         name for name, symbol in vars(module).items()
         if inspect.isfunction(symbol) and symbol.__module__ == module.__name__ and not name.startswith("_")
@@ -60,7 +60,7 @@ def _public(module: Any) -> list[str]:
 
 
 def write(folder: Path) -> None:
-    """One page per symbol, and an index with the first sentence of each."""
+    """Writes a page per symbol, and an index with the first line of each docstring."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     index, pages = ["# Reference", "", INTRODUCTION, ""], []

@@ -130,7 +130,7 @@ def prepare(app: Any) -> None:
         for path in sources:
             shutil.copy(path, DOCS / folder)
     for source, target in COPIED.items():
-        (DOCS / target).write_text(moved((ROOT / source).read_text(), target))
+        (DOCS / target).write_text(moved((ROOT / source).read_text()))
     notebooks = "\n".join(path.stem for path in sorted((ROOT / "notebooks").glob("*.ipynb")))
     with (DOCS / "notebooks" / "index.md").open("a") as page:
         page.write(f"\n```{{toctree}}\n:hidden:\n\n{notebooks}\n```\n")
@@ -139,7 +139,7 @@ def prepare(app: Any) -> None:
     symbols.write(DOCS / "api")
 
 
-def moved(text: str, target: str) -> str:
+def moved(text: str) -> str:
     """The text of a page of the repository, with its links replaced by those that work on the site."""
 
     def link(hit: re.Match[str]) -> str:

@@ -1,8 +1,9 @@
 """Reads the two factors of Adam's step from an optimizer's state: an entrywise preconditioner and the first moment.
 
-The functions find optax's `scale_by_adam` anywhere in a chain. The steps of `scale_by_ddc` and of an Adam inside
-`quotient` or another optimizer of this library are not such products, since their moments are in slice coordinates, or
-their steps are changed afterwards. The functions refuse these states. Measure the steps with `step_leakage`.
+The functions find optax's `scale_by_adam` anywhere in a chain. The steps of `scale_by_ddc`, and of an Adam inside
+`quotient` or another optimizer of this library, are no products of these two factors: their moments are in slice
+coordinates, or their steps are changed afterwards. The functions refuse such states. Measure the steps themselves with
+`step_leakage`.
 """
 
 from collections.abc import Callable, Mapping
@@ -81,7 +82,8 @@ def adam_precondition(
 
     D depends on the point θ through the second moment v = b2·v_old + (1 − b2)·g(θ)², with the gradient g. Along a step
     u the derivative of v is (1 − b2)·2g·Hu, with the Hessian H. Even at a fixed θ, v changes from step to step, because
-    v_old does. That change is no part of this derivative. It enters the leakage of the next step, through its D.
+    v_old does. That change is no part of this derivative. It enters the leakage of the next step, through that step's
+    D.
 
     Args:
       opt_state: the state before the step, of any chain with one `scale_by_adam` in it; none of Adamax, RAdam, ADOPT or
@@ -128,7 +130,7 @@ def adam_precondition(
 
 
 def _require_options(caller: str, decays: Mapping[str, Any], added: Mapping[str, Any]) -> None:
-    """Raises ValueError for numbers that no Adam has: of a decay of 1, every factor would be zero or infinite."""
+    """Raises ValueError for numbers that no Adam has: with a decay of 1, every factor would be zero or infinite."""
     for numbers, interval in ((decays, "[0, 1)"), (added, "[0, inf)")):
         for name, number in numbers.items():
             require_number(caller, name, number, interval, f"pass the {name} of the optimizer")
@@ -144,7 +146,7 @@ def _inverse_root(v: jax.Array, b2: float, eps: float, eps_root: float, count: j
 
 def _only_adam(caller: str, opt_state: Any) -> optax.ScaleByAdamState:
     found = _adams(opt_state)
-    # This library's wrappers change the gradients or the steps of the optimizer inside; those of `measure` do not.
+    # This library's wrappers change the gradients or the steps of the optimizer inside, except those of `measure`.
     wraps = [node for node in jax.tree.leaves(opt_state, is_leaf=_wraps) if _wraps(node) and _adams(node)]
     if wraps:
         raise binding_error(
@@ -168,8 +170,12 @@ def _adams(tree: Any) -> list[optax.ScaleByAdamState]:
 
 
 def _wraps(node: Any) -> bool:
-    """Whether a node is the state of an optimizer of this library, other than of those that only record or round."""
+    """Whether a node is the state of an optimizer of this library.
+
+    Optimizers that only record measurements, or only round second moments to two bytes, do not count.
+    """
     kind = type(node)
-    # By name: this folder imports no optimizer. With two bytes per entry `tops` is (), and second moments are numbers.
+    # The class is recognised by its name, because this folder imports no optimizer. With two bytes per entry `tops` is
+    # (), and the stored second moments are numbers; with one byte they are codes.
     rounds = kind.__name__ == "CompressedState" and isinstance(node.tops, tuple)
     return kind.__module__.startswith("gauge_optax.") and not kind.__module__.startswith(__package__) and not rounds

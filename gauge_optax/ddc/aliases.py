@@ -188,7 +188,7 @@ def ddc_muon(
       sizes: see `scale_by_scaled_polar`.
       preset: "paper" for appendix B to the letter. Matrices are then the leaves that the paper's Table 1 names, and
         their steps follow its section B.10; all other leaves get the preset of `ddc_adamw`. There is no Nesterov
-        momentum, and ns_coeffs is "sharp".
+        momentum, and ns_coeffs is "sharp" by default.
       match: see `add_gauge_decay`.
       vertical: see `scale_by_ddc`; unless it is "frozen", steps do not return to the slice.
       radial: see `scale_by_ddc`.

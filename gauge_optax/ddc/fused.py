@@ -71,8 +71,8 @@ def fused_ddc(
     Args:
       name: name of the public function, for messages.
       plain: `quotient` around a chain of `ddc` and the links of `tail`. It makes the steps if `_applies` is False. It
-        also does so if some leaf never changes: `quotient` then leaves out gauges that would move that leaf, which this
-        function cannot do.
+        also does so if some leaf never changes: `quotient` has rules for the gauges that would move such a leaf, and
+        this function has none.
       group: the gauges.
       options: the settings of `ddc`.
       polar: settings of the polar factors; None for Adam everywhere.
@@ -280,7 +280,8 @@ class _StoredBlock(NamedTuple):
 
 
 _Removed = Sequence[tuple[Channels, jax.Array]]
-"""Pairs of channels and a number x per channel: x times the point's entries in the channel is taken off a vector."""
+"""Pairs of channels and a number x per channel: x times the point, in the channel, is subtracted from a vector.
+"""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -258,8 +258,8 @@ def scale_by_scaled_polar(
         experts. Give a tuple of axes for the ranges of a fused kernel: ("_ _=0:32", "_ _=32:40").
       sizes: axis name → length, for axes in parentheses in `labels`, `(a b)`, whose lengths do not follow from a shape.
       preset: "paper" for the rules of the DDC paper: only leaves that rotations bind are matrices (Table 1), `scale` is
-        "rms" and ns_coeffs "sharp" (B.10), and there is no Nesterov momentum. All other leaves get the preset of
-        `scale_by_ddc`.
+        "rms", ns_coeffs is "sharp" by default (B.10), and there is no Nesterov momentum. All other leaves get the
+        preset of `scale_by_ddc`.
       adam_b1: decay of Adam's first moments.
       adam_b2: decay of Adam's second moments.
       adam_eps_root: added to v̂ inside the root.

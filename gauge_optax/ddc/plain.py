@@ -66,8 +66,8 @@ from gauge_optax.transformation import (
 
 Scalar = float | jax.Array
 RADIAL = ("linear", "log")
-# Steps are divided by the length or by this share of the gauge's mean length, if that is larger: the step of a channel
-# that is nearly zero stays finite.
+# Steps are divided by the length, or by this share of the mean length in the layer if that is larger, so that the step
+# of a channel that is nearly zero stays finite.
 _LEAST_SHARE = 1e-3
 # A length below its floor grows in each step by this many times Adam's usual largest step. With a factor above 1, decay
 # cannot undo the growth.

@@ -110,9 +110,9 @@ def quotient(
 
     Raises:
       ValueError: bindings that do not fit the tree, gauges that do not commute; `frozen` that does not fit the tree;
-        an `inner` with gauges of its own that move the same entries as `gauges`, except where `gauges` only add to
-        these entries and those of `inner` only multiply or rotate them, or where `gauges` do not rotate them and those
-        of `inner` only rotate; `update` without params, or with a state of other frozen leaves.
+        an `inner` with gauges of its own that move the same entries as `gauges` (allowed are gauges that are in both
+        lists; gauges here that only add, with gauges of `inner` that multiply or rotate; and gauges here that add or
+        multiply, with gauges of `inner` that rotate); `update` without params, or with a state of other frozen leaves.
 
     >>> gauge = go.rescale(up={"up": "_ channel"}, down={"down": "channel _"})
     >>> params = {"up": jnp.ones((2, 3)), "down": jnp.full((3, 1), 0.5)}
@@ -497,7 +497,7 @@ def _read_and_entered(s: Slice, leaves: Any) -> tuple[Frame, Arrays]:
 
 
 def _seen_gradient(s: Slice, entered: Undone, seen: Undone, updates: Any) -> Any:
-    """The gradient at the point that `inner` sees, a tree, from that at the stored weights."""
+    """The gradient at the point that `inner` sees, a tree, from the gradient `updates` at the stored weights."""
     gradient = slice_gradient(s, entered, updates)  # ĝ = Fᵀ·g
     return with_leaves(gradient, seen.pull(s.vectors(gradient)))
 

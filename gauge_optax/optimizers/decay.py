@@ -73,7 +73,7 @@ def add_gauge_decay(
         "horizontal" is the rate of DDC B.7: on leaves that a scale gauge binds, (p²+1)/(p+1) times the decay of
         "adamw".
       mask: None, a tree or prefix of booleans, or a callable from parameters to one; leaves with False do not decay.
-        Weights of one function stay so, even if only one side of a gauge decays.
+        Two weight sets of one function still compute one function after the decay, even if only one side decays.
 
     Returns:
       A transformation of updates (tangents).

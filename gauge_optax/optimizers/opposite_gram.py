@@ -110,11 +110,11 @@ def scale_by_opposite_gram(
       diagonal: if True, the diagonal of each Gram matrix, the squared norms of the opposite factor's columns, stands in
         place of the matrix. This is exact only if S is diagonal.
       every: the number of updates from one computation of the inverses to the next; the state keeps them in between.
-        An old inverse still makes tangents, because the S between two twins is constant along their runs. The post
-        calls this a "periodic full correction", as we read it; read literally, it would leave the increments in between
-        raw. *Measured* after 20 steps of SGD, for S of condition number 100: the motions of twins are 2e-13 apart with
-        every=16, 8.3 by the literal reading, and 7.9 without a correction; at ten times the learning rate they are
-        2e-13 apart with every=16, and the other two diverge.
+        An old inverse still makes tangents, because the S that maps one twin to the other is constant along their runs.
+        This is how we read the post's "periodic full correction"; read literally, it would leave the increments between
+        two computations uncorrected. *Measured* after 20 steps of SGD, for S of condition number 100: the motions of
+        twins are 2e-13 apart with every=16, 8.3 by the literal reading, and 7.9 without a correction; at ten times the
+        learning rate they are 2e-13 apart with every=16, and the other two diverge.
 
     Returns:
       A transformation of raw increments of factors (cotangents, such as gradients) into tangents. If a Gram matrix is

@@ -246,7 +246,8 @@ def polar_of(
         if scale != "width":
             raise two_scales(f"preset='paper' and scale={scale!r}", "drop scale, or the preset")
         scale = "rms"
-        ns_coeffs = "sharp" if ns_coeffs == "standard" else ns_coeffs  # B.10: singular values go to 1
+        # In B.10 the iteration brings singular values close to 1, as "sharp" does and "standard" does not.
+        ns_coeffs = "sharp" if ns_coeffs == "standard" else ns_coeffs
     if isinstance(scale, str):
         require_choice(name, "scale", scale, SCALES)
     else:

@@ -34,7 +34,7 @@ def scale_by_relative_rms(gauges: Gauges, min_scale: float | jax.Array = 0.1) ->
       min_scale: the smallest factor; a kernel of zeros starts with it.
 
     Returns:
-      A transformation without state, between a preconditioner and the decay. Its `update` needs `params`.
+      A transformation without state. Put it between a preconditioner and the decay. Its `update` needs `params`.
 
     Raises:
       ValueError: bindings that do not fit the tree; `update` without params.

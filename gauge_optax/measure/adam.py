@@ -50,7 +50,7 @@ def adam_factors(
 
     Raises:
       ValueError: no Adam in the state, or several; an Adam inside an optimizer of this library, such as `quotient`; the
-        state before the first step (outside `jit`, which cannot see it: there the factors are NaN); a decay that is not
+        state before the first step (inside `jit` this cannot be checked, and the factors are NaN); a decay that is not
         at least 0 and below 1, a negative eps.
 
     >>> tx, params = optax.adamw(1e-3), {"w": jnp.array([1.0, -2.0])}
@@ -86,8 +86,8 @@ def adam_precondition(
     D.
 
     Args:
-      opt_state: the state before the step, of any chain with one `scale_by_adam` in it; none of Adamax, RAdam, ADOPT or
-        Yogi, as for `adam_factors`.
+      opt_state: the state before the step, of any chain with one `scale_by_adam` in it. As for `adam_factors`, do not
+        pass a state of Adamax, RAdam, ADOPT or Yogi.
       grad_fn: params → gradient.
       b2: decay of the second moment.
       eps: added to the root.
@@ -98,7 +98,8 @@ def adam_precondition(
 
     Raises:
       ValueError: no Adam in the state, or several; an Adam inside an optimizer of this library, such as `quotient`, or
-        one that a mask hides leaves from; a decay that is not at least 0 and below 1, a negative eps.
+        an Adam that sees only some of the leaves, because of a mask; a decay that is not at least 0 and below 1, a
+        negative eps.
 
     >>> tx, grad_fn = optax.adam(1e-3), lambda p: p
     >>> precondition = go.measure.adam_precondition(tx.init(jnp.ones(2)), grad_fn)

@@ -617,7 +617,7 @@ class Fisher(Operator):
 class EmpiricalFisher(Operator):
     """The mean of s·sᵀ over the labels of the data, with the score s. It is no Fisher information.
 
-    It depends on the residuals between outputs and labels.
+    The Fisher information takes labels that the model draws. This matrix depends on how far outputs are from labels.
 
     Args:
       fn: (params, batch) → outputs (…, classes), or (…, outputs). It is compiled as by `jax.jit`: a later change of a
@@ -698,7 +698,8 @@ class Quotient(Operator):
     which the matrix has `dim` rows.
 
     Attributes:
-      dim: d minus the dimensions of the orbit. It is computed when first read, from a dense matrix of d rows.
+      dim: d minus the number of dimensions of the orbit. It is computed from a dense matrix of d rows, when it is read
+        for the first time.
     """
 
     def __init__(self, name: str, rule: _Rule, arrays: _Arrays, enter: Callable[[Any], Any]) -> None:

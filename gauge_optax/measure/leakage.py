@@ -362,8 +362,8 @@ def _lemma(
         by_column = average(columns)
         fields["covariance"] = orbit.pairing({p: (d[p] - by_column[p]) * g for p, g in gradients.items()})
         # By the triangle inequality, ‖measured‖ is at most the sum of the norms of its terms. Here each block's part of
-        # `per_tensor` is one term. With two blocks and a horizontal gradient, the norms of both parts add up
-        # to the lemma's |d̄_Q − d̄_K|·‖skew(θ_Qᵀg_Q)‖.
+        # `per_tensor` is one term. With two blocks and a horizontal gradient, the norms of both parts add up to the
+        # lemma's |d̄_Q − d̄_K|·‖skew(θ_Qᵀg_Q)‖.
         bounds = [orbit.norms(fields["of_gradient"]), orbit.norms(fields["residual"])]
         for number in range(max(map(len, orbit.blocks.values()))):
             inside = dict.fromkeys(d, jnp.zeros(()))

@@ -14,8 +14,8 @@ w*, noise along orbits has no effect, and all weights of one function get the sa
 
 Away from a minimum, in mid-training or at a saddle, the mean excess loss does not give λ: the samples find losses below
 that of w*, and the number is too small, often negative. To detect this, descents without noise start from w* and from
-the end of every chain. If the estimate would be larger by more than a quarter with the lowest loss that they find in
-place of loss*, `at_minimum` is False.
+the end of every chain. If they find losses so far below loss* that the estimate, taken relative to them, would be
+larger by more than a quarter, `at_minimum` is False.
 References: Lau et al. 2023, arXiv:2308.12108, Eq. (13) and Alg. 1; Watanabe 2009. The names of the arguments are those
 of devinterp.
 """
@@ -54,8 +54,8 @@ class LLC(NamedTuple):
       mean: the mean of the estimates of all chains.
       std: the standard deviation over chains; 0 for one chain.
       per_chain: one estimate per chain, (chains,).
-      losses: the loss at every draw, (chains, draws). Look at it: it must not stay below `initial_loss`, and at the end
-        it must no longer rise.
+      losses: the loss at every draw, (chains, draws). Check that it does not stay below `initial_loss`, and that it has
+        stopped rising at the end: otherwise the estimate is not to be trusted.
       initial_loss: the loss at the given parameters, as the mean over batches.
       lowest_loss: the lowest mean loss over batches that a search found: on a line along the gradient, by a descent
         from the given parameters, or by one from the end of a chain; at most `initial_loss`.
@@ -63,8 +63,8 @@ class LLC(NamedTuple):
         `initial_loss`, an estimate relative to it would be larger by n_beta times the fall. True if this increase is at
         most a quarter of `mean`, both for the searches from the given parameters and on average for the descents from
         the ends of chains. False at a saddle, in mid-training, if chains left for a lower basin, and if a chain
-        diverges, so that a loss is not finite. True is no proof: a descent takes at most 200 steps, and may not see
-        directions of a curvature below 1/(200·lr·n_beta).
+        diverges, so that a loss is not finite. True is no proof: a descent takes at most 200 steps, and hardly moves
+        along directions of a curvature below 1/(200·lr·n_beta).
     """
 
     mean: jax.Array

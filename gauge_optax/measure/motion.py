@@ -297,7 +297,7 @@ def _along_stream(part: Stream, start: Arrays, end: Arrays) -> tuple[Any, Arrays
 
 
 def turning(b: Bound, point: Arrays, tangent: Arrays) -> tuple[dict[str, jax.Array], ...]:
-    """Returns the angle by which a step turns each head; NaN where the nearest rotation is none by less than π.
+    """Returns the angle by which a step turns each head; NaN under the conditions that `vertical_motion` states.
 
     Args:
       b: the gauges.

@@ -38,9 +38,8 @@ class Recorder:
         functions by name; a file with other readings or another `every`; a file with a record after step `steps`; a
         file whose last record was made only because a shorter run ended there.
 
-    A run that starts again keeps the lines of the file and adds only missing ones. If a run is killed and
-    started again, the file is therefore the same in the end as without the interruption. An incomplete last line is
-    dropped.
+    A run that starts again keeps the lines of the file and adds only missing ones. If a run is killed and started
+    again, the file is therefore the same in the end as without the interruption. An incomplete last line is dropped.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "run.jsonl"

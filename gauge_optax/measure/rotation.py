@@ -84,8 +84,8 @@ def track_rotation(
       blocks: path → axes string, as in `rotational`. A vector spans the axes `_`, and each index of the named axes has
         a vector of its own: `"_ channel"` for neurons.
       inner: an optimizer, which runs unchanged. Its first moment is the field named mu or trace in its state. If
-        `inner` is a `quotient`, this moment is in slice coordinates, but the gradient is not. For leaves that a gauge
-        rotates, `gradient_momentum_angle` then has no meaning, because the two are in different bases.
+        `inner` is a `quotient`, this moment is in slice coordinates, but the gradient is not. If a gauge rotates a
+        vector, or scales its entries by different numbers, `gradient_momentum_angle` then has no meaning.
       every: the number of steps between records; the first step is recorded.
       sizes: axis name → length, for axes in parentheses, `(a b)`, which share one array axis, so that the array's shape
         does not determine their lengths.

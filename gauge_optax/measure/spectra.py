@@ -34,7 +34,7 @@ def effective_rank(matrix: jax.Array | np.ndarray) -> jax.Array:
     >>> go.measure.effective_rank(jnp.eye(4)[:3])
     Array(3., dtype=float32)
 
-    Reference: Roy and Vetterli 2007. DDC App. C.11 takes it of activations, one row per input.
+    Reference: Roy and Vetterli 2007. DDC App. C.11 computes it for matrices of activations, with one row per input.
     """
     sizes, _ = _singular_values("effective_rank", matrix)
     total = jnp.sum(sizes, -1, keepdims=True)
@@ -74,7 +74,7 @@ def dead_units(preactivations: jax.Array | np.ndarray) -> jax.Array:
       A mask (units,): True where no input has a pre-activation above zero.
 
     Raises:
-      ValueError: no inputs; NaN, outside `jit`, which cannot see it.
+      ValueError: no inputs; NaN (inside `jit` this cannot be checked).
 
     >>> go.measure.dead_units(jnp.array([[1.0, -1.0], [-2.0, -3.0]]))
     Array([False,  True], dtype=bool)

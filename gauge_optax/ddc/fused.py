@@ -242,7 +242,7 @@ def _above(rest: jax.Array, whole: jax.Array, least: jax.Array | None) -> jax.Ar
     Args:
       rest: a leaf's gradient after a part of it was subtracted; `whole` itself if nothing was.
       whole: the leaf's gradient before.
-      least: the size below which entries of `whole` are roundoff; None for no such size.
+      least: entries of `whole` below this absolute value are roundoff; None if no such bound is known.
     """
     if not jnp.issubdtype(rest.dtype, jnp.floating):
         return rest

@@ -344,9 +344,9 @@ def radial_step(
       squares: per item of `channels`, the squared length of every channel.
       pairings: per item of `channels`, ⟨θ̂, ĝ⟩ along every channel.
       past: moments so far.
-      muon: True if matrices are stepped by polar factors, which do not depend on the size of gradients. Steps of
-        lengths then do not depend on it either: roots of second moments are kept, because these do not underflow, and
-        eps is multiplied by the largest root.
+      muon: True if matrices are stepped by polar factors, whose steps do not depend on the size of gradients. The steps
+        of lengths are then made independent of this size too: `radial_nu` has roots of second moments, which do not
+        underflow, and eps is multiplied by the largest root.
 
     Returns:
       A tangent along the lengths, and both new moments.

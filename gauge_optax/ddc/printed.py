@@ -18,7 +18,7 @@ parts:
 
 The step is taken in the coordinates F⁻¹·θ, with the frame F that was read at `init` (`ddc.links.link`). If two gauges
 share a leaf, ρ of an entry is the geometric mean of the norms of both channels that contain it. Nothing moves back to
-the slice: the norms stay where the step leaves them. Two numbers that the text does not give are arguments:
+the slice: the norms stay where the step leaves them. Two numbers that the paper does not give are arguments:
 `max_log_step`, the bound of the step of log s, and `scale_floor`, the floor of s as a share of the value
 s* = 1/(|e|²·wd) at which decay and Adam's largest step balance.
 """

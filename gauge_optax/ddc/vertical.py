@@ -176,7 +176,8 @@ def _derivatives(s: Slice, point: Arrays, gradient: Arrays) -> Moments:
     sizes = {p: jnp.abs(point[p] * x) for p, x in gradient.items()}
     scales = []
     for part in _scales(s):
-        # Inside `shard_map`, the derivative by an array that is equal on all devices would be a sum over devices.
+        # Inside `shard_map`, the derivative by an array that is equal on all devices would be summed over them. `logs`
+        # therefore varies over devices as the point does.
         logs = varying_like(jnp.zeros(part.shape, real_dtype()), point[part.blocks[0].path])
         moved, pull = jax.vjp(functools.partial(_scaled, part, point), logs)
         size = sum((b.total(part.named, sizes[b.path]) for b in part.blocks), start=jnp.zeros(()))

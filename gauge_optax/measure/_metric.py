@@ -32,8 +32,8 @@ from gauge_optax.xla import while_loop
 
 Leaves = dict[str, jax.Array]
 
-_ROUNDS = 500  # the most rounds of conjugate gradients; they need about ten, and more if heads have weak directions
-_DRAWS = 4  # random coordinates from which the norms of vertical vectors are estimated
+_ROUNDS = 500  # the most rounds of conjugate gradients; about ten suffice, more if heads are small in some direction
+_DRAWS = 4  # how many random coordinates the norms of vertical vectors are estimated from
 
 
 def check_at(name: str, at: str) -> None:
@@ -218,7 +218,7 @@ def _vertical(group: Product, params: Any, point: Leaves) -> tuple[Callable[[Any
 
     # The norms of vertical vectors are estimated from coordinates whose entries have random signs. Entries (i, j) and
     # (j, i) of a rotation's coordinate have opposite vertical vectors, which would cancel if both entries had one sign.
-    # Signs of what `pull` makes of a random vector are opposite for such a pair of entries.
+    # The signs are therefore those of what `pull` makes of a random vector: they are opposite for such entries.
     keys = map(jax.random.key, range(_DRAWS))
     drawn = [jax.tree.map(jnp.sign, pull(optax.tree.random_like(key, point, jax.random.normal))) for key in keys]
     # A coordinate whose vertical vector t shares no entry with the others gets the scale 1/|t|. Before norms are taken,

@@ -267,7 +267,8 @@ def along(part: Part[Any], start: Arrays, end: Arrays) -> tuple[Any, Arrays]:
     It is called before rotations of heads are measured, because motion along some parts would disturb this measurement.
 
     Args:
-      part: any part. For parts that do not disturb it, the default measures and removes nothing.
+      part: any part. If motion along it does not disturb that measurement, the default applies: it measures and removes
+        nothing.
       start: the slice point before the step, path → leaf.
       end: the point after the step, path → leaf.
 

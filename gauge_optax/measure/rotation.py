@@ -175,7 +175,7 @@ def _first_moments(state: Any) -> dict[str, jax.Array]:
 def _figures(
     selection: Selection, leaves: Leaves, moves: Leaves, gradients: Leaves, momentum: Leaves
 ) -> tuple[jax.Array, ...]:
-    """Returns the fields of `Rotation` from `norm` on, for the vectors of one selection.
+    """Returns the fields of `Rotation` from `norm` on, for the vectors that one axes string selects.
 
     Each vector is divided by its largest entry before sums over its entries are taken, because float32 cannot hold the
     squares of gradients of 1e-20 or 1e20.

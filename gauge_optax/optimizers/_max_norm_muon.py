@@ -111,7 +111,8 @@ def max_norm_muon(
       ns_steps: see `scale_by_scaled_polar`.
       beta: decay of the first moment of matrices and tokens.
       eps: see `scale_by_scaled_polar`.
-      weight_decay: decoupled decay of matrices, multiplied by the learning rate alone; rarely needed.
+      weight_decay: decoupled decay of matrices: a step subtracts learning rate · weight_decay · weights. It is
+        rarely needed, because norms are bounded.
       weight_decay_mask: where `weight_decay` decays, as in `optax.contrib.muon`. A callable gets the slice point
         at `init`, and updates on the slice later, as in Optax; both are the same for all weights of one function.
       mu_dtype: dtype of the first moment; by default at least float32 for leaves that gauges bind, and the leaf's own

@@ -431,7 +431,7 @@ def _within_powers_of_two(part: Factor, e: jax.Array) -> jax.Array:
 
 @kept_in_range.register
 def _with_an_exact_inverse(part: Stretch, e: jax.Array) -> jax.Array:
-    """The pair (S, S⁻¹) after one step of Newton's method for the inverse: roundoff would part them, step by step."""
+    """The pair (S, S⁻¹) after one step of Newton's method for S⁻¹: without it, roundoff would accumulate."""
     s, s_inverse = jnp.unstack(e, axis=-3)
     error = jnp.eye(part.size, dtype=e.dtype) - matmul(s, s_inverse)
     return jnp.stack([s, s_inverse + matmul(s_inverse, error)], -3)
@@ -450,7 +450,7 @@ def carried_back(part: Part[Any], e: Any) -> Any:
 
 @carried_back.register
 def _by_a_power_of_two(part: Factor, e: jax.Array) -> jax.Array:
-    """2 or ½ for channels outside the range from 2⁻⁸ to 2⁸, and else 1: powers of two move without roundoff."""
+    """2 or ½ for channels with |e| outside the range from 2⁻⁸ to 2⁸, else 1. Powers of two make no roundoff."""
     size = jnp.abs(e)
     return jnp.where(size < 2.0**-8, 2.0, jnp.where(size > 2.0**8, 0.5, 1.0)).astype(e.dtype)
 

@@ -289,7 +289,7 @@ class _Stored:
     """Sums along channels, computed from stored leaves where that is possible.
 
     Attributes:
-      blocks: (part, block) → the stored block.
+      blocks: (scale, block) → the block's stored leaf with its factors, for the sums over channels of this scale.
       pairs: leaf path → its stored values θ and gradient g, if sums of θ·g along a channel equal those of θ̂·ĝ.
     """
 

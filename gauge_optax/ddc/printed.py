@@ -8,7 +8,7 @@ gauge of degree p, and (1, …, 1) for a chain of gauges of degree 1; |e| is the
 parts:
 
 * radial (B.4, B.6, B.7): one scalar Adam on s, or on log s / |e|. The step of log s is clamped, and each log ρᵢ moves
-  by eᵢ/|e|² times it. Decay acts here, as a factor exp(−|e|²·lr·wd) of s;
+  by eᵢ/|e|² times this step. Decay acts here, as a factor exp(−|e|²·lr·wd) of s;
 * tangential (B.4, B.5): Adam entry by entry on ρ·g without its radial part, where g is the gradient and ρ the norm of
   the entry's channel. The step is proportional to ρ: −lr·ρ·U, where U is Adam's result;
 * heads (B.8, B.9): the gradient loses its part along rotations. Its first moment is divided by the root of its second

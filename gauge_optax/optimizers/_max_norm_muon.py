@@ -92,10 +92,10 @@ def max_norm_muon(
 
     The *unit* of a vector is the norm that it has at the usual start: 1 for a neuron, whose weights have variance
     1/inputs, and √d for a token in a table of embeddings, with d entries of size 1. The average length of a vector's
-    steps is the learning rate times its unit. No vector may become longer than `bound` times its unit, which replaces
-    weight decay; only the tokens of an unembedding have no bound. Kernels step along the polar factor of their
-    momentum, as whole matrices. Tokens step along their momentum itself: a polar factor treats rotations of tokens into
-    each other as a symmetry of their table, but only permutations are one. All other leaves get Adam.
+    steps is the learning rate times `bound` times its unit. No vector may become longer than `bound` times its unit,
+    which replaces weight decay; only the tokens of an unembedding have no bound. Kernels step along the polar factor of
+    their momentum, as whole matrices. Tokens step along their momentum itself: a polar factor treats rotations of
+    tokens into each other as a symmetry of their table, but only permutations are one. All other leaves get Adam.
 
     Args:
       learning_rate: a number or a schedule.

@@ -51,9 +51,11 @@ def ddc_adamw(
 ) -> GaugeTransformation:
     """DDC's AdamW on the slice: one Adam per length of a scale channel, and second moments of heads by `v_mode`.
 
-    On the slice, the anchor of a scale channel has a constant size. The entries on the scale's other side form a
-    vector with a *length* and a direction. `ddc/plain.py` explains the steps. The chain of `gauge_project`,
-    `scale_by_ddc`, `add_gauge_decay`, `scale_by_learning_rate` and `gauge_retract` is the same optimizer.
+    A scale gauge multiplies each channel of one side, the anchor, and divides the same channel of the other side. On
+    the slice, the anchor of each channel has a constant size. The channel's entries on the other side form a vector
+    with a *length* and a direction, which get different steps. `ddc/plain.py` explains them. The chain of
+    `gauge_project`, `scale_by_ddc`, `add_gauge_decay`, `scale_by_learning_rate` and `gauge_retract` is the same
+    optimizer.
 
     Args:
       learning_rate: a number or a schedule.
@@ -62,11 +64,13 @@ def ddc_adamw(
       b2: decay of second moments.
       eps: added to the root of the second moment.
       eps_root: added inside that root.
-      mu_dtype: dtype of the first moment; by default that of slice coordinates, at least float32.
+      mu_dtype: dtype of the first moment; by default at least float32 for leaves that gauges bind, and the leaf's own
+        dtype for all others.
       weight_decay: decoupled decay, multiplied by the learning rate as in `optax.adamw`; a number, a schedule, or a
         number per role as in `add_gauge_decay`.
       mask: which leaves decay, as in `optax.adamw`. A callable gets the slice point at `init`, and updates on the
-        slice later, as in Optax. Twins share both, so that no mask can make twins differ.
+        slice later, as in Optax. Both are the same for all weights of one function (twins), so that no mask can make
+        twins differ.
       match: see `add_gauge_decay`.
       nesterov: whether to use Nesterov momentum.
       vertical: see `scale_by_ddc`; unless it is "frozen", steps do not return to the slice.
@@ -78,10 +82,11 @@ def ddc_adamw(
       refresh_drift: see `scale_by_ddc`.
       refresh_every: see `scale_by_ddc`.
       preset: "paper" for appendix B to the letter; None for the version that trains best, which deviates from it
-        (`ddc/plain.py`, and a table in docs/design.md §4). The preset takes no `mask`, `match` or `radial_scale`, and
-        it takes `scale_floor`, as a share of the length at which decay and steps balance, only with radial="linear".
-      max_log_step: with `preset="paper"` and radial="linear", the largest change in a step of log s, where s is the
-        product of norms that a scale gauge leaves as it is (`ddc/printed.py`).
+        (`ddc/plain.py`, and a table in docs/design.md §4). The preset takes no `mask`, `match` or `radial_scale`. It
+        takes `scale_floor` only with radial="linear"; the floor is then a share of the s (see `max_log_step`) at which
+        decay and steps balance.
+      max_log_step: with `preset="paper"` and radial="linear", the largest change of log s in a step. For a scale gauge,
+        s is the product of the norms of both sides of a channel, which the gauge does not change (`ddc/printed.py`).
       rest: see `quotient`. The preset accepts only "anchor"; its steps do not return to the slice.
 
     Returns:
@@ -167,21 +172,23 @@ def ddc_muon(
       weight_decay: decoupled decay of matrices, multiplied by the learning rate as in `optax.contrib.muon`; a number, a
         schedule, or a number per role as in `add_gauge_decay`.
       weight_decay_mask: where `weight_decay` decays, as in `optax.contrib.muon`. A callable gets the slice point
-        at `init`, and updates on the slice later, as in Optax; twins share both.
-      mu_dtype: dtype of the first moment; by default that of slice coordinates, at least float32.
+        at `init`, and updates on the slice later, as in Optax; both are the same for all weights of one function.
+      mu_dtype: dtype of the first moment; by default at least float32 for leaves that gauges bind, and the leaf's own
+        dtype for all others.
       nesterov: whether to use Nesterov momentum, for matrices and all other leaves.
       adam_b1: decay of Adam's first moments.
       adam_b2: decay of Adam's second moments.
       adam_eps_root: added inside the root of Adam's second moment.
       adam_weight_decay: decoupled decay of the leaves that are no matrices.
       adam_learning_rate: learning rate of the leaves that are no matrices; by default `learning_rate`.
-      consistent_rms: the RMS of a matrix's step before the learning rate. It means the same as a number as `scale` and
-        has Optax's name; give only one of them.
+      consistent_rms: the RMS of a matrix's step before the learning rate. This is Optax's name for a number as `scale`;
+        give only one of the two.
       scale: see `scale_by_scaled_polar`.
       labels: see `scale_by_scaled_polar`.
       sizes: see `scale_by_scaled_polar`.
-      preset: "paper" for appendix B to the letter. Matrices are the leaves that Table 1 names, and are stepped by B.10;
-        all other leaves get the preset of `ddc_adamw`. There is no Nesterov momentum, and ns_coeffs is "sharp".
+      preset: "paper" for appendix B to the letter. Matrices are then the leaves that the paper's Table 1 names, and
+        their steps follow its section B.10; all other leaves get the preset of `ddc_adamw`. There is no Nesterov
+        momentum, and ns_coeffs is "sharp" by default.
       match: see `add_gauge_decay`.
       vertical: see `scale_by_ddc`; unless it is "frozen", steps do not return to the slice.
       radial: see `scale_by_ddc`.
@@ -194,7 +201,8 @@ def ddc_muon(
       The optimizer. Its `update` needs `params`.
 
     Raises:
-      ValueError: as `scale_by_scaled_polar`; `consistent_rms` with another `scale`; as `ddc_adamw` for the preset.
+      ValueError: the errors of `scale_by_scaled_polar`; `consistent_rms` together with a `scale`; with the preset, the
+        errors of `ddc_adamw`.
 
     >>> gauge = go.rescale(up={"up": "_ channel"}, down={"down": "channel _"})
     >>> params = {"up": jnp.ones((2, 3)), "down": jnp.full((3, 1), 0.5)}
@@ -209,8 +217,8 @@ def ddc_muon(
     >>> bool(loss(params) < 8)
     True
 
-    Reference: DDC §3.1, B.10, C.14; `optax.contrib.muon` for names and defaults, without `adaptive` and
-      `preconditioning`: these use a dual norm per leaf and a scale per row, which differ between twins.
+    Reference: DDC §3.1, B.10, C.14; `optax.contrib.muon` for names and defaults. Its arguments `adaptive` and
+      `preconditioning` are left out: they use a dual norm per leaf and a scale per row, which differ between twins.
     """
     group = group_of("ddc_muon", learning_rate, gauges)
     polar = polar_of("ddc_muon", ns_coeffs, ns_steps, beta, eps, scale, labels, preset, consistent_rms, sizes)
@@ -266,7 +274,7 @@ def _ddc_optimizer(
       group: the gauges.
       options: the settings of `ddc`.
       polar: settings of the polar factors; None for Adam everywhere.
-      tail: the links behind `ddc`: decay and learning rate.
+      tail: the links that follow `ddc` in the chain: decay and learning rate.
       rest: see `quotient`.
     """
     first = ddc(group, options, polar)
@@ -276,9 +284,9 @@ def _ddc_optimizer(
     if options.vertical != "frozen":  # `inner` moves along orbits, so its steps must not return to the slice
         return link(name, inner, group, without_shifts=False)
     frozen = leaves_that_never_change(name, inner)
-    # DDC's steps rotate no head: nothing to hold.
+    # `hold=True` would remove the part of each step that only rotates heads. DDC's steps have no such part.
     plain = quotient_for(name, inner, group, hold=False, rest=rest, never_changing=frozen)
     if rest != "anchor":
         return plain
-    # The same step with less memory, computed from stored leaves in place of slice points (see ddc.fused).
+    # `fused_ddc` makes the same steps as `plain`, but computes them from stored leaves, which needs less memory.
     return fused_ddc(name, plain, group, options, polar, optax.chain(*tail), frozen)

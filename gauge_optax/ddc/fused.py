@@ -3,8 +3,9 @@
 For an update of one wide layer (d = 2048, f = 8192) its peak memory is 1.27 times AdamW's; that of `quotient` around
 `ddc` is 1.73 times AdamW's. Two facts save memory:
 
-* Most operations of DDC on heads give the same result in any basis, so that heads stay in their stored basis. Only
-  moments need the slice's basis, or an eigenbasis U in it (`ddc.heads`). One product with F⁻¹·U takes gradients to it.
+* Most operations of DDC on heads give the same result in any orthonormal basis of a head. Leaves of heads are
+  therefore used in the basis in which they are stored. Only moments need the basis of the slice, or an eigenbasis U in
+  it (`ddc.heads`). One product with F⁻¹·U, where F is the frame, moves gradients from the stored basis to that basis.
 * Sums along a channel can be computed from the stored leaf θ and its stored gradient g, because ⟨θ̂, ĝ⟩ = ⟨θ, g⟩, and
   because a scale that is constant along a channel is a factor of the sum. All other operations on the slice point θ̂
   and the slice gradient ĝ are entrywise, so that XLA fuses them, and never stores θ̂ and ĝ as arrays.
@@ -69,12 +70,13 @@ def fused_ddc(
 
     Args:
       name: name of the public function, for messages.
-      plain: `quotient` around a chain of `ddc` and the links of `tail`; it runs if `_applies` is False, and if some
-        leaf never changes, because it then drops the gauges that would move that leaf.
+      plain: `quotient` around a chain of `ddc` and the links of `tail`. It makes the steps if `_applies` is False. It
+        also does so if some leaf never changes: `quotient` has rules for the gauges that would move such a leaf, and
+        this function has none.
       group: the gauges.
       options: the settings of `ddc`.
       polar: settings of the polar factors; None for Adam everywhere.
-      tail: a chain of the links that follow DDC: the decay and the learning rate.
+      tail: a chain of the links that follow `ddc`: the decay and the learning rate.
       never_changing: params → the paths of the leaves that never change.
     """
 
@@ -89,8 +91,8 @@ def fused_ddc(
             past: ScaleByDDCState = state.inner_state[0]
             adam, before = Adam.at(options, optax.safe_increment(past.count)), past.gauges
 
-        # The slice point, but with heads in their stored basis. `into` has the matrices that move their rows to the
-        # slice.
+        # `point` is the slice point, except that heads stay in their stored basis. `into` has the matrices that move
+        # the rows of heads to the slice.
         entered = s.enter(s.without_heads(f), s.values(params))
         point = entered.point
         slice_gradient = with_leaves(updates, s.quiet(point, entered.pull(s.vectors(updates))))
@@ -124,7 +126,8 @@ def fused_ddc(
         mu, nu = (with_leaves(tree, cast_like(new, tree)) for tree, new in ((past.mu, mu), (past.nu, nu)))
         ddc_state = ScaleByDDCState(adam.count, mu, nu, moments)
 
-        # The decay, the learning rate and the way back from the slice are the same in any basis of heads.
+        # Decay, learning rate and the way back from the slice give the same step in any basis of heads, so that heads
+        # are still in their stored basis here.
         u = with_leaves(slice_gradient, cast_like(step, slice_gradient, params))
         u, tail_state = tail.update(u, state.inner_state[1:], with_leaves(params, point), **extra)
         _, after = s.fix(optax.tree.add(point, s.vectors(u)), state.frame.live)
@@ -137,10 +140,10 @@ def fused_ddc(
 
 
 def _applies(s: Slice) -> bool:
-    """Whether heads may keep their stored basis.
+    """Whether `fused_ddc` can make the step with heads in their stored basis.
 
-    They may if no constant moves the leaves of heads, no part moves the residual stream, and no anchor is stored more
-    precisely than another leaf of its size (`Slice.following`).
+    It can if no constant (a gauge that adds) moves the leaves of heads, `moves_the_stream` is False for all parts, and
+    no scale's anchor has a more precise dtype than another leaf of that scale (`Slice.following`).
     """
     turned = {path for turn in s.heads for path in turn.paths}
     beside = (path for part in s.parts if not acts_in_any_basis(part) for path in changed(part))
@@ -152,8 +155,7 @@ def _applies(s: Slice) -> bool:
 
 @functools.singledispatch
 def matrix(part: Part[Any], e: Any) -> jax.Array:
-    """The matrices, (*shape, size, size), of an element of a turn: the element maps the rows W of a head to W·matrix.
-    """
+    """The matrices, (*shape, size, size), of a rotation of heads: its element e maps a head's rows W to W·matrix."""
     raise NotImplementedError(type(part).__name__)
 
 
@@ -171,7 +173,7 @@ def _of_planes(part: Planes, e: jax.Array) -> jax.Array:
 def moves_the_stream(part: Part[Any]) -> bool:
     """Whether a part moves the residual stream, or moves biases by amounts that depend on kernels.
 
-    `plain` runs if one does.
+    If any part does, `fused_ddc` leaves the step to `plain`.
     """
     return False
 
@@ -189,9 +191,9 @@ def _means_do_not(part: Mean) -> bool:
 
 @functools.singledispatch
 def acts_in_any_basis(part: Part[Any]) -> bool:
-    """Whether a part's moves of heads are the same map in whichever basis a head's entries are stored.
+    """Whether an element of a part moves a head by the same map, whatever the basis in which the head is stored.
 
-    Those of a constant, a part that adds, are not: if the basis is rotated, so is the vector that it adds.
+    An element of a constant, which adds a vector, does not: in a rotated basis it adds the rotated vector.
     """
     return True
 
@@ -204,7 +206,7 @@ def _constants_do_not(part: Part[Any]) -> bool:
 
 @functools.singledispatch
 def keeps_pairings(part: Part[Any]) -> bool:
-    """Whether sums of leaf times gradient along a channel stay the same under the moves of a part."""
+    """Whether the sum of leaf times gradient over a channel stays the same if a part moves leaf and gradient."""
     return False
 
 
@@ -217,9 +219,10 @@ def _they_keep(part: Part[Any]) -> bool:
 
 @functools.singledispatch
 def factors(part: Part[Any], e: Any) -> dict[str, jax.Array]:
-    """Argument of a block ("up", "left", "down" or "right") → the factor per channel by which an element multiplies it.
+    """The factors per channel by which the element e of a scale multiplies its two sides; {} if the part is no scale.
 
-    The result is {} if the part is no scale. `rope_linear` has the arguments "left" and "right".
+    The keys are the arguments that list a side's blocks in the gauge's constructor: "up" and "down", or "left" and
+    "right" for `rope_linear`.
     """
     return {}
 
@@ -239,7 +242,7 @@ def _above(rest: jax.Array, whole: jax.Array, least: jax.Array | None) -> jax.Ar
     Args:
       rest: a leaf's gradient after a part of it was subtracted; `whole` itself if nothing was.
       whole: the leaf's gradient before.
-      least: the size below which entries of `whole` are roundoff; None for no such size.
+      least: entries of `whole` below this absolute value are roundoff; None if no such bound is known.
     """
     if not jnp.issubdtype(rest.dtype, jnp.floating):
         return rest
@@ -256,8 +259,8 @@ class _StoredBlock(NamedTuple):
     """A block that only scales and rotations map to the slice, so that sums can be taken over the stored leaf.
 
     Attributes:
-      leaf: the stored leaf's values. Times `along` and the factors of `others`, they are those of the slice point.
-      along: a factor per channel, from the scale whose channels are summed. It is constant within a sum.
+      leaf: the stored leaf's values. Times `along` and the factors of `others`, they are the values at the slice point.
+      along: a factor per channel, from the scale over whose channels the sums are taken. It is constant within a sum.
       others: one item for each other scale on the block: its named axes, its block, and its factor per channel.
     """
 
@@ -268,7 +271,7 @@ class _StoredBlock(NamedTuple):
     def weighted(self, *powers: int, by: jax.Array | None = None) -> jax.Array:
         """The leaf times fᵏ for each factor f of the other scales and each k in `powers`, and times `by` if given.
 
-        `weighted(1, 1)` is `weighted(2)`, but multiplies by f twice, which XLA:CPU does without another array.
+        `weighted(1, 1)` has the values of `weighted(2)`, but multiplies by f twice. XLA:CPU then stores no array of f².
         """
         pairs = [(named, b, x if k == 1 else computed_twice(x * x)) for named, b, x in self.others for k in powers]
         spread = [b.spread(named, x, elsewhere=1.0) for named, b, x in pairs]
@@ -277,7 +280,8 @@ class _StoredBlock(NamedTuple):
 
 
 _Removed = Sequence[tuple[Channels, jax.Array]]
-"""Pairs of channels and a number x per channel: along these channels, x times the point is subtracted from a vector."""
+"""Pairs of channels and a number x per channel: x times the point, in the channel, is subtracted from a vector.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,7 +289,7 @@ class _Stored:
     """Sums along channels, computed from stored leaves where that is possible.
 
     Attributes:
-      blocks: (part, block) → the stored block.
+      blocks: (scale, block) → the block's stored leaf with its factors, for the sums over channels of this scale.
       pairs: leaf path → its stored values θ and gradient g, if sums of θ·g along a channel equal those of θ̂·ĝ.
     """
 
@@ -299,8 +303,8 @@ class _Stored:
         values, vectors, heads = s.values(params), s.vectors(updates), set(s.heads)
         back = {p: by_role for p in s.parts if (by_role := factors(p, p.inverse(f[p.label])))}
         moving = [(p, b) for p in s.parts if p not in heads for b in p.blocks]
-        # `enter` computes leaf times factor too. `computed_twice` hides from XLA that both products are equal: it would
-        # otherwise store the product as an array and read it twice.
+        # `Slice.enter` also computes leaf times factor. `computed_twice` hides from XLA that its product and the one
+        # here are equal: XLA would otherwise store the product as an array and read it twice.
         roles = {(p, b.argument) for p in back for b in p.blocks}
         sides = {(p, role): computed_twice(back[p][role]) for p, role in roles}
         blocks: dict[tuple[Any, Block], _StoredBlock] = {}
@@ -311,7 +315,7 @@ class _Stored:
                     by_others = tuple((p.named, b, sides[p, b.argument]) for p, b in others)
                     blocks[part, block] = _StoredBlock(values[block.path], sides[part, block.argument], by_others)
         # A leaf is in `pairs` only if no parts but scales and isometries move it. A leaf with a single row per head is
-        # left out, because `quiet` may have set its slice gradient to zero as roundoff.
+        # left out, because `Slice.quiet` may have set its slice gradient to zero as roundoff, but not its stored one.
         plain = {b.path for p in s.parts if keeps_pairings(p) for b in p.blocks}
         mixed = {b.path for p in s.parts if not keeps_pairings(p) for b in p.blocks}
         single = {b.path for turn in s.heads for b in turn.blocks if turn.row_count(b) == 1}
@@ -350,9 +354,9 @@ class _Stored:
         return sum(totals[1:], totals[0])
 
     def _rest_of_pair(self, block: Block, removed: _Removed) -> tuple[jax.Array, jax.Array] | None:
-        """Returns a stored leaf and its stored gradient, from which `removed` is subtracted in stored coordinates.
+        """Returns the stored leaf of a block, and its stored gradient after the subtractions that `removed` lists.
 
-        Returns None if that needs more than the stored leaves.
+        Returns None if these cannot be computed from stored leaves alone.
         """
         if block.path not in self.pairs:
             return None

@@ -1,21 +1,23 @@
-"""Moments: `Adam`'s arithmetic for one array, as in `optax.scale_by_adam`, and the second moments of heads.
+"""Moments: `Adam`'s arithmetic for one array, as in `optax.scale_by_adam`, and the second moments of attention heads.
 
-The argument `v_mode` says which numbers of a head share one second moment (variance):
+The argument `v_mode` says which numbers of a head share one second moment (variance). A head has one block in each of
+its leaves (queries, keys and their biases, say), with rows of d numbers:
 
 * "none": one variance per head, of all its blocks together;
 * "per_head_scalar": one per block and head;
 * "per_head_matrix": a d × d matrix V per block and head; rows are multiplied by V^(−1/2);
 * "body_frame": one per entry, in the eigenbasis of the Gram matrix WᵀW of the head's rows W. Only *live* directions
-  have one, those whose eigenvalue is not roundoff; the others are divided by the root of the head's mean variance;
+  have variances of their own: those whose eigenvalue is not roundoff. In the other directions, the first moment is
+  divided by the root of the head's mean variance;
 * "body_frame_topk": the same, but a direction is live if its eigenvalue exceeds `live_threshold` times the largest.
 
-Twins have one slice point, so that no convention for the signs of eigenvectors is needed. The eigenbasis is kept until
-the Gram matrix is too far from diagonal in it. Then moments move to the new basis: first moments by the rotation R
-between the two bases, second moments by R∘R, its entrywise square.
+All weights of one function (twins) have the same slice point. They therefore get the same eigenvectors, whatever signs
+these have. The eigenbasis is kept until the Gram matrix is too far from diagonal in it. Then moments move to the new
+basis: first moments by the rotation R between the two bases, second moments by R∘R, its entrywise square.
 
 Reference: DDC B.8. Deviations: the reference takes |R| in place of R∘R, which makes variances grow; a fixed diagonal is
 added to the Gram matrix, which makes the eigenbasis unique if eigenvalues are equal; in directions that are not live,
-the reference steps by the first moment alone, whose size depends on the loss's scale.
+the reference steps by the first moment itself, undivided, so that the step grows with the scale of the loss.
 """
 
 import functools
@@ -43,7 +45,7 @@ from gauge_optax.xla import cond, varying_like
 Scalar = float | jax.Array
 V_MODES = ("body_frame_topk", "body_frame", "per_head_scalar", "per_head_matrix", "none")
 _TIE_BREAK = 5e-2  # numbers from 0 to this share of the mean eigenvalue are added to a Gram matrix's diagonal
-_MATRIX_FLOOR = 3e-2  # no direction is divided by less than this share of √‖V‖_F, which bounds the step
+_MATRIX_FLOOR = 3e-2  # a first moment is divided by at least this share of √‖V‖_F, which bounds the step
 
 
 class Adam(NamedTuple):
@@ -88,7 +90,8 @@ class Adam(NamedTuple):
 
     def mean(self, moment: jax.Array, gradient: jax.Array) -> jax.Array:
         """Returns the first moment with its bias corrected, and with Nesterov's look-ahead if `nesterov` is True."""
-        moment, gradient = in_single_or_better(moment), in_single_or_better(gradient)  # float8 divides by no float32
+        # JAX does not divide a float8 array by a float32 one.
+        moment, gradient = in_single_or_better(moment), in_single_or_better(gradient)
         if not self.nesterov:
             return moment / self.first_weight
         return self.b1 * moment / self.next_weight + (1 - self.b1) * gradient / self.first_weight
@@ -116,8 +119,8 @@ class HeadMoments(NamedTuple):
 
     Attributes:
       bases: for the two "body_frame" modes, the eigenbasis of every head: one array (heads, d, d) per head size d.
-      outer: for "per_head_matrix", the average V of gᵀg/n over steps, where g are the n rows of a head's gradient in a
-        block: one array (*shape, d, d) per block, for the turns in `Slice.heads` one after the other.
+      outer: for "per_head_matrix", one array V of shape (*shape, d, d) per block: the average over steps of gᵀg/n,
+        where g are the n rows of a head's gradient in the block. Blocks are ordered as the turns in `Slice.heads`.
       age: steps since the bases were computed, int32.
     """
 
@@ -127,7 +130,7 @@ class HeadMoments(NamedTuple):
 
 
 class Bases(NamedTuple):
-    """The bases in which the moments of heads are kept.
+    """The bases in which the moments of heads are kept. A *turn* is a part that rotates the heads of some leaves.
 
     Attributes:
       matrices: turn → (*shape, d, d), the matrices that map rows to these bases; {} if rows need no change.
@@ -170,8 +173,8 @@ def refreshed(
 
     Args:
       s: the slice.
-      point: bound leaves of the slice point, where with `into` the heads are in their stored basis.
-      into: turn → the matrices that map its rows to the slice; None if `point` has its rows on the slice already.
+      point: bound leaves of the slice point; if `into` is given, with heads in their stored basis.
+      into: turn of heads → the matrices that map its rows in `point` to the slice; None if they are on the slice.
       heads: the state after the last step.
       mu: first moments in the old bases.
       nu: second moments in the old bases.
@@ -197,8 +200,8 @@ def refreshed(
 
     def renew(mu: Arrays, nu: Arrays) -> Any:
         fresh = in_dtypes_of_state(kept, tuple(_eigenbasis(gram, options.paper) for gram in grams))
-        # `_eigenbasis` ends by reversing columns. Here the reversal is undone, and it is done again after the matrix
-        # product: only matrix products should read the results of `_unstacked`, whose docstring says why.
+        # `_eigenbasis` ends by reversing columns. This reversal is undone before `_unstacked` and done again after the
+        # matrix product, because only matrix products should read the results of `_unstacked`; its docstring says why.
         ascending = _unstacked(groups, [basis[..., ::-1] for basis in fresh])
         pairs = zip(_unstacked(groups, kept), ascending, strict=True)
         rotations = dict(zip(turns, (matmul(transpose(old), new)[..., ::-1] for old, new in pairs), strict=True))
@@ -208,7 +211,8 @@ def refreshed(
 
     paths = [path for turn in s.heads for path in turn.paths]
     head_mu, head_nu = ({p: moments[p].astype(real_dtype()) for p in paths} for moments in (mu, nu))
-    # Inside `shard_map` new bases may vary over devices over which the stored ones do not.
+    # Inside `shard_map`, new bases may vary over mesh axes over which the stored ones do not. `jax.lax.cond` refuses
+    # branches that differ in this.
     choose = cond if jax.sharding.get_abstract_mesh().manual_axes else jax.lax.cond
     bases, head_mu, head_nu, age = choose(
         stale, renew, lambda mu, nu: (kept, mu, nu, age), head_mu, head_nu
@@ -225,7 +229,7 @@ def refreshed(
 
 
 def in_bases(bases: Bases, vector: Arrays, back: bool = False) -> Arrays:
-    """Moves the heads of a vector to the bases of moments; with back=True, from these bases back."""
+    """Moves a vector's heads to the bases in which moments are kept; with back=True, from these bases back."""
     return _turned({turn: transpose(x) if back else x for turn, x in bases.matrices.items()}, vector)
 
 
@@ -326,7 +330,8 @@ def _by_matrix(
 ) -> tuple[Arrays, tuple[jax.Array, ...]]:
     """Returns the first moments of heads with rows multiplied by (V̂ + floor)^(−1/2), and the new V of every block.
 
-    Entries of a fused leaf that are in no head keep Adam's `step`. Under Muon a leaf has none: all of it is in `mean`.
+    Entries of a fused leaf that are in no head keep Adam's `step`. A leaf that Muon steps is not in `step`; there, such
+    entries keep their first moment, `mean`.
     """
     out, fresh = {p: step.get(p, mean[p]) for turn in s.heads for p in turn.paths}, []
     past = iter(outer)
@@ -335,8 +340,8 @@ def _by_matrix(
         moments = [adam.second(square, next(past)) for square in products]
         fresh += moments
         variances = [adam.variance(x) for x in moments]
-        # The floor of a block grows with its own variance or with the mean over the head's blocks, whichever is larger,
-        # so that it is not zero for a block whose gradient is always zero, such as a key bias.
+        # The floor of a block is a share of its own variance or of the mean over the head's blocks, whichever is
+        # larger. A block whose gradient is always zero, such as a key bias, therefore has a floor above zero.
         pooled = functools.reduce(jnp.add, variances) / len(variances)
         for block, variance in zip(turn.blocks, variances, strict=True):
             if paper:

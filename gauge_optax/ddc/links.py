@@ -51,7 +51,8 @@ def link(
       name: name of the public function, for messages.
       inner: a transformation of slice gradients into slice tangents.
       group: the gauges.
-      without_shifts: if True, gradients lose their part along constants; False for an `inner` that moves along orbits.
+      without_shifts: if True, gradients lose their part along constants (gauges that add). False for an `inner` that
+        steps along orbits and needs this part.
     """
     given, inner = inner, checked_inner(name, inner)
 
@@ -106,9 +107,9 @@ def gauge_project(gauges: Gauges, kind: str = "gradient") -> GaugeTransformation
     >>> updates["w"].tolist()
     [[-1.0, 1.0]]
 
-    Reference: DDC Eq. (1), the projectors. Deviations: one projection serves all gauges of the list; along scales and
-      shifts it removes the part that changes what is read from the anchors (docs/design.md §2). This projection of
-      tangents is not orthogonal, so that gradients get its transpose.
+    Reference: DDC Eq. (1), the projectors. Deviations: one projection serves all gauges of the list. Along scales and
+      shifts, it removes from a tangent the part that changes the elements that are read from the anchors
+      (docs/design.md §2). This projection is not orthogonal, so that gradients need its transpose.
     """
     require_choice("gauge_project", "kind", kind, ("gradient", "update"))
     group = product(gauges)
@@ -156,26 +157,28 @@ def scale_by_ddc(
       b2: decay of second moments.
       eps: added to √v̂, where v̂ is the second moment with its bias corrected.
       eps_root: added to v̂ inside the root.
-      mu_dtype: dtype of the first moment; by default that of slice coordinates, at least float32.
+      mu_dtype: dtype of the first moment; by default at least float32 for leaves that gauges bind, and the leaf's own
+        dtype for all others.
       nesterov: whether to use Nesterov momentum, as in `optax.adam`.
       vertical: "frozen" for no motion along orbits; "sgd" or "adam" for losses that change along orbits, because they
-        contain a penalty on weights. Both refuse `residual_rotation`, constants of several leaves, and gauges that
-        users define.
+        contain a penalty on weights. These two modes refuse `residual_rotation`, rotations of heads that share a leaf,
+        gauges that add to several leaves at once, and gauges that users define.
       v_mode: the kind of second moments of leaves that rotations bind: "body_frame_topk", "body_frame",
         "per_head_scalar", "per_head_matrix" or "none"; `ddc/heads.py` defines them.
       radial: "linear" for Adam on the length s of a channel; "log" for Adam on log s, where a large decay shrinks s to
-        zero whatever the gradient is (docs/design.md §4).
+        zero whatever the gradient is (docs/design.md §4). `ddc/plain.py` defines lengths.
       radial_scale: a factor of the steps of lengths. With 1, the length of a vector of n entries moves by up to lr·√n a
         step, as far as Adam's steps of the entries could move it.
-      scale_floor: a share of a gauge's mean length in a layer at `init`; a shorter length is made to grow. With 0,
-        channels can become zero.
+      scale_floor: the least length, as a share of the mean length that the channels of a gauge in one layer have at
+        `init`. A length below it is made to grow. With 0, channels can become zero.
       live_threshold: with "body_frame_topk", eigendirections whose eigenvalue is below this share of the largest have
-        no second moments per entry; their head's mean second moment divides them.
+        no second moments per entry; their first moments are divided by the root of the head's mean second moment.
       refresh_drift: if more than this share of a head's Gram matrix is off the diagonal in the current eigenbasis, a
         new basis is computed. The share is a ratio of Frobenius norms.
       refresh_every: number of steps after which a new basis is computed in any case; None for never.
       preset: "paper" for appendix B to the letter, but to first order in the learning rate and without decay, because a
-        link knows neither number; `ddc_adamw` follows all of it. It takes neither `radial_scale` nor `scale_floor`.
+        link is given neither the rate nor the decay; `ddc_adamw` follows the whole appendix. With the preset, neither
+        `radial_scale` nor `scale_floor` may be given.
 
     Returns:
       A transformation of gradients (cotangents) into a tangent, which the learning rate scales and `gauge_retract`
@@ -239,21 +242,24 @@ def scale_by_scaled_polar(
         one tuple of coefficients, or a tuple of such tuples.
       ns_steps: how often a single polynomial is applied; 5 by default. It must not be traced.
       beta: decay of the first moment of matrices.
-      eps: a moment M of a matrix is divided by its largest entry and then by its Frobenius norm plus eps. For lengths,
-        eps times the largest √v̂ is added to √v̂, the root of the second moment. Steps of matrices and of lengths
-        therefore do not depend on the size of gradients. For all other leaves, eps is added to √v̂, as in Adam.
-      mu_dtype: dtype of the first moment; by default that of slice coordinates, at least float32.
+      eps: a moment M of a matrix is divided by its largest entry and then by its Frobenius norm plus eps. For the
+        lengths of scale channels, eps times the largest √v̂ of a layer is added to √v̂, the root of the second moment.
+        Steps of matrices and of lengths therefore do not depend on the size of gradients. For all other leaves, eps is
+        added to √v̂, as in Adam.
+      mu_dtype: dtype of the first moment; by default at least float32 for leaves that gauges bind, and the leaf's own
+        dtype for all others.
       nesterov: whether to use Nesterov momentum, for matrices and all other leaves.
       scale: the factor of a polar factor. "width": √max(1, outputs/inputs), the default of `optax.contrib.muon`. "rms":
         ‖M‖_F/√rank, so that the step has the norm of the moment M (DDC B.10). "none": 1. A number: the number times
         √max(inputs, outputs), so that the step has this number as its RMS (Optax's `consistent_rms`).
       labels: path pattern → "muon", "adam" or axes, for leaves that the rule above should not decide. If several
         patterns match, the last one decides. Axes say which matrices a leaf holds: `_` stands for rows and for columns,
-        and names count matrices: "_ head _" for a gate per head, "expert _ _" for stacked experts. Give a tuple of axes
-        for the ranges of a fused kernel: ("_ _=0:32", "_ _=32:40").
+        and each index of a named axis has a matrix of its own: "_ head _" for a gate per head, "expert _ _" for stacked
+        experts. Give a tuple of axes for the ranges of a fused kernel: ("_ _=0:32", "_ _=32:40").
       sizes: axis name → length, for axes in parentheses in `labels`, `(a b)`, whose lengths do not follow from a shape.
-      preset: "paper" for DDC's own rules: only leaves that rotations bind are matrices (Table 1), `scale` is "rms" and
-        ns_coeffs "sharp" (B.10), and there is no Nesterov momentum. All other leaves get the preset of `scale_by_ddc`.
+      preset: "paper" for the rules of the DDC paper: only leaves that rotations bind are matrices (Table 1), `scale` is
+        "rms", ns_coeffs is "sharp" by default (B.10), and there is no Nesterov momentum. All other leaves get the
+        preset of `scale_by_ddc`.
       adam_b1: decay of Adam's first moments.
       adam_b2: decay of Adam's second moments.
       adam_eps_root: added to v̂ inside the root.
@@ -269,9 +275,9 @@ def scale_by_scaled_polar(
 
     Raises:
       ValueError: an unknown mode; a label that is neither "muon" nor "adam" nor axes, or that matches no leaf; "muon"
-        for a leaf that is no matrix; axes without two sides, or for a leaf that a rotation binds; a kernel of which
-        gauges bind some ranges, if nothing says which matrices the others are; bindings that do not fit; `update`
-        without params.
+        for a leaf that is no matrix; axes without both rows and columns, or axes for a leaf that a rotation binds; a
+        kernel of which gauges bind some ranges, if nothing says which matrices the other ranges are; bindings that do
+        not fit; `update` without params.
 
     >>> gauge = go.head_rotation({"query": "_ head basis", "key": "_ head basis"})
     >>> keys = jax.random.split(jax.random.key(0), 4)
@@ -288,8 +294,8 @@ def scale_by_scaled_polar(
     >>> go.testing.assert_horizontal(updates, params, gauge)
 
     Reference: DDC B.10. Deviations: its scale ‖M‖_F/√rank is an option and not the default, because steps as small as
-      the gradient need other learning rates than Muon's; the part along orbits is removed after the polar factor, and
-      before it for scales and shifts alone; leaves of rescales are matrices too.
+      the gradient need other learning rates than Muon's; the part of a step along orbits is removed after the polar
+      factor, while before it only the part along scales and shifts is; leaves of rescales are matrices too.
     """
     group = product(gauges)
     polar = polar_of("scale_by_scaled_polar", ns_coeffs, ns_steps, beta, eps, scale, labels, preset, sizes=sizes)
@@ -305,10 +311,10 @@ def scale_by_scaled_polar(
 
 
 def gauge_retract(gauges: Gauges) -> GaugeTransformation:
-    """Turns a scaled tangent into a step after which every anchor reads as it did at `init`: no coordinate drifts.
+    """Turns a scaled tangent into a step after which scales and shifts read at their anchors what they read at `init`.
 
-    One constant drifts: `norm_read_shift` divides by a norm's scale, which noise may lead through zero. Without
-    `norm_scale` of that norm, steps leave it where the tangent moves it.
+    There is one exception: `norm_read_shift` in a list without `norm_scale` of the same norm. This gauge divides by the
+    norm's scale, which noise may lead through zero, so that its coordinate stays where the tangent moves it.
 
     Args:
       gauges: a gauge or a sequence of gauges.
@@ -332,7 +338,7 @@ def gauge_retract(gauges: Gauges) -> GaugeTransformation:
     >>> [round(float(x[0, 0]), 4) for x in (step["up"], step["down"])]
     [0.0, 0.21]
 
-    Reference: DDC B.7. Deviation: the reference moves one gauge after the other, so that roundoff accumulates.
+    Reference: DDC B.7. Deviation: the reference retracts one gauge after the other, which lets roundoff accumulate.
     """
     group = product(gauges)
 

@@ -1,20 +1,22 @@
 """DDC's Adam and Muon in slice coordinates: ordinary inner transformations that follow the paper's appendix B.
 
 DDC is the paper *Dead-Direction Conditioners*; numbers such as B.4 name its sections. *Vertical* motion is along the
-orbit and changes no output; the other part of a motion is *horizontal*. On the slice the anchor of a scale channel has
-a constant size. The channel's entries in the other block (a unit's outgoing weights, or a row of a kernel behind a
-norm) form a vector with a *length* s and a *direction*. A step has two parts, which are added:
+orbit and changes no output; the other part of a motion is *horizontal*. A scale gauge multiplies each channel of one
+block, the anchor, and divides the same channel of another block. On the slice, each channel of the anchor has a
+constant size. The channel's entries in the other block (a unit's outgoing weights, or a row of a kernel behind a norm)
+form a vector with a *length* s and a *direction*. A step has two parts, which are added:
 
 * radial: one Adam per channel on s, or on log s (B.4);
 * tangential: Adam entry by entry on the part of the gradient that changes no length (B.5). Heads get one of five kinds
   of second moments (B.8, `ddc.heads`). Under Muon, a matrix gets the polar factor of its first moment (B.10, `polar`).
 
-Twins have one slice point, so their moments are the same numbers, and no gauge has to move a moment.
+All weights of one function (twins) have the same slice point, so that their moments are the same numbers, and no gauge
+has to move a moment.
 
-Deviations from appendix B: a length moves by up to lr·√n, where n is the number of its entries, because Adam can change
-the norm of n entries by that much. If several kernels read a norm, each has lengths of its own. In a chain of layers
-all lengths but the last belong to anchors, which are constant, so that one radial part remains (B.6). Radial steps are
-not clamped (B.7). docs/design.md §4 has a table.
+Deviations from appendix B: a length moves by up to lr·√n, where n is the number of entries of its vector, because Adam
+can change the norm of n entries by that much. If several kernels read a norm, each has lengths of its own. In a chain
+of layers all lengths but the last belong to anchors, which are constant, so that one radial part remains (B.6). Radial
+steps are not clamped (B.7). docs/design.md §4 has a table.
 """
 
 import dataclasses
@@ -64,12 +66,13 @@ from gauge_optax.transformation import (
 
 Scalar = float | jax.Array
 RADIAL = ("linear", "log")
-# Steps are divided by the length or by this share of the gauge's mean length, if that is larger: the step of a channel
-# that is nearly zero stays finite.
+# Steps are divided by the length, or by this share of the mean length in the layer if that is larger, so that the step
+# of a channel that is nearly zero stays finite.
 _LEAST_SHARE = 1e-3
-# A length below its floor grows by this many of Adam's largest steps. More than one, so that decay cannot undo it.
+# A length below its floor grows in each step by this many times Adam's usual largest step. With a factor above 1, decay
+# cannot undo the growth.
 _REGROWTH = 4.0
-# Where arguments lie, and their usual values.
+# Argument → the interval in which it must be, and its usual value.
 _NUMBERS = {"radial_scale": ("[0, inf)", 1.0), "scale_floor": ("[0, inf)", 0.0), "live_threshold": ("[0, inf]", 1e-3),
             "refresh_drift": ("[0, inf]", 0.1)}
 
@@ -114,7 +117,7 @@ class GaugeMoments(NamedTuple):
     Attributes:
       radial_mu: first moments of the derivatives by s (or log s): one array per block with lengths, with a number per
         channel.
-      radial_nu: their second moments in the same form; under Muon the roots of these.
+      radial_nu: second moments of the same derivatives, in the same form; under Muon the roots of second moments.
       least: per block with lengths, the floor below which a length is made to grow.
       heads: the state of heads, which depends on `v_mode`.
       vertical: moments of the coordinates along orbits, see `ddc.vertical`.
@@ -132,7 +135,7 @@ class ScaleByDDCState(NamedTuple):
 
     Attributes:
       count: steps so far, int32.
-      mu: first moment, shaped like the parameters; heads are in the bases of `heads.Bases`.
+      mu: first moment, shaped like the parameters; heads are in the bases that `heads.Bases` describes.
       nu: second moment, in the same form; `optax.MaskedNode` in place of leaves that are stepped by polar factors.
       gauges: a `GaugeMoments`.
     """
@@ -201,7 +204,7 @@ def ddc(group: Product, options: Options, polar: Polar | None = None) -> GaugeTr
 
 
 def init_ddc(group: Product, options: Options, polar: Polar | None, params: optax.Params) -> ScaleByDDCState:
-    """Returns the state of `ddc` at the slice point `params`. Raises ValueError for gauges or leaves it cannot step."""
+    """Returns the state of `ddc` at the slice point `params`. Raises ValueError for what `check_ddc` refuses."""
     s = bound(group.gauges, params).slice
     check_ddc(s, options, params)
 
@@ -259,12 +262,12 @@ class Channels:
         return sum(totals[1:], totals[0])
 
     def in_layer(self, reduce: Callable[..., jax.Array], lengths: jax.Array) -> jax.Array:
-        """Returns the mean or the largest number over the channels of each layer or expert, which broadcasts to all."""
+        """Returns the mean or maximum of the lengths in each layer or expert. The result broadcasts to `lengths`."""
         axes = tuple(k for k, name in enumerate(self.part.named) if name not in COUNTING)
         return reduce(lengths, axis=axes, keepdims=len(axes) < lengths.ndim)
 
     def times(self, point: Arrays, rates: jax.Array) -> Arrays:
-        """Returns path → leaf: the point's entries times their channel's rate, and zero outside the blocks."""
+        """Returns path → leaf: every entry of the blocks times its channel's rate, and zero for all other entries."""
         out: Arrays = {}
         for block in self.blocks:
             part = point[block.path] * block.spread(self.part.named, rates)
@@ -274,7 +277,7 @@ class Channels:
 
 @functools.singledispatch
 def has_lengths(part: Part[Any]) -> bool:
-    """Whether a part is a scale, whose elements change one length per channel."""
+    """Whether a part is a scale: it multiplies the entries of each channel, and so changes the channel's lengths."""
     return False
 
 
@@ -285,7 +288,8 @@ def _factor_has_lengths(part: Factor) -> bool:
 
 @functools.singledispatch
 def partner(part: Part[Any], anchor: Anchor) -> tuple[Block, ...]:
-    """The blocks `down` of a scale if its anchor is in `up`: their channels have lengths. () for all other parts."""
+    """The blocks `down` of a scale whose anchor is in `up`: their channels have lengths. () for other parts or anchors.
+    """
     return ()
 
 
@@ -295,8 +299,10 @@ def _partner_of_factor(part: Factor, anchor: Anchor) -> tuple[Block, ...]:
 
 
 def channels_with_length(s: Slice, matrices: Mapping[str, Reading]) -> list[Channels]:
-    """Returns the blocks opposite to anchors, each with lengths of its own; so has each range of a fused kernel."""
+    """Returns a `Channels` per block opposite to an anchor, or per range of it if Muon steps a fused kernel by ranges.
+    """
     # The norm of a whole block is constant on the slice if the block is the anchor of another gauge without named axes.
+    # A gauge without named axes then has no length to step in this block.
     whole = [anchor[0] for part, anchor, _ in s.sizes if not part.named and len(anchor) == 1]
     channels = []
     for part, anchor, _ in s.sizes:
@@ -338,9 +344,9 @@ def radial_step(
       squares: per item of `channels`, the squared length of every channel.
       pairings: per item of `channels`, ⟨θ̂, ĝ⟩ along every channel.
       past: moments so far.
-      muon: True if matrices are stepped by polar factors, which do not depend on the size of gradients. Steps of
-        lengths then do not depend on it either: roots of second moments are kept, because these do not underflow, and
-        eps is multiplied by the largest root.
+      muon: True if matrices are stepped by polar factors, whose steps do not depend on the size of gradients. The steps
+        of lengths are then made independent of this size too: `radial_nu` has roots of second moments, which do not
+        underflow, and eps is multiplied by the largest root.
 
     Returns:
       A tangent along the lengths, and both new moments.
@@ -351,7 +357,8 @@ def radial_step(
     moments = zip(past.radial_mu, past.radial_nu, past.least, strict=True)
     for each, square, pairing, (mu, nu, least) in zip(channels, squares, pairings, moments, strict=True):
         length = jnp.sqrt(square)
-        # ∂/∂s is ⟨θ̂, ĝ⟩/s, and the step is along θ̂/s. Both factors 1/s are bounded for channels that are nearly zero.
+        # The derivative by a length s is ⟨θ̂, ĝ⟩/s, and the step is along θ̂/s. Both factors 1/s are bounded, so that
+        # steps stay finite for channels that are nearly zero.
         unit = jnp.maximum(length, _LEAST_SHARE * each.in_layer(jnp.mean, length)) if linear else jnp.ones_like(length)
         inverse = inverse_of(unit)
         derivative = pairing * inverse
@@ -377,7 +384,7 @@ def without_lengths(sized: Sequence[tuple[Channels, jax.Array]], point: Arrays, 
     """Removes the part of a vector that changes lengths.
 
     Args:
-      sized: pairs of channels and their squared lengths; the part is removed along one pair after the other.
+      sized: pairs of channels and their squared lengths. The part is removed for one pair after the other.
       point: bound leaves of the slice point.
       vector: bound leaves of a slice gradient or tangent.
     """
@@ -392,7 +399,7 @@ def without_lengths(sized: Sequence[tuple[Channels, jax.Array]], point: Arrays, 
 
 
 def without_roundoff(rest: jax.Array, whole: jax.Array) -> jax.Array:
-    """Sets entries of a gradient to zero that are only roundoff of a subtraction: Adam would make them a full step.
+    """Sets entries of a gradient to zero that are only roundoff of a subtraction. Adam would turn them into full steps.
 
     Args:
       rest: a leaf's gradient after a part of it was subtracted.
@@ -426,7 +433,7 @@ def tangential_step(
       point: bound leaves of the slice point.
       across: all leaves of the gradient, without the part that changes lengths.
       state: the state so far.
-      into: turn → the matrices that map its rows to the slice; None if `point` has its rows on the slice already.
+      into: turn of heads → the matrices that map its rows in `point` to the slice; None if they are on the slice.
       before_polar: a function that changes first moments before their polar factors are computed; by default none.
 
     Returns:
@@ -447,8 +454,7 @@ def tangential_step(
 
 @functools.singledispatch
 def can_step(part: Part[Any]) -> bool:
-    """Whether DDC has a rule for the leaves of a part. It has none for GL(d), which has no lengths and keeps no basis.
-    """
+    """Whether DDC has a rule for the leaves of a part. It has none for GL(d), which keeps neither lengths nor bases."""
     return True
 
 
@@ -461,7 +467,8 @@ def check_ddc(s: Slice, options: Options, params: optax.Params) -> None:
     """Raises ValueError for what DDC has no rule for: complex leaves, and gauges of all invertible matrices, GL(d).
 
     Unless `options.vertical` is "frozen", it also raises for gauges along whose orbit `vertical_step` cannot step:
-    `residual_rotation`, constants of several leaves, and gauges that a user defined.
+    `residual_rotation`, rotations of heads that share a leaf, gauges that add to several leaves at once, and gauges
+    that a user defined.
 
     Args:
       s: the slice.

@@ -3,22 +3,24 @@
 `ddc.plain` is the library's own version of DDC, which trains better (examples/results/starts.json). This module follows
 the paper's text, for comparison with its figures. A scale gauge joins *tensors* with norms ρ₁, ρ₂, … per channel: the
 two sides of a rescale, a norm's scale and the kernels that read it, or all layers of a chain of rescales of whole
-tensors. The product s = Π ρᵢ^eᵢ does not change along the orbit. Its exponents are e = (p, 1) for a pair of degree p,
-and (1, …, 1) for a chain of degree 1; |e| is the norm of this vector. A step has these parts:
+tensors. The product s = Π ρᵢ^eᵢ does not change along the orbit. Its exponents are e = (p, 1) for the two sides of a
+gauge of degree p, and (1, …, 1) for a chain of gauges of degree 1; |e| is the norm of the vector e. A step has these
+parts:
 
-* radial (B.4, B.6, B.7): one scalar Adam on s, or on log s / |e|. The step of log s is clamped, and log ρᵢ moves by its
-  share eᵢ/|e|². Decay acts here, as a factor exp(−|e|²·lr·wd) of s;
-* tangential (B.4, B.5): Adam entry by entry on ρ·g without its radial part, where g is the gradient. The step is
-  relative: −lr·ρ·U, where U is Adam's result;
+* radial (B.4, B.6, B.7): one scalar Adam on s, or on log s / |e|. The step of log s is clamped, and each log ρᵢ moves
+  by eᵢ/|e|² times this step. Decay acts here, as a factor exp(−|e|²·lr·wd) of s;
+* tangential (B.4, B.5): Adam entry by entry on ρ·g without its radial part, where g is the gradient and ρ the norm of
+  the entry's channel. The step is proportional to ρ: −lr·ρ·U, where U is Adam's result;
 * heads (B.8, B.9): the gradient loses its part along rotations. Its first moment is divided by the root of its second
-  moment, which is of the kind `v_mode` (`ddc.heads`). If the eigenbasis rotates by R, second moments move by |R|, with
-  the absolute value of each entry. In directions that are not live, the step is the first moment itself;
+  moment, which is of the kind `v_mode` (`ddc.heads`). If the eigenbasis rotates by R, second moments move by the matrix
+  of absolute values |Rᵢⱼ|. In directions that are not live (`ddc.heads`), the step is the first moment itself;
 * matrices under Muon (B.10): the polar factor of the horizontal first moment M, times ‖M‖_F/√rank.
 
 The step is taken in the coordinates F⁻¹·θ, with the frame F that was read at `init` (`ddc.links.link`). If two gauges
-share a leaf, ρ is the geometric mean of the leaf's lengths. Nothing returns to the slice: the lengths stay where the
-step leaves them. Two numbers that the text does not give are arguments: `max_log_step`, the bound of the step of log s,
-and `scale_floor`, the floor of s as a share of its fixed point s* = 1/(|e|²·wd).
+share a leaf, ρ of an entry is the geometric mean of the norms of both channels that contain it. Nothing moves back to
+the slice: the norms stay where the step leaves them. Two numbers that the paper does not give are arguments:
+`max_log_step`, the bound of the step of log s, and `scale_floor`, the floor of s as a share of the value
+s* = 1/(|e|²·wd) at which decay and Adam's largest step balance.
 """
 
 import dataclasses
@@ -69,7 +71,7 @@ from gauge_optax.transformation import (
 )
 
 Scalar = float | jax.Array
-_RESET_EVERY = 1000  # steps after which eigenbases are computed anew in any case; the text gives no number
+_RESET_EVERY = 1000  # eigenbases are computed anew at least every so many steps; the paper's text gives no number
 _MAX_LOG_STEP = 0.5
 
 
@@ -77,14 +79,15 @@ class PaperOptions(NamedTuple):
     """The settings of appendix B that `Options` does not have.
 
     Attributes:
-      learning_rate: a number or a schedule. None makes a direction in place of a step, for a link that another link
-        multiplies by the rate: minus the derivative of the step by the rate, at the rate 0 and without decay.
-      weight_decay: decoupled decay, multiplied by the rate; a number or a schedule. It shrinks s of leaves that a scale
-        gauge binds, and the entries of all other leaves.
+      learning_rate: a number or a schedule. With None, the result is no step, but a direction that a later link
+        multiplies by −rate: minus the derivative of the step by the rate, at the rate 0 and without decay.
+      weight_decay: decoupled decay, multiplied by the rate; a number or a schedule. For leaves that a scale gauge binds
+        it shrinks s; for all other leaves it shrinks the entries.
       matrix_rate: the learning rate of matrices under Muon.
       matrix_decay: the decay of these matrices.
       max_log_step: the largest change of log s in a step with radial="linear".
-      scale_floor: with radial="linear", the derivative by s is divided by s or by this share of s*, if that is larger.
+      scale_floor: with radial="linear", the derivative by s has a factor 1/s. If s is smaller than this share of s*,
+        the factor is one over that share of s* instead. `ddc/printed.py` defines s and s*.
     """
 
     learning_rate: Any
@@ -113,7 +116,7 @@ def paper_options(
       name: name of the transformation, for messages.
       preset: "paper".
       options: the settings without the preset.
-      weight_decay: the decay of the optimizer; None for a link, which knows no decay and therefore no s*.
+      weight_decay: the decay of the optimizer; None for a link, which is given no decay and so has no floor of s.
       mask: the mask of this decay.
       rest: as in `quotient`.
       match: as in `add_gauge_decay`.
@@ -144,7 +147,7 @@ def paper_options(
 
 
 def require_no_clamp(name: str, max_log_step: Scalar) -> None:
-    """Raises ValueError for a `max_log_step` without the preset, whose steps alone it bounds."""
+    """Raises ValueError for a `max_log_step` that is given without the preset: it bounds only steps of the preset."""
     if _is_another(max_log_step, _MAX_LOG_STEP):
         raise binding_error(
             name, "max_log_step without preset='paper'", f"max_log_step={max_log_step!r}",
@@ -153,7 +156,7 @@ def require_no_clamp(name: str, max_log_step: Scalar) -> None:
 
 
 def _is_another(value: Any, default: float) -> bool:
-    """Whether a number is not its default. A tracer passes: `inject_hyperparams` traces numbers."""
+    """Whether a number is not its default. False for a tracer, as `inject_hyperparams` makes one of every number."""
     return not isinstance(value, jax.core.Tracer) and bool(np.any(np.asarray(value) != default))
 
 
@@ -181,8 +184,9 @@ class Tensors:
 def joined_sides(part: Part[Any]) -> tuple[tuple[Block, ...], ...]:
     """The tensors that appendix B joins by a product of their norms; () for a part without such a rule.
 
-    A scale with two sides leaves the product of their norms as it is. A scale with one side has no such product, so
-    that the length of its one tensor is not stepped. The planes of rotary heads have no lengths in the paper.
+    A scale with two sides does not change the product of their norms. A scale with one side (a scale-invariant kernel)
+    has no such product, and the length of its one tensor is not stepped. The planes of rotary heads have no lengths in
+    the paper.
     """
     return ()
 
@@ -258,7 +262,8 @@ def paper_ddc(
             s, options, adam, polar, matrices, point, relative, state,
             before_polar=lambda mean: s.project_turning(point, mean),
         )
-        # Adam's steps lose their parts along lengths, constants and rotations again; polar factors only along lengths.
+        # The parts along lengths, constants and rotations are removed again from Adam's steps. From polar factors, only
+        # the part along lengths is removed.
         step = without_lengths(sized, point, step)
         step = s.centred(s.project_turning(point, step)) | {path: step[path] for path in matrices}
 
@@ -286,7 +291,7 @@ def paper_ddc(
         def moments(params: optax.Params) -> GaugeMoments:
             point = s.vectors(params)
             squares = [t.channels[0].dot(point, point) for t in joined_tensors(s)]
-            # Two tuples, each with buffers of its own: no buffer can be donated twice.
+            # `mu` and `nu` have separate buffers, because a buffer that occurs twice in a state cannot be donated.
             mu, nu = (tuple(jnp.zeros_like(square) for square in squares) for _ in range(2))
             heads = init_heads(s, point, options.v_mode, paper=True)
             return GaugeMoments(mu, nu, (), heads, init_vertical(s, "frozen", point))
@@ -305,7 +310,7 @@ def paper_ddc(
 
 
 def _sizes(sized: Sequence[tuple[Channels, jax.Array]], point: Arrays) -> Arrays:
-    """Returns leaf path → ρ per entry: the geometric mean of the lengths of all channels that contain the entry."""
+    """Returns leaf path → ρ per entry: the geometric mean of the norms of all channels that contain the entry."""
     logs: Arrays = {}
     counts: dict[str, jax.Array] = {}
     for channels, square in sized:
@@ -355,7 +360,7 @@ def _log_step(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the change of log s per channel, and both new moments.
 
-    If the learning rate is None, the result has a direction in place of the change, see `PaperOptions`.
+    If the learning rate is None, the first result is minus its derivative by the rate, see `PaperOptions`.
     """
     e2, rate = joined.square, paper.learning_rate
     squares = [c.dot(point, point) for c in joined.channels]
@@ -377,7 +382,8 @@ def _log_step(
         move = step * inverse_of(s) if linear else e2**0.5 * step
     elif linear:
         after = s * jnp.exp(-e2 * rate * paper.weight_decay) - rate * step
-        ratio = jnp.maximum(after * inverse_of(s), jnp.finfo(s.dtype).tiny)  # B.7 has log(s_new) − log(s)
+        # B.7 has log(s_new) − log(s). The maximum keeps the logarithm finite where the step leads below zero.
+        ratio = jnp.maximum(after * inverse_of(s), jnp.finfo(s.dtype).tiny)
         move = jnp.clip(jnp.log(ratio), -paper.max_log_step, paper.max_log_step)
     else:
         move = -rate * (e2**0.5 * step + e2 * paper.weight_decay)

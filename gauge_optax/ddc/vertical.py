@@ -1,8 +1,8 @@
 """Steps along orbits, for losses that are not constant along orbits because they contain a penalty on weights.
 
-Every coordinate of a point in its orbit is stepped by momentum (mode "sgd") or by Adam (mode "adam"). The coordinates
-are log α of a scale channel, the shift of a leaf, and the rotation of a head. All derivatives by the rotation of one
-head share one second moment.
+Coordinates say where in its orbit a point lies: log α of every scale channel, the shift of a leaf, and the rotation of
+a head. Each is stepped by momentum (mode "sgd") or by Adam (mode "adam"). All derivatives by the rotation of one head
+share one second moment.
 Reference: DDC B.1–B.4, `vertical_mode`.
 """
 
@@ -33,8 +33,9 @@ class Moments(NamedTuple):
     Attributes:
       scales: one array per scale, with a number per channel.
       shifts: one tuple per shift, with an array per block.
-      turning: in first moments, path of a leaf that rotations move → an average of the part of its gradient along
-        rotations; in second moments, index of the rotation in `Slice.heads`, as a string → one number per head.
+      turning: for rotations of heads. First moments map the path of a leaf that rotations move to an average of the
+        part of its gradient along rotations. Second moments map the index of a rotation in `Slice.heads`, as a string,
+        to one number per head.
     """
 
     scales: Any
@@ -104,20 +105,20 @@ def vertical_step(
 
 @functools.singledispatch
 def has_orbit_coordinates(part: Part[Any]) -> bool:
-    """Whether `vertical_step` can step all orbit coordinates of a part; also True for a permutation, which has none."""
+    """Whether `vertical_step` can step all orbit coordinates of a part. True for permutations, which have none."""
     return True
 
 
-@has_orbit_coordinates.register(OfUser)  # of a user's part only the action is known
+@has_orbit_coordinates.register(OfUser)  # only its action is known, not its coordinates
 @has_orbit_coordinates.register(Constant)
-@has_orbit_coordinates.register(Stream)  # its rotation passes through leaves that rotations of heads turn too
+@has_orbit_coordinates.register(Stream)  # rotations of heads turn some of the same leaves
 def _has_none(part: Part[Any]) -> bool:
     return False
 
 
 @has_orbit_coordinates.register
 def _rotations_have(part: Rotation) -> bool:
-    return not part.seen  # its gradient passes through leaves that another rotation turns too
+    return not part.seen  # `seen` is not empty if another rotation turns some of the same leaves
 
 
 @has_orbit_coordinates.register
@@ -127,9 +128,9 @@ def _means_have(part: Mean) -> bool:
 
 @functools.singledispatch
 def log_step(part: Part[Any]) -> float:
-    """How far a scale of degree p moves the logs of its sides per unit of log α: |(1, −p)|, 1 with one side.
+    """How far a change of log α by 1 moves the logs of a scale's two sides: the norm of (1, −p), with the degree p.
 
-    0 for other parts.
+    1 for a scale with one side; 0 for parts that are no scales.
     """
     return 0.0
 
@@ -168,20 +169,21 @@ def _scaled(part: Any, point: Arrays, logs: jax.Array) -> Arrays:
 
 
 def _derivatives(s: Slice, point: Arrays, gradient: Arrays) -> Moments:
-    """Returns the loss's derivatives by every orbit coordinate, with zeros in place of roundoff.
+    """Returns the loss's derivative by every orbit coordinate, with zeros in place of roundoff.
 
-    For an invariant loss all of them are roundoff.
+    A loss without a penalty on weights is constant along orbits, and all these derivatives are roundoff.
     """
     sizes = {p: jnp.abs(point[p] * x) for p, x in gradient.items()}
     scales = []
     for part in _scales(s):
-        # Inside `shard_map`, the derivative by a constant would be a sum over devices.
+        # Inside `shard_map`, the derivative by an array that is equal on all devices would be summed over them. `logs`
+        # therefore varies over devices as the point does.
         logs = varying_like(jnp.zeros(part.shape, real_dtype()), point[part.blocks[0].path])
         moved, pull = jax.vjp(functools.partial(_scaled, part, point), logs)
         size = sum((b.total(part.named, sizes[b.path]) for b in part.blocks), start=jnp.zeros(()))
         cotangent = {p: gradient[p] if p in changed(part) else jnp.zeros_like(x) for p, x in moved.items()}
-        # log α = 1 changes the logs of both sides by (1, −p), and the log of a single side by 1. The coefficient of the
-        # projection on this vector:
+        # A change of log α by 1 moves the logs of both sides by (1, −p), or the log of a single side by 1. What is
+        # appended is the coefficient of the projection on this vector.
         scales.append(_above_noise(pull(cotangent)[0], size) / log_step(part) ** 2)
     absolute = {p: jnp.abs(x) for p, x in gradient.items()}
     shifts = [jax.tree.map(_above_noise, i.read(a, gradient), i.read(a, absolute)) for i, a in _shifts(s)]
@@ -202,12 +204,12 @@ def _times(s: Slice, turning: Arrays, factors: Arrays) -> Arrays:
 
 
 def _above_noise(derivative: jax.Array, size: jax.Array) -> jax.Array:
-    """Returns a derivative, with zeros where it is only roundoff of a sum; `size` is the sum of the terms' sizes."""
+    """Returns a derivative, with zeros where it is only roundoff of a sum; `size` is the sum of absolute values."""
     return jnp.where(jnp.abs(derivative) > direction_tolerance(derivative.dtype) * size, derivative, 0.0)
 
 
 def _is_turned(turn: Any, point: Arrays, gradient: Arrays) -> jax.Array:
-    """Per head, whether the part of a gradient along rotations exceeds the roundoff of sums over the head's rows."""
+    """For each head, whether the gradient's part along rotations exceeds the roundoff of sums over the head's rows."""
     lengths = (jnp.sqrt(jnp.trace(turn.gram(x, x), axis1=-2, axis2=-1)) for x in (point, gradient))
     moment = jnp.linalg.norm(skew(turn.gram(point, gradient)), axis=(-2, -1))
     return moment > direction_tolerance(moment.dtype) * math.prod(lengths, start=jnp.ones(()))

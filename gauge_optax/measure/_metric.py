@@ -5,9 +5,9 @@ to one point of the orbit: the slice point, or the *balanced* point, which has t
 tangent's part perpendicular to the orbit is measured there, in the Euclidean metric. All weights of one function are
 moved to the same point, up to rotations, which change no length. They therefore give the same numbers.
 
-The two points behave differently when a channel dies. Take the output u·v of two weights, and let it go to zero. The
-slice point has u = 1 and v = u·v: its curvature u² + v² goes to 1. The balanced point has |u| = |v| = √|u·v|: its
-curvature 2·|u·v| goes to zero.
+The two points behave differently when a channel dies. Take a network of two weights u and v with the output w = u·v,
+and let w go to zero. The slice point has u = 1 and v = w, and its curvature u² + v² goes to 1. The balanced point has
+|u| = |v| = √|w|, and its curvature u² + v² = 2·|w| goes to zero.
 """
 
 import functools
@@ -32,8 +32,8 @@ from gauge_optax.xla import while_loop
 
 Leaves = dict[str, jax.Array]
 
-_ROUNDS = 500  # the most rounds of conjugate gradients; they need about ten, and more if heads have weak directions
-_DRAWS = 4  # random coordinates from which the norms of vertical vectors are estimated
+_ROUNDS = 500  # the most rounds of conjugate gradients; about ten suffice, more if heads are small in some direction
+_DRAWS = 4  # how many random coordinates the norms of vertical vectors are estimated from
 
 
 def check_at(name: str, at: str) -> None:
@@ -45,7 +45,9 @@ def check_at(name: str, at: str) -> None:
 
 
 def require_frame(name: str, group: Product, params: Any) -> None:
-    """Raises ValueError if heads have no frame: then no point of their orbit is the same for all weights.
+    """Raises ValueError if both factors of a `head_linear` have less than full rank in some heads.
+
+    These heads have no frame, so that no point of their orbit is the same for all weights of one function.
 
     Args:
       name: the name of the public function, for the message.
@@ -71,8 +73,7 @@ def ways(group: Product, params: Any, at: str, frame: Elements | None = None) ->
       group: the gauges.
       params: the point.
       at: "balanced" or "slice".
-      frame: the frame of another point. If given, the rotations in it are undone, and not the rotations in the frame of
-        `params`.
+      frame: the frame of another point. If given, its rotations are undone in place of those that `params` have.
 
     Returns:
       The moves. Each starts at the point where the move before it ends.
@@ -124,8 +125,9 @@ def perpendicular(group: Product, params: Any, vector: Leaves) -> Leaves:
     """The part of a vector that is perpendicular to orbits: the vector minus the nearest vertical vector T·c.
 
     T maps coordinates c of the group's elements to vertical vectors, and c is found by conjugate gradients for least
-    squares (CGLS, Björck 1996). Each round moves the rest along a vertical vector, as far as makes the rest shortest,
-    so that roundoff can slow it down, but cannot lead it away. The result is NaN if the rounds do not suffice.
+    squares (CGLS, Björck 1996). Each round subtracts a multiple of a vertical vector from what is left of the vector
+    (`rest`), the multiple that makes the rest shortest. Roundoff can therefore slow the method down, but cannot make it
+    diverge. The result is NaN if the rounds do not suffice.
     """
     s = group._bound(params).slice
     if not s.parts:
@@ -134,14 +136,15 @@ def perpendicular(group: Product, params: Any, vector: Leaves) -> Leaves:
     # A tiny or huge vector would have squares of 0 or infinity.
     most = jnp.max(jnp.stack([jnp.max(jnp.abs(x), initial=0.0) for x in rest.values()]))
     rest = jax.tree.map(lambda x: safe_divide(x, most), rest)
-    # In the basis in which the Gram matrix of a head is diagonal, its coordinates have perpendicular vertical vectors.
+    # In the basis in which the Gram matrix of a head is diagonal, the vertical vectors of the head's coordinates are
+    # perpendicular to each other, so that few rounds are needed.
     bases = {turn: _basis(turn, point) for turn in s.heads}
     for turn, basis in bases.items():
         point, rest = turn.act(basis, point), turn.act(basis, rest)
     push, pull = _vertical(group, params, point)
     size, slope = optax.tree.norm(rest), pull(rest)
-    # The vertical vectors of some unit coordinates are short. By the least ratio |T·c|/|c| so far, `weak`, the distance
-    # from the nearest vertical vector is at most about |slope|/weak.
+    # `slope` is Tᵀ·rest. It can be small although a vertical part is left in `rest`, if T makes some coordinates short.
+    # With `weak`, the least ratio |T·c|/|c| so far, the norm of that part is at most about |slope|/weak.
     precise, usable = (1e-12, 1e-6) if jnp.finfo(size.dtype).eps < 1e-10 else (1e-6, 1e-3)
 
     def unfinished(carry: Any) -> jax.Array:
@@ -182,7 +185,7 @@ def require_solved(name: str, found: jax.Array, *given: Any) -> None:
 
 @functools.singledispatch
 def _basis(turn: Part[Any], point: Leaves) -> Any:
-    """The element that makes the Gram matrix of every head diagonal; by default none is needed: the identity."""
+    """The rotation after which the Gram matrix of every head is diagonal; by default the identity: none is needed."""
     return turn.identity()
 
 
@@ -194,12 +197,12 @@ def _basis_of_heads(turn: Rotation, point: Leaves) -> jax.Array:
 def _vertical(group: Product, params: Any, point: Leaves) -> tuple[Callable[[Any], Leaves], Callable[[Leaves], Any]]:
     """The map from coordinates to vertical vectors, and its transpose.
 
-    Each coordinate is scaled so that a change of it by one has a vertical vector of norm about 1.
+    Each coordinate is scaled such that its change by 1 moves the point along a vertical vector of norm about 1.
 
     Args:
       group: the gauges.
       params: a tree that they bind.
-      point: the values of bound leaves at which vectors are vertical.
+      point: values of the bound leaves; vertical vectors are those at this point.
     """
     b = group._bound(params)
     zero = group.algebra(params)
@@ -213,12 +216,13 @@ def _vertical(group: Product, params: Any, point: Leaves) -> tuple[Callable[[Any
     def pull(x: Leaves) -> Any:
         return optax.tree.mul(scale, transposed(x)[0])
 
-    # Entries (i, j) and (j, i) of a rotation's coordinate have opposite vertical vectors, and must not get one sign by
-    # chance: they would cancel. The signs of `pull` are opposite where vertical vectors are.
+    # The norms of vertical vectors are estimated from coordinates whose entries have random signs. Entries (i, j) and
+    # (j, i) of a rotation's coordinate have opposite vertical vectors, which would cancel if both entries had one sign.
+    # The signs are therefore those of what `pull` makes of a random vector: they are opposite for such entries.
     keys = map(jax.random.key, range(_DRAWS))
     drawn = [jax.tree.map(jnp.sign, pull(optax.tree.random_like(key, point, jax.random.normal))) for key in keys]
-    # A coordinate whose vertical vector t shares no entry with others gets the scale 1/|t|. The first round divides by
-    # the sum of absolute values, which neither underflows nor overflows as squares may.
+    # A coordinate whose vertical vector t shares no entry with the others gets the scale 1/|t|. Before norms are taken,
+    # the first round divides by sums of absolute values, because squares may underflow or overflow.
     for weigh, root in ((jnp.sign, jnp.positive), (jnp.positive, jnp.sqrt)):
         pulled = [pull(jax.tree.map(weigh, scaled(c))) for c in drawn]
         norms = jax.tree.map(lambda *y: root(jnp.mean(jnp.abs(jnp.stack(y)), 0)), *pulled)  # noqa: B023

@@ -32,8 +32,8 @@ def recorded(
     """Makes a step of an optimizer, and records its metrics if a record is due.
 
     Args:
-      update: gradient → (updates, state).
-      record: updates → metrics.
+      update: a function of the gradient that returns (updates, state).
+      record: a function of the updates that returns the metrics.
       last: metrics of the last record.
       gradient: the argument of `update`.
       taken: number of steps before this one.
@@ -47,8 +47,8 @@ def recorded(
         updates, state = update(gradient)
         return updates, state, either(taken, every, lambda: record(updates), last, gradient)
     metrics = either(taken, every, lambda: record(update(gradient)[0]), last, gradient)
-    # Make the step depend on the metrics. XLA then reads donated parameters for the metrics before the step overwrites
-    # them, and need not copy them.
+    # The step is made to depend on the metrics. XLA then reads donated parameters for the metrics before the step
+    # overwrites them, and need not copy the parameters.
     updates, state = update(recomputed_after(metrics, gradient))
     return updates, state, metrics
 
@@ -57,7 +57,7 @@ def either(
     taken: jax.Array, every: int | np.integer[Any] | jax.Array, record: Callable[[], Metrics], last: Metrics,
     measured: Any,
 ) -> Metrics:
-    """Returns record() if a record is due, and `last` otherwise, replicated over the mesh of the tree `measured`."""
+    """Returns `record()` if a record is due, else `last`, replicated over the mesh of the tree `measured`."""
     sharding = layout(measured)
 
     def made() -> Metrics:

@@ -1,8 +1,9 @@
 """Reads the two factors of Adam's step from an optimizer's state: an entrywise preconditioner and the first moment.
 
-The functions find optax's `scale_by_adam` anywhere in a chain. The steps of `scale_by_ddc` and of an Adam inside
-`quotient` or another optimizer of this library are not such products, since their moments are in slice coordinates, or
-their steps are changed afterwards. The functions refuse these states. Measure the steps with `step_leakage`.
+The functions find optax's `scale_by_adam` anywhere in a chain. The steps of `scale_by_ddc`, and of an Adam inside
+`quotient` or another optimizer of this library, are no products of these two factors: their moments are in slice
+coordinates, or their steps are changed afterwards. The functions refuse such states. Measure the steps themselves with
+`step_leakage`.
 """
 
 from collections.abc import Callable, Mapping
@@ -49,7 +50,7 @@ def adam_factors(
 
     Raises:
       ValueError: no Adam in the state, or several; an Adam inside an optimizer of this library, such as `quotient`; the
-        state before the first step (outside `jit`, which cannot see it: there the factors are NaN); a decay that is not
+        state before the first step (inside `jit` this cannot be checked, and the factors are NaN); a decay that is not
         at least 0 and below 1, a negative eps.
 
     >>> tx, params = optax.adamw(1e-3), {"w": jnp.array([1.0, -2.0])}
@@ -81,11 +82,12 @@ def adam_precondition(
 
     D depends on the point θ through the second moment v = b2·v_old + (1 − b2)·g(θ)², with the gradient g. Along a step
     u the derivative of v is (1 − b2)·2g·Hu, with the Hessian H. Even at a fixed θ, v changes from step to step, because
-    v_old does. That change is no part of this derivative. It enters the leakage of the next step, through its D.
+    v_old does. That change is no part of this derivative. It enters the leakage of the next step, through that step's
+    D.
 
     Args:
-      opt_state: the state before the step, of any chain with one `scale_by_adam` in it; none of Adamax, RAdam, ADOPT or
-        Yogi, as for `adam_factors`.
+      opt_state: the state before the step, of any chain with one `scale_by_adam` in it. As for `adam_factors`, do not
+        pass a state of Adamax, RAdam, ADOPT or Yogi.
       grad_fn: params → gradient.
       b2: decay of the second moment.
       eps: added to the root.
@@ -96,7 +98,8 @@ def adam_precondition(
 
     Raises:
       ValueError: no Adam in the state, or several; an Adam inside an optimizer of this library, such as `quotient`, or
-        one that a mask hides leaves from; a decay that is not at least 0 and below 1, a negative eps.
+        an Adam that sees only some of the leaves, because of a mask; a decay that is not at least 0 and below 1, a
+        negative eps.
 
     >>> tx, grad_fn = optax.adam(1e-3), lambda p: p
     >>> precondition = go.measure.adam_precondition(tx.init(jnp.ones(2)), grad_fn)
@@ -128,7 +131,7 @@ def adam_precondition(
 
 
 def _require_options(caller: str, decays: Mapping[str, Any], added: Mapping[str, Any]) -> None:
-    """Raises ValueError for numbers that no Adam has: of a decay of 1, every factor would be zero or infinite."""
+    """Raises ValueError for numbers that no Adam has: with a decay of 1, every factor would be zero or infinite."""
     for numbers, interval in ((decays, "[0, 1)"), (added, "[0, inf)")):
         for name, number in numbers.items():
             require_number(caller, name, number, interval, f"pass the {name} of the optimizer")
@@ -144,7 +147,7 @@ def _inverse_root(v: jax.Array, b2: float, eps: float, eps_root: float, count: j
 
 def _only_adam(caller: str, opt_state: Any) -> optax.ScaleByAdamState:
     found = _adams(opt_state)
-    # This library's wrappers change the gradients or the steps of the optimizer inside; those of `measure` do not.
+    # This library's wrappers change the gradients or the steps of the optimizer inside, except those of `measure`.
     wraps = [node for node in jax.tree.leaves(opt_state, is_leaf=_wraps) if _wraps(node) and _adams(node)]
     if wraps:
         raise binding_error(
@@ -168,8 +171,12 @@ def _adams(tree: Any) -> list[optax.ScaleByAdamState]:
 
 
 def _wraps(node: Any) -> bool:
-    """Whether a node is the state of an optimizer of this library, other than of those that only record or round."""
+    """Whether a node is the state of an optimizer of this library.
+
+    Optimizers that only record measurements, or only round second moments to two bytes, do not count.
+    """
     kind = type(node)
-    # By name: this folder imports no optimizer. With two bytes per entry `tops` is (), and second moments are numbers.
+    # The class is recognised by its name, because this folder imports no optimizer. With two bytes per entry `tops` is
+    # (), and the stored second moments are numbers; with one byte they are codes.
     rounds = kind.__name__ == "CompressedState" and isinstance(node.tops, tuple)
     return kind.__module__.startswith("gauge_optax.") and not kind.__module__.startswith(__package__) and not rounds

@@ -55,9 +55,9 @@ def track_balance(gauges: Gauges, *, every: int | np.integer[Any] | jax.Array = 
     """Records the ratio and the product of the sizes of both sides of every scale; updates pass unchanged.
 
     Put it last in a chain, after the optimizer. Read the record by name: `optax.tree.get(state, "drift")`. A channel
-    with a side of zeros has no ratio: `drift` and `log_ratio` count its logarithm as 0, and its product is 0. Balanced
-    weights need not have the ratio 1: all gauges but `multiplier_balance` balance the two sums of squares, not the
-    means of squares, so that the ratio of balanced weights depends on how many entries each side has.
+    with a side of zeros has no ratio: `drift` and `log_ratio` count its logarithm as 0, and its product is 0. The ratio
+    after `gauge_fix` need not be 1: except for `multiplier_balance`, `gauge_fix` balances the two sums of squares and
+    not the means of squares, so that the ratio depends on how many entries each side has.
 
     Args:
       gauges: a gauge or a sequence of them; those with two sides are recorded.

@@ -1,4 +1,4 @@
-"""The barrier between two sets of weights: how far the loss on the line between them rises above a linear course."""
+"""The barrier between two sets of weights: how far the loss on the line between them exceeds a linear interpolation."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,11 +15,11 @@ def barrier(loss: Callable[[Any], Any], a: Any, b: Any) -> float:
     Args:
       loss: a function of the parameters, such as the loss of a whole test set.
       a: parameters.
-      b: parameters with the same structure and shapes. Align them to a before: `go.orbit.align`.
+      b: parameters with the same structure and shapes. Usually they are aligned to `a` first, by `go.orbit.align`.
 
     Returns:
       The maximum of loss(λ) − ((1 − λ)·loss(0) + λ·loss(1)) over λ = 0, 0.1, …, 1, where loss(λ) is the loss at
-      (1 − λ)·a + λ·b. It is zero if no point lies above, and NaN if a loss is.
+      (1 − λ)·a + λ·b. It is zero if the loss nowhere exceeds the interpolation, and NaN if a loss is NaN.
 
     Raises:
       ValueError: trees that differ in structure or shapes; a loss that is no real number.
@@ -36,6 +36,7 @@ def barrier(loss: Callable[[Any], Any], a: Any, b: Any) -> float:
     for value in values:
         require_scalar("barrier", value, differentiable=False)
     losses = [float(value) for value in values]
-    chord = [losses[0] + step / 10 * (losses[-1] - losses[0]) for step in range(11)]  # exact where both ends are level
+    # In this form the chord has no roundoff if both ends have the same loss.
+    chord = [losses[0] + step / 10 * (losses[-1] - losses[0]) for step in range(11)]
     # NumPy's maximum of NaN and a number is NaN, Python's may be the number.
     return float(np.max([0.0, *(between - straight for between, straight in zip(losses, chord, strict=True))]))

@@ -79,8 +79,9 @@ class _Arrays(NamedTuple):
     labels: list[Any]
 
 
-# (outputs, change of outputs, labels) → C·change for each row of outputs. The matrix C is the second derivative of the
-# loss by the outputs, or the mean over labels of s·sᵀ, where s is the loss's gradient by the outputs.
+# A function of (outputs, change of outputs, labels) that returns C·change for each row of outputs. The matrix C is the
+# second derivative of the loss by the outputs, or the mean over labels of s·sᵀ, where s is the loss's gradient by the
+# outputs.
 Curve = Callable[[jax.Array, jax.Array, Any], jax.Array]
 
 
@@ -143,7 +144,7 @@ def _curves(name: str, likelihood: str) -> tuple[Curve, Curve, Curve]:
 
 @dataclasses.dataclass(frozen=True)
 class _Rule:
-    """What an operator consists of besides arrays. It is static under `jit`: one program serves all points of a run."""
+    """What an operator consists of besides arrays. It is static under `jit`, so that one program serves all points."""
 
     fn: Callable[[Any, Any], Any]
     curve: Curve | None  # None for the Hessian
@@ -201,11 +202,11 @@ def _group(rule: _Rule) -> Product:
 def _tridiagonal(
     multiply: Callable[[jax.Array], jax.Array], fresh: Callable[[jax.Array | int], jax.Array], steps: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Lanczos: an orthonormal basis (steps, d), and the matrix in it, which is tridiagonal.
+    """Lanczos: an orthonormal basis (steps, d), and the matrix in this basis, which is tridiagonal.
 
-    Each vector is the product of the matrix with the last one, less its part in the span of all so far. If nothing is
-    left but roundoff, the matrix maps this span to itself: the next vector is then a fresh one. Without this, roundoff
-    would be the next vector. It may lie in the span, and its products would count again and again.
+    Each vector is the product of the matrix with the vector before it, less the part in the span of all vectors so far.
+    If only roundoff is left, the matrix maps the span to itself, and a random vector comes next. Without this rule,
+    roundoff would come next. It may lie in the span, and eigenvalues that were found already would be found again.
 
     Args:
       multiply: vector (d,) → its product with the matrix.
@@ -214,7 +215,7 @@ def _tridiagonal(
     """
 
     def unit_outside(x: jax.Array, basis: jax.Array) -> tuple[jax.Array, jax.Array]:
-        for _ in range(2):  # the first difference has roundoff as large as that of x
+        for _ in range(2):  # after one subtraction, roundoff of the size of that in x may still lie in the span
             x = x - matmul(matmul(basis, x), basis)
         x, most = unit_and_size(x, 0)
         length = jnp.linalg.norm(x)
@@ -404,7 +405,7 @@ class Operator:
     # Inside -------------------------------------------------------------------------------------------------
 
     def _check_length(self, vector: Any, axes: int) -> None:
-        """Raises ValueError unless an array of real numbers has d rows, and at most so many axes."""
+        """Raises ValueError unless the vector is an array of real numbers with d rows and at most `axes` axes."""
         if jnp.iscomplexobj(vector):
             raise binding_error(
                 self.name, "a complex vector", f"{jnp.result_type(vector)}", "real numbers",
@@ -616,7 +617,7 @@ class Fisher(Operator):
 class EmpiricalFisher(Operator):
     """The mean of s·sᵀ over the labels of the data, with the score s. It is no Fisher information.
 
-    It depends on the residuals between outputs and labels.
+    The Fisher information takes labels that the model draws. This matrix depends on how far outputs are from labels.
 
     Args:
       fn: (params, batch) → outputs (…, classes), or (…, outputs). It is compiled as by `jax.jit`: a later change of a
@@ -697,7 +698,8 @@ class Quotient(Operator):
     which the matrix has `dim` rows.
 
     Attributes:
-      dim: d minus the dimensions of the orbit. It is computed when first read, from a dense matrix of d rows.
+      dim: d minus the number of dimensions of the orbit. It is computed from a dense matrix of d rows, when it is read
+        for the first time.
     """
 
     def __init__(self, name: str, rule: _Rule, arrays: _Arrays, enter: Callable[[Any], Any]) -> None:
@@ -724,9 +726,10 @@ class Quotient(Operator):
             across = [
                 jax.vmap(self._flat)(_across_all(self._rule, jax.vmap(self._split)(x), self._arrays)) for x in rows
             ]
-            # Rᵀ, with R the projection on the orbit.
+            # `along` is Rᵀ, where R projects onto the tangents of the orbit.
             along = self._finite(eye - jnp.concatenate(across)).astype(np.float64)
-            # R is a projection: its singular values are 0 or at least 1. Those of 0 belong to perpendicular vectors.
+            # The singular values of a projection are 0 or at least 1. The value 0 belongs to vectors perpendicular to
+            # the orbit.
             sizes, right = singular_vectors(along)
             self._basis = jnp.asarray(right[sizes < 0.5], self._dtype)
         return self._basis
@@ -760,7 +763,8 @@ class Quotient(Operator):
         return self._flat(_perpendicular(self._rule, self._split(super()._probe(key, draw, arrays)), arrays))
 
     def _most_steps(self) -> int:
-        # The space has this many dimensions. Further vectors of Lanczos would be roundoff.
+        # The perpendicular vectors have this many dimensions, or more if gauges share directions. Further vectors of
+        # Lanczos would be roundoff.
         gauges = product(self._rule.gauges or ())
         return max(1, self.shape[0] - gauges.dim(self._arrays.params))
 
@@ -785,7 +789,8 @@ def quotient_fisher(operator: Operator, gauges: Gauges, at: str = "balanced") ->
 
     Raises:
       ValueError: a `Hessian`, which away from a minimum is not zero along orbits; gauges that bind leaves which are not
-        selected; heads without a frame, such as padded heads of `head_linear`; bindings that do not fit; another `at`.
+        selected; heads from which no frame can be read, such as padded heads of `head_linear`; bindings that do not
+        fit; another `at`.
 
     >>> fn = lambda p, x: jax.nn.relu(x @ p["up"]) @ p["down"]
     >>> params = {"up": jnp.full((1, 1), 9.0), "down": jnp.full((1, 1), 1.0)}
@@ -849,7 +854,7 @@ def directional_fisher(operator: Operator, direction: Any) -> jax.Array:
     >>> float(go.measure.directional_fisher(ggn, {"w": jnp.array([[0.0], [2.0]])}))
     4.5
 
-    Reference: DDC §5.8, read before and after one step.
+    Reference: DDC §5.8, which measures this number before and after one step.
     """
     _require_operator("directional_fisher", operator)
     vector = operator.enter(direction) if isinstance(operator, Quotient) else operator.ravel(direction)
@@ -950,7 +955,7 @@ def _noise_moments(outputs: jax.Array, each: int, rng: np.random.Generator) -> n
 
 def _matfree(module: str) -> Any:
     try:
-        return importlib.import_module(f"matfree.{module}")  # an extra, which only these need
+        return importlib.import_module(f"matfree.{module}")  # an optional dependency, for estimates of the trace alone
     except ImportError:
         raise ImportError(
             "fisher: estimates of the trace need matfree, which is not installed\n"

@@ -34,8 +34,9 @@ RESCALE, ROTATION = "rescale_leakage", "rotation_leakage"
 def lemma_of(part: Part[Any]) -> str | None:
     """The name of the function that computes the lemma about leakage along this kind of part; None without a lemma.
 
-    A rotation of the stream has none: it passes norms' scales, and under LayerNorm it keeps the vector of ones. Its
-    tangents are then no W·A for every skew A, which the lemma and `Orbit.rates` take for granted.
+    A rotation of the residual stream has none. It acts on kernels through the norms' scales, and under LayerNorm it
+    keeps the vector of ones. The lemma and `Orbit.rates` assume that the tangents are W·A for every skew matrix A,
+    which is then false.
     """
     return None
 
@@ -54,12 +55,13 @@ def _of_turns(part: Part[Any]) -> str:
 class StepLeakage(NamedTuple):
     """The motion of a step along an orbit; both fields have the structure of the gauge's element.
 
-    A *generator* is a change of log α for scales, a skew matrix for rotations, or a change of an angle. Each generator
-    a gives one tangent of the orbit.
+    A *generator* is a change of log α for scales, a skew matrix for rotations of heads, or a change of an angle. Each
+    generator a gives one tangent of the orbit.
 
     Attributes:
-      measured: Σ a·measured is the inner product of the step with the tangent that a gives.
-      rate: the generator of the step's vertical part. As θ moves by −lr·step, it moves along the orbit by −lr·rate.
+      measured: for every generator a, Σ a·measured is the inner product of the step with the tangent that a gives.
+      rate: the generator whose tangent is the step's vertical part. If θ moves by −lr·step, it moves along the orbit by
+        −lr·rate.
     """
 
     measured: Element
@@ -72,9 +74,9 @@ class RescaleLeakage(NamedTuple):
     Attributes:
       measured: Σ_up θ·D·g − p·Σ_down θ·D·g, with the gauge's degree p. To first order −lr·measured is the change of
         ½(‖up‖² − p·‖down‖²), which gradient flow conserves.
-      of_gradient: the leakage of D's mean over the channel. It is zero for the gradient of an invariant loss.
-      per_tensor: the leakage of the differences between each tensor's mean of D and the channel's.
-      residual: the leakage of the differences between each entry of D and its tensor's mean. With means="entries" a
+      of_gradient: the leakage due to the mean of D over the channel. It is zero for the gradient of an invariant loss.
+      per_tensor: the leakage due to the differences between D's mean over each tensor and its mean over the channel.
+      residual: the leakage due to the differences between each entry of D and its tensor's mean. With means="entries" a
         tensor of n entries contributes n·Cov(θ·g, D), times 1 for `up` and −p for `down`.
       rate: the step's motion along the orbit as a rate of log α, see `StepLeakage`.
     """
@@ -93,9 +95,9 @@ class RotationLeakage(NamedTuple):
 
     Attributes:
       measured: skew(S), where S is the sum of θᵀ(D⊙g) over the head's tensors; for a plane S₀₁ − S₁₀.
-      of_gradient: the leakage of D's mean over the head. It is zero for the gradient of an invariant loss.
-      per_tensor: the leakage of the differences between each tensor's mean of D and the head's.
-      residual: the leakage of the differences between each entry of D and its tensor's mean.
+      of_gradient: the leakage due to the mean of D over the head. It is zero for the gradient of an invariant loss.
+      per_tensor: the leakage due to the differences between D's mean over each tensor and its mean over the head.
+      residual: the leakage due to the differences between each entry of D and its tensor's mean.
       covariance: the part of `residual` due to differences between each entry of D and its column's mean. With
         means="entries", a tensor of n rows contributes skew(S), where S_ij is n times the covariance over rows of
         θ_i·g_j and D_j, for columns i and j.
@@ -116,8 +118,8 @@ class Orbit:
     """One gauge's orbit through one point, in the Euclidean metric.
 
     Everything is computed from the derivative of the gauge's action at the identity, so that no kind of gauge needs a
-    formula here. Generators and inner products have the structure of an element, an array per copy: a number per
-    channel or plane, or a matrix per head.
+    formula here. Generators and inner products have the structure of an element: one array per copy of the gauge (one
+    layer, say), with a number per channel or plane, or a matrix per head.
 
     Args:
       caller: the name of the public function, for messages.
@@ -125,9 +127,9 @@ class Orbit:
       params: the point.
       lemmas: the results of `lemma_of` that are accepted. Any other gauge, or several gauges, raise ValueError.
 
-    Weights are divided by a number of about their size per channel, head or plane, because squares of 1e-20 or 1e20 are
-    no float32. Tangents are linear in the weights, so that results are multiplied or divided by these numbers. They are
-    powers of two: no result is rounded by it.
+    The weights of each channel, head or plane are divided by a number of about their size, because float32 cannot hold
+    the squares of 1e-20 or 1e20. Tangents are linear in the weights, so that results are multiplied or divided by these
+    numbers again. The numbers are powers of two, so that this rounds no result.
 
     Attributes:
       named: copy → names of the axes that count its channels, heads or planes.
@@ -181,7 +183,8 @@ class Orbit:
 
     def _pairing(self, step: Arrays) -> Element:
         pulled = self._pull(dict(step))[0]
-        # The derivative by a rotation matrix is any matrix. Only its skew part has a product with (skew) generators.
+        # The derivative by a rotation matrix may be any matrix. Generators are skew, so that only its skew part counts
+        # in inner products with them.
         return {key: skew(x) if key in self._matrices else x for key, x in pulled.items()}
 
     def pairing(self, step: Arrays) -> Element:
@@ -192,7 +195,7 @@ class Orbit:
         """The generator of a step's vertical part: by how much the step moves log α, the head's basis or the angle."""
         pairing = self._pairing(step)
         heads = [key for key in pairing if key in self._matrices]
-        # The tangent W·A that is nearest to the step has WᵀW·A + A·WᵀW = 2·pairing.
+        # The tangent W·A that is nearest to the step solves WᵀW·A + A·WᵀW = 2·pairing.
         turns = [lyapunov(self._gram[key], pairing[key]) for key in heads]
         numbers = {key: safe_divide(x, self._gram[key]) for key, x in pairing.items() if key not in heads}
         inverse = {key: 1.0 / size for key, size in self._sizes.items()}
@@ -358,9 +361,9 @@ def _lemma(
         columns = {key: (*(name for name in named if name != PLANE), BASIS) for key, named in orbit.named.items()}
         by_column = average(columns)
         fields["covariance"] = orbit.pairing({p: (d[p] - by_column[p]) * g for p, g in gradients.items()})
-        # By the triangle inequality, ‖measured‖ is at most the sum of the norms of its terms. `per_tensor` counts block
-        # by block. With two blocks and a horizontal gradient, the norms of the blocks add up to the lemma's
-        # |d̄_Q − d̄_K|·‖skew(θ_Qᵀg_Q)‖.
+        # By the triangle inequality, ‖measured‖ is at most the sum of the norms of its terms. Here each block's part of
+        # `per_tensor` is one term. With two blocks and a horizontal gradient, the norms of both parts add up to the
+        # lemma's |d̄_Q − d̄_K|·‖skew(θ_Qᵀg_Q)‖.
         bounds = [orbit.norms(fields["of_gradient"]), orbit.norms(fields["residual"])]
         for number in range(max(map(len, orbit.blocks.values()))):
             inside = dict.fromkeys(d, jnp.zeros(()))
@@ -449,7 +452,7 @@ def predicted_drift(rates: Element, learning_rate: float | jax.Array) -> Element
                 f"shape {jnp.shape(learning_rate)} for rates of shape {jnp.shape(rate)}",
                 "one number, or one per step, the first axis of the rates", "pass one number, such as 1e-3",
             )
-        rate = in_computing_dtype(rate)  # a rate that is an integer would make an integer of the learning rate
+        rate = in_computing_dtype(rate)  # the learning rate is cast to this dtype, which must not be an integer
         sizes = jnp.broadcast_to(jnp.asarray(learning_rate, rate.dtype), rate.shape[:1])
         return -jnp.cumsum(sizes.reshape(-1, *[1] * (rate.ndim - 1)) * rate, axis=0)
 

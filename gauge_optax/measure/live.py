@@ -1,8 +1,8 @@
 """`track` records in an optimizer's state how its steps move along orbits. Read the records by `optax.tree.get`.
 
 Norms are taken in slice coordinates, where all weight sets of one function have the same norms. For a point θ, its
-gradient g and a step u these are θ̂ = F⁻¹·θ, ĝ = Fᵀ·g and û = F⁻¹·u. Here F is the frame of θ itself, and not the frame
-from `init`. docs/design.md §3.
+gradient g and a step u, the slice coordinates are θ̂ = F⁻¹·θ, ĝ = Fᵀ·g and û = F⁻¹·u. Here F is the frame of θ itself,
+and not the frame from `init`. docs/design.md §3 explains both.
 
 There is one exception. A `residual_rotation` turns a kernel behind a norm by a matrix that contains the norm's scale.
 A step of the scale therefore turns the kernel, too. Two weight sets that differ by such a rotation have the same norms
@@ -56,8 +56,8 @@ class Figures(NamedTuple):
 
     Attributes:
       packed: the entries of all arrays, one array after the other, (total size,).
-      layout: a dict with one key, the names and shapes of the arrays in this order, as JSON. Without arrays, a dict is
-        static under `jit`, and every file format can store it.
+      layout: a dict with one key, a JSON text with the names and shapes of the arrays in this order. A dict without
+        arrays is static under `jit`, and every file format can store it.
 
     >>> from gauge_optax.measure.live import Figures
     >>> figures = Figures.of({"up": jnp.ones(()), "down": jnp.array([2.0, 3.0])})
@@ -110,8 +110,9 @@ def _places(layout: str) -> dict[str, tuple[slice, tuple[int, ...]]]:
 class SliceNorms(NamedTuple):
     """Norms in slice coordinates, leaf path → norm. A leaf with an axis of layers has one norm per layer.
 
-    All weight sets of one function have the same norms, except, if they differ by a `residual_rotation` past norms with
-    scales: `gradient_norm` of these scales, `update_norm` of the leaves behind them, and `relevant_share`.
+    All weight sets of one function have the same norms, with one exception. Two sets that differ by a
+    `residual_rotation` past norms with scales may have different numbers in three places: `gradient_norm` of these
+    scales, `update_norm` of the leaves behind them, and `relevant_share`.
 
     Attributes:
       parameter_norm: ‖θ̂‖.
@@ -134,8 +135,8 @@ class Metrics(NamedTuple):
     Attributes:
       recorded_at: the number of the recorded step, from 0.
       drift: "gauge/layer" → the largest change, since `init`, of a log-scale or shift that is read from the anchors.
-      turning: "gauge/layer" → the angle in radians by which the step turns each head, which is the root of the sum of
-        the squared angles of the head's planes. It is NaN where `vertical_motion` is.
+      turning: "gauge/layer" → the angle in radians by which the step turns each head: the root of the sum of the
+        squared angles of the head's planes. It is NaN where `vertical_motion` is NaN.
       parameter_norm: norms of the parameters before the step.
       gradient_norm: norms of the gradient that the optimizer got.
       update_norm: norms of the update that it returned.
@@ -162,7 +163,8 @@ class TrackState(NamedTuple):
       taken: number of steps so far.
       start: the log-scales and shifts that were read from the anchors at `init`. Drift is the difference from them.
       metrics: the last record.
-      gauges: place in the list and label of a gauge → (), for every gauge: their names as a pytree without arrays.
+      gauges: a dict with the key "place in the list: label" and the value () for every gauge: the gauges' names as a
+        pytree without arrays.
     """
 
     inner_state: optax.OptState
@@ -283,7 +285,7 @@ def slice_norms(
 
 
 def _require_names(name: str, layers: Any) -> None:
-    """Raises ValueError unless `layers` is a collection of names: of one text, every piece would be a name."""
+    """Raises ValueError unless `layers` is a collection of names. In a single string, every letter would be a name."""
     if isinstance(layers, str) or not (isinstance(layers, Collection) and all(isinstance(x, str) for x in layers)):
         raise binding_error(
             name, "bad layers", f"layers={layers!r}", "names of axes in a tuple", 'pass layers=("layer",)')
@@ -292,7 +294,7 @@ def _require_names(name: str, layers: Any) -> None:
 def _slice_norms(
     s: Slice, layers: Collection[str], params: Any, gradient: Any, update: Any
 ) -> tuple[SliceNorms, Elements, Arrays, Arrays]:
-    """Returns the norms; the frame (without rotations) and slice point of `params`; and û, the step of bound leaves."""
+    """Returns the norms; the frame (without rotations) and slice point of `params`; and û of the bound leaves."""
     (elements, live, _), entered = s.unturned_slice_point(params)
     slice_gradient = entered.pull(s.vectors(gradient))
     slice_update: Arrays = jax.jvp(entered.enter, (s.values(params),), (s.vectors(update),))[1]

@@ -7,15 +7,15 @@ drawn by stochastic gradient Langevin dynamics, with a pull back to the minimum:
 
     Δw = −(lr/2)·(nβ·∇loss(w) + localization·(w − w*)) + √lr·noise
 
-λ itself is the same at all weights of one function. This estimate of it is not, because steps, noise and pull depend on
-the scale of each leaf. With gauges, the chain starts from the point of least norm on the orbit of w*, and after every
-step it moves along the orbit, back to the slice through that point. The pull is then toward the orbit of w*, noise
-along orbits has no effect, and all weights of one function get the same number.
+λ itself is the same at all weights of one function. The estimate without gauges is not, because steps, noise and pull
+depend on the scale of each leaf. With gauges, the chain starts from the point of least norm on the orbit of w*, and
+after every step it moves along the orbit, back to the slice through that point. The pull is then toward the orbit of
+w*, noise along orbits has no effect, and all weights of one function get the same number.
 
 Away from a minimum, in mid-training or at a saddle, the mean excess loss does not give λ: the samples find losses below
 that of w*, and the number is too small, often negative. To detect this, descents without noise start from w* and from
-the end of every chain. If the estimate would be larger by more than a quarter with the lowest loss that they find in
-place of loss*, `at_minimum` is False.
+the end of every chain. If they find losses so far below loss* that the estimate, taken relative to them, would be
+larger by more than a quarter, `at_minimum` is False.
 References: Lau et al. 2023, arXiv:2308.12108, Eq. (13) and Alg. 1; Watanabe 2009. The names of the arguments are those
 of devinterp.
 """
@@ -44,7 +44,7 @@ from gauge_optax.transformation import (
     with_hash,
 )
 
-_LARGE = 10**7  # with more parameters, chains run one after the other; all at once would need several times the memory
+_LARGE = 10**7  # with more parameters, chains run one after the other, because each needs memory of its own
 
 
 class LLC(NamedTuple):
@@ -54,8 +54,8 @@ class LLC(NamedTuple):
       mean: the mean of the estimates of all chains.
       std: the standard deviation over chains; 0 for one chain.
       per_chain: one estimate per chain, (chains,).
-      losses: the loss at every draw, (chains, draws). Look at it: it must not stay below `initial_loss`, and at the end
-        it must no longer rise.
+      losses: the loss at every draw, (chains, draws). Check that it does not stay below `initial_loss`, and that it has
+        stopped rising at the end: otherwise the estimate is not to be trusted.
       initial_loss: the loss at the given parameters, as the mean over batches.
       lowest_loss: the lowest mean loss over batches that a search found: on a line along the gradient, by a descent
         from the given parameters, or by one from the end of a chain; at most `initial_loss`.
@@ -63,8 +63,8 @@ class LLC(NamedTuple):
         `initial_loss`, an estimate relative to it would be larger by n_beta times the fall. True if this increase is at
         most a quarter of `mean`, both for the searches from the given parameters and on average for the descents from
         the ends of chains. False at a saddle, in mid-training, if chains left for a lower basin, and if a chain
-        diverges, so that a loss is not finite. True is no proof: a descent takes at most 200 steps, and may not see
-        directions of a curvature below 1/(200·lr·n_beta).
+        diverges, so that a loss is not finite. True is no proof: a descent takes at most 200 steps, and hardly moves
+        along directions of a curvature below 1/(200·lr·n_beta).
     """
 
     mean: jax.Array
@@ -150,7 +150,7 @@ def llc(
     sizes: dict[str, tuple[Any, str]] = {
         "n_beta": (n_beta, "n / math.log(n)"), "lr": (lr, "1e-6"), "localization": (localization, "1.0")}
     for name, (size, usual) in sizes.items():
-        # Without a pull, a chain may leave the minimum, but it is a chain.
+        # localization=0 is allowed: without the pull, a chain may leave the minimum, but it still samples the density.
         require_number("llc", name, size, "[0, inf)" if name == "localization" else "(0, inf)", f"pass {name}={usual}")
     # A float64 of NumPy or JAX would promote the point. Python's floats, and a tracer of the point's dtype, do not.
     of_leaves = (in_single_or_better(x).dtype for x in real_leaves("llc", params).values())
@@ -189,7 +189,7 @@ class _Chart(NamedTuple):
 
 
 def _chart(params: Any, group: Product | None) -> _Chart:
-    # In bfloat16, steps round away.
+    # In bfloat16, steps of a chain would be rounded away.
     leaves = {path: in_single_or_better(x) for path, x in real_leaves("llc", params).items()}
     params = with_leaves(params, leaves)
     if group is None:
@@ -280,11 +280,11 @@ def _chains(
         start = point, jax.tree.map(jnp.zeros_like, point)
         (end, _), _ = jax.lax.scan(down, start, (shares, jax.random.split(key, steps)))
         ends = full(point), full(end)
-        # A descent that diverges does not count. If the chain has diverged, the loss at `point` shows it.
+        # A descent that diverges does not count. If the chain has diverged, the loss at `point` is not finite.
         return jnp.minimum(ends[0], jnp.where(jnp.isnan(ends[1]), jnp.inf, ends[1]))
 
     def along_gradient() -> jax.Array:
-        """The lowest loss on a line along the gradient. It finds lower losses if `lr` is too large for a descent."""
+        """The lowest loss on a line along the gradient. Finds lower losses even if `lr` is too large for a descent."""
         gradient = mean_of(lambda batch: jax.grad(at)(chart.start, batch))
         sizes = lr * n_beta * 4.0 ** -jnp.arange(12)
 

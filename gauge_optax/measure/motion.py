@@ -1,8 +1,9 @@
 """How far a trajectory has moved along the orbits.
 
-Scales and shifts have a coordinate, so that `drift` needs only two points. A rotation has none: a series of horizontal
-steps can end at its start but with a head rotated (holonomy). For rotations, sum `vertical_motion` over the steps
-instead: it is the vertical part of one step, as a logarithm in the group. docs/design.md §2.
+The position along the orbit of a scale or shift has a coordinate, so that `drift` needs only two points. That of a
+rotation has none: a series of horizontal steps can return to its start, except that a head is rotated (holonomy). For
+rotations, sum `vertical_motion` over the steps instead: it is the vertical part of one step, as a logarithm in the
+group. docs/design.md §2.
 """
 
 import functools
@@ -45,7 +46,7 @@ from gauge_optax.transformation import on_any_mesh, stepped
 
 _SMALL = 0.1  # angle up to which `_near_logarithm` converges to the precision of float64
 _WRONG = 1e-3  # a matrix whose exponential is this far from a rotation is no logarithm of it
-_CAYLEY_STEPS = 6  # rounds; each multiplies the error by about the square of half the angle, which is at most 1e-2
+_CAYLEY_STEPS = 6  # rounds; each multiplies the error by about the square of half the angle, a factor of at most 1e-2
 _LAST_ORDER = 13  # the series of 2·artanh is summed up to this order; its argument is at most 0.05
 
 
@@ -67,7 +68,7 @@ class Drift(tuple[Element, ...]):
         return self
 
     def __getnewargs__(self) -> tuple[tuple[Element, ...], Any]:
-        """What copies and pickles make it from."""
+        """The arguments with which `copy` and `pickle` call `__new__`."""
         return tuple(self), self.names
 
     def __repr__(self) -> str:
@@ -203,8 +204,9 @@ class Step(NamedTuple):
     Attributes:
       before: the elements of constants and sizes that are read before the step.
       now: the elements of constants and sizes that are read after the step.
-      found: for turns of heads, the skew logarithms of the rotations that the step contains; for parts whose motion
-        would hide these, the motion that `along` measures, in the slice coordinates of the point before the step.
+      found: for turns of heads, the skew logarithms of the rotations that the step contains. For parts whose motion
+        would disturb the measurement of these rotations, the motion that `along` returns. Both are in the slice
+        coordinates of the point before the step.
     """
 
     before: Elements
@@ -262,10 +264,11 @@ def _of_matrices(copy: Linear, step: Step) -> Any:
 def along(part: Part[Any], start: Arrays, end: Arrays) -> tuple[Any, Arrays]:
     """Measures how far a step moves along a part, and removes this motion from the end of the step.
 
-    It is called before the turns of heads are measured, because the motion along some parts would disturb them.
+    It is called before rotations of heads are measured, because motion along some parts would disturb this measurement.
 
     Args:
-      part: any part. For parts that do not disturb these turns, the default measures and removes nothing.
+      part: any part. If motion along it does not disturb that measurement, the default applies: it measures and removes
+        nothing.
       start: the slice point before the step, path → leaf.
       end: the point after the step, path → leaf.
 
@@ -295,7 +298,7 @@ def _along_stream(part: Stream, start: Arrays, end: Arrays) -> tuple[Any, Arrays
 
 
 def turning(b: Bound, point: Arrays, tangent: Arrays) -> tuple[dict[str, jax.Array], ...]:
-    """Returns the angle by which a step turns each head; NaN where no rotation by less than π is nearest.
+    """Returns the angle by which a step turns each head; NaN under the conditions that `vertical_motion` states.
 
     Args:
       b: the gauges.
@@ -328,7 +331,8 @@ def _turns_of_heads(s: Slice, start: Arrays, end: Arrays) -> dict[Any, jax.Array
         change = {path: end[path] / size - x for path, x in rows.items()}
         found[turn] = _logarithm(turn.rows_seen.gram(rows, rows), turn.rows_seen.gram(rows, change))
         if any(moves(turn, other.rows_seen.blocks) for other in s.heads if other is not turn):
-            end = turn.undo(matrix_exponential(found[turn]), end)  # the others are read after this turn was undone
+            # Turns of the same rows are measured after this one was undone.
+            end = turn.undo(matrix_exponential(found[turn]), end)
     return found
 
 
@@ -339,13 +343,14 @@ def _logarithm(gram: jax.Array, step: jax.Array) -> jax.Array:
       gram: WᵀW.
       step: WᵀU.
     """
-    # A small angle is read from skew(step): in the sum with `gram` it would lose its digits in float32. Whether it is
-    # small, the size of the step does not tell: a step that is small beside the largest rows may turn weak ones far.
+    # A small angle is computed from skew(step): in the sum gram + step it would lose its digits in float32. The size of
+    # the step does not show whether the angle is small, because a step that is small compared with the largest rows may
+    # turn small rows far. `_near_logarithm` therefore returns a mask of the small angles too.
     near, small = _near_logarithm(gram + symmetric(step), skew(step))
     return jax.lax.cond(jnp.all(small), _as_it_is, _with_large_angles, near, small, gram + step)
 
 
-# The branches are functions of this module: outside `jit`, JAX would compile functions within functions at every call.
+# The branches of `cond` are functions of the module. Outside `jit`, JAX would compile nested functions at every call.
 
 
 def _as_it_is(near: jax.Array, *_: jax.Array) -> jax.Array:
@@ -357,7 +362,7 @@ def _with_large_angles(near: jax.Array, small: jax.Array, matrix: jax.Array) -> 
     u, _, vt = svd(matrix)
     nearest = matmul(u, vt)
     far = orthogonal_logarithm(nearest)
-    # With a determinant of −1, or near half a turn, there is no such logarithm, and the series gives another matrix.
+    # With a determinant of −1, or near half a turn, there is no such logarithm, and `far` is another matrix.
     holds = jnp.linalg.norm(matrix_exponential(far) - nearest, axis=(-2, -1)) < _WRONG
     return jnp.where(small[..., None, None], near, jnp.where(holds[..., None, None], far, jnp.nan))
 
@@ -372,7 +377,7 @@ def _near_logarithm(even: jax.Array, odd: jax.Array) -> tuple[jax.Array, jax.Arr
     """
     values, vectors = symmetric_eigen(even)
     pairs, odd = inverse_pair_sums(values), skew(matmul(matmul(transpose(vectors), odd), vectors))
-    cayley = odd * pairs  # half of the tangents of the angles, as long as Y is positive: none exceeds a quarter turn
+    cayley = odd * pairs  # half of the tangents of the angles; if Y is positive, no angle exceeds a quarter turn
     positive = values[..., -1] >= -eigenvalue_cutoff(values.dtype) * values[..., 0]
     small = positive & (jnp.linalg.norm(cayley, axis=(-2, -1)) < 0.5 * _SMALL)
     for _ in range(_CAYLEY_STEPS):

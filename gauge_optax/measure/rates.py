@@ -2,10 +2,10 @@
 
 A minimum is *singular* if the loss is flatter than a quadratic function along some direction. It has the *order* k
 along a direction if the KL divergence at a distance ε from it is proportional to ε^(2k). The Fisher information along
-the direction is then proportional to ε^(2k−2). At a regular minimum k is 1. If a trajectory approaches along one
-direction, the Fisher information is therefore a power of the remaining length (`quotient_arc_length`), and the exponent
-shows k. The fit tests whether it is a power. If the exponent changes on the way, or the values do not fall, the result
-is "unreadable", with the reason.
+the direction is then proportional to ε^(2k−2). At a regular minimum k is 1. If a trajectory approaches the minimum
+along one direction, the Fisher information is therefore a power of the remaining length (`quotient_arc_length`), and
+the exponent shows k. The fit also tests whether the values follow a power at all. If the exponent changes on the way,
+or the values do not fall, the result is "unreadable", with the reason.
 Reference: DDC §2.1, Theorem 1 (iii), §5.1, App. C.4 and C.5.
 """
 
@@ -51,7 +51,7 @@ class PowerLaw(NamedTuple):
     """A fit of values ∝ lengths^exponent, or the reason why there is none.
 
     Attributes:
-      readable: whether the exponent is the same number across the window.
+      readable: whether `power_law` accepts the fit: the exponent is about the same number in the whole window.
       exponent: the fitted exponent; NaN if nothing can be fitted.
       interval: the 95 % confidence interval of the exponent; (−inf, inf) if unreadable.
       halves: the exponents of the half that is far from the minimum and of the half that is near.
@@ -92,7 +92,7 @@ class KLOrder(NamedTuple):
 
 
 class RateTable(dict[tuple[str, str], PowerLaw]):
-    """(layer, observable) → its power law; `print` shows a table with a row per layer."""
+    """A dict, (layer, observable) → the observable's power law; `print` shows a table with a row per layer."""
 
     @property
     def readable(self) -> int:
@@ -116,10 +116,10 @@ class RateTable(dict[tuple[str, str], PowerLaw]):
 
 @on_any_mesh
 def quotient_arc_length(points: Sequence[Any], gauges: Gauges, end: Any = None, at: str = "balanced") -> np.ndarray:
-    """Measures how long the rest of a trajectory is from each of its points, without the motion along orbits.
+    """Measures, from each point of a trajectory, how long the rest of it is, without the motion along orbits.
 
-    Every point is moved to the point of its orbit that `at` names. The part of a step that is still along the orbit,
-    such as a rotation of heads, is removed.
+    Every point is moved to the point of its orbit that `at` names. What is left of the motion along orbits, such as a
+    rotation of heads, is then removed from each step between two points.
 
     Args:
       points: parameters on the way, in order; the last one is the minimum, or near it.
@@ -133,9 +133,9 @@ def quotient_arc_length(points: Sequence[Any], gauges: Gauges, end: Any = None, 
       therefore longer than its distance from the minimum.
 
     Raises:
-      ValueError: fewer than two points, or points that differ in structure or shapes; heads without a frame, such as
-        padded heads of `head_linear`; bindings that do not fit; a user's gauge without the method `algebra`; channels
-        or heads of so different sizes that the part along the orbit is not found; another `at`.
+      ValueError: fewer than two points, or points that differ in structure or shapes; heads from which no frame can be
+        read, such as padded heads of `head_linear`; bindings that do not fit; a user's gauge without the method
+        `algebra`; channels or heads of so different sizes that the part along the orbit is not found; another `at`.
 
     >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
     >>> pairs = [(4.0, 1.0), (2.0, 0.5), (10.0, 0.1)]
@@ -145,8 +145,8 @@ def quotient_arc_length(points: Sequence[Any], gauges: Gauges, end: Any = None, 
     >>> [round(float(x), 3) for x in lengths]
     [1.414, 0.0, 0.0]
 
-    Reference: DDC §2.1, the quotient arc length. Deviation: no choice of a rotation moves smoothly with the weights, so
-    that the part of every step that rotates is removed instead, to first order.
+    Reference: DDC §2.1, the quotient arc length. Deviation: no rule that picks one rotation of the heads per point is
+    smooth in the weights. The part of every step that rotates heads is therefore removed instead, to first order.
     """
     check_at("quotient_arc_length", at)
     if not isinstance(points, Iterable) or isinstance(points, Mapping):
@@ -176,7 +176,7 @@ def quotient_arc_length(points: Sequence[Any], gauges: Gauges, end: Any = None, 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _step(group: Product, at: str, frame: Elements, before: Any, after: Any) -> jax.Array:
-    """The length of a step between two points, without its part along the orbit; heads are in the frame's basis."""
+    """The length of a step between two points, without its part along the orbit; `frame` has the heads' basis."""
     s = group._bound(before).slice
     ends = []
     for params in (before, after):
@@ -294,7 +294,7 @@ def kl_order(
     Args:
       lengths: distances from the minimum along the approach, (count,).
       values: the Fisher information along the approach at these distances, or the KL divergence, (count,).
-      of: "fisher" or "kl": which of the two `values` are.
+      of: "fisher" if `values` are the Fisher information, "kl" if they are the KL divergence.
       window: the least and the largest length that are fitted.
       drift: how much the exponents of the halves may differ, as a share of the exponent; see `power_law`.
       span: the least ratio of the largest length to the smallest.
@@ -369,8 +369,8 @@ def rate_table(
 def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float]:
     """The slope of a straight line, its standard error, and half the width of its 95 % interval.
 
-    Error and width are for noise that is correlated from point to point. The error is for tests of whether two slopes
-    differ: it does not count more than some correlation, since what is no straight line has correlated residuals too.
+    Error and width allow for noise that is correlated from point to point. The error is for tests of whether two slopes
+    differ. For it, the correlation is taken as 0.9 at most, because points on a curve have correlated residuals too.
     """
     centred, count = x - x.mean(), len(x)
     square = float(centred @ centred)
@@ -382,7 +382,7 @@ def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float]:
     error = white * _stretch(min(max(along + 2 / count, 0.0), 0.9))
     # A fitted line leaves residuals whose correlation ρ is too small by about (2 + 4ρ)/n.
     along = min(max((along + 2 / count) / max(1 - 4 / count, 0.1), 0.0), 0.97)
-    alone = count * (1 - along) / (1 + along)  # points without correlation that would tell as much
+    alone = count * (1 - along) / (1 + along)  # the number of uncorrelated points that would determine it as well
     return slope, error, _quantile(max(alone - 2, 1.0)) * white * _stretch(along)
 
 

@@ -19,7 +19,7 @@ from gauge_optax.errors import binding_error
 from gauge_optax.transformation import require_count
 
 Row = dict[str, Any]
-_START = '{"step": '  # of every line
+_START = '{"step": '  # every line of the file starts with it
 
 
 class Recorder:
@@ -27,19 +27,19 @@ class Recorder:
 
     Args:
       path: the file, which is made if it does not exist. Its folder must exist.
-      readings: name → function. It is called with the arguments that `record` gets behind `step`, and returns a number,
-        an array or a tree of them. Any function of `go.measure` may be used, such as one that returns a `NamedTuple`.
+      readings: name → function. Each function is called with the arguments that `record` gets after `step`, and returns
+        a number, an array or a tree of them. It may return a `NamedTuple`, as functions of `go.measure` do.
       every: the number of steps between records; step 0 and the last step are recorded too.
       steps: the number of steps of the run.
       progress: whether to show a progress bar, with the latest readings that are single numbers.
 
     Raises:
       ValueError: `every` that is no positive integer; `steps` that is no number of steps; readings that are no
-        functions by name; a file with other readings or another `every`, or of another number of steps: one with a
-        record after the last step, or whose last record, at the end of a shorter run, this run would not make.
+        functions by name; a file with other readings or another `every`; a file with a record after step `steps`; a
+        file whose last record was made only because a shorter run ended there.
 
     A run that starts again keeps the lines of the file and adds only missing ones. If a run is killed and started
-    again, the file is therefore the same as without the interruption. An incomplete last line is dropped.
+    again, the file is therefore the same in the end as without the interruption. An incomplete last line is dropped.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "run.jsonl"
@@ -102,7 +102,7 @@ class Recorder:
             rows.append(row)
             whole += len(line)
         due, all_due = [row["step"] for row in rows], list(self._due())
-        begun = all_due.index(due[0]) if due and due[0] in all_due else 0  # a run that began at a checkpoint
+        begun = all_due.index(due[0]) if due and due[0] in all_due else 0  # the file may begin at a checkpoint's step
         expected = all_due[begun : begun + len(due)]
         if due != expected:
             raise self._of_other_steps(due, expected)
@@ -153,7 +153,7 @@ class Recorder:
           ValueError: a `start` that is no number of steps.
         """
         if isinstance(start, jax.Array) and jnp.issubdtype(start.dtype, jnp.integer):
-            start = operator.index(start)  # the step of a checkpoint
+            start = operator.index(start)  # a checkpoint may store its step as an array
         require_count("Recorder.run", "start", start, 0)
         with tqdm(total=self.steps, initial=int(start), desc=self.path.stem, disable=not self.progress) as self._bar:
             for step in range(int(start), self.steps + 1):
@@ -162,7 +162,7 @@ class Recorder:
         self._bar = None
 
     def record(self, step: int | np.integer[Any] | jax.Array, *args: Any) -> Row | None:
-        """Takes the readings, if they are due at this step and not in the file yet.
+        """Calls the functions in `readings` and writes a line, if one is due at this step and not in the file yet.
 
         Args:
           step: the number of updates so far, an integer or an array of one.
@@ -172,9 +172,10 @@ class Recorder:
           The row as JSON stores it, with arrays and tuples as lists and keys as strings; None if no record was due.
 
         Raises:
-          ValueError: a step that is no integer, is behind the last of the run, or leaves a due step out; a reading
-            that is no real number, nor an array or a tree of them: None or a text, which only the results of
-            `go.measure` may have among their fields, or a complex number.
+          ValueError: a step that is no integer, or is after the last step of the run; a record that is due at an
+            earlier step but is missing; a reading that contains something other than real numbers, such as a complex
+            number. Strings and None are accepted only as fields of a `NamedTuple`, as some functions of `go.measure`
+            return it.
         """
         try:
             step = operator.index(step)  # JSON has no integers of NumPy or JAX
@@ -230,7 +231,7 @@ def _plain(name: str, value: Any, field: bool = False) -> Any:
             lambda x: np.asarray(x).tolist() if hasattr(x, "dtype") or isinstance(x, float) else x, value
         )
         json.dumps(plain)
-    except TypeError as error:  # such as of complex numbers and of typed PRNG keys
+    except TypeError as error:  # raised, for example, by complex numbers and by typed PRNG keys
         raise _no_number(name, str(error).splitlines()[0]) from error
     return plain
 

@@ -2,9 +2,10 @@
 
 `redundancy` adds up the orbits' dimensions of any list of gauges. `transformer_redundancy` has a formula for decoders.
 It also returns the number of Eq. (17) in van Nierop's paper: 2·layers·heads·d_head² + (d − 1)(d − 2)/2, where d is the
-width. The two numbers differ for three reasons. The paper counts GL(d_head) for queries and keys also with rotary
-embeddings, which commute with only d_head dimensions of it. It counts a residual rotation also if a tied head forbids
-it. And it leaves out norm scales, rescalings, shifts and biases.
+width. The two numbers differ for three reasons. The paper counts all of GL(d_head) for queries and keys even with
+rotary embeddings, with which only d_head dimensions of this group commute. It counts a rotation of the residual stream
+even if the output layer is the embedding (a tied head), which forbids it. And it leaves out norm scales, rescalings,
+shifts and biases.
 """
 
 import math
@@ -131,7 +132,7 @@ def transformer_redundancy(
     for name, size in sizes.items():
         require_count(_NAME, name, size, 1)
     require_count(_NAME, "positions", positions, 0)
-    # Python's integers: those of NumPy overflow.
+    # Python's integers do not overflow, as NumPy's do.
     layers, d_model, heads, d_head, d_ff, vocab, kv = map(int, sizes.values())
     positions, has_head_bias = int(positions), bias if head_bias is None else head_bias
     flags = dict(bias=bias, head_bias=has_head_bias, rope=rope, qk_norm=qk_norm, tied=tied, eps=eps)
@@ -154,9 +155,9 @@ def transformer_redundancy(
         scores = heads + kv + (d_head // 2 if rope else d_head)
     else:
         scores = kv * d_head if rope else kv * d_head**2
-    # The final LayerNorm's bias turns a mean that it hides into a number per logit. A bias of the logits absorbs all of
-    # these. Without one, d + 1 of the vocab + d joint changes of such means and of the norm's bias keep the logits
-    # (up to a common number).
+    # LayerNorm centres its input, so that a multiple of 1/γ (γ is its scale) may be added to each logit's column of the
+    # output layer. But the norm's bias β then shifts that logit. A bias of the logits absorbs all vocab shifts. Without
+    # one, only d + 1 of the vocab + d joint changes of these multiples and of β keep all logits, up to a common number.
     means_of_head = 0 if tied else d + 1 if bias and not has_head_bias else vocab
     parts = {
         "queries and keys": layers * scores,

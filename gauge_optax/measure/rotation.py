@@ -83,11 +83,12 @@ def track_rotation(
     Args:
       blocks: path → axes string, as in `rotational`. A vector spans the axes `_`, and each index of the named axes has
         a vector of its own: `"_ channel"` for neurons.
-      inner: an optimizer, which runs unchanged. Its first moment is the field named mu or trace in its state. Inside
-        `quotient` that moment belongs to the slice: where a gauge rotates the leaf, `gradient_momentum_angle` is then
-        no angle between vectors of one space.
+      inner: an optimizer, which runs unchanged. Its first moment is the field named mu or trace in its state. If
+        `inner` is a `quotient`, this moment is in slice coordinates, but the gradient is not. If a gauge rotates a
+        vector, or scales its entries by different numbers, `gradient_momentum_angle` then has no meaning.
       every: the number of steps between records; the first step is recorded.
-      sizes: axis name → length, for axes of one split array axis, `(a b)`, whose lengths the shape does not determine.
+      sizes: axis name → length, for axes in parentheses, `(a b)`, which share one array axis, so that the array's shape
+        does not determine their lengths.
 
     Returns:
       The transformation. Its `update` needs `params`.
@@ -120,7 +121,7 @@ def track_rotation(
         paths = [selection.block.path for selection in selections]
         leaves, gradients = leaves_by_path(params), leaves_by_path(gradient)
         moves = updates_at("track_rotation", paths, steps, params)
-        for given in (gradients, momentum):  # which some leaves may lack
+        for given in (gradients, momentum):  # some leaves may be missing in these two
             updates_at("track_rotation", [path for path in paths if path in given], given, params)
         # Several axes strings on one leaf have several records: path/0, path/1.
         keys = [path if paths.count(path) == 1 else f"{path}/{paths[:k].count(path)}" for k, path in enumerate(paths)]
@@ -174,10 +175,10 @@ def _first_moments(state: Any) -> dict[str, jax.Array]:
 def _figures(
     selection: Selection, leaves: Leaves, moves: Leaves, gradients: Leaves, momentum: Leaves
 ) -> tuple[jax.Array, ...]:
-    """Returns the fields of `Rotation` from `norm` on, for the vectors of one selection.
+    """Returns the fields of `Rotation` from `norm` on, for the vectors that one axes string selects.
 
-    All fields are computed from sums over vectors, each divided by its largest entry: squares of gradients of 1e-20 or
-    1e20 are no float32.
+    Each vector is divided by its largest entry before sums over its entries are taken, because float32 cannot hold the
+    squares of gradients of 1e-20 or 1e20.
     """
     path, weights, step = selection.block.path, selection.value(leaves), selection.view(moves)
     gradient = selection.view(gradients) if path in gradients else jnp.full_like(weights, jnp.nan)

@@ -1,9 +1,10 @@
 """The leakage that a step of finite size adds, because a discrete step differs from the flow that it follows.
 
 *Leakage* is the motion of a step along orbits, see `measure.leakage`. Let g be the gradient, P the preconditioner, H
-the Hessian and u(θ) = P(θ)·g(θ). A step leads to θ − η·u. The flow θ' = −u(θ) leads to θ − η·u + ½η²·Du·u + O(η³) in
-time η. Step and flow therefore differ by ½η²·Du·u, up to O(η³). Du·u is the sum of two terms: P·H·u, where the Hessian
-acts on the step, and (DP[u])·g, where the preconditioner changes along the step.
+the Hessian, η the learning rate and u(θ) = P(θ)·g(θ). A step leads to θ − η·u. The flow θ' = −u(θ) leads to
+θ − η·u + ½η²·Du·u + O(η³) in time η, where D is the derivative by θ. Step and flow therefore differ by ½η²·Du·u, up to
+O(η³). Du·u is the sum of two terms: P·H·u, where the Hessian acts on the step, and (DP[u])·g, where the preconditioner
+changes along the step.
 
 The leakage of second order is the part of ½·Du·u along orbits, its vertical part. `SecondOrderLeakage` has the two
 terms as `hessian` and `derivative`: along orbits, a step ends at flow − η²·(hessian + derivative) + O(η³). Both orders
@@ -75,8 +76,8 @@ def second_order_leakage(
     Reference: DDC Lemma 20, by modified equations as in Li et al. 2019. The lemma takes the product with one unit
     vector; here there is one rate per direction of the orbit, which gives the same η*. The lemma presents ½·Du·u, up to
     sign, as the η² term of a step. It is the η² term of the flow; a step is linear in η. Remark 22 says that SGD has no
-    second order. That is true for rotations. Along a scale's orbit SGD has −½(‖g_up‖² − p·‖g_down‖²), because the
-    generator of that orbit is symmetric.
+    leakage of second order. That is true for rotations. Along a scale's orbit, SGD's is −½(‖g_up‖² − p·‖g_down‖²),
+    because the generator of that orbit is symmetric.
     """
     require_differentiable("second_order_leakage", params)
     require_function("second_order_leakage", "grad_fn", grad_fn, "params")

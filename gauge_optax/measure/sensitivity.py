@@ -1,7 +1,7 @@
 """Measures how much an optimizer's steps depend on which of several equivalent weight sets it trains.
 
 Several weight sets of one function are trained separately, each with its own gradients. If the steps of the optimizer
-depend on the function alone, they change the function in the same way from each of these sets.
+depend on the function alone, they change the function in the same way, whichever set the training starts from.
 """
 
 import functools
@@ -45,8 +45,8 @@ class Sensitivity(NamedTuple):
         steps from θ, and Δ' that by steps from g·θ.
       mean: the mean over samples.
       max: the maximum over samples.
-      per_gauge: one `Sensitivity` per gauge, for twins that only this gauge moves, by its element in each g. Its own
-        `per_gauge` is empty. For a single gauge there is one entry, with the numbers of the whole.
+      per_gauge: one `Sensitivity` per gauge. Its twins are moved by this gauge alone, by the gauge's part of each g.
+        Its own `per_gauge` is empty. For a single gauge there is one entry, with the numbers of the whole.
     """
 
     relative_change: jax.Array
@@ -90,11 +90,11 @@ def gauge_sensitivity(
 
     Returns:
       The relative changes, their mean and maximum, and the same numbers for each gauge; a product in the list counts as
-      the gauges in it. If the training of a twin diverges, its change is NaN. Roundoff alone gives
+      the gauges in it. If the training from g·θ diverges, the change for this g is NaN. Roundoff alone gives
       ε·e^(2·scale)·‖represent(θ)‖/‖Δ‖, with the machine epsilon ε.
 
     Raises:
-      ValueError: a `represent` that a gauge changes; steps that do not move it; a loss that is no scalar; no gauges,
+      ValueError: a `represent` whose result a gauge changes, or the steps do not; a loss that is no scalar; no gauges,
         samples or steps; bindings that do not fit the tree.
 
     >>> gauge = go.head_rotation({"query": "_ basis", "key": "_ basis"})
@@ -165,7 +165,7 @@ def _twins(group: Product, params: Any, key: jax.Array, *, num_samples: int, sca
 def _compare(
     tx: optax.GradientTransformation, loss_fn: LossFn, represent: Represent, steps: int, params: Any, twins: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Trains from θ and from all twins, and returns norms over the pytree that `represent` returns.
+    """Trains from θ and from all twins, and returns norms of trees that `represent` returns, and of their changes.
 
     Returns:
       ‖represent(θ)‖ and ‖Δ‖; ‖represent(g·θ) − represent(θ)‖ and ‖Δ' − Δ‖, (rows, num_samples).

@@ -1,8 +1,8 @@
 """Gram matrices of two factors A and B under decoupled weight decay, which shrinks both before updates are added.
 
-If both factors shrink by the same ρ, the imbalance D = AᵀA − BᵀB becomes ρ²·D. It fades, but relative to the Gram
-matrices it stays the same. New imbalance comes from the updates, and from different ρ for A and B, which change D even
-if it is 0.
+If both factors are multiplied by the same ρ < 1, the imbalance D = AᵀA − BᵀB becomes ρ²·D. It fades, but relative to
+the Gram matrices it stays the same. New imbalance comes from the updates, and from different ρ for A and B, which
+change D even if it is 0.
 """
 
 from typing import Any, NamedTuple
@@ -93,7 +93,7 @@ def gram_evolution(
                 f"one number, or one per pair, {factor.shape[:-2]}", f"pass {name}_shrink=1.0, without decay",
             )
         a, u, rho = (jnp.asarray(x, real_dtype()) for x in (factor, update, shrink))
-        after = rho[..., None, None] * a + u  # the three terms of the formula may cancel
+        after = rho[..., None, None] * a + u  # not by the formula: its three terms may cancel, which loses digits
         return matmul(transpose(after), after)
 
     one = evolved("left", left, left_update, left_shrink)

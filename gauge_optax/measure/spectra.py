@@ -34,13 +34,13 @@ def effective_rank(matrix: jax.Array | np.ndarray) -> jax.Array:
     >>> go.measure.effective_rank(jnp.eye(4)[:3])
     Array(3., dtype=float32)
 
-    Reference: Roy and Vetterli 2007. DDC App. C.11 takes it of activations, one row per input.
+    Reference: Roy and Vetterli 2007. DDC App. C.11 computes it for matrices of activations, with one row per input.
     """
     sizes, _ = _singular_values("effective_rank", matrix)
     total = jnp.sum(sizes, -1, keepdims=True)
     shares = safe_divide(sizes, total)
     entropy = -jnp.sum(jnp.where(shares > 0, shares * jnp.log(jnp.where(shares > 0, shares, 1.0)), 0.0), -1)
-    # An infinite or undefined entry makes the rank NaN.
+    # The last summand is 0, or NaN if an entry of the matrix is infinite or NaN.
     return jnp.where(total[..., 0] == 0, 0.0, jnp.exp(entropy) + 0.0 * total[..., 0])
 
 
@@ -74,7 +74,7 @@ def dead_units(preactivations: jax.Array | np.ndarray) -> jax.Array:
       A mask (units,): True where no input has a pre-activation above zero.
 
     Raises:
-      ValueError: no inputs; NaN, outside `jit`, which cannot see it.
+      ValueError: no inputs; NaN (inside `jit` this cannot be checked).
 
     >>> go.measure.dead_units(jnp.array([[1.0, -1.0], [-2.0, -3.0]]))
     Array([False,  True], dtype=bool)
@@ -141,7 +141,7 @@ def gauge_fraction(params: Any, gauges: Gauges, tangent: Any = None) -> dict[str
       tangent: the tree whose leaves are split, such as a step; `params` themselves by default.
 
     Returns:
-      Path of a bound leaf → its share; 0 for a leaf of zeros. For gauges of constants that move one leaf, such as
+      Path of a bound leaf → its share; 0 for a leaf of zeros. For gauges that add to a single leaf, such as
       `logit_shift` and `key_bias`, it is between 0 and 1. For other gauges it can exceed 1, by far: the vertical part
       of one leaf depends on the other leaves that the gauge moves, and for scales the projection on vertical directions
       need not be orthogonal.
@@ -175,7 +175,7 @@ def _singular_values(name: str, matrix: jax.Array | np.ndarray) -> tuple[jax.Arr
     """The singular values, (…, count), divided by a number per matrix of about the largest entry, and that number."""
     _require_matrix(name, matrix)
     given = jnp.asarray(matrix, real_dtype())
-    # The sum of singular values may be no float32, and LAPACK has no singular values of tiny matrices.
+    # A sum of singular values may overflow float32, and LAPACK returns NaN for matrices of numbers below 1e-38.
     size = near_power_of_two(jnp.max(jnp.abs(given), (-2, -1), keepdims=True))
     return svd(given / size)[1], size[..., 0]
 

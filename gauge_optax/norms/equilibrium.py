@@ -2,7 +2,7 @@ r"""Closed forms of the norm at which a weight vector settles under weight decay
 
 One step moves a weight vector ω of C entries by η·Δ and decays it by ηλω, with the learning rate η and the decay λ.
 Through momentum, one gradient g acts in many steps: it moves ω by u in total. Decay removes d per step. In a random
-walk u is orthogonal to ω on average, and the norm settles where u and d cancel,
+walk u is orthogonal to ω on average, and the norm settles where u lengthens ω as much as d shortens it,
 
     (‖ω‖ − ‖d‖)² + ‖u‖² = ‖ω‖².
 
@@ -83,7 +83,7 @@ def predict_equilibrium(
       weight_decay: λ, which a step multiplies by η.
       b1: the momentum: α for SGDM, β for Muon, β₁ for the others; by default 0.9, for Muon 0.95.
       b2: Lion's second momentum. Adam's does not matter here.
-      dim: the number of entries C of the vector; SGDM does not need it.
+      dim: the number of entries C of the vector; for AdamW, Adam + ℓ₂ and Lion.
       gradient_norm: √E‖g̃‖², where g̃ = ‖ω‖·g is the gradient at weights of norm 1; for SGDM and Adam + ℓ₂.
       gradient_roots: Σᵢ √E g̃ᵢ² for Adam + ℓ₂; by default √C·gradient_norm, as if all entries had the same variance.
       sign_alignment: the cosine a between n and its sign (Lion) or its polar factor (Muon). The default is that of
@@ -144,7 +144,7 @@ def predict_equilibrium(
         "gradient_norm": gradient_norm, "gradient_roots": gradient_roots, "sign_alignment": sign_alignment,
         "update_norm": update_norm,
     }
-    for argument, size in measured.items():  # some vectors of several may have 0, or NaN
+    for argument, size in measured.items():  # in an array of several vectors, some may have 0 or NaN
         expected = "a positive number, or an array without negative ones"
         _refuse(argument, size, lambda x: x < 0 if np.ndim(x) else x <= 0, expected, _REMEDIES[argument])
     _refuse("dim", dim, lambda x: x <= 0, "a positive number", _REMEDIES["dim"])
@@ -188,7 +188,8 @@ def predict_equilibrium(
 
     squared_decay = lr * decay**2 if second_order else 0.0
     if kind == "sgdm":
-        # SGD's steps are proportional to gradients, and these to 1/norm: the equation has the norm's fourth power.
+        # SGD's steps are proportional to gradients, and gradients to 1/norm. The equation of the module's docstring
+        # therefore determines the fourth power of the norm.
         norm = (lr * gradient**2 / (2 * decay * (1 - b1) - squared_decay)) ** 0.25
         step, total = step / norm, total / norm
     elif kind == "adam_l2":
@@ -212,7 +213,7 @@ _REMEDIES = {
 
 
 def _known(value: Any) -> bool:
-    """Whether values can be looked at: arrays of JAX may be traced."""
+    """Whether the numbers in a value can be checked: not those of a JAX array, which may be traced."""
     return isinstance(value, int | float | np.ndarray | np.generic)
 
 

@@ -1,7 +1,8 @@
 """`max_norm_muon`: Muon inside `quotient`, whose weight vectors have steps of one average length and bounded norms.
 
-The optimizer is a partition of leaves. Kernels take a momentum, its polar factor, and the links of `norms.links` around
-the learning rate; tables of tokens take a momentum and the same links; all other leaves take Adam.
+The optimizer is a partition of leaves. A kernel's step is the polar factor of its momentum. The step of a table of
+tokens is its momentum. For both, links of `norms.links` before and after the learning rate set the lengths of steps and
+bound the norms of weights. All other leaves take Adam.
 """
 
 import math
@@ -48,7 +49,9 @@ class Found(Protocol):
 
     @property
     def undecided(self) -> Mapping[str, str]:
-        """Path → why the function does not decide a leaf's axes. All other leaves that are not listed are no kernels.
+        """Path → why the network's function does not determine the leaf's axes.
+
+        A leaf that is in none of the three mappings is no kernel.
         """
 
 
@@ -89,10 +92,10 @@ def max_norm_muon(
 
     The *unit* of a vector is the norm that it has at the usual start: 1 for a neuron, whose weights have variance
     1/inputs, and √d for a token in a table of embeddings, with d entries of size 1. The average length of a vector's
-    steps is the learning rate times its unit. No vector may become longer than `bound` times its unit, which replaces
-    weight decay; only the tokens of an unembedding have no bound. Kernels step along the polar factor of their
-    momentum, as whole matrices. Tokens step along their momentum itself: a polar factor treats rotations of tokens into
-    each other as a symmetry of their table, but only permutations are one. All other leaves get Adam.
+    steps is the learning rate times `bound` times its unit. No vector may become longer than `bound` times its unit,
+    which replaces weight decay; only the tokens of an unembedding have no bound. Kernels step along the polar factor of
+    their momentum, as whole matrices. Tokens step along their momentum itself: a polar factor treats rotations of
+    tokens into each other as a symmetry of their table, but only permutations are one. All other leaves get Adam.
 
     Args:
       learning_rate: a number or a schedule.
@@ -108,17 +111,19 @@ def max_norm_muon(
       ns_steps: see `scale_by_scaled_polar`.
       beta: decay of the first moment of matrices and tokens.
       eps: see `scale_by_scaled_polar`.
-      weight_decay: decoupled decay of matrices, multiplied by the learning rate alone; rarely needed.
+      weight_decay: decoupled decay of matrices: a step subtracts learning rate · weight_decay · weights. It is
+        rarely needed, because norms are bounded.
       weight_decay_mask: where `weight_decay` decays, as in `optax.contrib.muon`. A callable gets the slice point
-        at `init`, and updates on the slice later, as in Optax; twins share both.
-      mu_dtype: dtype of the first moment; by default that of slice coordinates, at least float32.
+        at `init`, and updates on the slice later, as in Optax; both are the same for all weights of one function.
+      mu_dtype: dtype of the first moment; by default at least float32 for leaves that gauges bind, and the leaf's own
+        dtype for all others.
       nesterov: whether to use Nesterov momentum, for all leaves.
       adam_b1: decay of Adam's first moments.
       adam_b2: decay of Adam's second moments.
       adam_eps_root: added inside the root of Adam's second moment.
       adam_weight_decay: decoupled decay of the leaves that Adam steps.
       adam_learning_rate: learning rate of the leaves that Adam steps; by default half of `learning_rate`.
-      bound: the largest norm of a vector in its unit; steps are in proportion to it. See `keep_norms_below`.
+      bound: the largest norm of a vector in its unit; lengths of steps are multiplied by it. See `keep_norms_below`.
       sizes: axis name → length, for axes in parentheses, `(a b)`, whose lengths do not follow from a leaf's shape.
       hold: see `quotient`.
       pin: see `quotient`.
@@ -128,8 +133,8 @@ def max_norm_muon(
       The optimizer. Its `update` needs `params`.
 
     Raises:
-      ValueError: as `keep_norms_below` and `quotient`; neurons that describe no matrix; a path in both mappings; a leaf
-        of which the mappings list only some entries.
+      ValueError: the errors of `keep_norms_below` and `quotient`; neurons that describe no matrix; a path in both
+        mappings; a leaf of which the mappings list only some entries.
 
     For a fused kernel, list the ranges of its matrices: `("_ (head unit)=0:32", "_ (head unit)=32:40")`. Leaves that
     neither mapping lists get Adam with `eps`; `init` warns if some of them are matrices.
@@ -175,10 +180,14 @@ def max_norm_muon(
         return [selection.block.path for selection in listed.on(params)[1]]
 
     def paced(own: vectors.Specs, bounded: vectors.Specs) -> tuple[optax.GradientTransformation, ...]:
-        """Returns the links behind a direction: a length per vector, the learning rate, and a bound for some vectors.
+        """Returns the links that follow a direction: they set a length per vector, the learning rate, and norm bounds.
 
         A token's step is its momentum divided by an average of the momentum's norm. While no batch contains the token,
         the momentum falls by the factor 0.95 a step and the average only by √0.95, so that the steps fade.
+
+        Args:
+          own: the vectors whose steps get a length.
+          bounded: those of them whose norms are bounded.
         """
         rate = optax.scale_by_learning_rate(learning_rate)
         lengths = [vector_norm(_NAME, own, _MEMORY, lambda x: bound * listed.unit(x))] if own else []
@@ -206,17 +215,17 @@ def max_norm_muon(
         return [*(map(str, unlisted) if with_rate else unlisted), *made.preflight(params)]
 
     tx = GaugeTransformation(init, made.update, made.gauges, made.rules, preflight)
-    init.made_by = tx  # type: ignore[attr-defined]  # `optax.chain` keeps functions alone
+    init.made_by = tx  # type: ignore[attr-defined]  # `optax.chain` keeps only the two functions of `tx`
     return tx
 
 
 class Listed(NamedTuple):
-    """The vectors that the user's two mappings list, by what they are.
+    """The vectors that the user's two mappings list, sorted into three kinds.
 
     Attributes:
       kernels: neurons of matrices.
-      unembeddings: neurons that are tokens: their axes have the name `token`.
-      tables: tokens in tables of embeddings.
+      unembeddings: neurons of an output layer, one per token: their axes have the name `token`.
+      tables: vectors of input tokens, in tables of embeddings.
     """
 
     kernels: vectors.Specs
@@ -227,7 +236,7 @@ class Listed(NamedTuple):
     def parse(
         cls, neurons: Mapping[str, Axes], embeddings: Mapping[str, Axes], sizes: Mapping[str, int] | None
     ) -> "Listed":
-        """Parses both mappings. Raises ValueError for what is no mapping or malformed, and for a path in both."""
+        """Parses both mappings. Raises ValueError for an argument that is no mapping, bad axes, or a path in both."""
         arguments: dict[str, Any] = {"neurons": neurons, "embeddings": embeddings}
         for argument, mapping in arguments.items():
             if not isinstance(mapping, Mapping):
@@ -290,8 +299,8 @@ def _unlisted(
     """Returns an error about the matrices that no mapping lists; nothing if there is none.
 
     A matrix is a leaf with at least two axes that are longer than 1. A leaf that gauges treat as a bias or as a norm's
-    scale is no matrix. If a report made the mappings, only leaves in `undecided` may be: it knows that a stack of
-    biases, for instance, is none.
+    scale is no matrix. If the mappings are those of a report of `go.discover`, only leaves in `undecided` count as
+    matrices, because the report knows that a stack of biases, for instance, is none.
     """
     if is_empty(params):
         return []
@@ -313,10 +322,11 @@ def _unlisted(
 def _decayed(
     lengths: optax.GradientTransformation, weight_decay: optax.ScalarOrSchedule, mask: Any
 ) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
-    """Returns two links: one that counts the steps of decay, and `lengths` with the decay of weights behind it.
+    """Returns two links: one that counts the steps of decay, and `lengths` followed by the decay of weights.
 
-    In front of `lengths`, the decay of a neuron without a gradient would become a whole step. The first link, which
-    passes updates on, keeps the place of the decay's state: it stood in front in states that are stored.
+    `lengths` scales the update of each vector to a set length. If the decay came before it, the decay of a neuron
+    without a gradient would be scaled up to a whole step. The first link passes updates on unchanged, and holds the
+    state of the decay: in states that users have stored, this state comes before that of `lengths`.
     """
     counting = optax.add_decayed_weights(weight_decay, mask)
 

@@ -1,8 +1,9 @@
 """`quotient`: runs any Optax transformation in slice coordinates, where the weights of one function are one point.
 
-`slice.py` defines the words: the *frame* F is a group element, computed once from the weights at `init`; the *slice
-point* θ̂ = F⁻¹·θ is the same for all weights of one function; to *fix* a point near the slice is to move it onto the
-slice without changing the function.
+`slice.py` defines the words. The *frame* F is a group element, computed once from the weights at `init`. The *slice
+point* θ̂ = F⁻¹·θ is the same for all weights of one function. To *fix* a point near the slice is to move it onto the
+slice without changing the function. The parts of gauges have three kinds: *constants* add to leaves, *sizes* multiply
+them, and *turns* rotate them.
 """
 
 import contextvars
@@ -50,12 +51,12 @@ class QuotientState(NamedTuple):
     """State of `quotient`.
 
     Attributes:
-      frame: the frame F that was read at `init`, a `slice.Frame`. Steps change only the elements of sizes in
-        `Slice.following`. The anchor of such a size is stored more precisely (float32) than another of its leaves
-        (bfloat16), which would round the anchor's growth away; F takes up this growth.
+      frame: the frame F that was read at `init`, a `slice.Frame`. Steps change it only for sizes in `Slice.following`.
+        The anchor of such a size is stored more precisely (float32) than another of its leaves (bfloat16). If `fix`
+        moved the anchor's growth to that leaf, it would be rounded away there, so that F takes it up instead.
       inner_state: state of the inner transformation, in slice coordinates.
-      offset: with `pin=False`, the element B that maps the point θ̃ which `inner` sees to the slice point, θ̂ = B·θ̃:
-        label of a size → element. Empty with `pin=True`, where `inner` sees the slice point itself.
+      offset: with `pin=False`, the element B that maps the point θ̃ which `inner` sees to the slice point, θ̂ = B·θ̃: a
+        dict, label of a size → element. With `pin=True`, `inner` sees the slice point itself, and the dict is empty.
     """
 
     frame: Frame | Any  # a placeholder if the tree has no leaves
@@ -75,11 +76,11 @@ def quotient(
     """Runs any Optax transformation so that all weights that compute one function give the same training run.
 
     Args:
-      inner: a whole optimizer, with its learning rate, decay, clipping and masks. The learning rate belongs inside: the
-        way back to the slice is not linear in the step, so that a step of another size, multiplied by the rate behind
-        `quotient`, is another step. `inner` sees bound leaves in float32 (float64 with x64). If a gauge binds a leaf as
-        `1+` (the network multiplies by 1 + the stored number), `inner` sees this sum, so that its decay pulls the sum
-        towards zero.
+      inner: a whole optimizer, with its learning rate, decay, clipping and masks. The learning rate belongs inside:
+        `quotient` moves the end of every step back to the slice, which is not linear in the step, so that a rate that
+        multiplies its result does not have the effect of a rate in `inner`. `inner` sees bound leaves in float32
+        (float64 with x64). If a gauge binds a leaf as `1+` (the network multiplies by 1 + the stored number), `inner`
+        sees this sum, so that its decay pulls the sum towards zero.
       gauges: a gauge, or a sequence of gauges in any order. Steps of leaves that no gauge binds pass unchanged.
       hold: if True, every step loses the part that only rotates the basis of an attention head, and the part that
         only rotates the residual stream if the gauge of the stream has `hold=True`. If False, steps keep these parts.
@@ -89,29 +90,29 @@ def quotient(
         (examples/results/starts.json), as does Adam in long runs at a constant rate without decay
         (docs/guides/muon.md).
       rest: which of the weights that compute one function are stored after a step. The choice changes no output of the
-        network and no later step of `inner`. A scale multiplies one side of a product and divides the other; its anchor
-        is on one side. With "anchor", the anchor keeps its size: if a step would double it, the other side is doubled
-        in its place, for ReLU. (The anchor grows only if another leaf of the scale is stored less precisely.) With
-        "balanced", both sides share the growth, see `optimizers/rest.py`.
+        network and no later step of `inner`. A scale gauge multiplies one side of a product and divides the other; its
+        anchor is on one side. With "anchor", the anchor keeps its size: if a step of `inner` would double it, the other
+        side is doubled in its place (for ReLU units, a scale of degree 1). The anchor grows only if another leaf of
+        the scale is stored less precisely. With "balanced", both sides share the growth, see `optimizers/rest.py`.
       frozen: leaves that never change: a tree or prefix of booleans, or a callable from parameters to one. Leaves that
         `inner` never changes (`set_to_zero` in a partition, `freeze`, a learning rate of zero, a mask in `jnp.where`)
-        need no mention. Where a scalar JAX array makes the updates of some leaves zero, it may be a rate that later
-        steps change, and a warning names such a leaf. Name every leaf that must not move although `inner` would move
-        it, as weight decay moves a leaf behind `stop_gradient`. A gauge that acts on a frozen leaf is read only at
-        `init`, or dropped, so that it never moves a change of one leaf to another.
+        need no mention. If the updates of a leaf are zero only because a scalar JAX array is zero, a warning names the
+        leaf: the array may be a rate that later steps change. Name every leaf that must not move although `inner`
+        would move it, as weight decay moves a leaf behind `stop_gradient`. A gauge that acts on a frozen leaf is read
+        only at `init`, or left out, so that it never passes the change of one leaf on to another.
 
     Returns:
       The transformation. Its `update` needs `params`. Line searches take the extra arguments `grad` and `value_fn`,
       Sophia `obj_fn`, and SAM with `opaque_mode=True` `grad_fn`: pass the gradient at the weights θ and functions of θ,
       and `inner` gets the gradient at the point that it sees and functions of that point. All other extra arguments
-      reach `inner` unchanged. The gradient that a line search stores is one at the point that it saw. Its `value` is
-      therefore infinite in the state, so that `optax.value_and_grad_from_state` computes both anew at θ.
+      reach `inner` unchanged. A line search stores a value and a gradient, here those of the point that `inner` sees.
+      The stored value is therefore set to infinity, at which `optax.value_and_grad_from_state` computes both anew at θ.
 
     Raises:
       ValueError: bindings that do not fit the tree, gauges that do not commute; `frozen` that does not fit the tree;
-        gauges of `inner` that move a leaf of this list, except in two cases: those here only add, and those there only
-        multiply or rotate; or none here rotates, and those there only rotate; `update` without params, or with a state
-        of other frozen leaves.
+        an `inner` with gauges of its own that move the same entries as `gauges` (allowed are gauges that are in both
+        lists; gauges here that only add, with gauges of `inner` that multiply or rotate; and gauges here that add or
+        multiply, with gauges of `inner` that rotate); `update` without params, or with a state of other frozen leaves.
 
     >>> gauge = go.rescale(up={"up": "_ channel"}, down={"down": "channel _"})
     >>> params = {"up": jnp.ones((2, 3)), "down": jnp.full((3, 1), 0.5)}
@@ -151,7 +152,8 @@ def quotient_for(
 ) -> GaugeTransformation:
     """Returns `quotient`, with messages that name the public function `name`.
 
-    A caller that has `leaves_that_never_change(name, inner, frozen)` passes it on, so that `inner` is traced only once.
+    A caller that has called `leaves_that_never_change(name, inner, frozen)` passes the result as `never_changing`, so
+    that `inner` is traced only once.
     """
     given, inner = inner, checked_inner(name, inner)
     group = product(gauges)
@@ -186,7 +188,7 @@ def quotient_for(
     def init(params: optax.Params) -> QuotientState:
         require_values(name, params)
         bound(group.gauges, params)  # a binding that does not fit raises here, before `inner` is run
-        unchanged = never_changing(params, anew=True)  # a mask of the user's may look at values
+        unchanged = never_changing(params, anew=True)  # not from the cache: a user's mask may depend on values
         frame, point = frame_and_slice_point(name, group, params, unchanged)
         s = bound(group.gauges, params, unchanged).slice
         token = _OUTSIDE.set((*_OUTSIDE.get(), s))
@@ -221,7 +223,8 @@ def quotient_for(
 def leaves_that_never_change(
     name: str, inner: optax.GradientTransformation, frozen: Any = None
 ) -> Callable[..., frozenset[str]]:
-    """Returns a function with a cache: params → paths that `frozen` names or that `inner` never changes."""
+    """Returns a function with a cache: params → paths of the leaves that `frozen` names or that `inner` never changes.
+    """
 
     @once_per_tree
     def never_changing(params: Any) -> frozenset[str]:
@@ -236,13 +239,15 @@ _OUTSIDE: contextvars.ContextVar[tuple[Slice, ...]] = contextvars.ContextVar("ou
 
 
 def require_first_outside(name: str, inside: Slice, *, again: bool = True, remedy: str = "") -> None:
-    """Raises ValueError if a quotient around this transformation could not enter its slice first: `require_first`.
+    """Raises ValueError if a `quotient` around a transformation has gauges that cannot be undone before those inside.
+
+    The `init` of the transformation inside calls it; `Slice.require_first` states the rule.
 
     Args:
-      name: the public function that made this transformation, for messages.
-      inside: its slice.
-      again: whether it may have gauges of the quotient too.
-      remedy: what to write instead, if it is not one quotient.
+      name: the public function that made the transformation inside, for messages.
+      inside: the slice of the transformation inside.
+      again: whether a gauge may be both in the quotient's list and in that of the transformation inside.
+      remedy: what to write instead, for the message; by default one quotient with both lists.
     """
     for outside in _OUTSIDE.get():
         outside.require_first(name, inside, again, remedy or "write one go.quotient(optimizer, gauges) with both lists")
@@ -255,7 +260,7 @@ def group_of(name: str, learning_rate: Any, gauges: Any) -> Product:
 
 
 def require_rate_first(name: str, learning_rate: Any, gauges: Any) -> None:
-    """Raises ValueError where the learning rate is gauges or a report, which come second, or no rate at all."""
+    """Raises ValueError if `learning_rate` is no rate, or is the second argument, gauges or a report."""
     if isinstance(learning_rate, Gauge | list | tuple) or hasattr(learning_rate, "gauges"):
         rate = repr(gauges) if isinstance(gauges, int | float) else "learning_rate"
         raise binding_error(
@@ -288,7 +293,7 @@ def slice_gradient(s: Slice, entered: Undone, updates: Any, without_constants: b
 def no_offset(s: Slice) -> Elements:
     """The offset before the first step with `pin=False`: label → identity, for every size that `fix` undoes.
 
-    Sizes whose anchor stays 1 for `inner` (`pinned_by`) have no element.
+    Sizes whose anchor must stay 1 for `inner` even with `pin=False` (`pinned_by`) are left out.
     """
     pinned = {anchor_key((scale,)) for part in s.parts for scale in pinned_by(part)}
     kept = (x for x in s.sizes if x.part.label not in s.not_fixed and anchor_key(x.anchor) not in pinned)
@@ -297,16 +302,17 @@ def no_offset(s: Slice) -> Elements:
 
 @functools.singledispatch
 def pinned_by(part: Part[Any]) -> tuple[Block, ...]:
-    """The anchors that stay 1 for `inner`, with `pin=False` too, because of another part; by default there are none."""
+    """The anchors that must stay 1 for `inner`, even with `pin=False`, because of this part; by default there are none.
+    """
     return ()
 
 
 @pinned_by.register
 def _scales_on_a_held_stream(part: Stream) -> tuple[Block, ...]:
-    """Norms' scales that a held stream passes.
+    """The norms' scales through which the gauge of the residual stream acts, if that gauge has `hold=True`.
 
-    Where they are not 1 they do not commute with R, by which `hold` turns the stream back, so that `inner` would not
-    see its own weights, turned by R.
+    `hold` turns the stream back by a rotation R. With `pin=False`, `inner` must see the end of its own step turned by
+    R. A norm's scale with entries other than 1 does not commute with R, so that `inner` would see other weights.
     """
     return part.passes if part.held else ()
 
@@ -339,10 +345,12 @@ def _with_growth(
 
     The step of `inner` led to e·θ̂′. Then `fix` removed the element e (`growth`), which left θ̂′. For a size in
     `Slice.following`, the stored anchor keeps this growth: the stored step is F·(e·θ̂′ − θ̂), and F becomes F·e. This
-    changes neither the function nor what `inner` sees. An anchor that has left the range from 2⁻⁸ to 2⁸ gives powers of
-    two back to the other leaves, without roundoff. With `pin=False`, `inner` must see its own result θ̃ + u at the next
-    step. Since θ̂ + B·u = e·θ̂′, this result is B⁻¹·e·θ̂′ = (e⁻¹·B)⁻¹·θ̂′, so that the offset becomes e⁻¹·B. Where `hold`
-    has turned θ̂′ back by R, e and B are turned with it, so that `inner` sees its own result, turned by R.
+    changes neither the function nor what `inner` sees. If F's element leaves the range from 2⁻⁸ to 2⁸, the anchor
+    passes powers of two on to the other leaves, without roundoff.
+
+    With `pin=False`, `inner` must see its own result θ̃ + u at the next step. Since θ̂ + B·u = e·θ̂′, this result is
+    B⁻¹·e·θ̂′ = (e⁻¹·B)⁻¹·θ̂′, so that the offset becomes e⁻¹·B. If `hold` has turned θ̂′ back by a rotation R, e and B
+    are turned in the same way, and `inner` sees its own result turned by R.
     """
     elements, offset = dict(state.frame.elements), dict(state.offset)
     for part, _, _ in s.sizes:
@@ -363,9 +371,9 @@ def _with_growth(
 
 @functools.singledispatch
 def stays_where_inner_leads(part: Part[Any], s: Slice, pin: bool) -> bool:
-    """Whether steps leave a constant as `inner` moves it, so that only `init` undoes it; by default they do not.
+    """Whether steps of `inner` may change what a constant reads: it is then undone at `init`, but not after each step.
 
-    It is asked about constants that are read from a leaf which they do not change.
+    By default they may not. The function is called only for constants that are read from a leaf they do not change.
     """
     return False
 
@@ -374,8 +382,8 @@ def stays_where_inner_leads(part: Part[Any], s: Slice, pin: bool) -> bool:
 def _divided_by_a_scale(part: ReadShift, s: Slice, pin: bool) -> bool:
     """True if γ, the norm's scale that divides the constant, is not 1 where `inner` sees it.
 
-    γ may then be near 0. To undo the constant would move W by much more than a step, along a direction that changes no
-    output only until the next step changes γ.
+    γ may then be near 0, and undoing the constant would move the kernel behind the norm by much more than a step. That
+    move changes no output at the present γ, but it does as soon as the next step changes γ.
     """
     at_one = {anchor_key(anchor) for _, anchor, _ in s.sizes} if pin else set()
     return bool(part.scale) and anchor_key(part.scale) not in at_one
@@ -383,19 +391,19 @@ def _divided_by_a_scale(part: ReadShift, s: Slice, pin: bool) -> bool:
 
 @functools.singledispatch
 def turned_with(part: Part[Any], e: Any, backs: Mapping[Any, Any]) -> Any:
-    """The element at a point that was turned back; by default unchanged, as where the two commute.
+    """The element of a size after `hold` has turned the point back; by default unchanged: it commutes with rotations.
 
     Args:
       part: a size.
-      e: its element.
-      backs: turn → what turned the end point back, from `Slice.hold`.
+      e: its element before.
+      backs: turn → what turned the end point back, as `Slice.hold` returns it.
     """
     return e
 
 
 @turned_with.register
 def _in_the_turned_basis(part: Stretch, e: jax.Array, backs: Mapping[Any, Any]) -> jax.Array:
-    """R⁻¹·S·R and its inverse, for the rotation R of the same rows; `backs` has R − 1."""
+    """R⁻¹·S·R and its inverse, for the rotation R of the same rows; `backs` contains R − 1."""
     for turn, back in backs.items():
         if {*turn.blocks} == {*part.blocks}:
             r = back[..., None, :, :] + jnp.eye(part.size, dtype=back.dtype)
@@ -413,9 +421,9 @@ def kept_in_range(part: Part[Any], e: Any) -> Any:
 def _within_powers_of_two(part: Factor, e: jax.Array) -> jax.Array:
     """α, with |α| between 2⁻³⁰ and 2³⁰.
 
-    A channel without gradients that decays would let it grow for ever, and the entry of a kernel between two such
-    channels is multiplied by two of these numbers, which would overflow. `inner` sees such a channel end at 1e-9 of its
-    size, far below a step, in place of zero.
+    If a channel decays and has no gradients, α would grow for ever. A kernel's entry between two such channels is
+    multiplied by the numbers of both, which would overflow. With the bound, `inner` sees such a channel shrink to 1e-9
+    of its size and not to zero. The difference is far below a step.
     """
     size = jnp.clip(jnp.abs(e), 2.0**-30, 2.0**30)
     return jnp.where(e < 0, -size, size)
@@ -423,7 +431,7 @@ def _within_powers_of_two(part: Factor, e: jax.Array) -> jax.Array:
 
 @kept_in_range.register
 def _with_an_exact_inverse(part: Stretch, e: jax.Array) -> jax.Array:
-    """The pair (S, S⁻¹) after one step of Newton's method for the inverse: roundoff would part them, step by step."""
+    """The pair (S, S⁻¹) after one step of Newton's method for S⁻¹: without it, roundoff would accumulate."""
     s, s_inverse = jnp.unstack(e, axis=-3)
     error = jnp.eye(part.size, dtype=e.dtype) - matmul(s, s_inverse)
     return jnp.stack([s, s_inverse + matmul(s_inverse, error)], -3)
@@ -431,17 +439,18 @@ def _with_an_exact_inverse(part: Stretch, e: jax.Array) -> jax.Array:
 
 @functools.singledispatch
 def carried_back(part: Part[Any], e: Any) -> Any:
-    """The element that brings an anchor back whose element e has gone far; by default the identity.
+    """The element that brings a stored anchor nearer to its size on the slice if its element e is far from 1.
 
-    The anchor of a size in `Slice.following` holds the growth of its channel, and the optimizer never sees it there.
-    Nothing else would stop it: under decay it would shrink for ever, and the other leaves would grow.
+    By default it is the identity. The stored anchor of a size in `Slice.following` keeps the growth of its channel, and
+    the optimizer, which sees the anchor on the slice, never undoes it. Without this element, the anchor would shrink
+    for ever under decay, and the other leaves would grow.
     """
     return part.identity()
 
 
 @carried_back.register
 def _by_a_power_of_two(part: Factor, e: jax.Array) -> jax.Array:
-    """2 or ½ for channels outside the range from 2⁻⁸ to 2⁸, and else 1: powers of two move without roundoff."""
+    """2 or ½ for channels with |e| outside the range from 2⁻⁸ to 2⁸, else 1. Powers of two make no roundoff."""
     size = jnp.abs(e)
     return jnp.where(size < 2.0**-8, 2.0, jnp.where(size > 2.0**8, 0.5, 1.0)).astype(e.dtype)
 
@@ -458,7 +467,7 @@ def frame_and_slice_point(
       frozen: paths of leaves that never change.
 
     Warns:
-      UserWarning: heads without a frame, such as padded heads of `head_linear`.
+      UserWarning: heads from which no frame can be read, such as padded heads of `head_linear`.
 
     Raises:
       ValueError: leaves that have no values, as in a tree of shapes; a gauge whose moves depend on a norm's scale
@@ -488,7 +497,7 @@ def _read_and_entered(s: Slice, leaves: Any) -> tuple[Frame, Arrays]:
 
 
 def _seen_gradient(s: Slice, entered: Undone, seen: Undone, updates: Any) -> Any:
-    """The gradient at the point that `inner` sees, a tree, from that at the stored weights."""
+    """The gradient at the point that `inner` sees, a tree, from the gradient `updates` at the stored weights."""
     gradient = slice_gradient(s, entered, updates)  # ĝ = Fᵀ·g
     return with_leaves(gradient, seen.pull(s.vectors(gradient)))
 

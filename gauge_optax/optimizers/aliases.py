@@ -43,10 +43,12 @@ def quotient_adamw(
       b2: decay of second moments.
       eps: added to the root of the second moment.
       eps_root: added inside that root.
-      mu_dtype: dtype of the first moment; by default that of slice coordinates, at least float32.
+      mu_dtype: dtype of the first moment; by default at least float32 for leaves that gauges bind, and the leaf's own
+        dtype for all others.
       weight_decay: decoupled decay, multiplied by the learning rate; a number or a schedule.
       mask: which leaves decay, as in `optax.adamw`. A callable gets the slice point at `init`, and updates on the
-        slice later, as in Optax. Twins share both, so that no mask can make twins differ.
+        slice later, as in Optax. Both are the same for all weights of one function (twins), so that no mask can make
+        twins differ.
       nesterov: whether to use Nesterov momentum.
       hold: see `quotient`.
       pin: see `quotient`.
@@ -69,8 +71,8 @@ def quotient_adamw(
     >>> bool(loss(params) < 1.2)  # it starts at 2, and the least of rank one is 1
     True
 
-    Reference: docs/design.md §3, §5. In float32, the factors of a `head_linear` may have condition numbers of up to
-      about 1e2.
+    Reference: docs/design.md §3, §5. In float32, the two factors that a `head_linear` binds may have condition numbers
+      of up to about 1e2.
     """
     group = group_of("quotient_adamw", learning_rate, gauges)
     require_moments("quotient_adamw", b1=b1, b2=b2, eps=eps, eps_root=eps_root)
@@ -121,8 +123,9 @@ def quotient_muon(
       eps: see `scale_by_scaled_polar`.
       weight_decay: decoupled decay of matrices, multiplied by the learning rate; a number or a schedule.
       weight_decay_mask: where `weight_decay` decays, as in `optax.contrib.muon`. A callable gets the slice point
-        at `init`, and updates on the slice later, as in Optax; twins share both.
-      mu_dtype: dtype of the first moment; by default that of slice coordinates, at least float32.
+        at `init`, and updates on the slice later, as in Optax; both are the same for all weights of one function.
+      mu_dtype: dtype of the first moment; by default at least float32 for leaves that gauges bind, and the leaf's own
+        dtype for all others.
       nesterov: whether to use Nesterov momentum, for matrices and all other leaves.
       adam_b1: decay of Adam's first moments.
       adam_b2: decay of Adam's second moments.
@@ -134,8 +137,8 @@ def quotient_muon(
       scale: see `scale_by_scaled_polar`.
       labels: see `scale_by_scaled_polar`.
       sizes: see `scale_by_scaled_polar`.
-      heads_per_matrix: how many neighbouring heads make one matrix; 1 by default. Of grouped queries, `(head _)`, all
-        heads count, so that a group of them or a part of one makes a matrix. It must not be traced.
+      heads_per_matrix: how many neighbouring heads make one matrix; 1 by default. For grouped queries, `(head _)`, this
+        counts query heads: a matrix holds whole groups of them or a part of one group. It must not be traced.
       hold: see `quotient`.
       pin: see `quotient`.
       rest: see `quotient`.
@@ -144,8 +147,9 @@ def quotient_muon(
       The optimizer. Its `update` needs `params`.
 
     Raises:
-      ValueError: as `scale_by_scaled_polar`; `heads_per_matrix` that does not divide the number of heads; a kernel of
-        which gauges bind some ranges, if neither gauges nor `labels` say which matrices the other ranges are.
+      ValueError: the errors of `scale_by_scaled_polar`; a `heads_per_matrix` that does not divide the number of heads;
+        a kernel of which gauges bind some ranges, if neither gauges nor `labels` say which matrices the other ranges
+        are.
 
     >>> gauge = go.head_linear({"a": "_ basis"}, {"b": "basis _"})
     >>> params = {"a": jnp.array([[2.0], [1.0]]), "b": jnp.array([[0.5, 0.0]])}

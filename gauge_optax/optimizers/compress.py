@@ -1,10 +1,10 @@
 """Stores the second moments of any optimizer in one or two bytes per entry; the optimizer itself computes in float32.
 
-Rounding to the nearest stored number would not do. If an average changes in a step by less than half the distance
+Rounding to the nearest stored number would fail. If an average changes in a step by less than half the distance
 between two stored numbers, it would stay as it is: at b2 = 0.999, Adam's v would never fall. Here every entry is
-rounded up or down at random, so that its expected value is exact. (In one byte, an entry below the smallest positive
-code is rounded up to it.) The random numbers are hashed from the entry's position and the step, so that a run can be
-repeated.
+rounded up or down at random, such that its expected value is exact. In one byte there is one exception: a positive
+entry below the smallest positive number that a byte can stand for is always rounded up to that number. The random
+numbers are hashed from the entry's position and the step, so that a run can be repeated.
 
 *Measured* on 4,000 averages v of squared normal numbers, after 3,000 steps and 3,000 more with numbers a tenth as
 large. The root mean square of the relative error of √v is 5 % in two bytes and 23 % in one at b2 = 0.999, and 0.6 % and
@@ -36,8 +36,9 @@ from gauge_optax.xla import hashed_positions
 
 _NAME = "compress_second_moments"
 _PER_OCTAVE = 8  # code 255 stands for the power of two above the leaf's largest entry, 247 for half of it, and 0 for 0
-# Optimizers with the first two states divide by √(ν − μ²). Rounding ν could make the difference negative. Sophia's ν
-# averages entries of the Hessian's diagonal, and SM3's is a first moment. Both may be negative.
+# States whose field `nu` is not rounded. Optimizers with the first two divide by √(ν − μ²), and rounding ν could make
+# this difference negative. Sophia's ν averages entries of the Hessian's diagonal, and SM3's is a first moment: both may
+# be negative.
 _NOT_ROUNDED = ("ScaleByRStdDevState", "ScaleByRStdDevWithCountState", "SophiaState", "ScaleBySM3State")
 _STORED = ("bfloat16", "uint8")
 
@@ -47,8 +48,8 @@ class CompressedState(NamedTuple):
 
     Attributes:
       count: steps so far, int32.
-      tops: with one byte per entry, what the largest code stands for in each compressed leaf: powers of two, (leaves,).
-        With two bytes, ().
+      tops: with one byte per entry, the number that the largest code stands for in each compressed leaf, a power of
+        two: an array (leaves,). With two bytes per entry, ().
       inner_state: the state of the wrapped optimizer, with its fields `nu` in bfloat16, or as codes in uint8.
     """
 
@@ -65,21 +66,22 @@ def compress_second_moments(
     Args:
       inner: any Optax transformation, a whole optimizer or a link. Its second moments are the fields `nu` of its
         states. Optax's Adam, NAdam, RMSProp, AdaBelief and Muon and `ddc_adamw` have such fields, inside `quotient`
-        too. All other fields stay as they are. So do moments in float64, those from which a squared mean is subtracted
-        (centered RMSProp), and the fields `nu` of Sophia and SM3, which may be negative. Put `optax.apply_if_finite`
-        around the result, not inside.
+        too. All other fields stay as they are. The following second moments are not rounded either: those in float64,
+        those from which a squared mean is subtracted (centered RMSProp), and the fields `nu` of Sophia and SM3, which
+        may be negative. Put `optax.apply_if_finite` around the result, not inside.
       dtype: "bfloat16", or "uint8" for codes of 255 positive numbers and zero. The largest number is the power of two
         above the leaf's largest entry, and there are 8 per factor of two, so that they span a factor of 3.6e9. Smaller
-        positive entries are stored as the smallest number and not as zero, which makes their steps shorter. One
-        negative, infinite or NaN entry makes its whole leaf NaN.
+        positive entries are stored as the smallest of these numbers and not as zero, which makes their steps shorter.
+        One negative, infinite or NaN entry makes its whole leaf NaN.
 
     Returns:
       The optimizer. Its updates have the dtypes of the gradients, or those of the parameters where they are wider.
 
     Raises:
       ValueError: an `inner` that is no transformation; an unknown `dtype`; at `init`, a state without a field `nu` that
-        may be rounded, a state that is compressed already, parameters in a NamedTuple with a field `nu`, and with
-        "uint8" a leaf of that dtype, such as packed weights, that `inner` steps; `update` without params.
+        may be rounded, a state that is compressed already, parameters in a NamedTuple with a field `nu`, and, with
+        dtype="uint8", a leaf that `inner` steps and that is itself uint8, such as packed weights; `update` without
+        params.
 
     >>> params = {"w": jnp.ones(1000)}
     >>> tx = go.links.compress_second_moments(optax.adamw(1e-3), "uint8")
@@ -194,7 +196,7 @@ def with_numbers(state: Any) -> Any:
 
 
 def compressed_like(stored: Any, state: Any) -> Any:
-    """Returns a state with numbers, compressed again where `stored`, a state of the same optimizer, is compressed."""
+    """Compresses a state, in which second moments are numbers, where `stored`, of the same optimizer, is compressed."""
 
     def again(node: Any, x: Any) -> Any:
         return compressed(node.count, x, dtype_of(node), stream=2) if _is_compressed(node) else x

@@ -1,10 +1,10 @@
 """Decoupled weight decay that respects gauges: each leaf decays once, by wd·θ less its part along shifts.
 
-A scale multiplies `up` by α and `down` by α⁻ᵖ, and leaves the *joint scale* s = ‖up‖ᵖ·‖down‖ as it is. The decay wd·θ
-moves with θ under scales and rotations: it is a tangent. Weights that are balanced (the smallest of their orbit) stay
-balanced. Every log s falls by (p+1)·lr·wd a step, exactly as under AdamW. A logit shift adds a mean that changes no
-output, and this mean does not decay. If the user gives `up` and `down` numbers of their own, both sides shrink
-independently, and a part of this motion is along orbits.
+A scale gauge multiplies `up` by α and `down` by α⁻ᵖ, and does not change the *joint scale* s = ‖up‖ᵖ·‖down‖. The decay
+wd·θ moves with θ under scales and rotations: it is a tangent. Weights that are balanced (those of least norm on their
+orbit) stay balanced. Every log s falls by (p+1)·lr·wd a step, exactly as under AdamW. A logit shift adds a mean that
+changes no output, and this mean does not decay. If the user gives `up` and `down` two different decays, each side
+shrinks at its own rate, and a part of this motion is along orbits.
 References: DDC B.7 and C.14; docs/design.md §4; "When Equivalent Weights Train Differently" ("the post") §4.
 """
 
@@ -40,7 +40,7 @@ Decay: TypeAlias = optax.ScalarOrSchedule | Mapping[str, float]
 
 _NAME = "add_gauge_decay"
 _OTHER = "other"
-# (constructor, `Block.argument` in the part that it makes) → the constructor's own name of that argument, if another.
+# (constructor, `Block.argument` in the part that it makes) → the constructor's own name of that argument, if different.
 _ARGUMENTS = {
     ("norm_scale", "up"): "scale", ("norm_scale", "down"): "into", ("scale_invariant", "up"): "blocks",
     ("multiplier_balance", "up"): "query", ("multiplier_balance", "down"): "key",
@@ -63,16 +63,17 @@ def add_gauge_decay(
     """Adds weight_decay·θ to the updates, before the learning rate.
 
     Args:
-      weight_decay: a number, or a schedule of the step; or role → number, which shrinks the sides of a gauge
-        independently. The role of a leaf is the name of the argument that lists it in the gauge's constructor: "up"
-        and "down" of `rescale`, "scale" and "into" of `norm_scale`, "blocks" of rotations and shifts. For every scale
-        gauge, "up" and "down" also mean the first and the second argument; if the mapping has the argument's own name
-        too, that number counts. "other" is for leaves that no gauge binds, 0 by default.
+      weight_decay: a number, or a schedule of the step; or a mapping, role → number, which shrinks each side of a gauge
+        at a rate of its own. The role of a leaf is the name of the argument that lists it in the gauge's constructor:
+        "up" and "down" of `rescale`, "scale" and "into" of `norm_scale`, "blocks" of rotations and shifts. For every
+        scale gauge, the keys "up" and "down" also stand for its first and second argument; if the mapping has the
+        argument's own name too, that number counts. The key "other" is for leaves that no gauge binds, 0 by default.
       gauges: a gauge or a sequence of gauges.
-      match: "adamw" shrinks every joint scale at AdamW's rate. "horizontal" is the rate of DDC B.7: on leaves that a
-        scale gauge binds, (p²+1)/(p+1) times the decay of "adamw", where p is the gauge's degree.
+      match: "adamw" shrinks every joint scale ‖up‖ᵖ·‖down‖ at AdamW's rate, where p is the degree of the scale gauge.
+        "horizontal" is the rate of DDC B.7: on leaves that a scale gauge binds, (p²+1)/(p+1) times the decay of
+        "adamw".
       mask: None, a tree or prefix of booleans, or a callable from parameters to one; leaves with False do not decay.
-        Even if only one side of a gauge decays, twins stay twins.
+        Two weight sets of one function still compute one function after the decay, even if only one side decays.
 
     Returns:
       A transformation of updates (tangents).
@@ -98,9 +99,9 @@ def add_gauge_decay(
     [0.2, 0.0]
 
     Reference: DDC B.7; the post's §4 for numbers per side. Deviation: every leaf decays once. If every gauge had its
-      own decay, a shared leaf would decay twice. If `gauge_retract` follows, it removes the part along the orbit: after
-      decays by a number `up` on one side and `down` on the other, s has changed, to first order, as if both sides had
-      decayed by (p·up + down)/(p + 1).
+      own decay, a shared leaf would decay twice. If `gauge_retract` follows, it removes the part of the decay along the
+      orbit. With the decay `up` on one side and `down` on the other, the joint scale then changes, to first order, as
+      if both sides had decayed by (p·up + down)/(p + 1).
     """
     return decay(weight_decay, product(gauges), match, mask)
 
@@ -159,7 +160,7 @@ def decay(
         vectors = updates_at(_NAME, [path for path in factors if path in s.added], updates, params)
         decayed = {
             p: in_computing_dtype(vectors[p]) + rate * factor * in_computing_dtype(values[p])
-            for p, factor in factors.items() if p in vectors  # an unbound leaf may have None, as in Optax
+            for p, factor in factors.items() if p in vectors  # the update of an unbound leaf may be None, as in Optax
         }
         return in_dtype_of(updates, decayed, params), AddGaugeDecayState(optax.safe_increment(state.count))
 

@@ -43,7 +43,7 @@ def muon(
     adam: optax.GradientTransformation,
     momentum: tuple[Callable[[Any], Collection[str]], optax.GradientTransformation] | None = None,
 ) -> GaugeTransformation:
-    """Polar factors for matrices, momentum for the leaves that are named, Adam for all others.
+    """Steps matrices by polar factors, the leaves that `momentum` names by their momentum, and all others by Adam.
 
     Args:
       matrices: a function of params that returns leaf path → which matrices the leaf holds, for the leaves that are
@@ -71,7 +71,8 @@ def muon(
             rules["momentum"] = optax.chain(optax.trace(polar.beta, nesterov, mu_dtype), tail)
             labels |= dict.fromkeys(() if is_empty(params) else paths(params), "momentum")
         tree = with_leaves(jax.tree.map(lambda _: "adam", params), labels)
-        return optax.partition(rules, lambda _: tree)  # not `tree` itself: Optax calls a tree that is callable
+        # Not `tree` itself: if a user's parameters are a callable pytree, Optax would call it.
+        return optax.partition(rules, lambda _: tree)
 
     def update_fn(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         return partition(params).update(updates, state, params, **extra)
@@ -142,7 +143,7 @@ def scale_by_polar(
 
     Args:
       neurons: path → axes of kernels, as in `max_norm_muon`: `_` are a neuron's inputs, and named axes count neurons.
-        A leaf is one matrix, but axes named `layer` or `expert` count matrices. Unlisted leaves keep their updates.
+        A leaf is one matrix, or one per index of axes named `layer` or `expert`. Unlisted leaves keep their updates.
       ns_coeffs: see `scale_by_scaled_polar`.
       ns_steps: see `scale_by_scaled_polar`.
       eps: see `scale_by_scaled_polar`.
@@ -191,7 +192,7 @@ def scale_by_polar(
 
 
 def readings_of_neurons(name: str, selections: Iterable[vectors.Selection]) -> dict[str, Reading]:
-    """Returns leaf path → the matrices that its neurons form. Raises ValueError for neurons that form none."""
+    """Returns leaf path → the matrices that the leaf's neurons form. Raises ValueError for neurons that form none."""
     blocks: dict[str, list[Block]] = {}
     for selection in selections:
         blocks.setdefault(selection.block.path, []).append(selection.block)

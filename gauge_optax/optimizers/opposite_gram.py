@@ -1,9 +1,10 @@
 """Multiplies each factor's increment by the inverse Gram matrix of the opposite factor.
 
-Many pairs of factors (A, B) store one product M = A·Bᵀ: for every invertible S, so do A·S and B·S⁻ᵀ. Raw increments U_A
-and U_B move M by U_A·Bᵀ + A·U_Bᵀ, which differs from pair to pair, because a gradient U_A = G·B, with G the gradient
-for M, is a cotangent. U_A·(BᵀB)⁻¹ moves like A under every S: it is a tangent, so that all pairs move M by the same
-amount. The two sides of a scale are treated in the same way, per channel.
+Many pairs of factors (A, B) store one product M = A·Bᵀ: for every invertible S, so do A·S and B·S⁻ᵀ. Increments U_A and
+U_B move M by U_A·Bᵀ + A·U_Bᵀ. If U_A = G·B is a gradient, with G the gradient for M, this motion differs from pair to
+pair, because U_A is a cotangent: at A·S it is U_A·S⁻ᵀ. The corrected increment U_A·(BᵀB)⁻¹ is a tangent: at A·S it is
+multiplied by S, as A is, so that all pairs move M by the same amount. The two sides of a scale are treated in the same
+way, per channel.
 References: "When Equivalent Weights Train Differently" ("the post") §3, §7; docs/design.md §5.
 """
 
@@ -50,11 +51,11 @@ class OppositeInverses(NamedTuple):
     """What the increments of each side are multiplied by: inverses of the opposite side's Gram matrices.
 
     Attributes:
-      scales: label of a scale with two sides → a pair of arrays: what multiplies increments of `up`, and what
-        multiplies those of `down`, a number per channel.
-      linear: label of a linear gauge's part → a pair of arrays: what multiplies increments of `left`, and what
-        multiplies those of `right`, a matrix per head (*shape, d, d); with `diagonal`, the diagonals of these matrices,
-        (*shape, d).
+      scales: label of a scale with two sides → a pair of arrays with a number per channel: the first multiplies
+        increments of `up`, the second those of `down`.
+      linear: label of a linear gauge's part → a pair of arrays with a matrix per head, (*shape, d, d): the first
+        multiplies increments of `left`, the second those of `right`. With `diagonal`, they have the diagonals of these
+        matrices, (*shape, d).
     """
 
     scales: dict[str, Pair]
@@ -82,9 +83,9 @@ def scale_by_opposite_gram(
 ) -> GaugeTransformation:
     r"""Multiplies each factor's increments by the inverse Gram matrix of the opposite factor.
 
-    In a chain it comes after an optimizer's scaling and before decoupled decay; the learning rate may be before or
+    In a chain, put it after an optimizer's scaling and before decoupled decay; the learning rate may be before or
     after it. For every `head_linear`, the matrix A has all rows of the left blocks, biases included, and B all rows of
-    the right blocks. With the Gram matrices H_A = AᵀA and H_B = BᵀB and the damping λ, it makes the steps
+    the right blocks. With the Gram matrices H_A = AᵀA and H_B = BᵀB and the damping λ, the increments become
 
     .. math:: U_A \mapsto U_A (H_B + \lambda)^{-1}, \qquad U_B \mapsto U_B (H_A + \lambda)^{-1}.
 
@@ -109,11 +110,11 @@ def scale_by_opposite_gram(
       diagonal: if True, the diagonal of each Gram matrix, the squared norms of the opposite factor's columns, stands in
         place of the matrix. This is exact only if S is diagonal.
       every: the number of updates from one computation of the inverses to the next; the state keeps them in between.
-        An old inverse still makes tangents, because the S between two twins is constant along their runs. The post
-        calls this a "periodic full correction", as we read it; read literally, it would leave the increments in between
-        raw. *Measured* after 20 steps of SGD, for S of condition number 100: the motions of twins are 2e-13 apart with
-        every=16, 8.3 by the literal reading, and 7.9 without a correction; at ten times the learning rate they are
-        2e-13 apart with every=16, and the other two diverge.
+        An old inverse still makes tangents, because the S that maps one twin to the other is constant along their runs.
+        This is how we read the post's "periodic full correction"; read literally, it would leave the increments between
+        two computations uncorrected. *Measured* after 20 steps of SGD, for S of condition number 100: the motions of
+        twins are 2e-13 apart with every=16, 8.3 by the literal reading, and 7.9 without a correction; at ten times the
+        learning rate they are 2e-13 apart with every=16, and the other two diverge.
 
     Returns:
       A transformation of raw increments of factors (cotangents, such as gradients) into tangents. If a Gram matrix is
@@ -154,7 +155,7 @@ def scale_by_opposite_gram(
     require_number(_NAME, "damping", damping, "[0, inf)", "write damping=0.0, or 1e-3 of the mean eigenvalue")
     require_every(_NAME, every)
     group = product(gauges)
-    # `inject_hyperparams` traces `every`, so that the state must have one form for all values of a traced `every`.
+    # Under `inject_hyperparams`, `every` is traced. The state must then have one form for all values of `every`.
     always = not isinstance(every, jax.Array) and every == 1
 
     def inverses_at(s: Slice, params: Any) -> OppositeInverses:
@@ -194,7 +195,7 @@ def scale_by_opposite_gram(
 
 
 def two_sides(s: Slice) -> tuple[list[Any], list[Any]]:
-    """Returns the parts with two opposite sides: those that multiply by numbers, and those that multiply by matrices.
+    """Returns the parts with two opposite sides: first those that multiply by numbers, then those that do by matrices.
     """
     scales = [i for i in s.parts if channel_sides(i) is not None]
     return scales, [i for i in s.parts if matrix_sides(i) is not None]
@@ -241,10 +242,12 @@ def _inverses(
             inverses[number] = _power(squares + added(jnp.sum(squares, -1), side.size)[..., None], -1.0)
     else:
         factors = [side.stacked(point) for side in sides]
-        pairs = [(x, factors[k ^ 1]) for k, x in enumerate(factors)]  # a factor, and the one whose increments it scales
+        # Pairs of a factor and its opposite factor, whose increments are multiplied by the inverse of the first's Gram
+        # matrix.
+        pairs = [(x, factors[k ^ 1]) for k, x in enumerate(factors)]
         shapes = [(x.shape, own.shape) for x, own in pairs]
         for pair in dict.fromkeys(shapes):
-            # Factors of one shape make one batch, so that XLA compiles one decomposition for all layers.
+            # Pairs with the same shapes make one batch, so that XLA compiles one decomposition for all layers.
             numbers = [k for k, x in enumerate(shapes) if x == pair]
             rows, own = (jnp.stack(x) for x in zip(*(pairs[k] for k in numbers), strict=True))
             batch = inverse_gram_beside(rows, own, added(jnp.sum(jnp.square(rows), (-2, -1)), pair[0][-1]))

@@ -92,13 +92,13 @@ class Polar:
         """Returns leaf path → which matrices it holds, for the leaves that are stepped by their polar factor.
 
         Raises ValueError for a label that matches no leaf; for a leaf that is labelled "muon" but is no matrix; for
-        axes that do not fit a leaf, describe no matrices, or contradict a rotation; and for a leaf some of whose
-        entries are in no matrix, or in two, by gauges and labels together.
+        axes that do not fit a leaf, describe no matrices, or contradict a rotation; and for a leaf with entries that
+        gauges and labels together put into no matrix, or into two.
         """
         leaves, read = leaves_by_path(params), matrices_of(s.parts)
         rotated = {path: [b for turn in s.heads for b in turn.blocks if b.path == path]
                    for turn in s.heads for path in turn.paths}
-        if self.rotations_alone:  # in a fused leaf, a range that no rotation binds is no matrix
+        if self.rotations_alone:  # of a fused leaf, only the ranges that rotations bind are matrices
             read |= matrices_of(s.heads)
         # A logit shift binds the unembedding, which Muon's authors leave to Adam although it is a matrix.
         muon = read.keys() - {path for part in s.parts if is_output_layer(part) for path in changed(part)}
@@ -117,7 +117,7 @@ class Polar:
             for path in sorted(hits) if _is_axes(label) else ():
                 own = [self._labelled(pattern, axes, path, leaves[path].shape, rotated.get(path, []))
                        for axes in (label if isinstance(label, tuple) else (label,))]
-                # Where gauges describe matrices in several ranges, a label replaces those of the ranges it overlaps.
+                # If gauges describe matrices in ranges of a leaf, a label replaces those whose ranges it overlaps.
                 blocks = [piece.block for piece in own if piece.block]
                 of_gauges = read[path].pieces if path in read and len(blocks) == len(own) else ()
                 others = [x for x in of_gauges if x.block and not any(overlap(x.block, other) for other in blocks)]
@@ -184,7 +184,7 @@ class Polar:
             elif self.scale == "width":
                 factor = math.sqrt(max(1.0, outputs / inputs)) * factor
             elif self.scale == "rms":
-                # ‖factor‖_F = √rank, so that the step has the norm of the moment (B.10).
+                # A polar factor has the Frobenius norm √rank. The step gets the norm of the moment (B.10).
                 norm = size * jnp.linalg.norm(m, axis=(-2, -1), keepdims=True)
                 factor = norm / math.sqrt(min(inputs, outputs)) * factor
             steps[path] = stack.write(steps[path], factor)
@@ -192,7 +192,10 @@ class Polar:
 
 
 def _open_ranges(reading: Reading, shape: Sequence[int]) -> str:
-    """A label of the ranges of a matrix that a reading leaves open; an example for other leaves."""
+    """A label, for a message, of the ranges of a matrix that no piece of its reading covers.
+
+    For a leaf that is no matrix cut along one axis, it is only an example of a label.
+    """
     cuts = [(axis, cut) for piece in reading.pieces if piece.block
             for axis, cut in enumerate(cuts_of(piece.block)) if cut is not None]
     if len(shape) != 2 or len({axis for axis, _ in cuts}) != 1:
@@ -243,7 +246,8 @@ def polar_of(
         if scale != "width":
             raise two_scales(f"preset='paper' and scale={scale!r}", "drop scale, or the preset")
         scale = "rms"
-        ns_coeffs = "sharp" if ns_coeffs == "standard" else ns_coeffs  # B.10: singular values go to 1
+        # In B.10 the iteration brings singular values close to 1, as "sharp" does and "standard" does not.
+        ns_coeffs = "sharp" if ns_coeffs == "standard" else ns_coeffs
     if isinstance(scale, str):
         require_choice(name, "scale", scale, SCALES)
     else:

@@ -29,11 +29,12 @@ def scale_by_relative_rms(gauges: Gauges, min_scale: float | jax.Array = 0.1) ->
 
     Args:
       gauges: a gauge or a sequence of gauges. They determine which leaves are kernels, and which of their axes are
-        inputs (the axis of heads is one if the heads' basis is). Vectors and unbound leaves keep their updates.
+        inputs. For a kernel that reads heads, the axis of heads and that of their entries both are. Vectors and unbound
+        leaves keep their updates.
       min_scale: the smallest factor; a kernel of zeros starts with it.
 
     Returns:
-      A transformation without state, between a preconditioner and the decay. Its `update` needs `params`.
+      A transformation without state. Put it between a preconditioner and the decay. Its `update` needs `params`.
 
     Raises:
       ValueError: bindings that do not fit the tree; `update` without params.
@@ -65,7 +66,7 @@ def scale_by_relative_rms(gauges: Gauges, min_scale: float | jax.Array = 0.1) ->
             if of_head == stack.rows:
                 # This kernel reads heads and sums over all of them: its inputs are heads times entries per head.
                 inputs *= math.prod(stack.split[k] for k in counting)
-            # A layer of a stack has a factor of its own; the heads of a kernel share one.
+            # Each layer of a stack has a factor of its own, but all heads of a kernel share one.
             heads = [k for k, axis in enumerate(stack.batch) if axis in counting]
             rms = jnp.sqrt(jnp.mean(jnp.square(in_single_or_better(kernel)), (-2, -1, *heads), keepdims=True))
             factor = jnp.maximum(rms * math.sqrt(inputs), min_scale)

@@ -1,12 +1,12 @@
-"""`rest="balanced"`: `quotient` stores the weights in which both sides of a scale share its growth.
+"""`rest="balanced"`: `quotient` stores the weights in which both sides of a scale share the growth of a step.
 
-A scale multiplies `up` by α and `down` by α⁻ᵖ, where p is its degree, and `up` is its anchor. Many weights compute the
-function that a step leads to. Any of them may be stored, because neither the outputs nor the steps of the inner
-optimizer depend on the choice. With `rest="anchor"`, ‖up‖ stays constant: if a step would double `up`, `down` is
+A scale gauge multiplies `up` by α and `down` by α⁻ᵖ, where p is its degree, and `up` is its anchor. Many weights
+compute the function that a step leads to. Any of them may be stored, because neither the outputs nor the steps of the
+inner optimizer depend on the choice. With `rest="anchor"`, ‖up‖ stays constant: if a step would double `up`, `down` is
 doubled in its place (p = 1). With `rest="balanced"`, log ‖up‖ − p·log ‖down‖ stays constant, so that such a step
 multiplies both sides by √2. The figures of *Dead-Direction Conditioners* measure drift in this coordinate. After each
-step the wrapper here moves the stored weights along the orbit and changes the frame by the same element, so that the
-slice point stays the same.
+step the wrapper here moves the stored weights along the orbit and changes the frame by the same element. The slice
+point, which is all that the inner optimizer sees, stays the same.
 """
 
 import functools
@@ -79,7 +79,7 @@ def held_ratios(s: Slice, f: Elements, x: Arrays) -> dict[str, jax.Array]:
 
 
 def _rounds_growth(part: Any, params: Any) -> bool:
-    """Whether the anchor is stored less precisely than `down`, so that rounding would remove its share of the growth.
+    """Whether the anchor is stored less precisely than `down`. Rounding would then remove the anchor's share of growth.
     """
     leaves = leaves_by_path(params)
     bits = [jnp.finfo(jnp.result_type(leaves[b.path])).nmant for b in (*part.anchors[0], *part.down)]
@@ -127,8 +127,8 @@ def resting(name: str, tx: GaugeTransformation, group: Product, rest: str) -> Ga
             if ratio is None or label in s.not_fixed | s.following or _rounds_growth(part, params):
                 continue
             after_step = ratio + share(part) * jnp.log(jnp.abs(f[label]))
-            # The new element is computed from the held coordinate, not from the last element: roundoff must not
-            # accumulate.
+            # The new element is computed from the coordinate that is held constant, and not from the last element, so
+            # that roundoff does not accumulate.
             known = jnp.isfinite(held[label]) & jnp.isfinite(ratio)
             size = jnp.exp((jnp.where(known, held[label], 0.0) - jnp.where(known, ratio, 0.0)) / share(part))
             f[label] = jnp.where(known, jnp.where(f[label] < 0, -size, size), f[label])

@@ -360,8 +360,8 @@ def _writers(c: LMConfig) -> dict[str, str]:
 def _residual_gauge(c: LMConfig, hold: bool) -> list[go.Gauge]:
     """The rotation of the residual stream. With a tied head there is none.
 
-    A tied head uses the table of embeddings behind the final norm's scale, which a rotation of the table would not
-    commute with.
+    A rotation does not commute with the final norm's scale. A kernel of the head can take over this scale first; the
+    table of embeddings, which a tied head uses, cannot.
     """
     if c.tied:
         return []

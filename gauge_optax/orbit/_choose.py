@@ -1,9 +1,9 @@
 """Chooses the point of an orbit that minimizes an objective, such as the error of quantized weights.
 
 The search is over elements g, not over weights: for every g, `act(g, params)` computes the same function as `params`.
-Elements near the current one, g, have coordinates x: they are exp(x)·g. The gradient of the objective by x at x = 0 is
-given to an Optax optimizer, and the next element is exp(u)·g for its update u. Every element on the way is therefore in
-the group: rotations stay orthogonal, scales positive.
+Elements near the current one, g, have coordinates x: they are exp(x)·g. The gradient of the objective with respect to x
+at x = 0 is given to an Optax optimizer, and the next element is exp(u)·g for its update u. Every element on the way is
+therefore in the group: rotations stay orthogonal, scales positive.
 Reference: SpinQuant (Liu et al. 2024), §3.2, which learns rotations by Cayley maps in place of exp.
 """
 

@@ -29,7 +29,7 @@ def weights_without_order(free: Sequence[Part[Any]], leaves: Mapping[str, jax.Ar
     """Returns arbitrary constant weights of entries, equal for all entries that a part of `free` may exchange.
 
     Args:
-      free: the parts that no optimizer notices, permutations among them.
+      free: the parts that make no difference to optimizers, such as permutations.
       leaves: path → leaf; only shapes are used.
     """
     numbers = {path: number for number, path in enumerate(sorted(leaves))}

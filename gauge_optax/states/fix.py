@@ -163,8 +163,8 @@ def gauge_fix(
         if not (isinstance(strength, float | int) and strength == 1):
             element = moving.power(element, strength)
         if transport:
-            # A frame in a state has an element for every gauge of the list. Rotations have no balance: their element is
-            # the identity.
+            # A frame in a state has an element for every gauge of the list, so that the move needs one for each.
+            # Rotations have no balance: their element is the identity.
             elements = iter(element)
             parts = tuple(
                 MovingPart(part, part.identity(params) if part.balancing == "still" else next(elements), part.balancing)

@@ -75,9 +75,9 @@ class HoldProductsState(NamedTuple):
 class _OneFactor(Move):
     """The move that multiplies both sides by one factor, in the form that `transport` needs to move a state.
 
-    Frames and moments need different elements. The frame of a `quotient` inside is read from the first side alone. It
-    therefore moves by the inherited `parts`: the gauges of `hold_products`, where the gauge whose product is held has
-    the factor as its element. Moments belong to both sides, and move by `actual`.
+    Frames and moments need different elements. The frame of a `quotient` inside holds sizes of the first side alone. So
+    it moves as if the gauge itself had multiplied the first side by the factor (and divided the second side): this is
+    the move of the inherited `parts`. Moments belong to both sides, and move by `actual`.
 
     Attributes:
       actual: gauges that multiply both sides by the factor, and the blocks of `alone` by its square.
@@ -395,14 +395,14 @@ def _bad_alone(error: Exception, lengths: Mapping[str, int]) -> ValueError:
     """
     title, *lines = str(error).replace("scale_invariant", "alone=").splitlines()
     title = title.removeprefix("alone=: ")
-    if len(lines) != 3 or title == "no blocks in 'up'":  # not about one of the blocks
+    if len(lines) != 3 or title == "no blocks in 'up'":  # the error is not about a single block
         return binding_error(
             _NAME, "alone= that cannot be bound", title.removesuffix(" in 'up'"),
             "path → axes, as a gauge takes them",
             "write alone={'attn/q_b/kernel': '_ head _=128:192'}, with your path and range",
         )
     found, expected, remedy = (line.partition(":")[2].strip() for line in lines)
-    if "sizes=" in remedy or "in sizes" in title:  # they are those of the gauge
+    if "sizes=" in remedy or "in sizes" in title:  # `alone` takes the sizes of the gauge
         remedy = f"write sizes={lengths} in the gauge of hold_products, and in alone= its named axes and no others"
     return binding_error(_NAME, f"alone= that cannot be bound: {title}", found, expected, remedy)
 

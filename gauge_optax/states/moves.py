@@ -50,7 +50,7 @@ class Move:
     same_list: ClassVar[str] = (
         "give transport the optimizer's own list of gauges, identity elements for what does not move, and give "
         "go.orbit.gauge_fix the same list as the optimizer inside it"
-    )  # what to write if a frame in the state was made with another list
+    )  # the advice of an error: a frame in the state was made with another list of gauges
 
     parts: tuple[MovingPart, ...]
     params: Any

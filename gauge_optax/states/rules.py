@@ -133,7 +133,7 @@ def _keeps_product_of_sides(part: Factor) -> bool:
 
 
 def _held_products(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing]:
-    """Keeps the products of `hold_products`. Raises ValueError if the move may change them, unless told to "keep"."""
+    """Keeps products of `hold_products`. Raises ValueError if the move may change them, unless on_unknown="keep"."""
     for key, logs in state.logs.items() if isinstance(state.logs, dict) else ():
         leaves, shapes = set(key.split(" + ")), jax.tree.map(jnp.shape, logs)
         for part in move.with_effect("diagonal", "permutation", "orthogonal", "linear").parts:

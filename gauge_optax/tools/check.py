@@ -64,7 +64,7 @@ _SIGNAL = 1e-6  # a leaf's gradient below this share of the largest one is round
 # Consider the leaves that one copy of a gauge moves. A leaf's step is roundoff if (step / largest step of these leaves)
 # is below this share of (gradient / largest gradient of these leaves).
 _QUIET = 1e-4
-_FAST = 0.1  # beside Muon, a step of Adam on a matrix may have at most this share of the matrix's norm
+_FAST = 0.1  # with Muon in the optimizer, a step of Adam on a matrix may have at most this share of the matrix's norm
 _NO_RULE = LeafRule("")
 _FEW = 64  # the precision of a gradient is not judged from fewer entries than this
 _MOST_ENTRIES = 4096  # the precision is judged from at most this number of entries of each leaf

@@ -39,8 +39,8 @@ def gemma3(kv_heads: int, d_head: int, *, linear: bool = False) -> list[Gauge]:
 
     Returns:
       The gauges of norms' scales, of the sizes of query and key heads, of QK-norm's two scales, of values and outputs,
-      of the gated MLP's units (by the branch without activation), and of the sizes of the two output kernels. The last
-      two are symmetries only if the eps of their norms is negligible.
+      of the gated MLP's units (by the branch without activation), and of the sizes of the two output kernels. A
+      change of size is a symmetry only if the eps of the norm behind the kernel is negligible.
     """
     axes = "1+ (_ channel)"
     return [

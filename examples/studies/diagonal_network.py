@@ -5,8 +5,8 @@
 x·(u ∘ v) stays the same when u_c is multiplied and v_c divided by the same number, one number per coordinate c. The
 network learns a sparse target from a start where u_c and v_c differ. Prints the final losses, and how far two
 coordinates of the scales have moved, as root mean square over c. One is the gauge's, log|u_c|. The other is the
-paper's, log|u_c| − log|v_c|. It also changes if the product |u_c·v_c| grows by a growth of v_c alone, which is no
-drift.
+paper's, log|u_c| − log|v_c|. It also changes if v_c alone grows. This changes the product u_c·v_c and the outputs,
+so that it is no drift.
 """
 
 import functools

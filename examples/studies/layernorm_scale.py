@@ -5,8 +5,8 @@
 (γ ∘ normalised x) W stays the same when an entry of γ is multiplied and the row of W behind it is divided by the same
 number, one number per channel c. Prints the final losses, and how far two coordinates of these scales have moved. For
 the gauge's, log γ_c, it prints the root mean square and the largest change over channels. For the paper's, log γ_c −
-log‖W_c‖, it prints the root mean square change. That coordinate also changes if γ_c·‖W_c‖ grows by a growth of W alone,
-which is no drift.
+log‖W_c‖, it prints the root mean square change. That coordinate also changes if ‖W_c‖ alone grows. This changes
+the product γ_c·‖W_c‖ and the outputs, so that it is no drift.
 """
 
 import functools

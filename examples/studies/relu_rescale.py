@@ -5,8 +5,8 @@
 relu(x W1) W2 stays the same when a column of W1 is multiplied and the matching row of W2 divided by the same number.
 The paper has one such number for the pair of layers (`block`); the library's usual gauge has one per hidden unit
 (`channel`). Prints the final losses, and how far two coordinates of these scales have moved, for the layers and for
-every unit. One is the gauge's, log‖W1‖. The other is the paper's, log‖W1‖ − log‖W2‖. It also changes if the product of
-both norms grows by a growth of W2 alone, which is no drift.
+every unit. One is the gauge's, log‖W1‖. The other is the paper's, log‖W1‖ − log‖W2‖. It also changes if W2
+alone grows. This changes the product of both norms and the outputs, so that it is no drift.
 """
 
 import functools

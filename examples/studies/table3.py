@@ -24,7 +24,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Sizes and rates. The rate for float32 is lower: at 1e-2 AdamW makes 1e-5 of a start's rounding in 20 steps."""
+    """Sizes and rates. Float32 has a lower rate: at 1e-2, AdamW enlarges a start's rounding to 1e-5 in 20 steps."""
 
     steps64: int = 20
     steps32: int = 50

@@ -1,15 +1,17 @@
-"""What one accelerator is asked, in one command of nine minutes: times, memory, a training step of 124M, four arms.
+"""All measurements on one accelerator, in one command of nine minutes: times, memory, training steps, training runs.
 
-    python -m benchmarks.accelerator --out benchmarks/results            # killed, it goes on where it was
+    python -m benchmarks.accelerator --out benchmarks/results            # if it is killed, the same command goes on
     python -m benchmarks.accelerator --only "step | *"                   # some of the cells
     python -m benchmarks.accelerator --width 64 --layers 1 --steps 4 --out outputs/dry   # a dry run on a CPU
 
-`update` times an optimizer's update in turns with its base, and counts its memory; `step` times a training step of
-GPT-2 124M; `train` trains a Llama of 30M parameters on bytes of text, with each of four optimizers at each of three
-rates; `twins` moves a small network along all its symmetries and trains both. Most of the time is compiling. On an
-H100 beside eight other processes, XLA searched for three minutes how to multiply one pair of float32 matrices; with
-`XLA_FLAGS=--xla_gpu_enable_triton_gemm=false` each of GPT-2's updates compiled in 7 to 30 seconds. With
-`JAX_COMPILATION_CACHE_DIR`, a second call need not compile again.
+There are four kinds of cells. `update` times the update of an optimizer, in turns with the one that it is compared with
+(its base), and counts its memory. `step` times a training step of GPT-2 124M. `train` trains a Llama of 30M parameters
+on bytes of text, with each of four optimizers at each of three rates. `twins` trains a small network from two weight
+sets of one function.
+
+Most of the time is compiling. On an H100 that ran eight other processes, XLA needed three minutes to choose a program
+for one product of float32 matrices. With `XLA_FLAGS=--xla_gpu_enable_triton_gemm=false`, each of GPT-2's updates
+compiled in 7 to 30 seconds. With `JAX_COMPILATION_CACHE_DIR`, a second call does not compile again.
 """
 
 import argparse
@@ -41,19 +43,19 @@ RATES: Mapping[str, tuple[float, ...]] = {
     "max_norm_muon": (0.02, 0.04, 0.08), "Muon": (0.01, 0.02, 0.04), "quotient_muon": (0.01, 0.02, 0.04),
     "AdamW": (1e-3, 2e-3, 4e-3),
 }
-"""Of matrices; all other leaves have half of it, and with AdamW the same."""
+"""Optimizer → the learning rates of matrices. All other leaves have half of it; with AdamW, they have the same rate."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a dry run makes smaller.
+    """Sizes of the measurements. A dry run makes them smaller.
 
     Attributes:
-      width: d of every network; 0 for its own.
-      layers: blocks of every network; 0 for its own.
-      repeats: rounds of updates.
-      step_repeats: rounds of whole steps.
-      steps: of a training run.
+      width: d_model of every network; 0 leaves each network as it is.
+      layers: number of blocks of every network; 0 leaves each network as it is.
+      repeats: rounds in which updates are timed.
+      step_repeats: rounds in which whole steps are timed.
+      steps: steps of a training run.
     """
 
     width: int = 0
@@ -63,11 +65,11 @@ class Sizes:
     steps: int = 300
 
     def of(self, name: str) -> Size:
-        """One of `SIZES`, or that architecture in a dry run's proportions."""
+        """The model with this name in `SIZES`, with the width and layers of a dry run if they are given."""
         return SIZES[name].at(self.width, self.layers)
 
     def task(self) -> Task:
-        """The training problem: 30M parameters, 32 × 256 bytes a batch."""
+        """The training problem: a Llama of 30M parameters, with batches of 32 × 256 bytes."""
         config = tuned.llama(self.width or 768, self.layers or 4)
         length = 64 if self.width else 256
         return tuned.task_of(config, self.steps)._replace(batch=4 if self.width else 32, length=length)
@@ -80,7 +82,7 @@ the_case = functools.lru_cache(maxsize=1)(case)  # a GPU takes half a minute to 
 
 
 def updates(sizes: Sizes, name: str, block: str) -> dict[str, Any]:
-    """The updates of a block's optimizers at one size, in turns, and their memory."""
+    """Times and memory of the updates of one block (a group of optimizers that are timed in turns), for one model."""
     sized = the_case(sizes.of(name))
     made = compare.timed(chosen(sized, block), sized, sizes.repeats)
     base = next(iter(made.values()))
@@ -88,7 +90,7 @@ def updates(sizes: Sizes, name: str, block: str) -> dict[str, Any]:
 
 
 def steps(sizes: Sizes, name: str, block: str) -> dict[str, Any]:
-    """The same optimizers' whole training steps: loss, gradient and update as one compiled function."""
+    """Times of whole training steps of one block: loss, gradient and update as one compiled function."""
     sized = the_case(sizes.of(name))
     assert sized.tokens is not None
     batch, length = sized.tokens.shape
@@ -97,7 +99,10 @@ def steps(sizes: Sizes, name: str, block: str) -> dict[str, Any]:
 
 
 def chosen(sized: Case, block: str) -> compare.Block:
-    """A block of `benchmarks.compare` without its variants, but with the base in the precision that ours has."""
+    """The optimizers of a block of `benchmarks.compare` without variants.
+
+    One variant is kept, the base with float32 products, because our optimizers have that precision.
+    """
     rows = compare.blocks(sized)[block].items()
     return {name: tx for name, tx in rows if "," not in name or name.endswith("float32 products")}
 
@@ -111,22 +116,23 @@ def _quotient_muon(rate: Rate, decay: jax.Array, gauges: Gauges) -> Link:
 
 ARMS: Mapping[str, Arm] = {**{name: own.arm for name, own in tuned.ARMS.items()}, "quotient_muon": Arm(_quotient_muon)}
 DECAY = 0.1
-"""Of every arm but `max_norm_muon`, which needs none."""
+"""The weight decay of every optimizer but `max_norm_muon`, which needs none."""
 
 
 def train(sizes: Sizes, arm: str, rate: float) -> dict[str, Any]:
-    """One run; the device's default precision of products, as a trainer has it."""
+    """Makes one training run, with the device's default precision of matrix products, as is usual in training."""
     task, other = sizes.task(), rate if arm == "AdamW" else rate / 2
     decay = 0.0 if arm == "max_norm_muon" else DECAY
     return task.train(ARMS[arm], "lecun", decay, (rate, other), SEED)
 
 
 def twins(sizes: Sizes, precision: str) -> dict[str, float]:
-    """By optimizer, the largest difference of two twins' losses along a run, relative to the loss.
+    """Optimizer → the largest difference of two twins' losses along a run, relative to the loss.
 
-    Twins are two weight sets of one function: a start, and the same moved by a random element of all symmetries. The
-    network is smooth. With ReLU and a width of 32, one unit came so close to 0 in step 10 that roundoff switched it on
-    in one of two twins, and their losses were 4e-3 apart ten steps later; with SwiGLU they are 1e-6 apart.
+    Twins are two weight sets of one function: a start, and the same start moved by a random element of all symmetries.
+    The network is smooth, with SwiGLU; its twins' losses differ by 1e-6. With ReLU and a width of 32, one unit came so
+    close to 0 in step 10 that roundoff switched it on in one of the twins, and ten steps later the losses differed by
+    4e-3.
     """
     toy = sizes.of("toy")
     sized = the_case(replace(toy, config=replace(toy.config, mlp="swiglu")))
@@ -153,7 +159,7 @@ def twins(sizes: Sizes, precision: str) -> dict[str, float]:
 
 
 def cells(sizes: Sizes, args: argparse.Namespace) -> harness.Cells:
-    """What matters most comes first: a lent machine may go before the end."""
+    """All cells, the most important ones first, because the machine may not be available until the end."""
     asked: dict[str, Any] = {}
     for block in ("adam", "muon"):
         asked[f"update | gpt2 | {block}"] = functools.partial(updates, sizes, "gpt2", block)
@@ -171,7 +177,7 @@ def cells(sizes: Sizes, args: argparse.Namespace) -> harness.Cells:
 
 
 def named(result: Result, kind: str) -> Iterator[tuple[str, str, Any]]:
-    """The cells of one kind that are done, by the two words after it."""
+    """Yields the finished cells of one kind, as (first word after the kind, last word of the name, cell)."""
     for name, cell in result["cells"].items():
         first, *rest = name.split(" | ")
         if first == kind:
@@ -179,7 +185,7 @@ def named(result: Result, kind: str) -> Iterator[tuple[str, str, Any]]:
 
 
 def update_rows(result: Result) -> Iterator[list[str]]:
-    """A row per size and optimizer."""
+    """The rows of the table of updates: one per size and optimizer."""
     for size, _, rows in named(result, "update"):
         for name, x in rows.items():
             yield [size, name, f"{x['ms']:.3g}", "{:.2f} ({:.2f}–{:.2f})".format(x["ratio"][1], *x["ratio"][::2]),
@@ -187,7 +193,7 @@ def update_rows(result: Result) -> Iterator[list[str]]:
 
 
 def step_rows(result: Result) -> Iterator[list[str]]:
-    """A row per optimizer."""
+    """The rows of the table of training steps: one per optimizer."""
     for size, _, cell in named(result, "step"):
         for name, x in cell["rows"].items():
             low, middle, high = x["step_ratio"]
@@ -196,7 +202,7 @@ def step_rows(result: Result) -> Iterator[list[str]]:
 
 
 def train_rows(result: Result) -> Iterator[list[str]]:
-    """A row per optimizer: the loss at each rate, the best first."""
+    """The rows of the table of training runs: one per optimizer, with the best loss, and the losses at all rates."""
     for arm in RATES:
         runs = {float(rate): x for name, rate, x in named(result, "train") if name == arm}
         losses = {rate: math.inf if x["validation"] is None else x["validation"] for rate, x in runs.items()}
@@ -207,14 +213,14 @@ def train_rows(result: Result) -> Iterator[list[str]]:
 
 
 def twin_rows(result: Result) -> Iterator[list[str]]:
-    """A row per precision and optimizer."""
+    """The rows of the table of twins: one per precision and optimizer."""
     for precision, _, rows in named(result, "twins"):
         for name, x in rows.items():
             yield [precision, name, f"{x:.1e}"]
 
 
 def section(result: Result) -> str:
-    """A table for each kind of cell, of what is done."""
+    """The results as Markdown: a table for each kind of cell, of the cells that are finished."""
     own, sizes = result["settings"], result["settings"]["sizes"]
     tables = (
         ("update", "**Updates.** Gradients to new parameters; a block's optimizers ran in turns, and a ratio is the "
@@ -242,7 +248,7 @@ def section(result: Result) -> str:
 
 
 def settings(sizes: Sizes) -> dict[str, Any]:
-    """What must agree before two runs may stand in one table."""
+    """The part of the header that must be equal for two runs that share a file."""
     config = sizes.task().config
     shapes = jax.eval_shape(lambda: lm.params_and_loss(config, jax.random.key(0))[0])
     count = sum(x.size for x in jax.tree.leaves(shapes))

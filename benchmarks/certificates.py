@@ -1,13 +1,15 @@
-"""Certificates: dead directions of whole models, counted by the rank of a Jacobian, beside those that gauges explain.
+"""Certificates: counts dead directions of whole models by the rank of a Jacobian, and those that gauges explain.
 
     python -m benchmarks.certificates                # every row; five minutes on 2 CPU cores
     python -m benchmarks.certificates --only "*Llama*"      # rows of this name
 
-Each row is a one-layer decoder (two layers where it says so) of `models/lm.py` at random weights, norms without eps, or
-the block of the design's §5. Writes results/certificates.json and .md.
+A direction of weight space is dead if a step along it changes no output. Each row is a decoder of `models/lm.py` with
+random weights and with norms without eps, of one layer unless the name says two; or it is the block of the design's §5.
+Writes results/certificates.json and .md.
 
-In the design's block the head reads the stream without a norm. Norms hide the stream's mean from everything else: a
-symmetry of d dimensions that no released architecture has. Its gauge, `StreamMean`, is defined here as a user would.
+In the block of the design's §5 the head gets the stream without a norm in between, while all other layers have a norm,
+which removes the stream's mean. This gives a symmetry of d dimensions that no released architecture has. Its gauge,
+`StreamMean`, is defined here, as a user would define a gauge.
 """
 
 import dataclasses
@@ -55,7 +57,7 @@ ROWS: dict[str, dict[str, Any]] = {
 
 
 class Row(NamedTuple):
-    """What a census needs."""
+    """The arguments of `go.measure.census` for one row."""
 
     fn: Callable[[Any, Any], Any]
     params: Any
@@ -64,7 +66,7 @@ class Row(NamedTuple):
 
 
 def decoder(switches: dict[str, Any], seed: int = 0) -> Row:
-    """A decoder at random weights; biases are small, so that no ReLU is on or off for all inputs."""
+    """A decoder with random weights. Biases are small, so that no ReLU is on for all inputs, or off for all."""
     config = lm.LMConfig(**(SIZES | switches))
     graph, state = nnx.split(lm.build(config, nnx.Rngs(0)))
     rng = np.random.default_rng(seed)
@@ -80,12 +82,13 @@ def decoder(switches: dict[str, Any], seed: int = 0) -> Row:
 
 @dataclasses.dataclass(frozen=True)
 class StreamMean(go.Gauge):
-    """Changes the mean of a residual stream that LayerNorms read, and one kernel without a norm: x ↦ x + (x·v)·1.
+    """Adds a number to all channels of a residual stream, x ↦ x + (x·v)·1, where 1 is the vector of ones.
 
-    LayerNorms subtract what is added to all channels. The kernel H that reads the stream itself undoes the move:
+    LayerNorms subtract this number again. One kernel H gets the stream without a norm. It undoes the move:
     H ↦ H − v·cᵀ/(1 + Σv), where c are the sums of its columns. Elements are {"": v} with Σv > −1, (channels,).
 
-    A point reads by its kernel: on the slice c has the norm √outputs, and all rows of H have the same product with c.
+    `read` uses H alone. It returns the identity if c has the norm √outputs and all rows of H have the same product with
+    c.
 
     Attributes:
       writers: paths of the leaves that write to the stream, with channels last.
@@ -127,7 +130,7 @@ class StreamMean(go.Gauge):
 
 
 def design_block(seed: int = 0) -> Row:
-    """The block of the design's §5: no positions, no final norm, one number as the bias of all logits."""
+    """The block of the design's §5. It has no positions, no final norm, and one bias that is added to all logits."""
     d, heads, size, hidden, vocab = 6, 2, 3, 10, 13
     shapes = {
         "embed": (vocab, d), "norm1/scale": (d,), "norm1/bias": (d,), "norm2/scale": (d,), "norm2/bias": (d,),
@@ -175,9 +178,10 @@ def design_block(seed: int = 0) -> Row:
         go.head_linear({"value/kernel": "_ head basis", "value/bias": "head basis"}, {"out/kernel": "head basis _"}),
         go.logit_shift({"head/kernel": "_ vocab"}),
         go.bias_absorption({"value/bias": "head entry"}, {"out/kernel": "head entry _"}, {"out/bias": "_"}),
-        go.key_bias({"key/bias": "_ _", "head/bias": "_"}),  # softmax ignores both
+        go.key_bias({"key/bias": "_ _", "head/bias": "_"}),  # a softmax removes both
         *(go.bias_absorption(b, r, i) for b, (r, i) in zip(biases, readers, strict=True)),
-        # Norms hide the stream's mean from all but the head, which sees the sum of three writers' means.
+        # Norms remove the stream's mean. Only the head gets it, as a sum of the means of three leaves that write to the
+        # stream: two of the three can be changed if the third makes up for it.
         go.embedding_shift({"embed": "_ _"}, {"down/bias": "_"}),
         go.embedding_shift({"out/bias": "_"}, {"down/bias": "_"}),
         go.residual_scale({path: axes.replace("basis", "_") for path, axes in write.items()}, {"head/kernel": "_ _"}),
@@ -187,7 +191,7 @@ def design_block(seed: int = 0) -> Row:
 
 
 def page(rows: dict[str, dict[str, Any]]) -> str:
-    """The table as Markdown."""
+    """The results as a Markdown page with a table."""
     lines = [
         "# Certificates",
         "",
@@ -208,7 +212,7 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
 
 
 def certified(name: str) -> dict[str, Any]:
-    """A census of one row."""
+    """Makes the census of one row, and returns its numbers."""
     row, start = design_block() if name == DESIGN else decoder(ROWS[name]), time.perf_counter()
     found = go.measure.census(row.fn, row.params, row.batches, row.gauges, progress=False)
     return {

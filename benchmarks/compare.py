@@ -1,11 +1,12 @@
-"""Our optimizers beside `optax.adamw`, `optax.contrib.muon` and PyTorch peers: time, memory, compile time, one table.
+"""Time, memory and compile time of our optimizers, of `optax.adamw`, `optax.contrib.muon`, and of PyTorch optimizers.
 
     python -m benchmarks.compare --out outputs/benchmarks      # everything; most of an hour on 2 CPU cores
     python -m benchmarks.compare --only "*gpt2" "*compile"     # some of the sections: a size, or a table
     python -m benchmarks.compare --out outputs/dry --only "*toy" --width 16 --layers 1 --repeats 3   # to try it
 
-Runs on the default device, CPU or GPU. Every ratio is taken in one process, in turns with its base. Writes
-compare_<device>.json and .md after every section. The section `peers` needs the extra of this name.
+Runs on the default device, CPU or GPU. Optimizers are timed in *blocks*: all optimizers of a block run in turns in one
+process, and times are given as ratios to the first of the block, its *base*. Writes compare_<device>.json and .md after
+every section. The section `peers` needs the package's extra of this name.
 """
 
 import argparse
@@ -30,9 +31,9 @@ from examples.studies import harness
 from models import lm
 
 RATE = 1e-6
-"""Small, so that no eigenbasis drifts to a refresh while times are taken."""
+"""The learning rate. It is so small that no eigenbasis drifts far enough to be refreshed while times are taken."""
 PAUSE = 0.05
-"""Seconds before every call beside PyTorch: either library's threads spin for some milliseconds after theirs."""
+"""Seconds of pause before each call if PyTorch is timed too: threads of both libraries spin for a while after calls."""
 
 Section = dict[str, Any]
 Block = dict[str, optax.GradientTransformation]
@@ -40,8 +41,10 @@ Block = dict[str, optax.GradientTransformation]
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Rounds of updates and of whole steps, 0 to leave these out; a width and a number of layers in place of a size's
-    own, where not 0; layers and width at which compiling is timed.
+    """Sizes of the comparison.
+
+    They are the rounds in which updates and whole steps are timed (0 leaves steps out); a width and a number of layers
+    for all models (0 leaves each model as it is); and the numbers of layers and the width for which compiling is timed.
     """
 
     repeats: int = 9
@@ -52,15 +55,16 @@ class Config:
     depths_width: int = 64
 
     def of(self, name: str) -> Size:
-        """A size in these proportions."""
+        """The model with this name in `SIZES`, with the width and layers of this configuration if they are not 0."""
         return SIZES[name].at(self.width, self.layers)
 
 
 def blocks(sized: Case) -> dict[str, Block]:
-    """What is timed together; the first row of each is its base."""
+    """Name of a block → its optimizers, which are timed in turns. The first one is the base of the ratios."""
     plain = {"optax.contrib.muon": sized.muon(RATE), "optax.contrib.muon, per head": sized.muon(RATE, per_head=True)}
     if jax.default_backend() != "cpu":
-        # The base's products are TF32 there, ours float32, as equivariance needs.
+        # There the base's matrix products are in TF32, and ours in float32, which equivariance needs. This row is the
+        # base with the same precision as ours.
         plain["optax.contrib.muon, float32 products"] = at_highest(sized.muon(RATE))
     adamw = optax.adamw(RATE, weight_decay=0.1)
     made = {
@@ -75,7 +79,7 @@ def blocks(sized: Case) -> dict[str, Block]:
             "max_norm_muon": sized.max_norm_muon(RATE),
         },
     }
-    if sized.tokens is not None:  # attention alone has no norms, whose products with kernels could be held
+    if sized.tokens is not None:  # the size with attention kernels alone has no norms, which `hold_products` needs
         made["beside"] = {
             "optax.adamw": adamw,
             "rotational_adamw": sized.rotational_adamw(RATE),
@@ -87,7 +91,7 @@ def blocks(sized: Case) -> dict[str, Block]:
 
 
 def at_highest(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The same optimizer with every matrix product at full precision."""
+    """The same optimizer with every matrix product in full precision."""
 
     def update(*args: Any) -> Any:
         with jax.default_matmul_precision("highest"):
@@ -97,18 +101,18 @@ def at_highest(tx: optax.GradientTransformation) -> optax.GradientTransformation
 
 
 def milliseconds(update: Timed) -> float:
-    """Median over rounds."""
+    """The median time over rounds, in milliseconds."""
     return 1e3 * float(np.median(update.seconds))
 
 
 def row(update: Any, base: Timed) -> Section:
-    """The columns every table has."""
+    """The columns that every table has."""
     return {"ms": milliseconds(update), "ratio": quartiles(update, base), "state_mb": update.state_bytes / 1e6,
             "compile_s": update.compile_seconds}
 
 
 def timed(block: Block, sized: Case, repeats: int, whole: bool = False) -> dict[str, Update]:
-    """Every optimizer of a block, timed in turns: its update, or the whole step."""
+    """Compiles all optimizers of a block and times them in turns: their updates, or whole training steps (`whole`)."""
     given, loss = (sized.tokens, sized.loss) if whole else (sized.grads, None)
     made = {n: prepared(tx, sized.params, given, loss) for n, tx in tqdm(block.items(), "compile", leave=False)}
     in_turns(made, given, repeats)
@@ -116,27 +120,27 @@ def timed(block: Block, sized: Case, repeats: int, whole: bool = False) -> dict[
 
 
 def update_row(update: Update, base: Update, sized: Case) -> Section:
-    """The columns of an update."""
+    """The columns of an optimizer in the table of updates."""
     others = {"device_peak_mb": device_peak(update, sized.grads), "least_peak_mb": update.least_peak_bytes}
     reported = {name: count / 1e6 for name, count in others.items() if count is not None}
     return row(update, base) | {"peak_mb": update.peak_bytes / 1e6} | reported
 
 
 def update_rows(block: Block, sized: Case, repeats: int) -> dict[str, Section]:
-    """A block's rows."""
+    """Optimizer → its columns in the table of updates, for a block."""
     made = timed(block, sized, repeats)
     return {name: update_row(update, next(iter(made.values())), sized) for name, update in made.items()}
 
 
 def step_columns(block: Block, sized: Case, repeats: int) -> dict[str, Section]:
-    """A block's columns on loss, gradient and update as one compiled function."""
+    """Optimizer → its columns on whole steps (loss, gradient and update as one compiled function), for a block."""
     made = timed(block, sized, repeats, whole=True)
     base = next(iter(made.values()))
     return {n: {"step_ms": milliseconds(step), "step_ratio": quartiles(step, base)} for n, step in made.items()}
 
 
 def size_section(c: Config, name: str) -> Section:
-    """One size; blocks come one after the other, to hold few states at once."""
+    """Measures one size. Blocks are measured one after the other, so that few states are in memory at once."""
     sized = case(c.of(name))
     section: Section = {
         "about": SIZES[name].about + "; here in other sizes" * bool(c.width or c.layers),
@@ -155,7 +159,7 @@ def size_section(c: Config, name: str) -> Section:
 
 
 def orthogonaliser_section(c: Config) -> Section:
-    """Table 8 of the DDC paper."""
+    """Measures the rows of Table 8 of the DDC paper (`benchmarks.orthogonalisers`)."""
     sized = case(c.of("attention"))
     rows = {name: optax.chain(tx, optax.scale(-RATE)) for name, tx in orthogonalisers(sized).items()}
     made, found = timed(rows, sized, c.repeats), {}
@@ -176,7 +180,7 @@ COMPILED: Mapping[str, Callable[[Any, Any], optax.GradientTransformation]] = {
 
 
 def compile_section(c: Config) -> Section:
-    """Seconds to trace, lower and compile an update at several depths, from nothing, on shapes alone."""
+    """Measures the seconds to trace, lower and compile an update at several depths, without caches or arrays."""
     depths, rows = [int(layers) for layers in c.depths.split()], {}
     for name in COMPILED:
         seconds = [_compiled(name, SIZES["toy"].at(c.depths_width, layers).config) for layers in depths]
@@ -185,7 +189,7 @@ def compile_section(c: Config) -> Section:
 
 
 def _compiled(name: str, config: lm.LMConfig) -> list[float]:
-    """Seconds of tracing, lowering, compiling."""
+    """The seconds of tracing, of lowering, and of compiling."""
     shapes = jax.eval_shape(lambda: lm.params_and_loss(config, jax.random.key(0))[0])
     tx = COMPILED[name](lm.gauges(config), shapes)
     state = jax.eval_shape(tx.init, shapes)
@@ -201,7 +205,7 @@ def _compiled(name: str, config: lm.LMConfig) -> list[float]:
 
 
 def peer_section(c: Config) -> Section:
-    """Muon and LoRA optimizers of PyTorch beside JAX's."""
+    """Measures Muon and LoRA optimizers of PyTorch, and those of JAX."""
     config = c.of("attention").config
     sized, lora = case(c.of("attention")), peers.lora_case(4 * config.layers, config.d_model)
     section: Section = {"versions": peers.versions(), "repeats": c.repeats, "rank": peers.RANK,
@@ -219,20 +223,20 @@ TABLES = {"orthogonalisers": orthogonaliser_section, "compile": compile_section,
 
 
 def cells(c: Config, args: argparse.Namespace) -> harness.Cells:
-    """A cell per section; that of the peers where they are installed."""
+    """One cell per section. The section of PyTorch optimizers is left out if they are not installed."""
     names = [*SIZES, *(name for name in TABLES if name != "peers" or peers.absent() is None)]
     return harness.by_name(
         names, lambda c, args, name: TABLES[name](c) if name in TABLES else size_section(c, name), "sections")(c, args)
 
 
 def head(c: Config) -> harness.Result:
-    """What must agree before two runs may stand in one table."""
+    """The header of the results: everything that must be equal for two runs that share a file."""
     versions = {name: version(name) for name in ("jax", "jaxlib", "optax")}
     return {"host": host(), "device": device(), "versions": versions, "sections": {}}
 
 
 def device() -> str:
-    """The device in a file's name: cpu, h200, …"""
+    """The name of the device as part of a file's name: cpu, h200, …"""
     return jax.devices()[0].device_kind.lower().removeprefix("nvidia ").replace(" ", "_")
 
 

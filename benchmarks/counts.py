@@ -1,14 +1,14 @@
-"""What an update is compiled to for an H100 and for a TPU v5e, on a machine that has neither.
+"""What XLA compiles an update to for an H100 and for a TPU v5e, measured on a machine that has neither.
 
-    pip install "jax[cuda12]" "jax[tpu]"                       # the compilers; both fit beside each other
+    pip install "jax[cuda12]" "jax[tpu]"                       # the compilers; both can be installed together
     JAX_PLATFORMS=cpu python -m benchmarks.counts              # half an hour on a CPU core
     JAX_PLATFORMS=cpu python -m benchmarks.counts --platforms tpu --sizes toy --only "*quotient*"
     python -m benchmarks.counts --show
 
-XLA compiles ahead of time for a described device. What it reports are counts, not times: floating-point operations,
-bytes that kernels read and write, kernels, scratch memory. The limit beside them is the least an update can move: the
-gradients, parameters and state read once, parameters and state written once. Writes counts.json and counts.md to
-benchmarks/results/ after every row.
+XLA can compile for a device of which it has only a description. It then reports counts and no times: floating-point
+operations, bytes that kernels read and write, the number of kernels, scratch memory. For comparison there is the least
+number of bytes that an update must move: gradients, parameters and state are read once, parameters and state are
+written once. Writes counts.json and counts.md to benchmarks/results/ after every row.
 """
 
 import argparse
@@ -47,7 +47,7 @@ gpu_device_info {
 }
 platform_name: "CUDA", dnn_version_info { major: 9, minor: 10 }, device_description_str: "NVIDIA H100 80GB HBM3"
 """
-"""Limits of compute capability 9.0 from NVIDIA's tables, and the sizes of the SXM card."""
+"""The description of an H100: the limits of compute capability 9.0 from NVIDIA's tables, and sizes of the SXM card."""
 
 PLATFORMS = {"cpu": "this CPU", "cuda": "NVIDIA H100 SXM", "tpu": "TPU v5e"}
 ROWS = (
@@ -62,20 +62,20 @@ def device(platform: str) -> Any:
     if platform == "cpu":
         return jax.devices("cpu")[0]
     if platform == "tpu":
-        # No metadata server is asked which TPU this is.
+        # Say which TPU it is, so that no metadata server is asked.
         os.environ.update(TPU_SKIP_MDS_QUERY="1", TPU_ACCELERATOR_TYPE="v5litepod-4", TPU_WORKER_HOSTNAMES="localhost")
         return topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices[0]
     return topologies.get_topology_desc(platform="cuda", target_config=H100, topology="1x1x1").devices[0]
 
 
 def shapes(size: Size) -> Case:
-    """A size's parameters and gradients as shapes; nothing is allocated."""
+    """The parameters and gradients of a size as shapes. No array is allocated."""
     params = jax.eval_shape(lambda key: lm.params_and_loss(size.config, key)[0], jax.random.key(0))
     return Case(params, params, lm.gauges(size.config), labels=LABELS)
 
 
 def counted(tx: optax.GradientTransformation, params: Tree, platform: str) -> dict[str, float]:
-    """The counts of one update and `apply_updates`, with parameters and state donated."""
+    """Compiles one update with `apply_updates`, whose parameters and state are donated, and returns its counts."""
     to = SingleDeviceSharding(device(platform))
 
     def placed(tree: Tree) -> Tree:
@@ -83,7 +83,7 @@ def counted(tx: optax.GradientTransformation, params: Tree, platform: str) -> di
 
     state, begun = jax.eval_shape(tx.init, params), time.monotonic()
     step = jax.jit(update_step(tx), donate_argnums=(0, 1))
-    # Kernels are not tuned by trying them, for which the device would have to be there.
+    # Without autotuning, which runs kernels on the device.
     options: dict[str, str | bool] = {"xla_gpu_autotune_level": "0"} if platform == "cuda" else {}
     compiled = step.lower(*map(placed, (params, state, params))).compile(compiler_options=options)
     seconds, program, plan = time.monotonic() - begun, str(compiled.as_text()), compiled.memory_analysis()
@@ -97,15 +97,15 @@ def counted(tx: optax.GradientTransformation, params: Tree, platform: str) -> di
     }
 
 
-# Operations of an entry that move nothing.
+# Operations of a program's entry that move no data.
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "partition-id", "after-all"}
 
 
 def traffic(program: str) -> tuple[int, int]:
-    """The kernels of a compiled program's entry, and the bytes that they read and write in main memory.
+    """The number of kernels of a compiled program's entry, and the bytes that they read and write in main memory.
 
-    Every kernel reads each operand and writes its result once. On a TPU, what lies in on-chip memory, marked S(1), is
-    not counted. A loop counts as one kernel of one round.
+    It is assumed that every kernel reads each operand once and writes its result once. Arrays in a TPU's on-chip
+    memory, marked S(1), are not counted. A loop counts as one kernel that runs once.
 
     >>> traffic("ENTRY %m {\\n  %p = f32[8]{0} parameter(0)\\n  ROOT %f = f32[2]{0} fusion(%p), kind=kLoop\\n}")
     (1, 40)
@@ -122,7 +122,7 @@ def traffic(program: str) -> tuple[int, int]:
             continue
         kernels += 1
         operands = re.findall(r"%([\w.\-]+)", rest.split("), ")[0])
-        # The start of an asynchronous operation returns its operands beside its result.
+        # The start of an asynchronous operation returns its operands with its result: do not count them as written.
         written = 0 if operation.endswith("-start") else sizes[name.lstrip("%")]
         moved += written + sum(sizes.get(operand, 0) for operand in operands)
     return kernels, moved
@@ -132,14 +132,14 @@ WIDTHS = {"f64": 8, "s64": 8, "u64": 8, "f32": 4, "s32": 4, "u32": 4, "bf16": 2,
 
 
 def _shape_bytes(shape: str) -> int:
-    """Bytes in main memory of a shape, or of all shapes of a tuple."""
+    """The bytes in main memory of a shape, or of all shapes of a tuple."""
     arrays = re.findall(r"(\w+)\[([\d,]*)\](\{[^}]*\})?", shape)
     return sum(WIDTHS.get(dtype, 0) * math.prod(int(n) for n in lengths.split(",") if n)
                for dtype, lengths, layout in arrays if "S(1)" not in layout)
 
 
 def page(result: Mapping[str, Any]) -> str:
-    """The JSON as Markdown: a table per size and platform."""
+    """The results as a Markdown page, with a table per size and platform."""
     parts = [
         "# What an update is compiled to\n\n`JAX_PLATFORMS=cpu python -m benchmarks.counts`. XLA compiled these "
         "programs ahead of time, on a machine without the device: they are counts, and no time was measured. *GB* is "
@@ -163,7 +163,7 @@ def page(result: Mapping[str, Any]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Names of platforms and sizes, and a width and a number of layers in place of a size's own, where not 0."""
+    """Names of platforms and sizes; a width and a number of layers for all models (0 leaves each model as it is)."""
 
     platforms: str = "cuda tpu"
     sizes: str = "gpt2 1b_layer"
@@ -172,7 +172,7 @@ class Config:
 
 
 def cells(c: Config, args: argparse.Namespace) -> harness.Cells:
-    """A cell per size, platform and row."""
+    """One cell per size, platform and optimizer."""
     found: dict[harness.Address, Callable[[harness.Run], Any]] = {}
     for name in c.sizes.split():
         size = SIZES[name].at(c.width, c.layers)

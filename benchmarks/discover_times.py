@@ -1,8 +1,8 @@
-"""How long `go.discover` takes, and how much memory, on models of several sizes and libraries.
+"""Time and memory of `go.discover` on models of several sizes and libraries.
 
     python -m benchmarks.discover_times            # or some of the cases: `... --only d64 equinox`
 
-Each case runs alone in a fresh process, which compiles everything anew. Finished cases stay in the JSON.
+Each case runs in a process of its own, so that nothing is compiled yet. Finished cases stay in the JSON.
 """
 
 import os
@@ -26,12 +26,12 @@ from examples.studies import harness
 from examples.studies.report import bare
 from models import lm
 
-WIDTH, HEADS, LAYERS, VOCAB = 64, 4, 2, 256  # of the models that are written in this file
+WIDTH, HEADS, LAYERS, VOCAB = 64, 4, 2, 256  # sizes of the models that are defined in this file
 TOKENS = (2, 2, 16)  # two batches of two sequences
 
 
 class Arguments(NamedTuple):
-    """What `go.discover` takes."""
+    """The arguments of `go.discover`."""
 
     fn: Callable[[Any, Any], Any]
     params: Any
@@ -40,7 +40,7 @@ class Arguments(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A row of the table: what it is, and how its arguments are made."""
+    """A row of the table: a description of the model, and the function that makes the arguments."""
 
     about: str
     build: Callable[[], Arguments]
@@ -51,19 +51,19 @@ def _tokens(vocab: int) -> list[np.ndarray]:
 
 
 def of_lm(config: lm.LMConfig, shapes: bool = False) -> Arguments:
-    """`models/lm.py`; with `shapes`, no weight is made."""
+    """A model of `models/lm.py`. With `shapes`, its parameters are shapes without values."""
     model = nnx.eval_shape(lambda: lm.build(config, nnx.Rngs(0))) if shapes else lm.build(config, nnx.Rngs(0))
     graph, state = nnx.split(model)
     return Arguments(lambda p, tokens: nnx.merge(graph, p)(tokens), nnx.to_pure_dict(state), _tokens(config.vocab))
 
 
 def _flash(query: jax.Array, key: jax.Array, value: jax.Array, mask: Any = None, **_: Any) -> jax.Array:
-    """The attention of JAX itself, which has its softmax in float32."""
+    """JAX's own attention function, which computes the softmax in float32."""
     return jax.nn.dot_product_attention(query, key, value, mask=None if mask is None else mask.astype(bool))
 
 
 class Block(nnx.Module):
-    """Flax's layers as they are."""
+    """A transformer block of Flax's own layers."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.norm1, self.norm2 = nnx.RMSNorm(WIDTH, rngs=rngs), nnx.RMSNorm(WIDTH, rngs=rngs)
@@ -71,13 +71,13 @@ class Block(nnx.Module):
         self.up, self.down = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs), nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
 
     def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
-        """(batch, time, d) to the same."""
+        """The residual stream behind the block, (batch, time, d)."""
         x = x + self.attn(self.norm1(x), mask=mask)
         return x + self.down(nnx.relu(self.up(self.norm2(x))))
 
 
 class GPT(nnx.Module):
-    """Tokens (batch, time) to logits."""
+    """A GPT in NNX: tokens (batch, time) → logits (batch, time, vocab)."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
@@ -93,12 +93,12 @@ class GPT(nnx.Module):
 
 
 def of_flax() -> Arguments:
-    """The NNX model, passed whole."""
+    """The NNX model. The module itself is the first argument of the function."""
     return Arguments(lambda model, tokens: model(tokens), GPT(nnx.Rngs(0)), _tokens(VOCAB))
 
 
 class LinenGPT(nn.Module):
-    """The same in Linen, weights and arithmetic in bfloat16."""
+    """The same GPT in Linen, with weights and arithmetic in bfloat16."""
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -113,13 +113,13 @@ class LinenGPT(nn.Module):
 
 
 def of_linen() -> Arguments:
-    """The Linen model's variables."""
+    """The Linen model. Its variables are the first argument of the function."""
     tokens = _tokens(VOCAB)
     return Arguments(LinenGPT().apply, LinenGPT().init(jax.random.key(0), tokens[0]), tokens)
 
 
 def of_equinox(width: int = WIDTH, vocab: int = VOCAB) -> Arguments:
-    """An equinox module, passed whole."""
+    """A GPT in Equinox. The module itself is the first argument of the function."""
     import equinox as eqx
 
     class EquinoxBlock(eqx.Module):
@@ -177,7 +177,7 @@ CASES: Mapping[str, Case] = {
 
 
 def measure(name: str) -> dict[str, Any]:
-    """Seconds, memory and the report's counts of one case; runs in a process of its own."""
+    """Measures one case: seconds, memory, and counts of its report. `alone` calls it in a new process."""
     fn, params, batches, _ = CASES[name].build()
     began, worked = time.perf_counter(), time.process_time()
     report = go.discover(fn, params, batches, progress=sys.stderr.isatty())
@@ -196,13 +196,13 @@ def measure(name: str) -> dict[str, Any]:
 
 
 def alone(name: str) -> dict[str, Any]:
-    """`measure` in a fresh process, without flags and caches of this one."""
+    """Calls `measure` in a new process, without the XLA flags and caches of this one."""
     row: dict[str, Any] = timing.alone("benchmarks.discover_times", f"measure({name!r})")
     return row
 
 
 def render(result: dict[str, Any]) -> str:
-    """The page."""
+    """The results as a Markdown page."""
     lines = [
         "# Times of `discover`", "",
         "`go.discover` finds the gauges of a model. This page says how long that took, and how much memory its process",

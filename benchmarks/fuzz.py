@@ -1,12 +1,12 @@
-"""What `go.discover` makes of random small transformers: one answer for every seed, no crash, nothing unexplained.
+"""Tests `go.discover` on random small transformers: no crash, the same result for every seed, nothing unexplained.
 
     python -m benchmarks.fuzz                      # 200 functions, three seeds each
     python -m benchmarks.fuzz --first 200 --count 50
 
-A number draws a function from the grammar of `models/random_decoders.py`. Each function is searched with several
-seeds. All must give the same source for `report.gauges` and `report.whole`; and the certificate of the first must leave
-no dead direction unexplained, if the report has no symmetry without a gauge. Finished numbers stay in
-results/fuzz.json.
+`models/random_decoders.py` makes a function from every number. `discover` searches each function with several seeds.
+All seeds must give the same code for `report.gauges` and `report.whole`. The certificate of the first seed, which
+counts dead directions, must leave none unexplained, unless the report names a symmetry without a gauge. Finished
+numbers stay in results/fuzz.json.
 """
 
 import argparse
@@ -25,8 +25,8 @@ from models.random_decoders import built, drawn
 
 
 def tried(number: int, seeds: int, certificate: bool = True) -> dict[str, Any]:
-    """One function's row: what is wrong with it ("" if nothing), and figures."""
-    jax.clear_caches()  # what the function before has compiled
+    """Tests one function. Returns a row: what is wrong ("" if nothing is), and numbers."""
+    jax.clear_caches()  # frees the programs of the function before
     spec = drawn(number)
     net, started = built(spec), time.perf_counter()
     reports, wrong = [], []
@@ -35,7 +35,7 @@ def tried(number: int, seeds: int, certificate: bool = True) -> dict[str, Any]:
     def noted(what: str) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # whatever it is, it is a finding
+        except Exception as error:  # any exception is a finding
             wrong.append(f"{what}: {type(error).__name__}: {str(error)[:200]}")
 
     for seed in range(seeds):
@@ -66,7 +66,7 @@ def tried(number: int, seeds: int, certificate: bool = True) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The numbers to try, and the seeds of each."""
+    """The first number and how many numbers to try, and the seeds of each."""
 
     first: int = 0
     count: int = 200
@@ -74,13 +74,13 @@ class Config:
 
 
 def cells(c: Config, args: argparse.Namespace) -> harness.Cells:
-    """A function per number."""
+    """One cell per number."""
     numbers = map(str, range(c.first, c.first + c.count))
     return harness.by_name(numbers, lambda c, args, name: tried(int(name), c.seeds), "")(c, args)
 
 
 def section(rows: dict[str, Any]) -> str:
-    """How many functions have a finding, and which."""
+    """Text that says how many functions have a finding, and which."""
     bad = [number for number, row in rows.items() if row["wrong"]]
     return "\n".join([*(f"{number}: {rows[number]['wrong']}" for number in bad),
                       f"{len(rows)} functions; {len(bad)} with a finding: {', '.join(bad)}"])

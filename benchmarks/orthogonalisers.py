@@ -1,6 +1,7 @@
-"""The cost table of the DDC paper (Table 8): what an orthogonaliser costs, with which gauge, beside plain Muon's.
+"""The optimizers of the DDC paper's cost table (Table 8): ways to orthogonalise a momentum, with and without gauges.
 
-All on the attention kernels alone, each with Muon's momentum and nothing of the rest of an optimizer.
+They act on attention kernels alone. Each consists of Muon's momentum and an orthogonaliser, without the other links of
+an optimizer.
 """
 
 from collections.abc import Callable
@@ -21,7 +22,7 @@ POLAR = "scaled polar per head, no gauge"
 
 
 def orthogonalisers(case: Case) -> dict[str, optax.GradientTransformation]:
-    """Rows of the table; the first is their base."""
+    """Name of a row → its optimizer. The first row is the base, with which the others are compared."""
     axes, by_head = muon_axes(case.params), muon_axes(case.params, per_head=True)
     return {
         PLAIN: optax.contrib.scale_by_muon(weight_dimension_numbers=axes),
@@ -35,18 +36,19 @@ def orthogonalisers(case: Case) -> dict[str, optax.GradientTransformation]:
 def per_head(
     params: Any, orthogonalise: Callable[[Matrices], Matrices], beta: float = 0.95
 ) -> optax.GradientTransformation:
-    """Muon's momentum, then the same for every head.
+    """Muon's momentum, and then a function of each head's momentum.
 
     Args:
       params: attention kernels and nothing else.
-      orthogonalise: takes and returns every kernel as (heads, d, d_head).
+      orthogonalise: kernels as (heads, d, d_head) → steps of the same shapes.
       beta: decay of the momentum.
 
     Returns:
       The transformation; its state is (count, momentum).
     """
     axes, treedef = jax.tree.flatten(muon_axes(params, True), lambda x: isinstance(x, MuonDimensionNumbers))
-    # Kernels of (d, heads, d_head) and of (heads, d_head, d); each order is its own inverse.
+    # Orders of axes that lead from (d, heads, d_head) and from (heads, d_head, d) to (heads, d, d_head). Each is its
+    # own inverse.
     orders = [(1, 0, 2) if numbers.reduction_axis == 0 else (0, 2, 1) for numbers in axes]
 
     def init(params: Any) -> tuple[jax.Array, Any]:
@@ -68,7 +70,8 @@ def per_head(
 def exact_polar(matrices: Matrices) -> Matrices:
     """U·Vᵀ·‖M‖_F/√d_head from the singular value decomposition M = U·S·Vᵀ of every head.
 
-    In one batch: decompositions that run at once can wait for each other for ever on two CPU threads.
+    All heads are in one batch. Several decompositions at the same time can block each other for ever on two CPU
+    threads.
     """
     whole = jnp.concatenate(matrices)
     left, _, right = jnp.linalg.svd(whole, full_matrices=False)
@@ -76,5 +79,5 @@ def exact_polar(matrices: Matrices) -> Matrices:
 
 
 def _sized(moment: jax.Array, factor: jax.Array) -> jax.Array:
-    """A polar factor of the size of its moment."""
+    """Scales a polar factor to the Frobenius norm of its moment."""
     return jnp.linalg.norm(moment, axis=(-2, -1), keepdims=True) * moment.shape[-1] ** -0.5 * factor

@@ -1,6 +1,6 @@
-"""PyTorch optimizers beside ours, on the same matrices, on a CPU: HeavyBall's Muon and LoRA-RITE.
+"""PyTorch optimizers, timed on a CPU on the same matrices as ours: HeavyBall's Muon and LoRA-RITE.
 
-Needs the extra `peers` (torch, heavyball, pytorch-optimizer); torch is imported where a row is made, nowhere else.
+They need the package's extra `peers` (torch, heavyball, pytorch-optimizer). torch is imported only when a row is made.
 """
 
 import importlib.util
@@ -25,7 +25,7 @@ _PACKAGES = {"torch": "torch", "heavyball": "heavyball", "pytorch_optimizer": "p
 
 
 def absent() -> str | None:
-    """Why these rows are left out, if they are."""
+    """The reason for which these rows are left out; None if they are not."""
     missing = [name for module, name in _PACKAGES.items() if importlib.util.find_spec(module) is None]
     if missing:
         return f"{', '.join(missing)} not installed (extra `peers`)"
@@ -35,20 +35,20 @@ def absent() -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Of the peers' packages."""
+    """The versions of the packages of these optimizers."""
     return {name: version(name) for name in _PACKAGES.values()}
 
 
 @dataclass
 class TorchUpdate:
-    """A PyTorch optimizer's step on parameters with gradients attached.
+    """A step of a PyTorch optimizer, which can be timed.
 
     Attributes:
       optimizer: a `torch.optim.Optimizer`.
       params: its parameters.
-      grads: attached before every step.
-      compile_seconds: of the first two steps: state is made and, where the optimizer compiles, code.
-      seconds: of every timed call.
+      grads: the gradients, which are assigned to the parameters before every step.
+      compile_seconds: seconds of the first two steps, in which the state is made and code is compiled, if any is.
+      seconds: the seconds of every timed call.
     """
 
     optimizer: Any
@@ -58,7 +58,7 @@ class TorchUpdate:
     seconds: list[float] = field(default_factory=list)
 
     def run(self, given: Any) -> float:
-        """Takes one step; its wall time. The gradients are its own, whatever is given."""
+        """Takes one step with the gradients `grads`, and returns its wall time. `given` is ignored."""
         del given
         for param, grad in zip(self.params, self.grads, strict=True):
             param.grad = grad
@@ -68,13 +68,13 @@ class TorchUpdate:
 
     @property
     def state_bytes(self) -> int:
-        """Of all tensors in the optimizer's state, however nested."""
+        """The bytes of all tensors in the optimizer's state."""
         tensors = jax.tree.leaves(list(self.optimizer.state.values()))
         return sum(x.numel() * x.element_size() for x in tensors if hasattr(x, "element_size"))
 
 
 def on_torch(make: Callable[[list[Any]], Any], values: Matrices, grads: Matrices) -> TorchUpdate:
-    """An optimizer on its own copy of the values, past its first steps."""
+    """Makes an optimizer on a copy of the values, and takes its first two steps."""
     import torch
 
     torch.set_num_threads(cores())
@@ -85,13 +85,14 @@ def on_torch(make: Callable[[list[Any]], Any], values: Matrices, grads: Matrices
 
 
 def muon_rows(case: Case, rate: float) -> dict[str, Callable[[], Timed]]:
-    """Muon on the attention kernels; the first row is the base.
+    """Name of a row → a function that prepares Muon on the attention kernels. The first row is the base.
 
-    HeavyBall flattens all axes but the first: it is given every kernel as the full matrix that the base sees.
+    HeavyBall's Muon joins all axes of a leaf but the first. It therefore gets every kernel as a matrix, the same one
+    that the base orthogonalizes.
     """
 
     def full(tree: Any) -> Matrices:
-        # (d, heads, d_head) and (heads, d_head, d) are both d × d in memory.
+        # In memory, (d, heads, d_head) and (heads, d_head, d) are both d × d matrices.
         return [np.asarray(x).reshape(math.isqrt(x.size), -1) for x in jax.tree.leaves(tree)]
 
     def heavy(params: list[Any]) -> Any:
@@ -107,7 +108,7 @@ def muon_rows(case: Case, rate: float) -> dict[str, Callable[[], Timed]]:
 
 
 def lora_case(pairs: int, width: int) -> Case:
-    """`pairs` of A (RANK, width) and B (width, RANK), both drawn at random: past the start, where B is zero."""
+    """A case with pairs of factors A (RANK, width) and B (width, RANK). Both are random, as after the start (B = 0)."""
 
     def factors(seed: int, size: float) -> Any:
         down, up = jax.random.split(jax.random.key(seed))
@@ -119,7 +120,7 @@ def lora_case(pairs: int, width: int) -> Case:
 
 
 def lora_rows(case: Case, rate: float) -> dict[str, Callable[[], Timed]]:
-    """Optimizers of LoRA factors; the first row is the base."""
+    """Name of a row → a function that prepares an optimizer of LoRA factors. The first row is the base."""
 
     def adamw(params: list[Any]) -> Any:
         import torch
@@ -131,7 +132,7 @@ def lora_rows(case: Case, rate: float) -> dict[str, Callable[[], Timed]]:
 
         return LoRARite(params, lr=rate)
 
-    # LoRARite takes A, B, A, B …: the order of the tree's leaves.
+    # LoRARite takes a list A, B, A, B, …, which is the order of the tree's leaves.
     values, slopes = ([np.asarray(x) for x in jax.tree.leaves(tree)] for tree in (case.params, case.grads))
     return {
         "optax.adamw": lambda: prepared(optax.adamw(rate), case.params, case.grads),

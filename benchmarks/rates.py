@@ -1,11 +1,12 @@
-"""The rule of rates of `max_norm_muon`: loss over its one rate, by number of steps, width and depth.
+"""Tests the advice on the learning rate of `max_norm_muon`, for several numbers of steps, widths and depths.
 
     python -m benchmarks.rates --out benchmarks/results            # three hours of one CPU core; killed, it goes on
-    python -m benchmarks.rates --out benchmarks/results --show     # the table of what is done
+    python -m benchmarks.rates --out benchmarks/results --show     # the table of the finished runs
 
-Networks, text and schedule are those of `benchmarks.tuned`; all leaves but matrices and tokens have half of the rate,
-as by default, and nothing decays. A sweep has five rates, a factor of 2 apart, and one seed. `rule` is the advice that
-the docstring of `max_norm_muon` gives; the table says what each sweep loses by it.
+Networks, text and schedule are those of `benchmarks.tuned`. All leaves but matrices and tokens have half of the rate,
+as by default, and there is no decay. A sweep has five rates, a factor of 2 apart, and one seed. `rule` is the advice in
+the docstring of `max_norm_muon`. The table says how much higher the loss of each sweep is with it than at the best
+rate.
 """
 
 import argparse
@@ -34,31 +35,31 @@ PROBLEMS: Mapping[str, Task] = {
 
 
 def rule(task: Task) -> float:
-    """The advised peak rate: 0.02 at 1,000 steps, and by the root of 1,000 over the steps at others."""
+    """The peak rate that is advised: 0.02·√(1000 / steps)."""
     return 0.02 * math.sqrt(1000 / task.longest)
 
 
 def train(of_run: tuple[str, float, int]) -> dict[str, Any]:
-    """One run."""
+    """Makes one training run of a problem, with this rate and seed."""
     problem, rate, seed = of_run
     return PROBLEMS[problem].train(tuned.ARMS["max_norm_muon"].arm, "lecun", 0.0, (rate, rate / 2), seed)
 
 
 def losses(result: Result, problem: str) -> dict[float, float]:
-    """Rate → loss of what is done, infinite where it diverged."""
+    """Rate → loss of the finished runs of a problem; inf if a run diverged."""
     found = {rate: loss_of(result, (problem, rate, SEED)) for rate in RATES}
     return {rate: loss for rate, loss in found.items() if loss is not None}
 
 
 def at(curve: Mapping[float, float], rate: float) -> float:
-    """The loss at a rate between those that were run: a parabola in log(rate) through the three nearest."""
+    """The loss at any rate, interpolated: by a parabola in log(rate) through the three nearest rates that were run."""
     nearest = sorted(curve, key=lambda x: abs(math.log(x / rate)))[:3]
     x, y = np.log(nearest), [curve[r] for r in nearest]
     return float(np.polyval(np.polyfit(x, y, 2), math.log(rate)))
 
 
 def rows(result: Result) -> Iterator[list[str]]:
-    """A row per sweep whose best rate has a worse one on both sides."""
+    """The rows of the table: one per sweep whose best rate has worse rates on both sides."""
     for problem, task in PROBLEMS.items():
         curve, advised = losses(result, problem), rule(task)
         best = min(curve, key=lambda x: curve[x], default=math.nan)
@@ -69,7 +70,7 @@ def rows(result: Result) -> Iterator[list[str]]:
 
 
 def section(result: Result) -> str:
-    """The table."""
+    """The results as Markdown: a description and a table."""
     about = (
         f"A Llama on bytes of text, batches of 8 × 128, from LeCun-normal kernels, a warm-up over a twentieth of the "
         f"steps and a cosine to zero; one seed ({SEED}); float32, one thread of a {result['machine']}. "
@@ -81,7 +82,7 @@ def section(result: Result) -> str:
 
 
 def cells(_: None, args: argparse.Namespace) -> harness.Cells:
-    """All sweeps, the short ones first."""
+    """The cells of all sweeps, with the short runs first."""
     return harness.keyed([(problem, rate, SEED) for problem in PROBLEMS for rate in RATES], train)
 
 

@@ -1,11 +1,11 @@
-"""What a reader of one update passes: files, functions, hops between files, classes, tree flattenings, and the nouns.
+"""Counts what one has to read to understand an update: files, functions, hops, classes, tree flattenings, and nouns.
 
     python -m benchmarks.readability
 
-Traces `update` of `quotient` around Adam and of `ddc_adamw` (plain and fused), with five gauges on eight leaves, and
-counts what runs in the package. A function counts once however often it runs, nested functions and lambdas with the
-function that they stand in; a hop is a call from one file of the package into another. Nouns are the terms of the
-glossary (in CONTRIBUTING, under "Words") that stand in the code or docstrings of these functions.
+It traces `update` of `quotient` around Adam and of `ddc_adamw` (its two implementations), with five gauges on eight
+leaves, and counts what runs in the package. A function counts once, however often it runs; nested functions and lambdas
+count as part of the function around them. A *hop* is a call from one file of the package into another. *Nouns* are the
+terms of the glossary (in CONTRIBUTING, under "Words") that occur in the code or docstrings of these functions.
 """
 
 import collections
@@ -29,7 +29,7 @@ GLOSSARY = PACKAGE.parent / "CONTRIBUTING.md"
 
 
 def five_gauges() -> tuple[list[Any], dict[str, jax.Array]]:
-    """A norm, two heads, a unit and a head over classes, on eight leaves."""
+    """Gauges of a norm, queries and keys, values and outputs, an MLP's units, and logits; and their eight leaves."""
     gauges = [
         go.norm_scale({"norm": "channel"}, {"query": "channel _ _", "key": "channel _ _", "value": "channel _ _"}),
         go.head_rotation({"query": "_ head basis", "key": "_ head basis"}),
@@ -49,9 +49,9 @@ def glossary() -> tuple[str, ...]:
 
 
 def traced(tx: optax.GradientTransformation, params: Any) -> dict[str, int]:
-    """Counts over one trace of `update`."""
+    """Traces `update` once, and returns the counts."""
     state = jax.eval_shape(tx.init, params)
-    texts: dict[tuple[str, str], str] = {}  # of functions, by file and name
+    texts: dict[tuple[str, str], str] = {}  # (file, name of a function) → its source
     counts: collections.Counter[str] = collections.Counter()
 
     def of_package(frame: FrameType | None) -> str | None:
@@ -82,7 +82,7 @@ def traced(tx: optax.GradientTransformation, params: Any) -> dict[str, int]:
 
 
 def rows() -> dict[str, dict[str, int]]:
-    """The counts of each optimizer."""
+    """Name of an optimizer → its counts."""
     gauges, params = five_gauges()
     with mock.patch.object(ddc_fused, "_applies", lambda s: False):
         plain = traced(go.ddc_adamw(1e-3, gauges), params)

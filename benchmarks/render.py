@@ -1,4 +1,4 @@
-"""The comparison's JSON as Markdown."""
+"""Writes the JSON of `benchmarks.compare` as Markdown."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -28,7 +28,7 @@ _TITLES = {"orthogonalisers": "Orthogonalisers alone", "compile": "Compile time 
 
 
 def page(result: Section) -> str:
-    """The whole page."""
+    """The whole Markdown page of a result."""
     sections = result["sections"]
     accelerated = result["device"] != "cpu"
     head = _HEADER.format(
@@ -57,7 +57,7 @@ def _table(columns: str, rows: list[list[str]]) -> str:
 
 
 def _number(x: float | None) -> str:
-    """Three digits."""
+    """A number with three digits, or a dash for None."""
     if x is None:
         return "–"
     return f"{x:.0f}" if x >= 100 else f"{x:.1f}" if x >= 10 else f"{x:.2f}"
@@ -131,7 +131,7 @@ def _peers(section: Section) -> Iterator[str]:
 
 
 def _targets(sections: Section, accelerated: bool) -> Iterator[str]:
-    """What was promised, beside what was measured."""
+    """Compares the limits that the project sets itself with what was measured."""
     rows: list[tuple[str, float, float]] = []
     for name, section in sections.items():
         blocks, adamw = section.get("blocks", {}), _adamw_peak(section)

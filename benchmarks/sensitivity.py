@@ -1,12 +1,13 @@
-"""How much optimizers notice which of many equivalent weight sets they train: a table of `measure.gauge_sensitivity`.
+"""How much steps of optimizers depend on which of many equivalent weight sets is trained (`measure.gauge_sensitivity`).
 
     python -m benchmarks.sensitivity
     python -m benchmarks.sensitivity --optimizers "optax.adamw optax.contrib.muon gauge_optax.ddc_adamw"
     python -m benchmarks.sensitivity --condition 10 --steps 5 --out outputs/sensitivity
 
-Every optimizer trains one attention layer from several weight sets of one function. The table says by how much the
-steps differ in the products that the layer's function depends on: 0 if the optimizer sees the function alone. An
-optimizer is the dotted name of a function that takes a learning_rate; one with an argument `gauges` gets the layer's.
+Every optimizer trains one attention layer from several weight sets of one function. The table says how much the steps
+differ in the products that the layer's function depends on. The number is 0 if steps depend on the function alone. An
+optimizer is given as the dotted name of a function with an argument `learning_rate`. If the function also has an
+argument `gauges`, it gets the layer's gauges.
 """
 
 import dataclasses
@@ -38,14 +39,15 @@ _SIDES = (
 
 
 class Attention(NamedTuple):
-    """A multi-head attention layer without rotary positions, its loss, what it represents and its symmetries.
+    """A multi-head attention layer without rotary positions: its weights, its loss, and its symmetries.
 
     Attributes:
-      params: a starting point, in the default floating dtype.
+      params: initial weights, in the default floating dtype.
       loss_fn: params → mean squared error on fixed random sequences.
-      represent: params → per head, the two products that the layer's function depends on, W_Q·W_Kᵀ and W_V·W_O with
-        biases as one more row, (heads, 1 + model, model).
-      groups: "O", the rotations of the two head bases, and "GL", all their linear changes.
+      represent: params → for each head the two products that the layer's function depends on, W_Q·W_Kᵀ and W_V·W_O.
+        Biases are one more row of a kernel, so that a product is (heads, 1 + model, model).
+      groups: name of a group → gauges. "O" has rotations of the basis of queries and keys, and of that of values and
+        outputs; "GL" has all invertible changes of these bases.
     """
 
     params: Any
@@ -63,8 +65,9 @@ def attention(key: jax.Array) -> Attention:
     def drawn(*shape: int) -> jax.Array:
         return jax.random.normal(next(keys), shape) / MODEL**0.5
 
-    # A bias is stored as a row, (1, heads, d_h), so that Muon too reads one matrix per head. There is no key bias: it
-    # adds a constant to all scores of a query and has no gradient, and Adam would turn its roundoff into steps.
+    # A bias is stored as a row, (1, heads, d_h), so that it is a matrix per head for Muon too. There is no key bias. It
+    # would add a constant to all scores of a query, so that its gradient is zero but for roundoff, which Adam would
+    # turn into steps.
     params = {
         "query": {"kernel": drawn(MODEL, HEADS, HEAD), "bias": drawn(1, HEADS, HEAD)},
         "key": {"kernel": drawn(MODEL, HEADS, HEAD)},
@@ -104,7 +107,7 @@ def _einsum(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Optimizers, and what their rows share; `condition` is the largest one of the elements of GL(d_h)."""
+    """The optimizers, and settings for all. `condition` is the largest condition number of elements of GL(d_h)."""
 
     optimizers: str = OPTIMIZERS
     learning_rate: float = 1e-3
@@ -116,12 +119,12 @@ class Config:
 
     @property
     def scales(self) -> dict[str, float]:
-        """The size of group elements, by group."""
+        """Group → the size of its random elements (the argument `scale` of `sample`)."""
         return {"O": 1.0, "GL": 0.5 * math.log(self.condition)}
 
 
 def measured(c: Config) -> harness.Result:
-    """A row per optimizer."""
+    """Makes the result: one row per optimizer."""
     with jax.enable_x64(not c.float32):
         layer, elements = jax.random.split(jax.random.key(c.seed))
         model = attention(layer)
@@ -130,14 +133,14 @@ def measured(c: Config) -> harness.Result:
 
 
 def cell(c: Config, model: Attention, key: jax.Array, group: str, name: str) -> dict[str, Any]:
-    """How much the step's motion differs between equal weights, or the words in which these gauges were refused."""
+    """How much steps from weight sets of one function differ, or the error if the optimizer refuses these gauges."""
     module, _, last = name.rpartition(".")
     factory = getattr(importlib.import_module(module), last)
     gauges, options = model.groups[group], dict[str, Any](learning_rate=c.learning_rate)
     names = inspect.signature(factory).parameters
     if "gauges" in names:
         options["gauges"] = gauges
-    if "muon_weight_dimension_numbers" in names:  # so that `optax.contrib.muon` reads every head as a matrix
+    if "muon_weight_dimension_numbers" in names:  # so that `optax.contrib.muon` has a matrix per head
         options["muon_weight_dimension_numbers"] = go.product(model.groups["O"]).muon_dimension_numbers
     try:
         found = go.measure.gauge_sensitivity(
@@ -154,7 +157,7 @@ def cell(c: Config, model: Attention, key: jax.Array, group: str, name: str) -> 
 
 
 def page(result: harness.Result) -> str:
-    """Optimizers down; mean and maximum per group across."""
+    """The results as a Markdown page. Its table has a row per optimizer, and mean and maximum for each group."""
     c = Config(**result["arguments"])
     groups = {"O": "O(d_h)", "GL": f"GL(d_h), condition <= {c.condition:g}"}
     rows, refused = [["optimizer", *(f"{group}, {x}" for group in groups.values() for x in ("mean", "max"))]], []

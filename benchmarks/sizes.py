@@ -1,4 +1,4 @@
-"""What the optimizers are compared on: parameter trees, gauges, gradients, and which leaves are matrices to Muon."""
+"""The problems on which optimizers are compared: parameters, gauges, gradients, and the leaves that Muon steps."""
 
 import dataclasses
 import re
@@ -19,14 +19,14 @@ Tree = Any
 
 @dataclass(frozen=True)
 class Size:
-    """A model by its shapes.
+    """A model, given by its configuration.
 
     Attributes:
       about: one line for the table.
-      config: the model.
-      batch: sequences in a whole step, on a CPU and on an accelerator; 0: no whole step.
-      length: tokens in each, likewise.
-      attention_only: its attention kernels and nothing else.
+      config: the configuration of the model.
+      batch: sequences of a whole training step, on a CPU and on an accelerator; 0 if whole steps are not timed.
+      length: tokens of a sequence, on a CPU and on an accelerator.
+      attention_only: whether the problem has only the attention kernels of the model.
     """
 
     about: str
@@ -36,7 +36,7 @@ class Size:
     attention_only: bool = False
 
     def at(self, width: int, layers: int) -> "Size":
-        """The same architecture in other proportions, to try the command out; 0 for its own."""
+        """The same architecture with another width and number of layers (0: the model's own), to try a command."""
         c = dataclasses.replace(self.config, layers=layers or self.config.layers)
         if not width:
             return dataclasses.replace(self, config=c)
@@ -71,12 +71,12 @@ SIZES = {
 
 
 LABELS = {"blocks/{i}/mlp/{layer}/kernel": "muon"}
-"""Left to itself `ddc_muon` gives Adam a kernel that no gauge binds: what follows a GELU."""
+"""Labels for `ddc_muon`. Without them, Adam would step the kernels that no gauge binds: those of an MLP with a GELU."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What one size's optimizers are given; loss and tokens where there is a whole step, labels for `ddc_muon`."""
+    """What optimizers get for one size. `loss` and `tokens` are None without whole steps. `ddc_muon` gets `labels`."""
 
     params: Tree
     grads: Tree
@@ -86,28 +86,29 @@ class Case:
     labels: Mapping[str, str] = field(default_factory=dict)
 
     def muon(self, rate: float, per_head: bool = False) -> optax.GradientTransformation:
-        """`optax.contrib.muon` on the leaves of `muon_axes`."""
+        """`optax.contrib.muon`, which orthogonalizes the leaves of `muon_axes`."""
         return optax.contrib.muon(rate, muon_weight_dimension_numbers=muon_axes(self.params, per_head))
 
     def quotient_muon(self, rate: float) -> optax.GradientTransformation:
-        """Ours on the same leaves, on the slice."""
+        """`quotient_muon`, which orthogonalizes the same leaves."""
         return go.quotient_muon(rate, self.gauges, labels=self.labels)
 
     def ddc_muon(self, rate: float) -> optax.GradientTransformation:
-        """Ours on the same leaves."""
+        """`ddc_muon`, which orthogonalizes the same leaves."""
         return go.ddc_muon(rate, self.gauges, labels=self.labels)
 
     def max_norm_muon(self, rate: float) -> optax.GradientTransformation:
-        """Ours on the same leaves and on the tables of tokens, which have a bound of their own."""
+        """`max_norm_muon` for the same leaves and for the tables of tokens, which have a bound of their own."""
         neurons, tables = (self._present(of) for of in ({**NEURONS, **TOKENS}, EMBEDDINGS))
-        return go.max_norm_muon(rate, self.gauges, neurons, tables, adam_learning_rate=rate / 2)  # positions too
+        # Neither mapping has the table of positions: Adam steps it too, with this rate.
+        return go.max_norm_muon(rate, self.gauges, neurons, tables, adam_learning_rate=rate / 2)
 
     def rotational_adamw(self, rate: float) -> optax.GradientTransformation:
-        """Every neuron of the kernels turns; the rest is AdamW's."""
+        """`rotational_adamw`, which rotates every neuron of the kernels. All other leaves get AdamW."""
         return go.norms.rotational_adamw(rate, self._present(NEURONS), weight_decay=0.1)
 
     def hold_products(self, inner: optax.GradientTransformation) -> optax.GradientTransformation:
-        """A bound on the products of norms' scales with the kernels that read them."""
+        """Wraps an optimizer by `hold_products`, with a cap on products of norms' scales and kernels behind them."""
         scales = [gauge for gauge in self.gauges if gauge.name == "norm_scale"]
         return go.orbit.hold_products(inner, scales, "cap", cap=10.0)
 
@@ -118,12 +119,13 @@ class Case:
 
 
 def case(size: Size) -> Case:
-    """Parameters, gradients and gauges of a size; loss and batch where it has a whole step."""
+    """Makes the parameters, gradients and gauges of a size, and a loss and a batch if it has a whole step."""
     c = size.config
     if size.attention_only:
         params, drawn = (attention_kernels(c, jax.random.key(seed)) for seed in (0, 1))
         gauges = [gauge for gauge in lm.gauges(dataclasses.replace(c, bias=False)) if gauge.name == "head_rotation"]
-        # Horizontal, as the gradient of a loss is: ours do less where there is nothing to project.
+        # Remove the part of the random gradients along orbits. The gradient of a loss has no such part either, and with
+        # it our optimizers would do more work.
         project = go.gauge_project(gauges)
         grads = jax.jit(lambda drawn, params: project.update(drawn, project.init(params), params)[0])(
             jax.tree.map(lambda x: 1e-3 * x, drawn), params)
@@ -137,7 +139,7 @@ def case(size: Size) -> Case:
 
 
 def attention_kernels(config: lm.LMConfig, key: jax.Array) -> Tree:
-    """Kernels of every layer's attention, normal with variance 1/d."""
+    """Draws the attention kernels of all layers, normal with variance 1/d."""
     d, h, e = config.d_model, config.heads, config.d_head
     shapes = {"query": (d, h, e), "key": (d, h, e), "value": (d, h, e), "out": (h, e, d)}
     keys = iter(jax.random.split(key, config.layers * len(shapes)))

@@ -1,4 +1,4 @@
-"""Times compiled updates in turns, and reads their memory; `compare` says which updates."""
+"""Times compiled updates in turns, and measures their memory. `benchmarks.compare` says which updates."""
 
 import json
 import os
@@ -27,7 +27,10 @@ def benchmark(
     doc: str | None, name: Any, cells: Any, section: Callable[[Any], str], head: Any = lambda config: {},
     config: Any = None, page: bool = True,
 ) -> harness.Study:
-    """A study without seeds at the device's own precision of products; what it prints is a page in `results` too."""
+    """Makes a study without seeds, at the device's default precision of matrix products.
+
+    What it prints is also written to a Markdown page in `benchmarks/results`, if `page`.
+    """
     return harness.Study(
         doc, name, cells, section, page=section if page else None, config=config, head=head, seeds=None, precision=None,
         partial=True, folder=RESULTS,
@@ -35,25 +38,25 @@ def benchmark(
 
 
 class Timed(Protocol):
-    """What can be timed in turns."""
+    """The interface of everything that `in_turns` can time."""
 
     seconds: list[float]
 
     def run(self, given: Tree) -> float:
-        """One call's wall time."""
+        """Makes one call, and returns its wall time."""
 
 
 @dataclass
 class Update:
-    """One optimizer's update and `apply_updates`, compiled; parameters and state are donated, as a trainer does.
+    """The update of one optimizer with `apply_updates`, compiled. Parameters and state are donated, as is usual.
 
     Attributes:
-      params: the parameters it moves, its own copy.
-      state: the optimizer's.
-      lowered: (params, state, given) → (params, state); given: gradients, or for a whole step a batch.
-      compiled: the same, ready to run.
-      compile_seconds: tracing and compiling.
-      seconds: of every timed call.
+      params: a copy of the parameters, which the updates change.
+      state: the optimizer's state.
+      lowered: the program (params, state, given) → (params, state). `given` is gradients, or a batch for a whole step.
+      compiled: the compiled program.
+      compile_seconds: seconds of tracing and compiling.
+      seconds: the seconds of every timed call.
     """
 
     params: Tree
@@ -64,7 +67,7 @@ class Update:
     seconds: list[float] = field(default_factory=list)
 
     def run(self, given: Tree) -> float:
-        """Takes one step; its wall time."""
+        """Takes one step, and returns its wall time."""
         start = time.perf_counter()
         self.params, self.state = self.compiled(self.params, self.state, given)
         jax.block_until_ready((self.params, self.state))
@@ -72,12 +75,12 @@ class Update:
 
     @property
     def peak_bytes(self) -> int:
-        """What a call holds at once by the compiler's plan: arguments, results that do not reuse them, scratch."""
+        """The memory of a call by the compiler's plan: arguments, results that do not reuse them, scratch memory."""
         return _planned(self.compiled)
 
     @property
     def least_peak_bytes(self) -> int | None:
-        """The same where operations are put in the order that holds least; None where XLA gives no choice."""
+        """The memory of a call if XLA orders operations for the least memory; None if XLA has no option for that."""
         if jax.default_backend() != "cpu" or jax.__version_info__ < (0, 9, 1):
             return None
         order = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
@@ -85,7 +88,7 @@ class Update:
 
     @property
     def state_bytes(self) -> int:
-        """Of the optimizer's state."""
+        """The bytes of the optimizer's state."""
         return nbytes(self.state)
 
 
@@ -96,7 +99,7 @@ def _planned(compiled: Any) -> int:
 
 
 def update_step(tx: optax.GradientTransformation) -> Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]:
-    """(params, state, grads) → (params, state)."""
+    """Returns the function (params, state, grads) → (params, state) of one update."""
 
     def step(params: Tree, state: Tree, grads: Tree) -> tuple[Tree, Tree]:
         updates, state = tx.update(grads, state, params)
@@ -108,7 +111,7 @@ def update_step(tx: optax.GradientTransformation) -> Callable[[Tree, Tree, Tree]
 def prepared(
     tx: optax.GradientTransformation, params: Tree, given: Tree, loss: Callable[[Tree, Tree], jax.Array] | None = None
 ) -> Update:
-    """An optimizer ready to be timed: its update on given gradients, or, with a loss, a step on a given batch."""
+    """Compiles an optimizer's update for given gradients, or with `loss` a whole step for a given batch."""
     update = update_step(tx)
 
     def step(params: Tree, state: Tree, given: Tree) -> tuple[Tree, Tree]:
@@ -123,14 +126,14 @@ def prepared(
 
 
 def in_turns(updates: Mapping[str, Timed], given: Tree, repeats: int, warm: int = 2, pause: float = 0.0) -> None:
-    """Times all updates, each once per round, so that what slows the machine down slows all of them.
+    """Times all updates, each once per round: if something slows the machine down, it slows all of them.
 
     Args:
-      updates: by name.
-      given: what each is called with.
-      repeats: rounds that count.
-      warm: rounds before them.
-      pause: seconds before every call; threads of another library spin for a while after theirs.
+      updates: name → update.
+      given: the argument of every call.
+      repeats: the number of rounds that are timed.
+      warm: the number of rounds before them, which are not timed.
+      pause: seconds of pause before every call, if another library's threads spin for a while after its calls.
     """
     for number in tqdm(range(warm + repeats), unit="round", leave=False):
         for update in updates.values():
@@ -141,21 +144,21 @@ def in_turns(updates: Mapping[str, Timed], given: Tree, repeats: int, warm: int 
 
 
 def quartiles(update: Timed, base: Timed) -> tuple[float, float, float]:
-    """Quartiles over rounds of the time in units of the base's in the same round; the second is the median."""
+    """The quartiles over rounds of (time / base's time in the same round). The second one is the median."""
     low, middle, high = np.percentile(np.array(update.seconds) / np.array(base.seconds), (25, 50, 75))
     return float(low), float(middle), float(high)
 
 
 def nbytes(tree: Tree) -> int:
-    """Of all arrays in a tree."""
+    """The bytes of all arrays in a tree."""
     return sum(x.nbytes for x in jax.tree.leaves(tree))
 
 
 def device_peak(update: Update, given: Tree) -> int | None:
-    """Bytes one call holds at once by the device's own count; None where it keeps none (CPU).
+    """The peak memory of one call, by the device's own count; None if the device keeps none (CPU).
 
-    The count is the process's peak and is never reset, so memory is filled up to it first: whatever the call takes
-    beyond its arguments then shows as a new peak.
+    The count is the peak of the whole process, and cannot be reset. Memory is therefore first filled up to this peak.
+    What the call needs beyond its arguments then shows as a new peak.
     """
 
     def count(name: str) -> int:
@@ -167,7 +170,7 @@ def device_peak(update: Update, given: Tree) -> int | None:
     while (missing := count("peak_bytes_in_use") - count("bytes_in_use")) > 0:
         try:
             filling.append(jax.block_until_ready(jnp.zeros(missing, jnp.uint8)))
-        except jax.errors.JaxRuntimeError:  # no single piece that large
+        except jax.errors.JaxRuntimeError:  # free memory has no single piece of this size
             return None
     before = count("bytes_in_use")
     update.run(given)
@@ -175,11 +178,11 @@ def device_peak(update: Update, given: Tree) -> int | None:
 
 
 def alone(module: str, call: str, **env: str) -> Any:
-    """What a call of a module's functions gives in a new process, without this one's flags for XLA and its caches.
+    """Evaluates an expression in a new process, without the XLA flags and caches of this one.
 
     Args:
-      module: its names stand in `call`.
-      call: Python source; it gives what JSON can say.
+      module: the module whose names `call` may use.
+      call: the expression, as Python source. JSON must be able to hold its value.
       **env: more environment variables.
     """
     ours = ("XLA_FLAGS", "JAX_COMPILATION_CACHE", "JAX_PERSISTENT_CACHE")
@@ -190,12 +193,12 @@ def alone(module: str, call: str, **env: str) -> Any:
 
 
 def cores() -> int:
-    """How many this process may use."""
+    """The number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def host() -> str:
-    """The machine: cores, processor, accelerator."""
+    """Text about the machine: cores, processor, accelerator."""
     info, device = Path("/proc/cpuinfo"), jax.devices()[0]
     lines = info.read_text().splitlines() if info.exists() else []
     model = next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), "")

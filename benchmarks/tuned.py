@@ -1,14 +1,16 @@
-"""Optimizers whose rates and decay are tuned apart, by an equal budget of runs, in one queue that goes on after a kill.
+"""Compares optimizers. The learning rates and decay of each are tuned by themselves, with the same number of runs.
 
     python -m benchmarks.tuned --out benchmarks/results           # days of one CPU core; killed, it goes on
-    python -m benchmarks.tuned --out benchmarks/results --show    # the table of what is done
+    python -m benchmarks.tuned --out benchmarks/results --show    # the table of the finished runs
 
-A Llama of 3 layers, d = 128, on bytes of Python's standard library: 1,000 steps of 8 × 128 bytes. An optimizer has
-three numbers: the rate of matrices, the rate of all other leaves, and the decay. A search that anyone can repeat tunes
-them with one seed: from the best point so far it tries a neighbour of each number in turn, a factor of 2 away and then
-a factor of √2, and moves where the loss is lower, until no neighbour is better or the budget is spent. The best point
-then runs with three other seeds. `STAGES` says in which order; a stage after the first begins its searches at the
-optimizer's best point of the first, and a stage without a budget runs that point alone.
+A Llama of 3 layers, d = 128, learns bytes of Python's standard library in 1,000 steps of 8 × 128 bytes. Three numbers
+of an optimizer are tuned: the learning rate of matrices, that of all other leaves, and the decay. They are a *point*.
+The search is deterministic, and uses one seed. From the best point so far it tries a neighbour of each number in turn,
+first a factor of 2 away, and later a factor of √2. It moves to a neighbour with a lower loss. It ends when no neighbour
+is better, or when the budget of runs is spent. The best point is then run with three other seeds.
+
+`STAGES` lists problems and their optimizers, in the order in which they are run. In a stage after the first, the search
+for an optimizer begins at its best point of the first stage. A stage with a budget of 0 only runs that point.
 """
 
 import argparse
@@ -39,10 +41,11 @@ from models import lm
 NAME = "tuned"
 BUDGET, TUNING_SEED, SEEDS = 15, 42, (142, 242, 342)
 DECAYS = (0.0, 0.05, 0.1, 0.2, 0.4, 0.8)
-STRIDES = (2, 1)  # factors of √2 for a rate, places in `DECAYS` for the decay
+STRIDES = (2, 1)  # distances of neighbours: factors of √2 for a rate, positions in `DECAYS` for the decay
 
 Point = tuple[int, int, int]
-"""Two rates, as factors of √2 above their first value, and the decay, as a place in `DECAYS`."""
+"""A point of the search: for two learning rates the number of factors √2 above the first value, and for the decay its
+position in `DECAYS`."""
 
 
 # Optimizers ---------------------------------------------------------------------------------------------
@@ -67,12 +70,12 @@ def _max_norm_muon(rate: Rate, decay: jax.Array, gauges: Gauges, **options: Any)
 
 
 class Tuned(NamedTuple):
-    """An optimizer, and where the first search begins.
+    """An optimizer, and the point at which its first search begins.
 
     Attributes:
-      arm: how it is made; its schedule returns two rates.
-      rates: of matrices and of all other leaves.
-      decay: a place in `DECAYS`.
+      arm: how the optimizer is made. Its schedule returns two rates.
+      rates: the first learning rates, of matrices and of all other leaves.
+      decay: the position in `DECAYS` of the first decay.
     """
 
     arm: Arm
@@ -80,7 +83,7 @@ class Tuned(NamedTuple):
     decay: int
 
     def values(self, point: Point) -> tuple[float, float, float]:
-        """The two rates, to three digits, and the decay."""
+        """The values at a point: two learning rates, with three digits, and the decay."""
         first, second = (float(f"{x * 2 ** (n / 2):.3g}") for x, n in zip(self.rates, point[:2], strict=True))
         return first, second, DECAYS[point[2]]
 
@@ -110,9 +113,9 @@ ARMS: Mapping[str, Tuned] = {
     "max_norm_muon, brake": Tuned(Arm(recent.even_pace(_max_norm_muon, 0.0, 1.0)), (0.02, 0.02), 0),
     "Muon, floor and brake": Tuned(Arm(recent.even_pace(_muon, 0.5, 2.0)), (0.0141, 0.0283), 2),
 }
-"""AdamW and Optax's Muon with b2 = 0.95 of Adam, and decay on every leaf; `max_norm_muon` decays matrices, MuonH and
-NorMuonH all leaves but matrices. Those with a comma begin where the search of the optimizer that they change
-ended."""
+"""Name → optimizer. AdamW and Optax's Muon have b2 = 0.95 in Adam, and decay on every leaf. `max_norm_muon` has decay
+on matrices only, and MuonH and NorMuonH on all leaves but matrices. Names with a comma are variants of an optimizer:
+their search begins at the best point of that optimizer."""
 
 
 # Problems and stages ------------------------------------------------------------------------------------
@@ -126,7 +129,7 @@ def llama(size: int = 128, layers: int = 3, **other: Any) -> lm.LMConfig:
 
 
 def task_of(config: lm.LMConfig, steps: int = 1000, prose: bool = False) -> Task:
-    """A problem of so many steps, a twentieth of which warm up."""
+    """The problem with this network and number of steps. A twentieth of the steps is the warm-up."""
     return Task(config, warmup=steps // 20, longest=steps, prose=prose)
 
 
@@ -141,13 +144,13 @@ PROBLEMS: Mapping[str, Task] = {
 
 
 class Stage(NamedTuple):
-    """Optimizers on one problem, from one start.
+    """A part of the comparison: optimizers on one problem, from one kind of start.
 
     Attributes:
       problem: a key of `PROBLEMS`.
-      start: the initial weights, one of `starts.STARTS`.
-      arms: the optimizers, which take turns.
-      budget: runs of a search; 0 for none.
+      start: the kind of initial weights, one of `starts.STARTS`.
+      arms: the names of the optimizers, whose searches advance in turns.
+      budget: the number of runs of a search; 0 if nothing is tuned.
     """
 
     problem: str
@@ -172,19 +175,19 @@ STAGES = (
     Stage("depth 8", "lecun", BOTH),
     *(Stage(problem, "lecun", ("AdamW",)) for problem in LONGER),
     Stage(FIRST, "lecun", ("max_norm_muon, b2 0.99", "max_norm_muon, brake", "Muon, floor and brake"), budget=0),
-    # The two that are level with `max_norm_muon` at 1,000 steps.
+    # These two optimizers have the same loss as `max_norm_muon` at 1,000 steps.
     *(Stage(problem, "lecun", (arm,)) for problem in LONGER for arm in ("symmetry-compatible", "NorMuon")),
 )
 
 
 def cell(stage: Stage, arm: str, point: Point, seed: int) -> Cell:
-    """One run."""
+    """The cell of one run: of an optimizer at a point, in a stage, with a seed."""
     rate, other, decay = ARMS[arm].values(point)
     return stage.problem, stage.start, arm, other, decay, rate, seed
 
 
 def train(of_run: Cell) -> dict[str, Any]:
-    """One run, the machine that it ran on, and the version of JAX."""
+    """Makes one run. Returns its numbers, the machine that it ran on, and the version of JAX."""
     problem, start, arm, other, decay, rate, seed = of_run
     run = PROBLEMS[problem].train(ARMS[arm].arm, start, decay, (rate, other), seed)
     return run | {"machine": harness.machine(), "jax": jax.__version__}
@@ -194,12 +197,12 @@ def train(of_run: Cell) -> dict[str, Any]:
 
 
 def search(losses: Mapping[Point, float], origin: Point, budget: int) -> Point | None:
-    """The point to run next; None once no neighbour of the best is better, or the budget is spent.
+    """The next point of a search; None if no neighbour of the best point is better, or if the budget is spent.
 
     Args:
-      losses: of the points that are done.
-      origin: where it begins.
-      budget: the most points.
+      losses: point → loss, of the points that were run.
+      origin: the point at which the search begins.
+      budget: the largest number of points.
 
     >>> search({}, (0, 0, 2), 15), search({(0, 0, 2): 2.0}, (0, 0, 2), 15)
     ((0, 0, 2), (2, 0, 2))
@@ -218,7 +221,8 @@ def search(losses: Mapping[Point, float], origin: Point, budget: int) -> Point |
             if losses[point] < losses[best]:
                 knob = next(k for k in range(3) if point[k] != best[k])
                 best, around = point, list(_neighbours(point, stride))
-                # The number that moved comes last: the others have not been tried beside its new value.
+                # Neighbours in the number that has just moved come last, because the other two numbers have not been
+                # tried with its new value yet.
                 waiting = [x for x in around if x[knob] == best[knob]] + [x for x in around if x[knob] != best[knob]]
     return None
 
@@ -233,13 +237,13 @@ def _neighbours(point: Point, stride: int) -> Iterator[Point]:
 
 
 class Found(NamedTuple):
-    """What a stage knows of an optimizer.
+    """The progress of an optimizer in a stage.
 
     Attributes:
-      losses: of the points that are tuned over.
-      waiting: the cell to run next, None once all is done.
-      point: the best, None as long as the search goes on.
-      final: the losses of the best point by seed.
+      losses: point → loss, of the points that the search has run.
+      waiting: the cell to run next; None if all runs are finished.
+      point: the best point; None until the search has ended.
+      final: the losses of the best point for the other seeds.
     """
 
     losses: dict[Point, float]
@@ -249,7 +253,7 @@ class Found(NamedTuple):
 
 
 def found(result: Result, stage: Stage, arm: str) -> Found:
-    """Replays a search on what is done."""
+    """Finds the progress of an optimizer in a stage: replays its search with the losses of the finished runs."""
     origin = (0, 0, ARMS[arm].decay)
     first = next(other for other in STAGES if arm in other.arms)._replace(arms=(arm,))
     if stage._replace(arms=(arm,)) != first:
@@ -273,13 +277,13 @@ def found(result: Result, stage: Stage, arm: str) -> Found:
 
 
 def loss_of(result: Result, run: Cell) -> float | None:
-    """The loss of a finished run, infinite where it diverged; None if it is not finished."""
+    """The loss of a finished run, inf if it diverged; None if the run is not finished."""
     done = result["cells"].get(key(run))
     return None if done is None else math.inf if done["validation"] is None else done["validation"]
 
 
 def waiting(result: Result) -> list[Cell]:
-    """What may run next, stage by stage; in a stage, the optimizer with the fewest runs comes first."""
+    """The runs that may be made next, stage by stage. In a stage, the optimizer with the fewest runs comes first."""
     runs: list[Cell] = []
     for stage in STAGES:
         known = [own for arm in stage.arms if (own := found(result, stage, arm)).waiting is not None]
@@ -296,7 +300,7 @@ def mean_and_error(losses: Sequence[float]) -> tuple[float, float]:
 
 
 def rows(result: Result) -> Iterator[list[str]]:
-    """A row per problem, start and optimizer."""
+    """The rows of the table: one per problem, start and optimizer."""
     for stage in STAGES:
         muon = found(result, stage._replace(arms=("Muon",)), "Muon").final
         for arm in stage.arms:
@@ -318,12 +322,12 @@ def rows(result: Result) -> Iterator[list[str]]:
 
 
 def machine_of(result: Result, name: str) -> str:
-    """Which machine a run took place on; older runs leave that to the header."""
+    """The machine on which a run was made. Older runs do not say it, and are of the machine in the header."""
     return str(result["cells"][name].get("machine", result.get("machine")))
 
 
 def section(result: Result) -> str:
-    """The table, and what is not finished."""
+    """The results as Markdown: a table, and a list of what is not finished."""
     begun = "; ".join("{} {:g}, {:g}, {:g}".format(arm, *own.values((0, 0, own.decay))) for arm, own in ARMS.items())
     seconds = sorted(x["seconds"] for x in result["cells"].values())
     older = result.get("versions", {}).get("jax")
@@ -352,19 +356,19 @@ def section(result: Result) -> str:
 
 
 def settings(_: None) -> dict[str, Any]:
-    """The texts and the seed of searches."""
+    """Settings that must be equal for two runs that share a file: hashes of the texts, and the seed of searches."""
     texts = {name: hashlib.sha256(text.tobytes()).hexdigest()[:12]
              for name, text in (("sources", data.read_bytes()), ("prose", data.read_prose()))}
     return {"tuning_seed": TUNING_SEED, "texts": texts}
 
 
 def head(_: None) -> Result:
-    """What must agree before two runs may stand in one table: neither machine, which each run says, nor versions."""
+    """The header of the results. It has no machine and no versions, which may differ: each run says its own."""
     return {"study": NAME, "settings": settings(None), "seeds": list(SEEDS), "cells": {}}
 
 
 def cells(_: None, args: argparse.Namespace) -> Callable[[Result], harness.Cells]:
-    """The runs that may come next: as many processes as there are of them share the queue."""
+    """The runs that may be made next. Several processes can share them."""
     return lambda result: harness.keyed(waiting(result), train)
 
 

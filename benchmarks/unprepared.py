@@ -1,9 +1,10 @@
-"""What `go.discover` makes of ten models that nobody prepared, and what a training step costs with either of its lists.
+"""Tests `go.discover` on ten models that were not written for it, and times training steps with the gauges it finds.
 
     python -m benchmarks.unprepared                # or some of them: `... --only "MLP-Mixer"`
 
-Each model is written as its library's users write it: nothing in it knows of gauges. A step is the gradient of a loss
-and the update; AdamW alone, `quotient_adamw(report.gauges)` and `quotient_adamw(report.whole)` are timed in turns.
+Each model is written as users of its library write models, without any code for gauges. A step is the gradient of a
+loss and the update. AdamW, `quotient_adamw` with `report.gauges` and `quotient_adamw` with `report.whole` are timed in
+turns.
 """
 
 import argparse
@@ -43,7 +44,7 @@ def _rms(x: jax.Array, scale: Any = 1.0) -> jax.Array:
 
 
 class Block(nnx.Module):
-    """Flax's layers as they are."""
+    """A transformer block of Flax's own layers."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.norm1, self.norm2 = nnx.LayerNorm(D, rngs=rngs), nnx.LayerNorm(D, rngs=rngs)
@@ -51,13 +52,13 @@ class Block(nnx.Module):
         self.up, self.down = nnx.Linear(D, 4 * D, rngs=rngs), nnx.Linear(4 * D, D, rngs=rngs)
 
     def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
-        """(batch, time, d) to the same."""
+        """The residual stream behind the block, (batch, time, d)."""
         x = x + self.attn(self.norm1(x), mask=mask)
         return x + self.down(nnx.gelu(self.up(self.norm2(x))))
 
 
 class GPT(nnx.Module):
-    """Tokens (batch, time) to logits, with learned positions and a tied table."""
+    """A GPT in NNX, tokens (batch, time) → logits, with learned positions and a tied head."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.embed, self.pos = nnx.Embed(VOCAB, D, rngs=rngs), nnx.Embed(TIME, D, rngs=rngs)
@@ -73,13 +74,13 @@ class GPT(nnx.Module):
 
 
 def nnx_gpt() -> Arguments:
-    """An NNX GPT."""
+    """The GPT in NNX."""
     graph, params = nnx.split(GPT(nnx.Rngs(0)))
     return Arguments(lambda p, tokens: nnx.merge(graph, p)(tokens), nnx.to_pure_dict(params), TOKENS)
 
 
 class LlamaBlock(nnx.Module):
-    """Rotary, grouped queries, QK-norm, SwiGLU."""
+    """A block of a Llama: rotary embeddings, grouped queries, QK-norm, SwiGLU."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.norm1, self.norm2 = nnx.RMSNorm(D, rngs=rngs), nnx.RMSNorm(D, rngs=rngs)
@@ -92,7 +93,7 @@ class LlamaBlock(nnx.Module):
         self.down = nnx.Linear(2 * D, D, use_bias=False, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """(batch, time, d) to the same."""
+        """The residual stream behind the block, (batch, time, d)."""
         y = self.norm1(x)
         q, k = _turned(self.q_norm(self.q(y))), _turned(self.k_norm(self.k(y)))
         x = x + self.o(jax.nn.dot_product_attention(q, k, self.v(y), is_causal=True))
@@ -101,7 +102,7 @@ class LlamaBlock(nnx.Module):
 
 
 def _turned(x: jax.Array) -> jax.Array:
-    """Rotary embeddings of (batch, time, head, entry)."""
+    """Applies rotary embeddings to queries or keys (batch, time, head, entry)."""
     angles = jnp.arange(x.shape[1])[:, None, None] * 10_000.0 ** -jnp.linspace(0, 1, x.shape[-1] // 2)
     one, other = jnp.split(x, 2, -1)
     cosine, sine = jnp.cos(angles), jnp.sin(angles)
@@ -109,7 +110,7 @@ def _turned(x: jax.Array) -> jax.Array:
 
 
 class Llama(nnx.Module):
-    """Qwen3's family: its layers are stacked and scanned."""
+    """A language model like Qwen3, whose layers are stacked and scanned."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.embed = nnx.Embed(VOCAB, D, rngs=rngs)
@@ -123,13 +124,13 @@ class Llama(nnx.Module):
 
 
 def nnx_llama() -> Arguments:
-    """An NNX Llama with QK-norm, scanned."""
+    """The Llama in NNX, with QK-norm and scanned layers."""
     graph, params, *rest = nnx.split(Llama(nnx.Rngs(0)), nnx.Param, ...)
     return Arguments(lambda p, t: nnx.merge(graph, p, *rest, copy=True)(t), nnx.to_pure_dict(params), TOKENS)
 
 
 class ViT(nn.Module):
-    """Images to classes."""
+    """A vision transformer in Linen: images → logits of classes."""
 
     @nn.compact
     def __call__(self, images: jax.Array) -> jax.Array:
@@ -143,7 +144,7 @@ class ViT(nn.Module):
 
 
 def linen_vit() -> Arguments:
-    """A Linen ViT."""
+    """The vision transformer in Linen."""
     params = ViT().init(jax.random.key(0), IMAGES[0])["params"]
     return Arguments(lambda p, x: ViT().apply({"params": p}, x), params, IMAGES, "logits")
 
@@ -154,7 +155,7 @@ def _equinox(module: Any, batches: list[Any]) -> Arguments:
 
 
 class Mixer(eqx.Module):
-    """One block of an MLP-Mixer: (time, d) to classes."""
+    """One block of an MLP-Mixer in Equinox: (time, d) → logits of classes."""
 
     norms: list[eqx.nn.LayerNorm]
     over_time: eqx.nn.MLP
@@ -176,7 +177,7 @@ class Mixer(eqx.Module):
 
 
 class CNN(nnx.Module):
-    """Convolutions with BatchNorms, which train."""
+    """A CNN in NNX, with BatchNorms in training mode."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         pairs = list(itertools.pairwise(widths := (3, 64, 128)))
@@ -192,13 +193,13 @@ class CNN(nnx.Module):
 
 
 def nnx_cnn() -> Arguments:
-    """A CNN with BatchNorm, in training."""
+    """The CNN in NNX, with BatchNorms in training mode."""
     graph, params, *rest = nnx.split(CNN(nnx.Rngs(0)), nnx.Param, ...)
     return Arguments(lambda p, x: nnx.merge(graph, p, *rest, copy=True)(x), nnx.to_pure_dict(params), IMAGES, "logits")
 
 
 def flow() -> Arguments:
-    """A velocity field whose norms are scaled and shifted by the time (adaLN)."""
+    """A velocity field of a flow model. The time determines scales and shifts behind its norms (adaLN)."""
     params = {"in": _kernel(D, D), "time": _kernel(16, 3 * D, fan=16), "bias": jnp.zeros(3 * D), "out": _kernel(D, D),
               "up": _kernel(D, 4 * D), "down": _kernel(4 * D, D, fan=4 * D)}
 
@@ -213,7 +214,7 @@ def flow() -> Arguments:
 
 
 def experts() -> Arguments:
-    """A mixture of four experts, two for each token."""
+    """A mixture of four experts, of which each token uses two."""
     params = {"embed": _kernel(VOCAB, D, fan=1), "scale": jnp.ones(D), "router": _kernel(D, 4),
               "gate": _kernel(4, D, D), "up": _kernel(4, D, D), "down": _kernel(4, D, D), "head": _kernel(D, VOCAB)}
 
@@ -240,7 +241,7 @@ def gru() -> Arguments:
 
 
 def ssm() -> Arguments:
-    """A diagonal state-space layer (S4D's kind) between two maps, with a gate."""
+    """A diagonal state-space layer, as in S4D, between two linear maps, with a gate."""
     params = {"embed": _kernel(VOCAB, D, fan=1), "scale": jnp.ones(D), "in": _kernel(D, 2 * D), "out": _kernel(D, D),
               "decay": jnp.linspace(1, 3, D), "b": _kernel(D, fan=1), "head": _kernel(D, VOCAB)}
 
@@ -267,7 +268,7 @@ MODELS: Mapping[str, Callable[[], Arguments]] = {
 
 
 def measured(name: str) -> dict[str, Any]:
-    """A model's row: its lists, and the steps of both in units of AdamW's."""
+    """Makes the row of one model: its two lists of gauges, and the time of steps with each, divided by AdamW's."""
     model = MODELS[name]()
     began = time.perf_counter()
     report = go.discover(model.fn, model.params, model.batches, model.outputs, progress=False)
@@ -293,14 +294,14 @@ def measured(name: str) -> dict[str, Any]:
 
 
 def make(c: Any, args: argparse.Namespace, name: str) -> dict[str, Any]:
-    """A row; what it has compiled is forgotten after it."""
+    """Makes the row of one model, and then frees its compiled programs."""
     row = measured(name)
     jax.clear_caches()
     return row
 
 
 def render(result: dict[str, Any]) -> str:
-    """The page."""
+    """The results as a Markdown page."""
     lines = [
         "# Ten models that nobody prepared", "",
         "What `go.discover` finds in models as their libraries' users write them, and what a training step costs with",

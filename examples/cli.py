@@ -1,10 +1,10 @@
-"""How the examples' help texts look: an example's docstring as it is written, and the default of every option."""
+"""The format of the examples' help texts: an example's docstring, unchanged, and the default of every option."""
 
 import argparse
 
 
 class Help(argparse.RawDescriptionHelpFormatter):
-    """Descriptions as they are written; defaults, but for those that say nothing."""
+    """Keeps the line breaks of descriptions, and shows the default of an option unless it is empty."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         silent = action.default in (None, False, argparse.SUPPRESS) or "default" in (action.help or "")

@@ -1,4 +1,4 @@
-"""What the training examples share: the command line, checkpoints, and the files left at the end."""
+"""Code that the training examples share: the command line, checkpoints, and the files that a run writes at its end."""
 
 import argparse
 import hashlib
@@ -19,7 +19,7 @@ import matplotlib.pyplot as plt
 
 
 def options(doc: str | None, name: str, steps: int = 300, rate: float = 3e-3) -> argparse.ArgumentParser:
-    """Options of a training run, an example's docstring as their description; an example may add its own."""
+    """The command line of a training run, described by `doc`, an example's docstring. Examples may add options."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=cli.Help)
     parser.add_argument("--data", type=Path, help="text to train on, by default the standard library's sources")
     parser.add_argument("--out", type=Path, default=Path("outputs") / name, help="checkpoints, PNG, JSON")
@@ -36,12 +36,12 @@ def options(doc: str | None, name: str, steps: int = 300, rate: float = 3e-3) ->
 
 
 def parse(doc: str | None, name: str, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Options of a training run that has no others."""
+    """Parses the command line of an example that adds no options of its own."""
     return options(doc, name).parse_args(argv)
 
 
 class Checkpoints:
-    """Orbax checkpoints of one run: arrays, and the losses so far as JSON."""
+    """Orbax checkpoints of one run: a state (a tree of arrays), and the losses so far (as JSON)."""
 
     def __init__(self, out: Path) -> None:
         self.manager = ocp.CheckpointManager(
@@ -49,13 +49,13 @@ class Checkpoints:
         )
 
     def save(self, step: int, state: Any, losses: Sequence[Any]) -> None:
-        """Write both under the number of steps taken; returns once they are on disk."""
+        """Saves state and losses under the number of steps taken. Returns when they are on disk."""
         meta = ocp.args.JsonSave({"losses": list(losses)})
         self.manager.save(step, args=ocp.args.Composite(state=ocp.args.StandardSave(state), meta=meta))
         self.manager.wait_until_finished()
 
     def restore(self, abstract: Any) -> tuple[Any, list[Any]] | None:
-        """The latest state, in the structure of `abstract`, and its losses; None if there is none."""
+        """The state of the latest checkpoint, structured like `abstract`, and its losses; None if there is none."""
         step = self.manager.latest_step()
         if step is None:
             return None
@@ -64,12 +64,12 @@ class Checkpoints:
         return saved["state"], saved["meta"]["losses"]
 
     def close(self) -> None:
-        """Stop Orbax's threads."""
+        """Stops Orbax's threads."""
         self.manager.close()
 
 
 def digest(tree: Any) -> str:
-    """SHA-256 of all bytes of a tree, for saying that two runs ended bit-equal."""
+    """SHA-256 of all bytes of a tree. Two runs with equal digests have ended at bit-equal weights."""
     sha = hashlib.sha256()
     for leaf in jax.tree.leaves(tree):
         sha.update(np.asarray(leaf).tobytes())
@@ -79,7 +79,7 @@ def digest(tree: Any) -> str:
 def report(
     name: str, out: Path, losses: Sequence[float], validation: float, params: Any, optimizer: str = "ddc_adamw"
 ) -> dict[str, Any]:
-    """Print the ending; write the loss curve as PNG and everything as JSON."""
+    """Prints how a run ended, and writes the loss curve as PNG and all results as JSON."""
     figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
     axis.plot(np.arange(1, len(losses) + 1), losses, lw=1, label="training, each batch")
     axis.axhline(validation, color="tab:orange", ls="--", label=f"validation at the end: {validation:.3f}")

@@ -1,7 +1,6 @@
-"""Real text without a download: the interpreter's own standard library, bytes as tokens, read with grain.
+"""Real text without a download: the sources of Python's standard library. Tokens are bytes; they are read with grain.
 
-A batch is found by its number alone, so resuming at step n needs no iterator state: `batches[n]` is the same
-array in a run that was killed and in one that was not.
+`batches[n]` depends on the number n alone. To resume a run at step n, no iterator state has to be saved.
 """
 
 import sysconfig
@@ -18,23 +17,23 @@ VALIDATION_SHARE = 0.05
 
 @dataclass(frozen=True)
 class Windows:
-    """Non-overlapping windows of `length` + 1 tokens: every token but a window's first is predicted once."""
+    """Windows of `length` + 1 tokens. Neighbours share a token, so that every token but the first is predicted once."""
 
     tokens: np.ndarray
     length: int
 
     def __len__(self) -> int:
-        """How many whole windows there are."""
+        """The number of whole windows."""
         return (len(self.tokens) - 1) // self.length
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """Window `index` as int32."""
+        """The window with the number `index`, as int32."""
         start = index * self.length
         return self.tokens[start : start + self.length + 1].astype(np.int32)
 
 
 def read_bytes(path: Path | None = None) -> np.ndarray:
-    """All bytes of one file, or of the standard library's top-level modules in alphabetical order."""
+    """All bytes of one file or, without `path`, of the standard library's top-level modules in alphabetical order."""
     if path is not None:
         return np.frombuffer(path.read_bytes(), np.uint8)
     sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
@@ -42,14 +41,17 @@ def read_bytes(path: Path | None = None) -> np.ndarray:
 
 
 def read_prose() -> np.ndarray:
-    """All bytes of the interpreter's own reference, English sentences as `help()` prints them."""
+    """All bytes of Python's language reference, which is English text, as `help()` prints it."""
     return np.frombuffer("\n".join(topics[name] for name in sorted(topics)).encode(), np.uint8)
 
 
 def batches(
     length: int, batch: int, path: Path | None = None, seed: int = 0, tokens: np.ndarray | None = None
 ) -> tuple[grain.MapDataset, list[np.ndarray]]:
-    """Endless training batches (batch, length + 1), looked up by number, and held-out ones from the end."""
+    """Returns training batches (batch, length + 1), an endless sequence, and a list of held-out batches.
+
+    The held-out batches are from the end of the text.
+    """
     tokens = read_bytes(path) if tokens is None else tokens
     cut = int(len(tokens) * (1 - VALIDATION_SHARE))
     if len(tokens) - cut <= batch * length:

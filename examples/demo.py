@@ -1,11 +1,11 @@
-"""Train one network twice, from two sets of weights that compute the same function: which optimizer notices?
+"""Trains one network twice, from two sets of weights that compute the same function: which optimizer notices?
 
     python -m examples.demo                                  # or `make demo`; about two minutes on 2 CPU cores
     python -m examples.demo --data book.txt --steps 1000
 
-The second set of weights is the first, moved by a random element of all gauges of the network: units are rescaled and
-heads rotated, other numbers that compute the same function. AdamW takes other steps from there and trains another
-network. `quotient(optax.adamw)` and `ddc_adamw` train the same network twice. Prints
+The second set of weights is the first one after a random move by all gauges of the network: units are rescaled and
+heads rotated, so that other numbers compute the same function. From there AdamW takes other steps and trains another
+network. `quotient(optax.adamw)` and `ddc_adamw` train the same network twice. The example prints
 
                      the two losses differ by, at                validation loss
     optimizer        step 1     step 10    step 100   drift      run 1      run 2
@@ -39,17 +39,17 @@ import matplotlib.pyplot as plt
 Params = Any
 Loss = Callable[[Params, jax.Array], jax.Array]
 Run = dict[str, Any]
-"""What one optimizer did in both runs, as the JSON has it; entry n of `losses` and `gap` is after n steps."""
+"""Results of one optimizer in both runs, as in the JSON. Entry n of `losses` and `gap` is measured after n steps."""
 
 DRIFT_EVERY = 10
 GAP_STEPS = (1, 10, 100)
 SMOOTHING = 15
 ROUNDING = 2.0**-22
-"""Spacing of float32 numbers between 2 and 4: the least by which two such losses can differ."""
+"""The spacing of float32 numbers between 2 and 4: two different losses in this range differ by at least this much."""
 
 
 def optimizers(steps: int, gauges: Sequence[go.Gauge]) -> dict[str, optax.GradientTransformation]:
-    """AdamW, what the README recommends in its place, and the Adam of DDC; one schedule and one decay for all."""
+    """AdamW; AdamW inside `quotient`, as the README recommends; DDC's Adam. All have the same schedule and decay."""
     rate = optax.warmup_cosine_decay_schedule(3e-4, 3e-3, warmup_steps=min(20, steps // 2), decay_steps=steps)
     return {
         "adamw": optax.adamw(rate, weight_decay=0.1),
@@ -59,7 +59,7 @@ def optimizers(steps: int, gauges: Sequence[go.Gauge]) -> dict[str, optax.Gradie
 
 
 def largest(tree: Any) -> jax.Array:
-    """Largest absolute entry of a tree."""
+    """The largest absolute value of all entries of a tree."""
     return jnp.max(jnp.stack([jnp.max(jnp.abs(leaf)) for leaf in jax.tree.leaves(tree)]))
 
 
@@ -67,7 +67,10 @@ def train_twins(
     tx: optax.GradientTransformation, starts: Sequence[Params], loss: Loss, gauges: Sequence[go.Gauge],
     args: argparse.Namespace
 ) -> Run:
-    """Train from each start on the same batches, recording losses and gauge drift."""
+    """Trains from each start on the same batches, and records losses and drift.
+
+    Drift is how far scales and shifts, which have no effect on the function, move from the start.
+    """
     train, held_out = data.batches(args.length, args.batch, args.data)
 
     @jax.jit
@@ -85,7 +88,7 @@ def train_twins(
         if n % DRIFT_EVERY == 0:
             drift[n] = max(float(moved(*pair)) for pair in zip(starts, twins, strict=True))
         for t in range(2):
-            if n == args.steps:  # The last loss belongs to the final weights: no step follows it.
+            if n == args.steps:  # the loss of the final weights, after which no step is taken
                 losses[t, n] = evaluate(twins[t], train[n])
             else:
                 twins[t], states[t], losses[t, n] = step(twins[t], states[t], train[n])
@@ -95,7 +98,7 @@ def train_twins(
 
 
 def table(runs: dict[str, Run]) -> str:
-    """The numbers of the figure, under two lines of headings."""
+    """Numbers from the figure, as a text table under two lines of headings."""
     steps = [n for n in GAP_STEPS if n < len(runs["adamw"]["gap"])]
     rows = [["optimizer", *(f"step {n}" for n in steps), "drift", "run 1", "run 2"]]
     for name, run in runs.items():
@@ -106,7 +109,7 @@ def table(runs: dict[str, Run]) -> str:
 
 
 def figure(runs: dict[str, Run], path: Path) -> None:
-    """Three panels: the losses of all runs, the difference of the two of one optimizer, and drift."""
+    """Draws three panels: all losses, the difference between the losses of an optimizer's two runs, and drift."""
     fig, (losses, gap, drift) = plt.subplots(1, 3, figsize=(13, 4.6), layout="constrained")
     fig.suptitle(
         "Every optimizer trains twice, from two sets of weights that compute the same function.\n"
@@ -116,7 +119,7 @@ def figure(runs: dict[str, Run], path: Path) -> None:
         for number, twin in enumerate(run["losses"], start=1):
             smooth = np.convolve(twin, np.ones(SMOOTHING) / SMOOTHING, mode="valid")
             at = np.arange(len(smooth)) + SMOOTHING / 2
-            # The dashes of run 2 over the pale line of run 1: where they agree, both stay visible.
+            # Run 1 is a broad pale line, run 2 a thin dashed one on top: both are visible where they agree.
             line = {"lw": 1.6, "ls": (0, (4, 4))} if number == 2 else {"lw": 3.5, "alpha": 0.4}
             losses.plot(at, smooth, color=color, label=f"{name}, run {number}", **line)
         gap.semilogy(np.maximum(run["gap"], ROUNDING), color=color, label=name, lw=1)
@@ -126,7 +129,7 @@ def figure(runs: dict[str, Run], path: Path) -> None:
     losses.set(title=f"Training loss (mean over {SMOOTHING} steps)", ylabel="nats per byte")
     gap.set(title="Difference of the two runs' losses", ylabel="nats per byte, on the same batch")
     drift.set(title="Drift: motion that changes no output", ylabel="largest change of a log-scale or a shift")
-    gap.set_ylim(top=30)  # Room for the legend.
+    gap.set_ylim(top=30)  # room for the legend
     for axis, place in ((losses, "upper right"), (gap, "upper right"), (drift, "center right")):
         axis.set_xlabel("step")
         axis.legend(loc=place)
@@ -136,7 +139,7 @@ def figure(runs: dict[str, Run], path: Path) -> None:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Command line; the defaults are the demo."""
+    """Parses the command line. With the defaults, this is the demo."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=cli.Help)
     parser.add_argument("--data", type=Path, help="text to train on; default: the standard library's sources")
     parser.add_argument("--out", type=Path, default=Path("outputs/demo"))
@@ -148,10 +151,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-# Elsewhere than on a CPU the default is shorter floats in matrix products, and twins that differ by their rounding.
+# On accelerators, matrix products use shorter floats by default. The two runs would then differ by their rounding.
 @jax.default_matmul_precision("highest")
 def main(argv: Sequence[str] | None = None) -> dict[str, Run]:
-    """Run the comparison, print the table, write figure and JSON."""
+    """Runs the comparison, prints the table, and writes figure and JSON."""
     args = parse(argv)
     config = lm.llama_config(
         vocab=data.VOCAB, d_model=args.width, layers=args.layers, heads=4, kv_heads=2,

@@ -1,12 +1,13 @@
-"""Watch what an optimizer does to gauges while it trains: metrics as JSON lines, a figure, the loss in the bar.
+"""Shows during training how an optimizer moves weights in directions that have no effect on the network.
 
     python -m examples.live_metrics                                  # AdamW, a minute on 2 CPU cores
-    python -m examples.live_metrics --optimizer quotient_adamw       # beside it in the same folder
-    python -m examples.live_metrics --stop-after 150                 # leaves half-way; the same command goes on
+    python -m examples.live_metrics --optimizer quotient_adamw       # adds its curves to the same folder
+    python -m examples.live_metrics --stop-after 150                 # stops; without the option, the run goes on
 
-`go.measure.track` runs the optimizer as it is and records every tenth step in its state, where `optax.tree.get` finds
-it. Each line of <optimizer>.jsonl is one record; metrics.png draws all runs of the folder: how far anchors have
-drifted, how much a step turns heads, and which share of a step the loss can notice.
+`go.measure.track` wraps an optimizer without changing its steps. Every tenth step it writes a record to its state,
+which `optax.tree.get` reads. Each line of <optimizer>.jsonl is one record. metrics.png draws all runs of the folder:
+how far scales and shifts have drifted, by which angle a step rotates heads, and which share of a step the loss depends
+on. The progress bar shows the loss.
 """
 
 import argparse
@@ -37,7 +38,7 @@ COLORS = dict(zip(OPTIMIZERS, ("tab:red", "tab:blue", "tab:green"), strict=True)
 
 
 def create(config: lm.LMConfig, args: argparse.Namespace) -> tuple[Any, Any, Callable[..., Any], Callable[..., Any]]:
-    """Parameters, optimizer, loss, and the jitted step."""
+    """Returns the parameters, the optimizer, the loss, and the jitted training step."""
     params, loss_fn = lm.params_and_loss(config, jax.random.key(args.seed))
     warmup = min(20, args.steps // 2)
     rate = optax.warmup_cosine_decay_schedule(0.0, args.rate, warmup_steps=warmup, decay_steps=args.steps)
@@ -54,7 +55,7 @@ def create(config: lm.LMConfig, args: argparse.Namespace) -> tuple[Any, Any, Cal
 
 
 def record(state: Any, loss: float) -> dict[str, Any]:
-    """The last record in a state, as JSON."""
+    """The last record in an optimizer's state, with the loss, as JSON."""
     metrics = optax.tree.get(state, "metrics")
     named = {field: {k: np.asarray(v).tolist() for k, v in getattr(metrics, field).items()} for field in
              ("drift", "turning", "parameter_norm", "gradient_norm", "update_norm")}
@@ -63,7 +64,7 @@ def record(state: Any, loss: float) -> dict[str, Any]:
 
 
 def figure(out: Path) -> None:
-    """All runs of a folder."""
+    """Draws the records of all runs in a folder."""
     fig, axes = plt.subplots(1, 3, figsize=(13, 3.6), layout="constrained")
     for path in sorted(out.glob("*.jsonl")):
         rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -86,7 +87,10 @@ def figure(out: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]] | None:
-    """Train to `--steps` from the latest checkpoint, if any; None when `--stop-after` came first."""
+    """Trains from the latest checkpoint, if there is one, and returns the records.
+
+    Returns None if `--stop-after` ends the run before `--steps`.
+    """
     parser = common.options(__doc__, "live_metrics")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
     parser.add_argument("--every", type=int, default=10, help="steps between records")

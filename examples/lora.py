@@ -4,15 +4,16 @@
     python -m examples.lora --steps 50 --only before "2 | * | adamw | *" "2 | * | quotient_adamw | *"   # to try it
     python -m examples.lora --out examples/results --show           # the tables, without training
 
-A Llama of 2 layers is trained on the standard library's sources, then frozen; adapters on all its attention and MLP
-kernels learn the prose of the interpreter's own reference. Every start is the same function, the pretrained one: the
-kernels give back what the product of the factors adds. "B = 0" is the usual one; "balanced" has orthonormal factors of
-one size; "badly scaled" is balanced moved by a matrix of condition 100, B larger than A by 100: the same product in
-other coordinates, so that a rule that does not notice coordinates trains both alike. The adapters' product is added as
-it is (alpha = rank). Decay of 0.1 on the product is split: half of it on each factor.
+A Llama of 2 layers is trained on the standard library's sources, then frozen. Adapters on all its attention and MLP
+kernels then learn the English text of Python's reference. There are three starts for the factors A and B. "B = 0" is
+the usual one. "balanced" has orthonormal factors of one size. "badly scaled" is the balanced start, moved by a matrix
+of condition 100 that makes B about 100 times as large as A. It has the same product A·B, so that a rule that depends on
+the product alone trains both starts alike. With every start, training begins at the pretrained function, because the
+initial product is subtracted from the kernels. The product is added without a factor (alpha = rank). A weight decay of
+0.1 on the product is split into halves for A and B.
 
-A cell is a rank, start, arm, peak rate and seed (factors and order of the data). Losses are validation losses in nats
-per byte, mean ± standard deviation over seeds.
+An *arm* is an optimizer. A *cell* is one run: a rank, start, arm, peak rate and seed (of the factors and of the order
+of the data). Losses are validation losses in nats per byte, mean ± standard deviation over seeds.
 """
 
 import argparse
@@ -35,18 +36,19 @@ from examples.studies.starts import BATCH, batches, held_out, model
 from models import lm
 
 Params = Any
-WIDTH, HELD_OUT = 64, 8  # validation is on 8 batches twice as large
+WIDTH, HELD_OUT = 64, 8  # d_model; validation is on 8 batches, which are twice as large as those of training
 WARMUP = 10
 RANKS = (2, 8, 32)
 STARTS = ("B = 0", "balanced", "badly scaled")
-DECAY, SIZE, LORA_PLUS = 0.1, 0.3, 16.0  # of the product; singular values of a balanced start's; LoRA+'s λ
+# Weight decay of the product A·B; the singular values of the product in a balanced start; LoRA+'s λ.
+DECAY, SIZE, LORA_PLUS = 0.1, 0.3, 16.0
 
 
 # Arms ---------------------------------------------------------------------------------------------
 
 
 class Arm(NamedTuple):
-    """An optimizer of adapters, its sweep's first rate, a colour."""
+    """An optimizer of adapters (`build`), the first learning rate of its sweep, and its colour in figures."""
 
     first: float
     color: str
@@ -54,14 +56,14 @@ class Arm(NamedTuple):
 
 
 def lora_plus(rate: Schedule, _: Any) -> optax.GradientTransformation:
-    """AdamW whose rate for B is 16 times A's (Hayou et al. 2024)."""
+    """AdamW whose learning rate for B is 16 times that for A (LoRA+, Hayou et al. 2024)."""
     rates = {"lora_a": rate, "lora_b": lambda n: LORA_PLUS * rate(n)}
     label = functools.partial(jax.tree_util.tree_map_with_path, lambda path, _: path[-1].key)
     return optax.partition({name: adamw(schedule) for name, schedule in rates.items()}, label)
 
 
 def decayed(inner: Callable[[Schedule], optax.GradientTransformation]) -> Callable[..., Any]:
-    """A rule with decoupled decay beside it."""
+    """Adds decoupled weight decay to a rule. The steps of both are summed."""
 
     def build(rate: Schedule, _: Any) -> optax.GradientTransformation:
         rule, decay = inner(rate), optax.chain(
@@ -96,7 +98,7 @@ ARMS = {
 
 @functools.cache
 def pretrained(steps: int) -> Params:
-    """The weights that all cells begin with."""
+    """The pretrained weights, with which all cells begin."""
     params, loss = lm.params_and_loss(model(WIDTH), jax.random.key(0))
     rate = optax.warmup_cosine_decay_schedule(3e-4, 3e-3, warmup_steps=min(20, steps // 2), decay_steps=steps)
     tx = optax.adamw(rate, weight_decay=0.1)
@@ -104,19 +106,19 @@ def pretrained(steps: int) -> Params:
 
 
 def named(path: Any) -> str:
-    """A leaf's path with slashes."""
+    """The path of a leaf, with its keys joined by "/"."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def kernels(params: Params) -> dict[str, jax.Array]:
-    """The adapted kernels by path, as matrices (in, out)."""
+    """Path → kernel as a matrix (in, out), for all kernels that have adapters."""
     leaves = {named(path): x for path, x in jax.tree.leaves_with_path(params)}
     return {path: x.reshape(-1, WIDTH) if path.endswith("out/kernel") else x.reshape(len(x), -1)
             for path, x in leaves.items() if path.startswith("blocks/") and path.endswith("/kernel")}
 
 
 def adapters(base: Params, rank: int, start: str, seed: int) -> Params:
-    """Factors of every adapted kernel: {path: {"lora_a": (in, rank), "lora_b": (rank, out)}}."""
+    """Draws the factors of every adapted kernel: {path: {"lora_a": (in, rank), "lora_b": (rank, out)}}."""
     draw, move = (np.random.default_rng([seed, rank, *which]) for which in ((), (1,)))
 
     def one(kernel: jax.Array) -> dict[str, jax.Array]:
@@ -136,7 +138,7 @@ def adapters(base: Params, rank: int, start: str, seed: int) -> Params:
 
 
 def adapted(base: Params, start: Params, factors: Params) -> Params:
-    """The model's weights: kernels plus what the product has become."""
+    """The model's weights: kernels, plus the product of their factors, less that product at the start."""
 
     def one(path: Any, x: jax.Array) -> jax.Array:
         if named(path) not in factors:
@@ -151,13 +153,13 @@ def adapted(base: Params, start: Params, factors: Params) -> Params:
 
 
 def prose(steps: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """All batches of a run, and those of validation, which are the same for every cell."""
+    """The training batches of a run, and the validation batches, which are the same for every cell."""
     return batches(steps, seed, prose=True), held_out(batch=2 * HELD_OUT, prose=True)
 
 
 @functools.cache
 def program(arm: str, rank: int, steps: int, pretraining: int) -> Callable[..., Any]:
-    """Compiled once for all rates, starts and seeds: (factors, batches, held-out batches, rate)."""
+    """A compiled function of (factors, batches, held-out batches, rate), for all rates, starts and seeds of an arm."""
     base, (_, loss) = pretrained(pretraining), lm.params_and_loss(model(WIDTH), jax.random.key(0))
     example = adapters(base, rank, STARTS[0], 0)
     gauges = go.lora(example)
@@ -171,7 +173,7 @@ def program(arm: str, rank: int, steps: int, pretraining: int) -> Callable[..., 
 
 
 def train_cell(cell: Group, steps: int, pretraining: int) -> dict[str, Any]:
-    """Train once."""
+    """Trains one cell, and returns its losses and times."""
     rank, start, arm, rate, seed = cell
     inputs = adapters(pretrained(pretraining), rank, start, seed), *prose(steps, seed)
     keys = "validation", "training", "finite", "cpu_seconds"
@@ -182,18 +184,18 @@ def train_cell(cell: Group, steps: int, pretraining: int) -> dict[str, Any]:
 
 
 def swept(group: Group) -> Sweep:
-    """The sweep of a rank, start and arm."""
+    """The sweep of learning rates for a group: a rank, a start and an arm."""
     return Sweep(group, ARMS[group[2]].first)
 
 
 def groups(result: Result) -> list[Group]:
-    """The sweeps that have a finished rate."""
+    """The groups (rank, start, arm) whose sweeps have at least one finished rate."""
     chosen = [(rank, start, arm) for rank in RANKS for start in STARTS for arm in ARMS]
     return [group for group in chosen if swept(group).losses(result)]
 
 
 def table(result: Result) -> str:
-    """Markdown: a row per rank and arm, a column per start: loss at the best rate."""
+    """A Markdown table of the losses at each sweep's best rate: a row per rank and arm, a column per start."""
     lines = [["rank", "arm", *STARTS, "CPU s"]]
     for rank, arm in dict.fromkeys((rank, arm) for rank, _, arm in groups(result)):
         sweeps = {start: swept((rank, start, arm)).losses(result) for start in STARTS}
@@ -206,7 +208,7 @@ def table(result: Result) -> str:
 
 
 def transfer(result: Result) -> str:
-    """Markdown: what one rate for all ranks and starts costs beside the best of each."""
+    """A Markdown table: how much higher losses are with one rate for all ranks and starts than with the best rates."""
     lines = [["arm", "one rate for all", "mean excess", "largest excess", "rates of the sweeps' best"]]
     done = groups(result)
     for arm in dict.fromkeys(arm for _, _, arm in done):
@@ -223,7 +225,7 @@ def transfer(result: Result) -> str:
 
 
 def section(result: Result) -> str:
-    """Its part of the page of all results."""
+    """The section of this study on the page of all results."""
     settings = result["settings"]
     about = (
         f"A Llama of 2 layers (d = {WIDTH}), {settings['pretraining']} steps on Python sources, then frozen; "
@@ -235,7 +237,7 @@ def section(result: Result) -> str:
 
 
 def figure(result: Result, path: Path) -> None:
-    """Validation loss by rate: a row per start, a column per rank, a line per arm."""
+    """Draws validation loss over rates: a row of panels per start, a column per rank, a line per arm."""
     done = groups(result)
     rows, columns = ([x for x in axis_values if any(x in g for g in done)] for axis_values in (STARTS, RANKS))
     size = (4.4 * len(columns), 3.2 * len(rows))
@@ -257,21 +259,21 @@ def figure(result: Result, path: Path) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Steps of fine-tuning, and those before it."""
+    """The number of steps of fine-tuning, and of pretraining."""
 
     steps: int = 200
     pretraining: int = 600
 
 
 def before(run: Run, pretraining: int) -> float:
-    """The pretrained model's validation loss on the prose."""
+    """The validation loss on the English text, before fine-tuning."""
     loss = lm.params_and_loss(model(WIDTH), jax.random.key(0))[1]
     mean = jax.jit(lambda p, x: jax.lax.map(functools.partial(loss, p), x).mean())
     return float(mean(pretrained(pretraining), prose(1, 0)[1]))
 
 
 def cells(c: Config, args: argparse.Namespace) -> Callable[[Result], harness.Cells]:
-    """The loss before, and what the sweeps need next."""
+    """The cells to make: the loss before fine-tuning, and the runs that the sweeps need next."""
     sweeps = [swept((rank, start, arm)) for rank in RANKS for start in STARTS for arm in ARMS]
     wanted = harness.swept(sweeps, lambda cell: train_cell(cell, c.steps, c.pretraining))
     return lambda result: {("before",): functools.partial(before, pretraining=c.pretraining), **wanted(result)}

@@ -1,6 +1,7 @@
-"""What others do with LoRA's factors: the rules of LoRA-RITE and LoRA-Muon, to compare with.
+"""The update rules of LoRA-RITE and LoRA-Muon, to which this library's optimizers are compared.
 
-Both take trees of pairs {"lora_a": (in, rank), "lora_b": (rank, out)} and do not notice GL(rank) between the two.
+Both take trees of pairs {"lora_a": (in, rank), "lora_b": (rank, out)}. The product of the two factors is trained in the
+same way if A·S and S⁻¹·B take the place of A and B.
 """
 
 from collections.abc import Callable
@@ -15,10 +16,10 @@ class RiteState(NamedTuple):
     """State of `lora_rite`: one entry per factor, in the shape of the parameters' tree.
 
     Attributes:
-      taken: how many steps.
+      taken: the number of steps taken.
       mean: first moments, in the other factor's orthonormal basis.
-      second: second moments there, (rank, rank).
-      escaped: what projections have taken from the second moments.
+      second: second moments in that basis, (rank, rank).
+      escaped: how much of the second moments was lost when they were projected from one basis to the next.
       basis: the factors' orthonormal bases at the last step.
     """
 
@@ -34,11 +35,12 @@ def lora_rite(
 ) -> optax.GradientTransformation:
     """LoRA-RITE's rule on pairs {"lora_a": (in, rank), "lora_b": (rank, out)}: Adam with a matrix second moment.
 
-    A factor's gradient is divided by the other factor's polar stretch, moments live in that factor's orthonormal basis
-    and follow it by projection; steps are divided by the stretch again.
+    Let the other factor have the polar decomposition (orthonormal basis) · (stretch). A factor's gradient is divided by
+    that stretch. Moments are kept in that basis; when the basis changes, they are projected onto the new one. Steps are
+    divided by the stretch again.
 
-    Reference: Yen et al. 2025, "LoRA Done RITE", Algorithm 1. Deviation: polar factors in place of QR, which are one
-      choice of the same basis; directions in which a factor is zero do not move the other.
+    Reference: Yen et al. 2025, "LoRA Done RITE", Algorithm 1. Deviation: the basis is from a polar decomposition, and
+      not from QR; directions in which a factor is zero do not move the other factor.
     """
 
     def init(params: optax.Params) -> RiteState:
@@ -88,12 +90,13 @@ def lora_rite(
 
 
 def lora_muon(learning_rate: optax.ScalarOrSchedule, beta: float = 0.95) -> optax.GradientTransformation:
-    """LoRA-Muon's rule on the same pairs: ΔA·B and A·ΔB are each half of a Muon step of the product.
+    """LoRA-Muon's rule on pairs {"lora_a", "lora_b"}: ΔA·B and A·ΔB are each half of a Muon step of the product A·B.
 
-    With H_B = B·Bᵀ and M the momentum of A's gradient: ΔA = −η/2·polar(M·H_B^{−1/2})·H_B^{−1/2}, and alike for B.
+    With H_B = B·Bᵀ and M the momentum of A's gradient: ΔA = −η/2·polar(M·H_B^{−1/2})·H_B^{−1/2}. The rule for B is the
+    same with A and B exchanged.
 
-    Reference: Cesista et al. 2026 (arXiv 2606.12921). Deviation: exact polar factors, directions in which a factor is
-      zero do not move the other, decay apart.
+    Reference: Cesista et al. 2026 (arXiv 2606.12921). Deviation: polar factors are exact, directions in which a factor
+      is zero do not move the other factor, and weight decay is added separately.
     """
 
     def pair(params: Any, mean: Any) -> Any:
@@ -118,13 +121,13 @@ def _by_pair(make: Callable[..., Any], *trees: Any) -> Any:
 
 
 def _polar(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Polar factor of (n, rank), and the pseudo-inverse of its stretch."""
+    """The polar factor Q of x = Q·P, (n, rank), and the pseudo-inverse of the stretch P."""
     inverse = _inverse_sqrt(x.T @ x, float(jnp.finfo(x.dtype).eps))
     return x @ inverse, inverse
 
 
 def _inverse_sqrt(m: jax.Array, least: float) -> jax.Array:
-    """M^{−1/2}, zero on eigenvalues below `least` of the largest."""
+    """M^{−1/2}, but zero for eigenvalues below the share `least` of the largest one."""
     values, vectors = jnp.linalg.eigh(m)
     live = values > least * jnp.max(values)
     return (vectors * jnp.where(live, 1 / jnp.sqrt(jnp.where(live, values, 1.0)), 0.0)) @ vectors.T

@@ -1,16 +1,19 @@
-"""Merging: how high the loss rises on the line between two networks, before and after alignment.
+"""Merging: how much the loss rises on the line between two networks, before and after alignment.
 
     python -m examples.merge --out examples/results      # a quarter of an hour on two CPU cores; killed, it goes on
     python -m examples.merge --steps 20 --only "digits: *"      # to try it
 
 Three networks: an MLP on digits (two ReLU layers of 64), a decoder on bytes of text with LayerNorms, ReLU and learned
 positions (2 layers, d = 64, 4 heads), and one with RMSNorms, rotary embeddings, SwiGLU and two query heads per key
-head. A pair is two *seeds* (initial weights and order of the data) under AdamW, two seeds of which *Muon* trains the
-second, or two *fine-tunings*: one network, trained, then trained on in two orders of the data. The second network of a
-pair is aligned to the first (`go.orbit.align`), by several lists of gauges; in one arm, the element is then learned
-(`go.orbit.choose`): 100 steps of Adam on the training loss half-way. The barrier is the largest rise of the held-out
-loss above the chord, at λ = 0, 0.1, …, 1 (`go.measure.barrier`). Finished pairs are kept in merge.json and not trained
-again; merge.png is drawn at the end, and the table printed.
+head. There are three kinds of pairs. *seeds*: two seeds (of the initial weights and of the order of the data), trained
+by AdamW. *AdamW and Muon*: two seeds, the second of which Muon trains. *fine-tunings*: one trained network, which is
+trained further in two orders of the data.
+
+The second network of a pair is aligned to the first (`go.orbit.align`). An *arm* is the list of gauges that may move
+it. In one arm, the element is learned afterwards (`go.orbit.choose`): 100 steps of Adam minimize the training loss of
+the mean of both networks. The barrier is the largest rise of the held-out loss above the chord between both ends, at λ
+= 0, 0.1, …, 1 of the line (`go.measure.barrier`). Finished pairs are kept in merge.json and not trained again. At the
+end merge.png is drawn, and the table is printed.
 """
 
 import dataclasses
@@ -38,7 +41,7 @@ Params = Any
 
 RATE = 1.6e-3
 MUON_RATE, LEARNED, LEARNING_RATE = 8e-3, 100, 3e-3
-MATCHED = 8  # batches that units are matched on
+MATCHED = 8  # the number of batches by which `align` matches units in the arm "all, matched by use"
 GPT, LLAMA = lm.LMConfig(vocab=data.VOCAB), lm.llama_config(vocab=data.VOCAB, kv_heads=2)
 MLP = digits.DigitsConfig(norm="none")
 
@@ -47,14 +50,14 @@ class Net(NamedTuple):
     """A network and its data.
 
     Attributes:
-      initial: seed → parameters.
-      logits: of parameters and a batch.
-      loss: of parameters and a batch.
-      batches: (steps, seed) → batches, stacked.
-      held_out: batches, stacked.
-      order: the permutations.
-      inner: rotations inside heads; none in the MLP.
-      whole: all other gauges.
+      initial: seed → initial parameters.
+      logits: (parameters, batch) → logits.
+      loss: (parameters, batch) → loss.
+      batches: (steps, seed) → training batches, stacked.
+      held_out: held-out batches, stacked.
+      order: the gauges that permute units and heads.
+      inner: the gauges that rotate inside a head; () for the MLP.
+      whole: all gauges but the permutations.
     """
 
     initial: Callable[[int], Params]
@@ -68,7 +71,7 @@ class Net(NamedTuple):
 
 
 def decoder(config: lm.LMConfig) -> Net:
-    """A decoder on bytes of text."""
+    """A decoder of this configuration on bytes of text."""
     graph, _ = nnx.split(lm.build(config, nnx.Rngs(0)))
     return Net(
         lambda seed: lm.params_and_loss(config, jax.random.key(seed))[0],
@@ -80,7 +83,7 @@ def decoder(config: lm.LMConfig) -> Net:
 
 
 def classifier() -> Net:
-    """An MLP on digits; a batch is images with labels."""
+    """The MLP on digits. A batch is a pair (images, labels)."""
     init, logits = digits.make(MLP)
     train, test = digits.data()
 
@@ -106,14 +109,14 @@ NETS: dict[str, Callable[[], Net]] = {
 net = functools.cache(lambda name: NETS[name]())
 ARMS = ("plain", "permutations", "rotations per head", "all gauges", "all, matched by use", "all, learned")
 KINDS = ("seeds", "AdamW and Muon", "fine-tunings")
-_NONE = 0.01  # nats; a plain barrier below it is none
+_NONE = 0.01  # a barrier below this, in nats, counts as no barrier
 PAIRS = (*(f"{kind} {pair}" for kind in KINDS[:2] for pair in ("42, 142", "42, 242", "142, 242")),
          "fine-tunings of 42", "fine-tunings of 142")
 
 
 @functools.cache
 def program(name: str, muon: bool = False) -> Callable[[Params, Any], Params]:
-    """Trains from parameters, over batches; compiled once."""
+    """A compiled function: (initial parameters, batches) → the trained parameters."""
 
     def run(params: Params, batches: Any) -> Params:
         steps = jax.tree.leaves(batches)[0].shape[0]
@@ -127,12 +130,12 @@ def program(name: str, muon: bool = False) -> Callable[[Params, Any], Params]:
 
 @functools.cache
 def trained(name: str, seed: int, steps: int, muon: bool = False) -> Params:
-    """The network of a seed."""
+    """The trained network of a seed."""
     return program(name, muon)(net(name).initial(seed), net(name).batches(steps, seed))
 
 
 def networks(name: str, pair: str, steps: int) -> tuple[Params, Params]:
-    """Both networks of a pair."""
+    """The two networks of a pair. `pair` is its name, such as "seeds 42, 142"."""
     numbers = [int(word) for word in pair.replace(",", "").split() if word.isdigit()]
     if not pair.startswith("fine-tunings"):
         return trained(name, numbers[0], steps), trained(name, numbers[1], steps, muon="Muon" in pair)
@@ -142,7 +145,7 @@ def networks(name: str, pair: str, steps: int) -> tuple[Params, Params]:
 
 
 def aligned(name: str, arm: str, a: Params, b: Params) -> Params:
-    """The second network, moved by one arm's gauges."""
+    """The second network b, moved by the gauges of one arm to where it is nearest to a."""
     if arm == "plain":
         return b
     own = net(name)
@@ -166,7 +169,7 @@ def aligned(name: str, arm: str, a: Params, b: Params) -> Params:
 
 
 def run_pair(name: str, pair: str, steps: int) -> dict[str, Any]:
-    """Arm → losses along the line, the barrier, how far the weights are apart, and the seconds that alignment took."""
+    """Arm → losses along the line, the barrier, the relative distance of the weights, and the seconds of alignment."""
     a, b = networks(name, pair, steps)
 
     @jax.jit
@@ -195,13 +198,13 @@ def _of(result: Result, name: str, kind: str) -> list[dict[str, Any]]:
 
 
 def barriers(result: Result, name: str, kind: str) -> dict[str, np.ndarray]:
-    """Arm → barriers, pair by pair."""
+    """Arm → the barriers of all pairs of this kind, for arms that every pair has."""
     cells = _of(result, name, kind)
     return {arm: np.array([x[arm]["barrier"] for x in cells]) for arm in ARMS if cells and all(arm in x for x in cells)}
 
 
 def table(result: Result) -> str:
-    """Markdown: a row per net and kind of pair, a column per arm."""
+    """A Markdown table of barriers: a row per network and kind of pair, a column per arm."""
     lines = [["net", "pairs", "held-out loss", *ARMS]]
     for name, kind in itertools.product(result["settings"]["nets"], KINDS):
         if cells := _of(result, name, kind):
@@ -212,7 +215,7 @@ def table(result: Result) -> str:
 
 
 def section(result: Result) -> str:
-    """Its part of the page of all results."""
+    """The section of this study on the page of all results."""
     settings = result["settings"]
     about = (
         "The second of two networks is moved along its orbit to where it is nearest to the first; its function does "
@@ -244,7 +247,10 @@ def section(result: Result) -> str:
 
 
 def figure(result: Result, path: Path) -> None:
-    """Loss along the line: a row per kind of pair, a column per net, a line per arm (mean over pairs)."""
+    """Draws the loss along the line: a row of panels per kind of pair, a column per network, a curve per arm.
+
+    Curves are means over pairs.
+    """
     nets = [name for name in result["settings"]["nets"] if _of(result, name, "")]
     size = (4.4 * len(nets), 10)
     fig, axes = report.plt.subplots(len(KINDS), len(nets), figsize=size, layout="constrained", squeeze=False)
@@ -260,7 +266,7 @@ def figure(result: Result, path: Path) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Steps of training."""
+    """The number of training steps."""
 
     steps: int = 400
 

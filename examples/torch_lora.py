@@ -1,19 +1,19 @@
-"""`quotient_adamw` and `quotient_muon` for LoRA factors in PyTorch: this file needs torch alone.
+"""`quotient_adamw` and `quotient_muon` for LoRA factors in PyTorch. This file needs no other package than torch.
 
     python torch_lora.py        # a demonstration; needs no GPU and no download
 
-An adapter adds B·A to a weight, with A (rank, in) and B (out, rank), and any invertible S between the factors changes
-nothing: (S·A, B·S⁻¹) is the same function. AdamW does notice S. These two optimizers do not: runs from equal products
-stay equal. They take the same steps as `gauge_optax.quotient_adamw` and `gauge_optax.quotient_muon` (to 1e-6 over 20
-steps, tests/test_torch_lora.py), whose documentation explains the method.
+An adapter adds B·A to a weight, with A (rank, in) and B (out, rank). For any invertible S, the factors S·A and B·S⁻¹
+have the same product. AdamW's steps depend on S. Those of the two optimizers here do not: the product B·A is trained in
+the same way from all factors of one product. They take the same steps as `gauge_optax.quotient_adamw` and
+`gauge_optax.quotient_muon` (to 1e-6 over 20 steps, tests/test_torch_lora.py), whose documentation explains the method.
 
-Pairs are found by PEFT's names, `...lora_A.default.weight` and `...lora_B.default.weight`, or given as the JSON that
-`gauge_optax.tools.to_json(gauge_optax.lora(shapes))` writes:
+Pairs of factors are found by PEFT's names, `...lora_A.default.weight` and `...lora_B.default.weight`, or given by the
+JSON that `gauge_optax.tools.to_json(gauge_optax.lora(shapes))` returns:
 
     model = peft.get_peft_model(...)
     optimizer = QuotientAdamW(model.named_parameters(), lr=1e-3)
 
-Groups of parameters have no names. Pass the model beside them, in which names are looked up:
+In groups of parameters, tensors have no names. Pass the model too, in which their names are looked up:
 
     optimizer = QuotientAdamW([{"params": ..., "lr": 1e-3}, {"params": ...}], model=model)
 
@@ -22,8 +22,8 @@ Groups of parameters have no names. Pass the model beside them, in which names a
     names = dict(model.named_parameters())
     Trainer(model, optimizer_cls_and_kwargs=(QuotientAdamW, {"lr": 1e-3, "names": names}), ...)
 
-What is no product of two factors is refused with its name: AdaLoRA's `lora_E` between them, or factors of all experts
-in two matrices, unless `experts=` has their number.
+An adapter that is not just a product of two factors raises an error: for example AdaLoRA's, which has `lora_E` between
+them, or the factors of all experts in two matrices, unless `experts=` is their number.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-LEAST = 1e-4  # least eigenvalue, relative to the norm, from which a Gram matrix is inverted exactly after a step
+LEAST = 1e-4  # after a step, a Gram matrix is inverted exactly for eigenvalues above this share of its norm
 _OF_ADAPTERS = "pass go.tools.to_json(go.lora(params)) of the adapters alone"
 
 
@@ -48,7 +48,10 @@ State = dict[str, Any]
 
 
 class Pair(NamedTuple):
-    """Names of two factors, and how many experts they hold: the first axis of A within the rank's, the last of B."""
+    """The names of two factors, and the number of experts whose factors they hold.
+
+    The axis of the rank then also counts experts: it is (experts·rank) in A, and (rank·experts) in B.
+    """
 
     a: str
     b: str
@@ -60,7 +63,7 @@ def _error(problem: str, found: Any, expected: str, remedy: str) -> ValueError:
 
 
 def _partner(name: str) -> str:
-    """The name of B for that of A, or the same where a name is not that of a factor A."""
+    """The name of factor B for the name of a factor A. Other names are returned as they are."""
     return re.sub(r"(lora_(?:embedding_)?)A(?=\.|$)", r"\1B", name)
 
 
@@ -70,10 +73,10 @@ def pairs_of(
     """The pairs of factors among parameter names.
 
     Args:
-      names: of all parameters that are trained; with their tensors, shapes are checked too.
+      names: the names of all parameters that are trained. If it maps names to tensors, shapes are checked too.
       gauges: JSON from `gauge_optax.tools.to_json`; by default pairs are found by PEFT's names.
-      experts: the number of experts whose factors lie in two matrices (PEFT's `target_parameters`), 1 for one adapter.
-      frozen: other parameters of the model, which may stand between two factors too.
+      experts: the number of experts whose factors are in two matrices (PEFT's `target_parameters`); 1 for one adapter.
+      frozen: parameters of the model that are not trained. They may stand between two factors, which is an error.
 
     Raises:
       ValueError: no pair; JSON of another format, or with a gauge that is not LoRA's; a factor without its partner;
@@ -110,7 +113,10 @@ def pairs_of(
 def _checked(
     pair: Pair, shapes: Mapping[str, tuple[int, ...]], experts: int | None, factors: set[str], known: set[str]
 ) -> Pair:
-    """A pair found by its names, with the number of experts; raises where GL(rank) is no symmetry, or may be none."""
+    """Returns a pair that was found by its names, with the number of its experts.
+
+    Raises ValueError if GL(rank) between the factors is no symmetry, or may be none.
+    """
     module, _, rest = re.split(r"((?:^|\.)[^.]*lora_(?:embedding_)?A(?:\.|$))", pair.a, maxsplit=1)
     method = pair.a[len(module) :].lstrip(".").split(".")[0]
     if not re.fullmatch(r"lora_(embedding_)?A", method):
@@ -166,7 +172,7 @@ def _check_shapes(pair: Pair, a: tuple[int, ...], b: tuple[int, ...]) -> None:
 
 
 def _entries(gauges: str) -> list[State]:
-    """The gauges of a JSON text, one dictionary each."""
+    """The gauges of a JSON text, as one dictionary per gauge."""
     with contextlib.suppress(ValueError, KeyError, TypeError):
         data = json.loads(gauges)
         if data["format"] == 1 and all(isinstance(entry, dict) for entry in data["gauges"]):
@@ -175,13 +181,13 @@ def _entries(gauges: str) -> list[State]:
 
 
 def _bound(entry: State, names: Sequence[str]) -> Iterable[Pair]:
-    """The pairs of one `head_linear` entry: patterns with captures in braces, which hold no separator."""
+    """The pairs of one `head_linear` gauge. A capture `{i}` in its patterns matches text without "." and "/"."""
     sides = [entry.get(side) for side in ("left", "right")]
     if entry.get("kind") != "head_linear" or not all(isinstance(side, dict) and len(side) == 1 for side in sides):
         raise _error(
             "a gauge that is no pair of LoRA factors", entry, "'head_linear' with one path a side", _OF_ADAPTERS)
     (left, a_axes), (right, b_axes) = (next(iter(side.items())) for side in sides if side)
-    a_axes, b_axes = str(a_axes), str(b_axes)  # a list has several blocks, which are no such axes
+    a_axes, b_axes = str(a_axes), str(b_axes)  # a list (several blocks) becomes text that matches nothing below
     stacked = re.fullmatch(r"\((\w+) basis\) _", a_axes)
     sizes = entry.get("sizes") or {}
     several = stacked is not None and b_axes == f"_ (basis {stacked[1]})" and stacked[1] in sizes
@@ -210,14 +216,17 @@ def fixed_noise(block: int, rows: int, columns: int, draw: int) -> Tensor:
     x = x ^ ((0xC2B2AE35 * draw) & mask)
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         x = x ^ (x >> shift)
-        # Products of 32 bits, of which the low 32 are kept: in two halves, because int64 would overflow.
+        # The low 32 bits of a product of 32-bit numbers, computed in two halves, because int64 would overflow.
         x = ((x * (factor & 0xFFFF)) + (((x * (factor >> 16)) & 0xFFFF) << 16)) & mask
     x = x ^ (x >> 16)
     return (x.to(torch.float32) / 2.0**31 - 1.0).reshape(rows, columns).to(torch.float64)
 
 
 def root_of(m: Tensor) -> tuple[Tensor, Tensor]:
-    """M^(1/2) of a positive matrix and its inverse, by products alone; directions below `LEAST` get a larger root."""
+    """M^(1/2) of a positive matrix M, and its inverse, by products of matrices only.
+
+    Directions whose eigenvalue is below `LEAST` (relative to the norm) get a larger root.
+    """
     eye, eps = torch.eye(len(m), dtype=m.dtype, device=m.device), torch.finfo(m.dtype).eps
     if len(m) == 2:
         trace, determinant = m.trace(), torch.linalg.det(m)
@@ -234,7 +243,7 @@ def root_of(m: Tensor) -> tuple[Tensor, Tensor]:
         low = 0.5 * scale * low * (3.0 - (scale * low) ** 2)
     inverse = inverse / size.sqrt()
     root = m @ inverse
-    # What the product lacks of 1 where M has a small eigenvalue: Newton's method for the inverse squares it.
+    # Where M has a small eigenvalue, root·inverse is not yet 1. Each step of Newton's method squares what it lacks.
     root, lacking = root + size.sqrt() / largest * (eye - inverse @ root), 0.1
     while lacking > eps:
         root, lacking = root + root @ (eye - inverse @ root), lacking**2
@@ -242,7 +251,7 @@ def root_of(m: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def root_and_inverse(rows: Tensor) -> tuple[Tensor, Tensor] | None:
-    """(RᵀR)^(1/2) of a matrix R with its inverse, or None where its columns depend on each other."""
+    """(RᵀR)^(1/2) and its inverse for a matrix R (`rows`); None if the columns of R are linearly dependent."""
     short = max(0, rows.shape[1] - rows.shape[0])
     r = torch.linalg.qr(torch.nn.functional.pad(rows, (0, 0, 0, short)), mode="r").R
     cutoff = 1e-12 if rows.dtype == torch.float64 else 1e-4
@@ -253,14 +262,14 @@ def root_and_inverse(rows: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def without_frame(a: Tensor, b: Tensor) -> bool:
-    """Whether no S can be read from two factors that are not zero: the columns of either depend on each other."""
+    """Whether S cannot be computed from two factors, because both have linearly dependent columns and are not zero."""
     return bool(a.any() or b.any()) and root_and_inverse(a) is None and root_and_inverse(b) is None
 
 
 def rotation_of(a: Tensor, b: Tensor) -> Tensor:
-    """The rotation that two factors read as: the polar factor of fixed combinations of their rows.
+    """The rotation part of S for two factors: the polar factor of fixed random combinations of their rows.
 
-    One factor has orthonormal columns here. The other is scaled down where it is larger.
+    One factor has orthonormal columns here. If the other one is larger, it is scaled down.
     """
     size, eps = a.shape[1], torch.finfo(a.dtype).eps
     rows = [x * (size**0.25 / torch.linalg.norm(x.T @ x).sqrt().clamp(min=size**0.25)) for x in (a, b)]
@@ -268,7 +277,7 @@ def rotation_of(a: Tensor, b: Tensor) -> Tensor:
     sizes = torch.linalg.svdvals(torch.cat(mixed[:2]))
     best, rank = torch.eye(size, dtype=a.dtype, device=a.device), 0
     if not bool(sizes[-1] > 64 * eps * sizes[0]):
-        return best  # of less than full rank: the basis stays
+        return best  # less than full rank, which determines no rotation
     for m in mixed:
         u, kept, vt = torch.linalg.svd(m)
         found = int((kept > 1e3 * eps * sizes).sum())
@@ -300,7 +309,7 @@ def antisymmetric_solution(m: Tensor, k: Tensor, steps: int = 12) -> Tensor:
 
 
 def rotation_back(m: Tensor, cross: Tensor) -> Tensor:
-    """The rotation R, less 1, that turns the end W + U of a step back, so that Wᵀ(W + U)R is symmetric.
+    """R − 1 for the rotation R that makes Wᵀ(W + U)R symmetric: it removes what a step U of W rotates.
 
     Args:
       m: WᵀW.
@@ -311,7 +320,8 @@ def rotation_back(m: Tensor, cross: Tensor) -> Tensor:
     for _ in range(2 if eps > 1e-10 else 3):
         end = cross + (m + cross) @ back
         x = 0.5 * antisymmetric_solution(damped + 0.5 * (end + end.T), -end)
-        # 2X(1 − X)⁻¹ of X, scaled to ‖X²‖ ≤ `most`, by (1 − X)⁻¹ = (1 + X)(1 + X²)(1 + X⁴)…
+        # Add the Cayley transform less 1, 2X(1 − X)⁻¹, with X scaled down to ‖X²‖ ≤ `most`. The inverse is computed as
+        # (1 − X)⁻¹ = (1 + X)(1 + X²)(1 + X⁴)…
         power, most = x @ x, 2.0**-6
         scale = most / torch.linalg.norm(power).clamp(min=most)
         x, power = scale.sqrt() * x, scale * power
@@ -326,7 +336,7 @@ def rotation_back(m: Tensor, cross: Tensor) -> Tensor:
 def polar(m: Tensor, eps: float) -> Tensor:
     """Nearly the polar factor U·Vᵀ: five Newton–Schulz steps, with Muon's coefficients."""
     x = m.T if m.shape[0] < m.shape[1] else m
-    # In units of the largest entry, `eps` is small beside gradients of any size.
+    # Divided by the largest entry first, so that `eps` is small beside gradients of any size.
     x = x / x.abs().max().clamp_min(torch.finfo(x.dtype).tiny)
     x = x / (torch.linalg.norm(x) + eps)
     eye = torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
@@ -340,14 +350,15 @@ def polar(m: Tensor, eps: float) -> Tensor:
 
 
 class Slice(NamedTuple):
-    """Where one pair stands on the set with one point per product: (A, B) = (Â·S, B̂·S⁻ᵀ), with rows of length rank.
+    """The matrix S of one pair, which relates its stored factors to its slice point.
 
-    S is read once, from the factors at the start.
+    The slice is a set with one point (Â, B̂) for every product. With rows of length rank, the stored factors are
+    A = Â·S and B = B̂·S⁻ᵀ. S is computed once, from the factors at the start.
 
     Attributes:
       s: the matrix S.
-      inverse: of S.
-      live: whether A had full rank, so that every step keeps the columns of Â orthonormal.
+      inverse: the inverse of S.
+      live: whether A had full rank at the start. If True, every step keeps the columns of Â orthonormal.
     """
 
     s: Tensor
@@ -356,7 +367,7 @@ class Slice(NamedTuple):
 
     @classmethod
     def of(cls, a: Tensor, b: Tensor) -> Slice:
-        """Reads S from the factors `a`, (in, rank), and `b`, (out, rank)."""
+        """Computes S from the factors `a`, (in, rank), and `b`, (out, rank)."""
         eye = torch.eye(a.shape[1], dtype=a.dtype, device=a.device)
         from_a = root_and_inverse(a)
         from_b = root_and_inverse(b) if from_a is None else None
@@ -365,28 +376,28 @@ class Slice(NamedTuple):
         return cls(turn @ root, inverse @ turn.T, torch.tensor(from_a is not None))
 
     def enter(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """The slice point of stored factors."""
+        """The slice point (Â, B̂) of stored factors."""
         return a @ self.inverse, b @ self.s.T
 
     def enter_dual(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradient at the slice point, from that of stored factors."""
+        """The gradient at the slice point, from the gradient at the stored factors."""
         return a @ self.s.T, b @ self.inverse
 
     def leave(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """The step of stored factors, from that of slice points."""
+        """The step of stored factors, from the step of the slice point."""
         return a @ self.s, b @ self.inverse.T
 
     def step(self, a: Tensor, b: Tensor, da: Tensor, db: Tensor) -> tuple[Tensor, Tensor]:
-        """The step from the slice point (a, b) to where an optimizer's step (da, db) ends on the slice."""
+        """The step from the slice point (a, b) to the slice point of what an optimizer's step (da, db) leads to."""
         end_a, end_b, _, _, turn = self.fixed(a, b, da, db)
         return end_a @ turn - a, end_b @ turn - b
 
     def fixed(self, a: Tensor, b: Tensor, da: Tensor, db: Tensor) -> tuple[Tensor, ...]:
-        """Where a step (da, db) from (a, b) ends, moved back to the slice along its orbit by a symmetric matrix.
+        """Moves the end of a step (da, db) from (a, b) back to the slice, by a symmetric matrix between the factors.
 
         Returns:
-          Both factors at the end, the symmetric matrix, its inverse, and the rotation R. Both factors times R is where
-          the step ends without the part that only turns the basis of both.
+          Both factors after this move, the symmetric matrix, its inverse, and a rotation R. Multiplied by R, the
+          factors are the end of the step without the part that only rotates the basis of both.
         """
         end_a, end_b, root = a + da, b + db, torch.eye(a.shape[1], dtype=a.dtype, device=a.device)
         inverse = root
@@ -400,11 +411,11 @@ class Slice(NamedTuple):
 # The optimizers -----------------------------------------------------------------------------------------
 
 
-Params: TypeAlias = torch.nn.Module | Iterable[Any]  # a model; tensors, with names or without; groups of them
+Params: TypeAlias = torch.nn.Module | Iterable[Any]  # a model; or tensors, pairs (name, tensor), or groups of these
 
 
 class _Quotient(torch.optim.Optimizer, abc.ABC):
-    """Pairs on the slice; all other parameters by AdamW."""
+    """Steps pairs of factors on the slice, and all other parameters by AdamW."""
 
     matrices_alone = False  # whether factors of experts and of convolutions are refused
 
@@ -425,10 +436,10 @@ class _Quotient(torch.optim.Optimizer, abc.ABC):
         self._pair()
 
     def add_param_group(self, param_group: State) -> None:
-        """Adds a group of tensors, or of names with tensors; those that need no gradient are left out.
+        """Adds a group of tensors, or of pairs (name, tensor). Tensors that need no gradient are left out.
 
         Raises:
-          ValueError: a tensor whose name is unknown; and what `pairs_of` and the class raise.
+          ValueError: a tensor whose name is unknown; also the errors of `pairs_of` and of the class.
         """
         group, given = dict(param_group), param_group["params"]
         tensors = []
@@ -452,10 +463,10 @@ class _Quotient(torch.optim.Optimizer, abc.ABC):
             self._pair()
 
     def load_state_dict(self, state_dict: State) -> None:
-        """Loads a state as it was saved.
+        """Loads a state with the dtypes in which it was saved.
 
-        `torch.optim` converts its tensors to the dtypes of parameters. Rounded to bfloat16, S and its inverse would be
-        no inverses, and moments would lose what a run without a stop has.
+        `torch.optim` would convert its tensors to the dtypes of parameters. If S and its inverse were rounded to
+        bfloat16, their product would not be 1, and moments would differ from those of a run without interruption.
         """
         super().load_state_dict(state_dict)
 
@@ -469,7 +480,7 @@ class _Quotient(torch.optim.Optimizer, abc.ABC):
                 self.state[x] = on(x.device, state_dict["state"].get(number, {}))
 
     def _options(self, group: State) -> State:
-        """Options of a group, in the names that the steps read."""
+        """The options of a group, under the names that the steps use. Subclasses may rename options."""
         return group
 
     def _pair(self) -> None:
@@ -487,10 +498,10 @@ class _Quotient(torch.optim.Optimizer, abc.ABC):
         self._groups()
 
     def _groups(self) -> dict[str, State]:
-        """The group of every name.
+        """Name of a parameter → its group.
 
         Raises:
-          ValueError: the two factors of a pair are in groups with other options.
+          ValueError: the two factors of a pair are in groups with different options.
         """
         of = {self._names[x]: group for group in self.param_groups for x in group["params"]}
         for a, b, _ in self.pairs:
@@ -506,7 +517,7 @@ class _Quotient(torch.optim.Optimizer, abc.ABC):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of all parameters that have a gradient; a pair needs the gradients of both factors."""
+        """Takes one step of all parameters that have a gradient. A pair needs the gradients of both factors."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -531,7 +542,8 @@ class _Quotient(torch.optim.Optimizer, abc.ABC):
             return
         state, number = self.state[a], pair.experts
         states = [state] if number == 1 else state.setdefault("experts", [{} for _ in range(number)])
-        # Factors with rows of length rank, one pair for each expert: A is (experts·rank, in), B is (out, rank·experts).
+        # Divide the factors into one pair per expert, (in, rank) and (out, rank). They are stored as (experts·rank, in)
+        # and (out, rank·experts).
         of_a = [_wide(x).reshape(number, -1, math.prod(a.shape[1:])).mT for x in (a, a.grad)]
         of_b = [_wide(x).reshape(len(b), -1, number).permute(2, 0, 1) for x in (b, b.grad)]
         if count := sum(without_frame(of_a[0][k], of_b[0][k]) for k in range(number) if "s" not in states[k]):
@@ -551,7 +563,7 @@ class _Quotient(torch.optim.Optimizer, abc.ABC):
         self, state: State, a: Tensor, b: Tensor, gradient: tuple[Tensor, Tensor], group: State
     ) -> tuple[Tensor, Tensor]:
         """The step of one pair of factors with rows of length rank."""
-        if "s" not in state:  # tensors alone, which `state_dict` keeps
+        if "s" not in state:  # the state holds tensors and no `Slice`, so that `state_dict` can save it
             state |= Slice.of(a, b)._asdict()
         on = Slice(state["s"], state["inverse"], state["live"])
         point = on.enter(a, b)
@@ -580,10 +592,10 @@ class _Quotient(torch.optim.Optimizer, abc.ABC):
 
 
 class QuotientAdamW(_Quotient):
-    """AdamW that does not notice how the product of LoRA factors is split between them.
+    """AdamW whose steps depend on the product of LoRA factors, and not on how it is divided between them.
 
     Args:
-      params: as from `model.named_parameters()`, a model, or groups: dicts with "params" and options of their own, as
+      params: a model, its `named_parameters()`, or groups: dicts with "params" and options of their own, as
         `torch.optim` takes them. Tensors without names need `model` or `names`. Those that need no gradient are left
         out. Both factors of a pair must have the same options.
       lr: learning rate.
@@ -596,10 +608,11 @@ class QuotientAdamW(_Quotient):
       experts: the number of experts, where PEFT keeps their factors in two matrices (`target_parameters`).
 
     Raises:
-      ValueError: names that are unknown, and what `pairs_of` raises; factors in groups with other options.
+      ValueError: names that are unknown; the errors of `pairs_of`; two factors in groups with different options.
 
-    Parameters that are in no pair get AdamW. A pair of which neither factor has full rank at the first step, as if the
-    rank is above both dimensions, does notice how its product is split; a warning names it.
+    Parameters that are in no pair get AdamW. If neither factor of a pair has full rank at the first step, for example
+    because the rank is larger than both dimensions, its steps depend on how the product is divided. A warning names
+    such pairs.
     """
 
     def __init__(
@@ -620,15 +633,15 @@ class QuotientAdamW(_Quotient):
 
 
 class QuotientMuon(_Quotient):
-    """Muon that does not notice how the product of LoRA factors is split between them.
+    """Muon whose steps depend on the product of LoRA factors, and not on how it is divided between them.
 
     Args:
-      params: as from `model.named_parameters()`, a model, or groups: dicts with "params" and options of their own, as
+      params: a model, its `named_parameters()`, or groups: dicts with "params" and options of their own, as
         `torch.optim` takes them. Tensors without names need `model` or `names`. Those that need no gradient are left
         out. Both factors of a pair must have the same options.
       lr: learning rate.
       beta: decay of the first moment of factors, with Nesterov's look-ahead.
-      eps: added to norms, in units of the largest entry, and to the root of AdamW's second moment.
+      eps: added to the norm of a momentum that was divided by its largest entry, and to AdamW's denominator.
       weight_decay: decoupled decay of factors, multiplied by the learning rate.
       gauges: JSON from `gauge_optax.tools.to_json`; by default pairs are found by PEFT's names.
       model: the model in which the names of parameters are looked up.
@@ -636,11 +649,11 @@ class QuotientMuon(_Quotient):
       experts: the number of experts, where PEFT keeps their factors in two matrices (`target_parameters`).
 
     Raises:
-      ValueError: names that are unknown, and what `pairs_of` raises; factors in groups with other options.
+      ValueError: names that are unknown; the errors of `pairs_of`; two factors in groups with different options.
 
-    Parameters that are in no pair get AdamW without decay, with Nesterov's look-ahead; with decay in a group that has a
-    `weight_decay` of its own. The optimizer sees A grow and shrink, as Muon alone would. Factors of experts in two
-    matrices, and of convolutions, are refused. A warning names pairs as in `QuotientAdamW`.
+    Parameters that are in no pair get AdamW with Nesterov's look-ahead. They have no decay, unless their group has a
+    `weight_decay` of its own. Muon sees factors whose sizes change as without a slice (`pin=False` in JAX). Factors of
+    experts in two matrices, and of convolutions, raise an error. A warning names pairs as in `QuotientAdamW`.
     """
 
     matrices_alone = True
@@ -664,7 +677,7 @@ class QuotientMuon(_Quotient):
         if "offset" not in state:
             eye = torch.eye(point[0].shape[1], dtype=point[0].dtype, device=point[0].device)
             state |= {"offset": [eye, eye], "moments": [torch.zeros_like(x) for x in point], "number": 0}
-        # The point that Muon sees, Â·P and B̂·P⁻ᵀ: P gathers what `fixed` has undone so far.
+        # Muon sees the point (Â·P, B̂·P⁻ᵀ). P is the product of all moves by which `fixed` has led back to the slice.
         p, inverse = state["offset"]
         a, b = point[0] @ p, point[1] @ inverse.T
         gradient = gradient[0] @ inverse.T, gradient[1] @ p
@@ -674,7 +687,7 @@ class QuotientMuon(_Quotient):
             state["moments"][number] = moment = group["beta"] * state["moments"][number] + (1 - group["beta"]) * g
             ahead = moment / (1 - group["beta"] ** (state["number"] + 1))
             mean = group["beta"] * ahead + (1 - group["beta"]) * g / (1 - group["beta"] ** state["number"])
-            # Rows are inputs of A (rank, in) and B (out, rank) as PyTorch stores them.
+            # Muon's factor for the shape needs the factor as PyTorch stores it, A (rank, in) and B (out, rank).
             stored = mean.T if number == 0 else mean
             factor = math.sqrt(max(1.0, stored.shape[1] / stored.shape[0])) * polar(stored, group["eps"])
             factor = factor.T if number == 0 else factor
@@ -682,13 +695,13 @@ class QuotientMuon(_Quotient):
         da, db = steps[0] @ inverse, steps[1] @ p.T
         _, _, root, back, turn = on.fixed(point[0], point[1], da, db)
         p, inverse = turn.T @ root @ p @ turn, turn.T @ inverse @ back @ turn
-        # One step of Newton's method for the inverse: roundoff would part the two, step by step.
+        # One step of Newton's method makes P the inverse of `inverse` again; roundoff would add up over the steps.
         state["offset"] = [p + p @ (torch.eye(len(p), dtype=p.dtype, device=p.device) - inverse @ p), inverse]
         return da, db
 
 
 def _wide(x: Tensor) -> Tensor:
-    """In float32 or better."""
+    """The tensor in float32, or in float64 if it has that."""
     return x if x.dtype == torch.float64 else x.to(torch.float32)
 
 
@@ -696,10 +709,10 @@ def _wide(x: Tensor) -> Tensor:
 
 
 class Adapter(torch.nn.Module):
-    """A frozen weight with LoRA factors, called as PEFT calls them."""
+    """A frozen weight with LoRA factors, which have PEFT's names."""
 
     def __init__(self, a: Tensor, b: Tensor, weight: Tensor) -> None:
-        """Takes copies."""
+        """Copies the factors."""
         super().__init__()
         self.register_buffer("weight", weight)
         self.lora_A = torch.nn.ModuleDict({"default": torch.nn.Linear(a.shape[1], a.shape[0], bias=False)})
@@ -714,7 +727,7 @@ class Adapter(torch.nn.Module):
 
 
 def main() -> None:
-    """Two sets of factors of one product, trained alike by AdamW and by both optimizers here."""
+    """Trains two sets of factors of one product, by AdamW and by both optimizers here, and prints the losses."""
     torch.manual_seed(0)
     rank, inputs, outputs = 4, 16, 12
     a, b, weight = (torch.randn(shape) / 4 for shape in ((rank, inputs), (outputs, rank), (outputs, inputs)))

@@ -1,10 +1,11 @@
-"""Train the Linen decoder with ddc_adamw through `TrainState`, saving and resuming with Orbax.
+"""Trains the Linen decoder with ddc_adamw through `TrainState`, and saves and resumes runs with Orbax.
 
     python -m examples.train_linen                            # one minute on 2 CPU cores
-    python -m examples.train_linen --stop-after 150           # leaves half-way ...
-    python -m examples.train_linen                            # ... and this one goes on from there
+    python -m examples.train_linen --stop-after 150           # stops half-way ...
+    python -m examples.train_linen                            # ... and this command goes on from there
 
-A resumed run ends with the very same weights as an unbroken one; both print (the hash is this machine's)
+A resumed run ends with the same weights, bit by bit, as one without interruption. Both print (the hash differs from
+machine to machine)
 
     validation loss 2.3309 after 300 steps; weights f7c79967ce673f11
 """
@@ -25,23 +26,26 @@ from models import linen_mha
 
 
 def create(config: linen_mha.MHAConfig, args: argparse.Namespace) -> TrainState:
-    """Fresh parameters and optimizer state; the gauges come with the model's configuration."""
+    """Makes initial parameters and optimizer state. The gauges are those of the model's configuration."""
     params, loss = linen_mha.params_and_loss(config, jax.random.key(args.seed))
     rate = optax.warmup_cosine_decay_schedule(0.0, args.rate, min(20, args.steps // 2), args.steps)
     tx = go.ddc_adamw(rate, linen_mha.gauges(config), weight_decay=0.1)
-    # `apply_fn` is the loss itself: nothing else here needs the logits.
+    # `apply_fn` is the loss here, and not the model: nothing in this example needs logits.
     return TrainState.create(apply_fn=loss, params=params, tx=tx)
 
 
 @jax.jit
 def train_step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, jax.Array]:
-    """One step; the loss before it."""
+    """Takes one training step. Returns the new state, and the loss before the step."""
     loss, grads = jax.value_and_grad(state.apply_fn)(state.params, tokens)
     return state.apply_gradients(grads=grads), loss
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
-    """Train to `--steps` from the latest checkpoint, if any; None when `--stop-after` came first."""
+    """Trains from the latest checkpoint, if there is one, and returns the results.
+
+    Returns None if `--stop-after` ends the run before `--steps`.
+    """
     args = common.parse(__doc__, "train_linen", argv)
     config = linen_mha.MHAConfig(
         vocab=data.VOCAB, d_model=args.width, layers=args.layers, d_ff=4 * args.width, max_len=args.length
@@ -55,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
     if saved is not None:
         state, losses = saved
         print(f"resuming after step {len(losses)}")
-    else:  # once, before the first step: raises for what would go wrong without a word
+    else:  # once, before the first step: `check` raises errors for mistakes that training would not report
         print(go.check(state.tx, state.opt_state, state.params, jax.grad(state.apply_fn)(state.params, train[0])))
 
     last = min(args.steps, args.stop_after or args.steps)

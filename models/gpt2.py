@@ -1,11 +1,11 @@
-"""GPT-2 at 124 million parameters, plain and with learnable multipliers, started as nanoGPT starts it.
+"""GPT-2 at 124 million parameters, with or without learnable multipliers, started as nanoGPT starts it.
 
-This is the language model of `lm` with tied embeddings, GELU, no biases and 50,304 tokens. The multipliers are those of
-`multipliers` on all linear layers, and on each of the two tables one number per feature; the table of positions has one
-per position too.
-Reference: GaugeFix-LRM §4.1, which reports 123.76M parameters, 170K of them multipliers, and does not say where these
-are. Counted as nanoGPT counts, without the table of positions, this model has 123,755,776, with 168,448 multipliers
-(`parameters`).
+This is the language model of `lm` with tied embeddings, GELU, no biases and 50,304 tokens. Multipliers are learnable
+numbers that multiply the rows and columns of a matrix (`models.multipliers`). All linear layers have them. The tables
+of tokens and of positions have one multiplier per feature, and the table of positions also one per position.
+Reference: GaugeFix-LRM §4.1, which reports 123.76M parameters, 170K of them multipliers, and does not say which leaves
+have multipliers. Counted as nanoGPT counts, without the table of positions, this model has 123,755,776 parameters, of
+which 168,448 are multipliers (`parameters`).
 """
 
 import math
@@ -21,17 +21,20 @@ START = 0.02
 
 
 def config(**sizes: Any) -> lm.LMConfig:
-    """124M; `sizes` overrides anything."""
+    """The configuration with 124 million parameters. `sizes` overrides any field of it."""
     full: dict[str, Any] = {"vocab": 50_304, "d_model": 768, "layers": 12, "heads": 12, "kv_heads": 12, "d_head": 64}
     full |= {"d_ff": 3_072, "max_len": 1_024, "mlp": "gelu", "tied": True, "bias": False}
     return lm.LMConfig(**(full | sizes))
 
 
 class MultipliedTable(multipliers.Multiplied):
-    """A table of embeddings behind multipliers: what reads `embedding`, a tied head among them, reads the product."""
+    """A table of embeddings with multipliers. Layers that use `embedding`, such as a tied head, get the product."""
 
     def __init__(self, layer: lm.Embedding, **sides: bool) -> None:
-        """One row per feature, one column per entry of the table, unless `sides` leaves them out."""
+        """Adds `rows`, one multiplier per feature, and `columns`, one per entry of the table.
+
+        `sides` can switch them off: rows=False, columns=False.
+        """
         super().__init__(layer, "_ feature", weight="embedding", **sides)
 
     @property
@@ -41,7 +44,10 @@ class MultipliedTable(multipliers.Multiplied):
 
 
 def build(config: lm.LMConfig, rngs: nnx.Rngs, multiplied: bool = True) -> lm.LM:
-    """A freshly initialised model: all matrices normal with 0.02, what ends in the stream over √(2·layers)."""
+    """A freshly initialised model. The kernels of blocks are normal with standard deviation 0.02.
+
+    For kernels whose output is added to the residual stream it is 0.02/√(2·layers).
+    """
     model = lm.build(config, rngs)
     for block in model.blocks:
         layers = [block.attn.query, block.attn.key, block.attn.value, block.attn.out, block.mlp.up, block.mlp.down]
@@ -59,7 +65,9 @@ def build(config: lm.LMConfig, rngs: nnx.Rngs, multiplied: bool = True) -> lm.LM
 
 
 def parameters(config: lm.LMConfig, multiplied: bool = True) -> tuple[int, int]:
-    """Parameters without the table of positions, and the multipliers among them; from shapes alone.
+    """The number of parameters, without the table of positions, and how many of them are multipliers.
+
+    Both are computed from shapes, without arrays.
 
     >>> parameters(config())
     (123755776, 168448)
@@ -75,7 +83,7 @@ def parameters(config: lm.LMConfig, multiplied: bool = True) -> tuple[int, int]:
 
 
 def kernel_gauges(config: lm.LMConfig) -> list[go.Gauge]:
-    """Every multiplier against the matrix or table that it stands before."""
+    """Gauges that multiply each multiplier by a factor and divide the matrix or table behind it by the same factor."""
     tables = [go.rescale({"embed/rows": "feature"}, {"embed/layer/embedding": "_ feature"})]
     if not config.rope:
         tables += [

@@ -1,15 +1,17 @@
 """The grokking testbed: a small transformer that learns addition modulo a prime from pairs of numbers.
 
-Tree (p numbers, d model, h heads, e = d_head, f hidden):
+The leaves with their shapes, for p numbers, width d, h heads of size e, and f hidden units. The table of positions
+exists only without `rope`. The leaves of norm2 are like those of norm1, and those of key and value like query's.
 
-    embed/embedding (p, d)            pos/embedding (2, d)                  only without `rope`
-    blocks/{i}/norm1/scale (d)        blocks/{i}/norm1/bias (d)             norm2 alike
-    blocks/{i}/attn/query/kernel (d, h, e)    key, value alike    out (h, e, d)
-    blocks/{i}/mlp/up/kernel (d, f)   up/bias (f)   down/kernel (f, d)   down/bias (d)
+    embed/embedding (p, d)            pos/embedding (2, d)
+    blocks/{i}/norm1/scale (d)        blocks/{i}/norm1/bias (d)             blocks/{i}/norm2/...
+    blocks/{i}/attn/query/kernel (d, h, e)    attn/key/...    attn/value/...    attn/out/kernel (h, e, d)
+    blocks/{i}/mlp/up/kernel (d, f)   mlp/up/bias (f)   mlp/down/kernel (f, d)   mlp/down/bias (d)
     lm_head/kernel (d, p)
 
-One block is the network of Nanda et al. (2023) with LayerNorms, as in DDC, C.11; the deeper ones have rotary positions.
-The paper's text lost its activation's name and the initialisation; biases of the MLP and the usual starts are ours.
+With one block this is the network of Nanda et al. (2023) plus LayerNorms, as in DDC, C.11. The deeper networks have
+rotary positions (`rope`). The paper does not name its activation and its initialisation; the biases of the MLP and the
+usual initialisation are our choice.
 """
 
 from dataclasses import dataclass
@@ -31,7 +33,7 @@ LENGTH = 2
 
 @dataclass(frozen=True)
 class GrokConfig:
-    """Sizes and switches: `p` numbers, `share` of all pairs to train on."""
+    """Sizes and switches. `p` is the modulus, and `share` the share of all pairs of numbers to train on."""
 
     p: int = 113
     d_model: int = 128
@@ -44,7 +46,7 @@ class GrokConfig:
 
 
 def init(c: GrokConfig, key: jax.Array) -> Params:
-    """Parameters as a nested dict."""
+    """The parameters at the start of training, as a nested dict."""
     keys, d = iter(jax.random.split(key, 3 + 6 * c.layers)), c.d_model
     kernel = blocks.lecun(keys)
     params = {"embed": {"embedding": jax.random.normal(next(keys), (c.p, d)) * d**-0.5}}
@@ -57,7 +59,7 @@ def init(c: GrokConfig, key: jax.Array) -> Params:
 
 
 def features(c: GrokConfig, params: Params, tokens: jax.Array) -> dict[str, jax.Array]:
-    """What the last position holds: `hidden`, before the last activation, and the residual `streams` behind each block.
+    """Intermediate values at the last position: `hidden`, before the last activation; `streams`, behind each block.
 
     Args:
       c: the configuration.
@@ -65,20 +67,21 @@ def features(c: GrokConfig, params: Params, tokens: jax.Array) -> dict[str, jax.
       tokens: pairs of numbers, (batch, 2).
 
     Returns:
-      (batch, f) and (layers, batch, d). The first block projects each number once per position, not once per pair.
+      Arrays (batch, f) and (layers, batch, d). The first block's projections are computed once per number and position,
+      and then looked up for all pairs, which costs less.
     """
     table = jnp.broadcast_to(params["embed"]["embedding"][:, None], (c.p, LENGTH, c.d_model))
     table = table if c.rope else table + params["pos"]["embedding"]
 
     def of_pairs(rows: jax.Array, places: range) -> jax.Array:
-        # A gather per position, which a CPU does faster than one of all positions at once.
+        # On a CPU, one gather per position is faster than one gather for all positions.
         return jnp.stack([rows[:, place][tokens[:, place]] for place in places], 1)
 
     everywhere = range(LENGTH)
     x, streams = table, []
     for i in range(c.layers):
         block, last = params["blocks"][i], i == c.layers - 1
-        read = everywhere[-1:] if last else everywhere  # only the last position is read in the end
+        read = everywhere[-1:] if last else everywhere  # only the last position is used after the last block
         q, k, v = blocks.heads(block["attn"], blocks.layer_norm(block["norm1"], x))
         if c.rope:
             q, k = rotary(q), rotary(k)
@@ -86,12 +89,12 @@ def features(c: GrokConfig, params: Params, tokens: jax.Array) -> dict[str, jax.
             x, q, k, v = of_pairs(x, read), of_pairs(q, read), of_pairs(k, everywhere), of_pairs(v, everywhere)
         elif last:
             x, q = x[:, -1:], q[:, -1:]
-        # Sums over a handful of numbers per pair, not thousands of tiny products of matrices.
+        # Written as sums over a few numbers per pair: as products of matrices there would be thousands of tiny ones.
         scores = jnp.sum(q[:, :, None] * k[:, None], -1) * q.shape[-1] ** -0.5
         causal = jnp.tri(q.shape[1], LENGTH, LENGTH - q.shape[1], dtype=bool)[:, :, None]
         weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), 2)
         mixed = jnp.sum(weights[..., None] * v[:, None], 2)
-        # One axis of pairs and positions: an axis of length 1 between them costs a CPU a fifth of the whole step.
+        # Join the axes of pairs and positions. A separate axis of length 1 would cost a fifth of a step on a CPU.
         rows = (x + jnp.einsum("bqhe,hed->bqd", mixed, block["attn"]["out"]["kernel"])).reshape(-1, c.d_model)
         hidden = blocks.layer_norm(block["norm2"], rows) @ block["mlp"]["up"]["kernel"] + block["mlp"]["up"]["bias"]
         rows = rows + ACTIVATIONS[c.mlp](hidden) @ block["mlp"]["down"]["kernel"] + block["mlp"]["down"]["bias"]
@@ -101,7 +104,7 @@ def features(c: GrokConfig, params: Params, tokens: jax.Array) -> dict[str, jax.
 
 
 def logits(c: GrokConfig, params: Params, tokens: jax.Array) -> jax.Array:
-    """(batch, 2) numbers to (batch, p)."""
+    """The logits of the sum, (batch, p), for pairs of numbers (batch, 2)."""
     return features(c, params, tokens)["streams"][-1] @ params["lm_head"]["kernel"]
 
 
@@ -112,13 +115,13 @@ def loss(c: GrokConfig, params: Params, pairs: Pairs) -> jax.Array:
 
 
 def accuracy(c: GrokConfig, params: Params, pairs: Pairs) -> jax.Array:
-    """The share of right sums."""
+    """The share of pairs for which the largest logit is the right sum."""
     tokens, sums = pairs
     return jnp.mean(jnp.argmax(logits(c, params, tokens), -1) == sums)
 
 
 def data(c: GrokConfig, seed: int) -> tuple[Pairs, Pairs]:
-    """All pairs with their sums modulo p, at random those to train on and those to test on."""
+    """All pairs with their sums modulo p, divided at random into pairs to train on and pairs to test on."""
     order = np.random.default_rng(seed).permutation(c.p**2)
     tokens = np.stack(np.divmod(order, c.p), 1)
     sums, cut = tokens.sum(1) % c.p, round(c.share * c.p**2)
@@ -127,10 +130,10 @@ def data(c: GrokConfig, seed: int) -> tuple[Pairs, Pairs]:
 
 
 def gauges(c: GrokConfig, full_rotation: bool = False) -> list[go.Gauge]:
-    """The gauges of DDC, C.11: heads, the LayerNorm before the MLP, the MLP's units, the shift of the logits.
+    """The gauges of DDC, C.11: of heads, the LayerNorm before the MLP, the MLP's units, and the shift of the logits.
 
     Args:
-      c: the configuration. A GELU's units have no gauge.
+      c: the configuration. Units with a GELU have no gauge, because it is not homogeneous.
       full_rotation: see `rotations`.
     """
     up = {"blocks/{i}/mlp/up/kernel": "_ channel", "blocks/{i}/mlp/up/bias": "channel"}
@@ -145,12 +148,12 @@ def gauges(c: GrokConfig, full_rotation: bool = False) -> list[go.Gauge]:
 
 
 def rotations(c: GrokConfig, full_rotation: bool = False) -> list[go.Gauge]:
-    """The gauges of the heads alone: of queries and keys, and of values and outputs.
+    """The gauges of heads: one of queries and keys, and one of values and outputs.
 
     Args:
       c: the configuration.
-      full_rotation: with rotary positions, to rotate queries and keys by all of O(d_h). It is the paper's control: only
-        the planes' rotations are a symmetry there.
+      full_rotation: whether to use all rotations of O(d_h) for queries and keys although positions are rotary. This is
+        the paper's control experiment: with rotary positions, only rotations of the planes are a symmetry.
     """
     queries = {f"blocks/{{i}}/attn/{name}/kernel": "_ head basis" for name in ("query", "key")}
     values = {"blocks/{i}/attn/value/kernel": "_ head basis", "blocks/{i}/attn/out/kernel": "head basis _"}
@@ -159,5 +162,5 @@ def rotations(c: GrokConfig, full_rotation: bool = False) -> list[go.Gauge]:
 
 
 def shift() -> go.Gauge:
-    """The shift of the logits alone."""
+    """The gauge that adds one number to all logits, through the head's kernel."""
     return go.logit_shift({"lm_head/kernel": "_ vocab"})

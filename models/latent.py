@@ -1,15 +1,17 @@
-"""A block with multi-head latent attention, gated outputs and experts, its kernels split or fused.
+"""A transformer block with multi-head latent attention, gated head outputs and experts.
 
-Tree (d model, q and c latents, h heads; of a head's entries n without rotary, r with rotary, v values; E experts of f):
+The leaves with their shapes, for width d; q and c latent features of queries and of keys and values; h heads; per head
+n entries of queries and keys without rotary, r entries with rotary, and v entries of values; E experts of f units each:
 
     norm1/scale (d)      attn/q_a/kernel (d, q)         attn/q_norm/scale (q)    attn/q_b/kernel (q, h, n+r)
                          attn/kv_a/kernel (d, c+r)      attn/kv_norm/scale (c)   attn/kv_b/kernel (c, h, n+v)
                          attn/gate/kernel (d, h, v)     attn/out/kernel (h, v, d)
     norm2/scale (d)      moe/router/kernel (d, E)       moe/gate (E, d, f)   moe/up (E, d, f)   moe/down (E, f, d)
 
-`fused` joins a kernel's heads and entries in one axis, as released checkpoints do, and gate and up in moe/gate_up
-(E, d, 2f). The rotary part of the keys, the last r outputs of kv_a, is one for all heads (DeepSeek-V2, section 2.1).
-The gate is a sigmoid on every entry of the heads' outputs, so that of GL(v) the scales alone are a symmetry.
+With `fused`, heads and entries are one axis of a kernel, as in released checkpoints, and moe/gate and moe/up are one
+leaf moe/gate_up (E, d, 2f). All heads share the rotary part of the keys, which is the last r outputs of kv_a
+(DeepSeek-V2, section 2.1). The gate multiplies every entry of the heads' outputs by a sigmoid. Therefore values and
+outputs do not have all of GL(v) as a symmetry, but only one scale per entry.
 """
 
 from dataclasses import dataclass
@@ -26,7 +28,7 @@ Params = Any
 
 @dataclass(frozen=True)
 class LatentConfig:
-    """Sizes, as in the tree above; `gated` has the attention gate."""
+    """Sizes, in the order of the module's docstring. With `gated`, attention has the gate attn/gate."""
 
     d_model: int = 8
     heads: int = 2
@@ -67,20 +69,20 @@ def _rms(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def _by_head(c: LatentConfig, kernel: jax.Array) -> jax.Array:
-    """(inputs, heads, entries), fused or not."""
+    """The kernel with the axes (inputs, heads, entries), whether it is stored fused or not."""
     return kernel.reshape(kernel.shape[0], c.heads, -1)
 
 
 def logits_and_values(c: LatentConfig, params: Params, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Attention logits of each query and key, (batch, heads, time, time), causal or not, and values per head.
+    """The attention logits before the causal mask, and the values.
 
     Args:
       c: the configuration.
-      params: the block's.
-      y: what the first norm returns, (batch, time, d).
+      params: the block's parameters.
+      y: the output of the first norm, (batch, time, d).
 
     Returns:
-      Logits and values, (batch, time, heads, v).
+      Logits (batch, heads, time of the query, time of the key), and values (batch, time, heads, v).
     """
     attn = params["attn"]
     heads = {name: _by_head(c, attn[name]["kernel"]) for name in ("q_b", "kv_b")}
@@ -112,23 +114,23 @@ def outputs(c: LatentConfig, params: Params, x: jax.Array) -> jax.Array:
 
 
 def gauges(c: LatentConfig, linear: bool = True) -> list[go.Gauge]:
-    """Norms into their readers, heads without and with rotary, values with outputs, experts, their router.
+    """The gauges of norms' scales, of heads (entries without and with rotary, values), of experts, and of their router.
 
     Args:
       c: the configuration.
-      linear: every invertible matrix in place of every rotation of a head.
+      linear: whether a head's gauge has all invertible matrices (GL) as its elements, and not only rotations.
     """
     of_heads = go.head_linear if linear else _rotation
     attn, sizes = "attn/{}/kernel".format, {"head": c.heads} if c.fused else None
     per_row = "channel _" if c.fused else "channel _ _"
 
     def entries(name: str, start: int, stop: int) -> str:
-        """Axes of some entries of each head of a kernel (inputs, heads, entries)."""
+        """The axes string for entries `start` to `stop` of each head of a kernel (inputs, heads, entries)."""
         axes = f"head {name}={start}:{stop}"
         return f"_ ({axes})" if c.fused else f"_ {axes}"
 
     def values(name: str) -> tuple[dict[str, str], dict[str, str]]:
-        """Both sides of a gauge of values and outputs."""
+        """The two arguments of a gauge of values and outputs: the blocks of values, and those of outputs."""
         side = {attn("kv_b"): entries(name, c.entries, c.entries + c.values)}
         return side, {attn("out"): f"(head {name}) _" if c.fused else f"head {name} _"}
 
@@ -162,16 +164,20 @@ def _rotary_gauge(c: LatentConfig) -> go.Gauge:
 
 
 def muon_labels(c: LatentConfig) -> dict[str, str]:
-    """What no symmetry tells Muon: that the gate has heads, and that the experts' gates are one matrix per expert."""
+    """Axes for Muon's matrices that no gauge binds: the gate has one matrix per head, `moe/gate` one per expert.
+
+    Muon orthogonalizes each matrix by itself, and learns from gauges which axes of a leaf count matrices.
+    """
     gate = {"attn/gate/kernel": "_ (head _)" if c.fused else "_ head _"} if c.gated else {}
     return gate if c.fused else gate | {"moe/gate": "expert _ _"}
 
 
 def qk_clip(c: LatentConfig) -> tuple[go.Gauge, dict[str, str]]:
-    """What `hold_products` needs to bound the logits of every head.
+    """Arguments with which `go.orbit.hold_products` bounds the logits of every head (QK-clip).
 
-    A head's logits are products of queries and keys without rotary, which share a factor, plus products with the
-    rotary key of all heads, where the queries take the whole factor.
+    A head's logits are a sum of two products. To scale the product without rotary, queries and keys are both multiplied
+    by the square root of the factor. All heads share the rotary key, so that in the other product the queries alone are
+    multiplied, by the whole factor.
 
     Args:
       c: the configuration.

@@ -1,4 +1,6 @@
-"""A small causal decoder from `flax.linen`'s own layers: the tree a Linen user has, and its gauges.
+"""A small causal decoder from `flax.linen`'s own layers, and its gauges. Its tree is what a user of Linen has.
+
+The leaves with their shapes, for a vocabulary of V tokens, width d, h heads of size e, and f hidden units:
 
     embed/embedding (V, d)    pos (max_len, d)
     blocks_{i}/norm1, norm2/{scale (d), bias (d)}
@@ -22,7 +24,7 @@ import gauge_optax as go
 
 @dataclass(frozen=True)
 class MHAConfig:
-    """Sizes; heads are d_model / heads wide."""
+    """Sizes of the decoder. The size of a head is d_model / heads."""
 
     vocab: int = 256
     d_model: int = 64
@@ -33,13 +35,13 @@ class MHAConfig:
 
 
 class Block(nn.Module):
-    """Pre-norm residual block: multi-head attention, then a ReLU layer."""
+    """A residual block: LayerNorm and multi-head attention, then LayerNorm and an MLP with a ReLU."""
 
     config: MHAConfig
 
     @nn.compact
     def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
-        """(batch, time, d) to the same."""
+        """The residual stream behind the block, (batch, time, d), from the stream in front of it."""
         c = self.config
         y = nn.LayerNorm(name="norm1")(x)
         x = x + nn.MultiHeadDotProductAttention(c.heads, name="attn")(y, mask=mask)
@@ -49,13 +51,13 @@ class Block(nn.Module):
 
 
 class MHADecoder(nn.Module):
-    """Tokens (batch, time) to logits (batch, time, vocab)."""
+    """A causal decoder: tokens (batch, time) → logits (batch, time, vocab)."""
 
     config: MHAConfig
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Logits for the token after each prefix."""
+        """The logits of the next token, at every position."""
         c = self.config
         pos = self.param("pos", nn.initializers.normal(0.02), (c.max_len, c.d_model))
         x = nn.Embed(c.vocab, c.d_model, embedding_init=nn.initializers.normal(0.02), name="embed")(tokens)
@@ -68,12 +70,12 @@ class MHADecoder(nn.Module):
 
 
 def next_token_loss(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Mean cross-entropy of tokens[:, 1:] under the logits of tokens[:, :-1]."""
+    """Mean cross-entropy of the tokens tokens[:, 1:], given the logits that the model returns for tokens[:, :-1]."""
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]))
 
 
 def params_and_loss(config: MHAConfig, key: jax.Array) -> tuple[Any, Callable[[Any, jax.Array], jax.Array]]:
-    """Parameters, and the pure function loss(params, tokens); tokens (batch, time + 1)."""
+    """Returns the parameters, and the pure function loss(params, tokens) with tokens (batch, time + 1)."""
     model = MHADecoder(config)
 
     def loss(params: Any, tokens: jax.Array) -> jax.Array:
@@ -84,8 +86,8 @@ def params_and_loss(config: MHAConfig, key: jax.Array) -> tuple[Any, Callable[[A
 
 
 def gauges(config: MHAConfig) -> list[go.Gauge]:
-    """Norm scales, query-key and value-output rotations, ReLU rescalings, the logit shift."""
-    del config  # Every size has the same gauges; the argument keeps the interface of `models.lm`.
+    """The gauges of norms' scales, of heads (queries and keys, values and outputs), of ReLU units, and of logits."""
+    del config  # Models of all sizes have the same gauges. The argument is here because `models.lm.gauges` has it.
     attn, norm1, norm2 = "blocks_{i}/attn", "blocks_{i}/norm1", "blocks_{i}/norm2"
 
     def linear(module: str, kernel: str, bias: str) -> dict[str, str]:

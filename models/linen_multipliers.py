@@ -1,8 +1,10 @@
-"""Learnable multipliers for Flax Linen: `multipliers.Multiplied` again, and as functions of parameters.
+"""Learnable multipliers for Flax Linen, as `models.multipliers` has them for NNX: as a module, and as two functions.
 
-An existing model, `nn.MultiHeadDotProductAttention` say, need not be rebuilt: `multiply` its parameters, and train them
-through `model.apply({"params": fold(params)}, x)`. The tree of a wrapped layer is that of NNX: layer/kernel (W̄) and
-layer/bias as they were, `rows` (r) and `columns` (c). Its gauges are in `multipliers`.
+Multipliers are numbers that multiply the rows and columns of a kernel. The module is `Multiplied`. With the functions,
+the code of an existing model, such as `nn.MultiHeadDotProductAttention`, stays as it is: `multiply` adds multipliers to
+its parameters, and the loss calls `model.apply({"params": fold(params)}, x)`. The tree of a layer with multipliers is
+the same as under NNX: layer/kernel and layer/bias as before, and the new leaves `rows` and `columns`. The gauges are
+those of `models.multipliers`.
 """
 
 from collections.abc import Mapping
@@ -13,13 +15,13 @@ import jax.numpy as jnp
 
 
 class Multiplied(nn.Module):
-    """A `Dense` or `DenseGeneral` whose call sees rows·kernel·columns.
+    """Calls a `Dense` or `DenseGeneral` with the kernel rows·kernel·columns in place of its own.
 
     Attributes:
       wrapped: any module with a parameter `kernel`, inputs first and outputs last, and no other state.
       inputs: how many axes of the kernel are summed over.
-      rows: whether there is one per output, ones at first.
-      columns: whether there is one per input, likewise.
+      rows: whether there are `rows`, one multiplier per output. They start as ones.
+      columns: whether there are `columns`, one multiplier per input. They start as ones.
 
     >>> layer = Multiplied(nn.DenseGeneral((2, 3)))
     >>> params = layer.init(jax.random.key(0), jnp.ones((1, 4)))["params"]
@@ -34,7 +36,7 @@ class Multiplied(nn.Module):
 
     @nn.compact
     def __call__(self, *args: Any) -> Any:
-        """The layer's, with that kernel."""
+        """The output of the wrapped layer, computed with the multiplied kernel."""
         layer = self.wrapped.clone(parent=None)
         params = {"layer": self.param("layer", lambda key: layer.init(key, *args)["params"])}
         kernel = params["layer"]["kernel"]
@@ -46,9 +48,10 @@ class Multiplied(nn.Module):
 
 
 def multiply(params: Mapping[str, Any], layers: Mapping[str, int]) -> dict[str, Any]:
-    """Parameters with multipliers of one on every layer whose name is listed; name → how many axes are summed over.
+    """Adds multipliers, which start as ones, to the parameters of every layer whose name is a key of `layers`.
 
-    Not of scanned layers, whose kernels have an axis more.
+    The values of `layers` say how many axes of the layer's kernel are summed over. Scanned layers are not possible,
+    because their kernels have a layer axis in front.
 
     >>> model = nn.MultiHeadDotProductAttention(2)
     >>> params = model.init(jax.random.key(0), jnp.ones((1, 3, 4)))["params"]
@@ -79,7 +82,7 @@ def multiply(params: Mapping[str, Any], layers: Mapping[str, int]) -> dict[str, 
 
 
 def fold(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters of the same model without the wrapper: every kernel multiplied out, the same function.
+    """Removes multipliers: multiplies them into the kernels. Returns parameters of the layers without wrapper.
 
     >>> layer = Multiplied(nn.Dense(3))
     >>> params = layer.init(jax.random.key(0), jnp.ones((1, 4)))["params"]

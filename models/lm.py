@@ -1,17 +1,18 @@
-"""A decoder-only language model with the switches that decide its symmetries, and the gauges each leaves.
+"""A decoder-only language model with switches that decide its symmetries, and the gauges for each setting of them.
 
-Tree (d model, h and k query and key-value heads, e = d_head, f hidden, V vocabulary):
+The leaves with their shapes, for width d, h query heads and k key-value heads of size e, f hidden units, V tokens. The
+last column says when a leaf exists; biases exist only with `bias`.
 
-    embed/embedding (V, d)            pos/embedding (max_len, d)            only without `rope`
-    blocks/{i}/norm1/scale (d)        blocks/{i}/norm1/bias (d)             bias: layernorm with `bias` only
+    embed/embedding (V, d)            pos/embedding (max_len, d)            pos: only without `rope`
+    blocks/{i}/norm1/scale (d)        blocks/{i}/norm1/bias (d)             bias: only for norm="layernorm"
     blocks/{i}/attn/query/kernel (d, h, e)    key, value (d, k, e)    out (h, e, d)
     blocks/{i}/attn/query/bias (h, e)         key, value (k, e)       out (d)
     blocks/{i}/attn/q_norm/scale (e)  blocks/{i}/attn/k_norm/scale (e)      only with `qk_norm`
-    blocks/{i}/mlp/up/kernel (d, f)   gate (d, f)   down (f, d)             gate: swiglu only
-    blocks/{i}/norm2, final_norm      as norm1
+    blocks/{i}/mlp/up/kernel (d, f)   gate (d, f)   down (f, d)             gate: only for mlp="swiglu"
+    blocks/{i}/norm2, final_norm      same leaves as norm1
     lm_head/kernel (d, V)             lm_head/bias (V)                      kernel: only if not `tied`
 
-Arithmetic is in the parameters' dtype, float64 included, so that a symmetry can be checked to rounding.
+Arithmetic is in the parameters' dtype, float64 included, so that a symmetry can be checked up to roundoff.
 """
 
 from collections.abc import Callable
@@ -28,14 +29,18 @@ import gauge_optax as go
 LINEAR_INIT = nnx.initializers.lecun_normal()
 EMBED_INIT = nnx.initializers.normal(0.02)
 NORM_EPS = 1e-6
-# A scale on the query or key kernel is a symmetry only as far as QK-norm's eps is nothing beside the mean
-# square: this one is nothing in float64 too, and still keeps a zero head finite.
+# With QK-norm, a scale on the query or key kernel is a symmetry only if the norm's eps is negligible beside the mean
+# square of a head. This eps is negligible even in float64, and still keeps the output of a zero head finite.
 QK_NORM_EPS = 1e-20
 
 
 @dataclass(frozen=True)
 class LMConfig:
-    """Sizes and switches. `norm_one_plus` stores norm scales less one; `init="orthogonal"` is per head."""
+    """Sizes and switches of the model.
+
+    With `norm_one_plus`, leaves store the scale of a norm less one. With init="orthogonal", each head has a kernel with
+    orthonormal columns. With `zero_out`, the kernels that write to the residual stream start as zeros.
+    """
 
     vocab: int = 256
     d_model: int = 64
@@ -57,7 +62,7 @@ class LMConfig:
     norm_eps: float = NORM_EPS
 
     def __post_init__(self) -> None:
-        """Reject what no model could be built from."""
+        """Raises ValueError for sizes that do not fit each other."""
         if self.heads % self.kv_heads:
             raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
         if self.rope and self.d_head % 2:
@@ -65,7 +70,7 @@ class LMConfig:
 
 
 def llama_config(**sizes: Any) -> LMConfig:
-    """RMSNorm, rotary, SwiGLU, no biases, untied head; `sizes` overrides anything."""
+    """The switches of Llama: RMSNorm, rotary, SwiGLU, no biases, untied head. `sizes` overrides any field."""
     switches: dict[str, Any] = {"norm": "rmsnorm", "rope": True, "mlp": "swiglu", "bias": False}
     return LMConfig(**(switches | sizes))
 
@@ -74,15 +79,16 @@ def llama_config(**sizes: Any) -> LMConfig:
 
 
 def _per_head_orthogonal(key: jax.Array, heads: int, rows: int, d_head: int) -> jax.Array:
-    """(heads, rows, d_head), each head's columns orthonormal: WᵀW = 1, so that no basis is preferred."""
+    """Draws (heads, rows, d_head), where the columns of each head W are orthonormal, WᵀW = 1: no basis is preferred."""
     draw = nnx.initializers.orthogonal()
     return jax.vmap(lambda k: draw(k, (rows, d_head), jnp.float32))(jax.random.split(key, heads))
 
 
 class Linear(nnx.Module):
-    """A kernel applied by `equation`, an einsum of input and kernel, and perhaps a bias on the output.
+    """A linear layer: `equation` is an einsum of the input and the kernel. The bias is optional.
 
-    A study may give a layer another `product`, which takes the equation, the input and the kernel.
+    A study may give a layer another function in place of the einsum, as `product`. It takes the equation, the input and
+    the kernel.
     """
 
     product: Callable[..., jax.Array] = staticmethod(jnp.einsum)
@@ -93,13 +99,13 @@ class Linear(nnx.Module):
         self.bias = None if bias_shape is None else nnx.Param(jnp.zeros(bias_shape, kernel.dtype))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Contract, then add the bias."""
+        """Multiplies the input by the kernel, and adds the bias if there is one."""
         y = self.product(self.equation, x, self.kernel[...])
         return y if self.bias is None else y + self.bias[...]
 
 
 class Norm(nnx.Module):
-    """LayerNorm (scale, and bias if asked for) or RMSNorm (scale) over the last axis."""
+    """LayerNorm (with a scale, and a bias if `bias`) or RMSNorm (with a scale) over the last axis."""
 
     def __init__(self, kind: str, width: int, one_plus: bool, bias: bool = True, eps: float = NORM_EPS) -> None:
         self.kind, self.one_plus, self.eps = kind, one_plus, eps
@@ -107,7 +113,7 @@ class Norm(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(width)) if kind == "layernorm" and bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalise, scale, shift."""
+        """Normalises the input, multiplies by the scale and adds the bias if there is one."""
         if self.kind == "layernorm":
             x = x - jnp.mean(x, axis=-1, keepdims=True)
         y = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps)
@@ -116,14 +122,14 @@ class Norm(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """A table looked up by index."""
+    """A table with one row per token or position."""
 
     def __init__(self, rows: int, width: int, rngs: nnx.Rngs) -> None:
         self.embedding = nnx.Param(EMBED_INIT(rngs.params(), (rows, width), jnp.float32))
 
 
 def rotary(x: jax.Array, base: float = 10_000.0) -> jax.Array:
-    """Turn coordinates (c, c + e/2) of (batch, time, heads, e) by time · base^(−2c/e), as Llama does."""
+    """Rotates coordinates c and c + e/2 of (batch, time, heads, e) by the angle time · base^(−2c/e), as Llama does."""
     half = x.shape[-1] // 2
     angle = jnp.arange(x.shape[1], dtype=x.dtype)[:, None] * base ** (-jnp.arange(half, dtype=x.dtype) / half)
     cos, sin = jnp.cos(angle)[:, None, :], jnp.sin(angle)[:, None, :]
@@ -154,12 +160,12 @@ class Attention(nnx.Module):
             out = LINEAR_INIT(rngs.params(), (c.heads * c.d_head, c.d_model))
             out = out.reshape(c.heads, c.d_head, c.d_model)
         self.out = Linear("bthe,hed->btd", out, (c.d_model,) if c.bias else None)
-        # One scale for all heads, as in Qwen3.
+        # All heads share the scale of q_norm, and of k_norm, as in Qwen3.
         self.q_norm = Norm("rmsnorm", c.d_head, c.norm_one_plus, eps=QK_NORM_EPS) if c.qk_norm else None
         self.k_norm = Norm("rmsnorm", c.d_head, c.norm_one_plus, eps=QK_NORM_EPS) if c.qk_norm else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """(batch, time, d) to the same."""
+        """The output for a normed stream x, (batch, time, d); it has the same shape."""
         query, key, value = self.query(x), self.key(x), self.value(x)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
@@ -195,26 +201,26 @@ class MLP(nnx.Module):
         self.down = linear(c.d_ff, c.d_model, zero=c.zero_out)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """(batch, time, d) to the same."""
+        """The output for a normed stream x, (batch, time, d); it has the same shape."""
         activation, up = ACTIVATIONS[self.kind], self.up(x)
         return self.down(activation(up) if self.gate is None else activation(self.gate(x)) * up)
 
 
 class Block(nnx.Module):
-    """x + attention(norm1 x), then x + mlp(norm2 x)."""
+    """A block: x ↦ x + attention(norm1 x), then x ↦ x + mlp(norm2 x)."""
 
     def __init__(self, c: LMConfig, rngs: nnx.Rngs) -> None:
         self.norm1, self.attn = Norm(c.norm, c.d_model, c.norm_one_plus, c.bias, c.norm_eps), Attention(c, rngs)
         self.norm2, self.mlp = Norm(c.norm, c.d_model, c.norm_one_plus, c.bias, c.norm_eps), MLP(c, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """(batch, time, d) to the same."""
+        """The residual stream behind the block, (batch, time, d), from the stream x in front of it."""
         x = x + self.attn(self.norm1(x))
         return x + self.mlp(self.norm2(x))
 
 
 class Head(nnx.Module):
-    """Features to logits: through its own kernel, or through the embedding it is tied to."""
+    """Computes logits from the stream: by its own kernel, or by the table of embeddings if it is tied."""
 
     def __init__(self, c: LMConfig, rngs: nnx.Rngs) -> None:
         kernel = LINEAR_INIT(rngs.params(), (c.d_model, c.vocab))
@@ -222,13 +228,13 @@ class Head(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(c.vocab)) if c.bias else None
 
     def __call__(self, x: jax.Array, embedding: jax.Array) -> jax.Array:
-        """(batch, time, d) to (batch, time, vocab)."""
+        """The logits (batch, time, vocab) for a normed stream (batch, time, d)."""
         logits = x @ (embedding.T if self.kernel is None else self.kernel[...])
         return logits if self.bias is None else logits + self.bias[...]
 
 
 class LM(nnx.Module):
-    """Tokens (batch, time) to logits (batch, time, vocab)."""
+    """The language model: tokens (batch, time) → logits (batch, time, vocab)."""
 
     def __init__(self, c: LMConfig, rngs: nnx.Rngs) -> None:
         self.embed = Embedding(c.vocab, c.d_model, rngs)
@@ -238,7 +244,7 @@ class LM(nnx.Module):
         self.lm_head = Head(c, rngs)
 
     def streams(self, tokens: jax.Array) -> list[jax.Array]:
-        """The residual stream (batch, time, d): before the first block, and behind every block."""
+        """The residual streams (batch, time, d) in front of the first block and behind every block."""
         x = self.embed.embedding[...][tokens]
         if self.pos is not None:
             x = x + self.pos.embedding[: tokens.shape[1]]
@@ -248,11 +254,11 @@ class LM(nnx.Module):
         return streams
 
     def logits(self, stream: jax.Array) -> jax.Array:
-        """Logits of a stream behind the last block."""
+        """The logits for a stream behind the last block."""
         return self.lm_head(self.final_norm(stream), self.embed.embedding[...])
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Logits for the token after each prefix."""
+        """The logits of the next token, at every position."""
         return self.logits(self.streams(tokens)[-1])
 
 
@@ -265,13 +271,13 @@ def build(config: LMConfig, rngs: nnx.Rngs) -> LM:
 
 
 def loss_fn(model: LM, tokens: jax.Array) -> jax.Array:
-    """Mean cross-entropy of each token given those before it; tokens (batch, time + 1)."""
+    """Mean cross-entropy of each token, given the tokens before it. `tokens` has the shape (batch, time + 1)."""
     logits = model(tokens[:, :-1])
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]))
 
 
 def params_and_loss(config: LMConfig, key: jax.Array) -> tuple[Any, Callable[[Any, jax.Array], jax.Array]]:
-    """Parameters as a plain nested dict of arrays, and the pure function loss(params, tokens)."""
+    """Returns the parameters, as a nested dict of arrays, and the pure function loss(params, tokens)."""
     graphdef, state = nnx.split(build(config, nnx.Rngs(key)))
 
     def loss(params: Any, tokens: jax.Array) -> jax.Array:
@@ -284,12 +290,12 @@ def params_and_loss(config: LMConfig, key: jax.Array) -> tuple[Any, Callable[[An
 
 
 def gauges(config: LMConfig, linear: bool = False) -> list[go.Gauge]:
-    """The gauges of this configuration; norms first: the shift is measured after the final norm has moved.
+    """The gauges of a configuration: of norms, heads, the MLP's units and logits. Their order has no effect.
 
     Args:
-      config: the model's.
-      linear: every invertible matrix in place of every rotation of a head; for queries and keys with rotary embeddings,
-        those that leave their scores as they are (`rope_linear`).
+      config: the model's configuration.
+      linear: whether a head's gauge has all invertible matrices as its elements, and not only rotations. For queries
+        and keys with rotary embeddings, only those that commute with the rotary rotation (`rope_linear`).
     """
     return [
         *_norm_gauges(config),
@@ -301,13 +307,14 @@ def gauges(config: LMConfig, linear: bool = False) -> list[go.Gauge]:
 
 
 def whole_gauges(config: LMConfig, linear: bool = True, residual: bool = True, hold: bool = False) -> list[go.Gauge]:
-    """Every symmetry of this configuration: `gauges`, and the dead directions that are left beside them.
+    """Every symmetry of a configuration: `gauges`, and gauges for all other changes of weights that have no effect.
 
     Args:
-      config: the model's.
-      linear: as in `gauges`. To train a LayerNorm model with biases, pass False: then every gauge has an anchor.
-      residual: whether to add the rotation of the residual stream, the costliest of them in training.
-      hold: whether optimizers hold that rotation.
+      config: the model's configuration.
+      linear: as in `gauges`. To train a LayerNorm model with biases, pass False. Only then every gauge has an anchor, a
+        leaf from which its element can be computed.
+      residual: whether to add the rotation of the residual stream, which costs most in training.
+      hold: whether optimizers remove from their steps what rotates the residual stream.
     """
     return [
         *(_residual_gauge(config, hold) if residual else []),
@@ -319,9 +326,9 @@ def whole_gauges(config: LMConfig, linear: bool = True, residual: bool = True, h
 
 
 def permutations(config: LMConfig) -> list[go.Gauge]:
-    """The orders that the function does not depend on: of units, and of heads (query heads move with their group).
+    """Gauges that permute the units of MLPs, and the heads. Query heads that share a key head move together.
 
-    Optimizers need no gauge for them; `go.orbit.align` does.
+    Optimizers need no gauge for the order of units and heads. `go.orbit.align` needs them to match two models.
     """
     unit = {"blocks/{i}/mlp/down/kernel": "channel _"}
     for name in ("up", "gate") if config.mlp == "swiglu" else ("up",):
@@ -333,7 +340,7 @@ def permutations(config: LMConfig) -> list[go.Gauge]:
 
 
 def _readers(c: LMConfig) -> dict[str, dict[str, str]]:
-    """Norm → the modules that read it, with the axes of their outputs."""
+    """Path of a norm → the modules that get its output → axes string of the modules' own outputs."""
     mlp = ("gate", "up") if c.mlp == "swiglu" else ("up",)
     readers = {
         "blocks/{i}/norm1": {f"blocks/{{i}}/attn/{name}": "_ _" for name in ("query", "key", "value")},
@@ -343,7 +350,7 @@ def _readers(c: LMConfig) -> dict[str, dict[str, str]]:
 
 
 def _writers(c: LMConfig) -> dict[str, str]:
-    """Paths of what is added to the residual stream → the axes before the stream's."""
+    """Paths of leaves whose output is added to the residual stream → axes string of the axes before the stream's."""
     embeddings = {"embed/embedding": "_ "} | ({} if c.rope else {"pos/embedding": "_ "})
     kernels = {"blocks/{i}/attn/out/kernel": "_ _ ", "blocks/{i}/mlp/down/kernel": "_ "}
     biases = {"blocks/{i}/attn/out/bias": "", "blocks/{i}/mlp/down/bias": ""} if c.bias else {}
@@ -351,7 +358,11 @@ def _writers(c: LMConfig) -> dict[str, str]:
 
 
 def _residual_gauge(c: LMConfig, hold: bool) -> list[go.Gauge]:
-    """The rotation of the stream; none where a tied head reads the embedding through the final norm's scale."""
+    """The rotation of the residual stream. With a tied head there is none.
+
+    A rotation does not commute with the final norm's scale. A kernel of the head can take over this scale first; the
+    table of embeddings, which a tied head uses, cannot.
+    """
     if c.tied:
         return []
     read = {f"{m}/kernel": f"basis {axes}" for modules in _readers(c).values() for m, axes in modules.items()}
@@ -360,7 +371,11 @@ def _residual_gauge(c: LMConfig, hold: bool) -> list[go.Gauge]:
 
 
 def _centring_gauges(c: LMConfig) -> list[go.Gauge]:
-    """What LayerNorms hide by subtracting the mean: a number per row of writers, and per output of readers."""
+    """Shifts that LayerNorms undo, because they subtract the mean over the stream's channels.
+
+    They are a number per row of every kernel that writes to the stream, and a number per output of every kernel that
+    gets the output of a LayerNorm.
+    """
     if c.norm != "layernorm":
         return []
     shifts: list[go.Gauge] = []
@@ -375,13 +390,13 @@ def _centring_gauges(c: LMConfig) -> list[go.Gauge]:
     for path, axes in _writers(c).items():
         if not (c.tied and path == "embed/embedding"):
             shifts.append(go.norm_write_shift({path: f"{axes}channel"}))
-    if c.tied and c.rope:  # with learned positions, the vector that they trade with the embedding has this direction
+    if c.tied and c.rope:  # with learned positions, `embedding_shift` of `_bias_gauges` contains this direction
         shifts.append(go.norm_write_shift(tied={"embed/embedding": "vocab channel"}))
     return shifts
 
 
 def _scale_gauges(c: LMConfig) -> list[go.Gauge]:
-    """One factor on the whole stream, where norms divide by exactly its size."""
+    """One factor for all leaves that write to the stream. It is a symmetry only if norms have no eps."""
     if c.norm_eps > 0:
         return []
     final = {"final_norm/scale": "1+ _" if c.norm_one_plus else "_"}
@@ -390,13 +405,13 @@ def _scale_gauges(c: LMConfig) -> list[go.Gauge]:
 
 
 def _bias_gauges(c: LMConfig) -> list[go.Gauge]:
-    """Constants that a later bias can take over, and those that nothing reads."""
+    """Gauges of constants: those that a later bias can take over, and those that have no effect (key biases)."""
     found: list[go.Gauge] = [] if c.rope else [
         go.embedding_shift({"embed/embedding": "_ channel"}, {"pos/embedding": "_ channel"})
     ]
     if not c.bias:
         return found
-    # A norm's bias moves into the key and value biases, so that its gauge stands behind theirs.
+    # Values' biases move into the output's bias. Norms' biases (below) move into the biases of the norms' readers.
     attn = "blocks/{i}/attn"
     kernel = {f"{attn}/out/kernel": f"{_query_head(c)} entry _"}
     found.append(go.bias_absorption({f"{attn}/value/bias": "head entry"}, kernel, {f"{attn}/out/bias": "_"}))
@@ -414,13 +429,16 @@ def _bias_gauges(c: LMConfig) -> list[go.Gauge]:
 
 
 def _with_bias(config: LMConfig, module: str, kernel_axes: str, bias_axes: str) -> dict[str, str]:
-    """The blocks of one linear layer: its kernel, and its bias where it has one."""
+    """The blocks of one linear layer, path → axes string: its kernel, and its bias if the model has biases."""
     bias = {f"{module}/bias": bias_axes} if config.bias else {}
     return {f"{module}/kernel": kernel_axes} | bias
 
 
 def _norm_gauges(c: LMConfig) -> list[go.Gauge]:
-    """Every norm scale trades factors with the rows that read it; LayerNorm's bias moves along."""
+    """Gauges that multiply a norm's scale by a factor per channel, and divide the rows of the kernels behind it.
+
+    A LayerNorm's bias is multiplied by the same factor as its scale.
+    """
 
     def absorbed(norm: str, consumers: dict[str, str]) -> go.Gauge:
         scale = {f"{norm}/scale": "1+ channel" if c.norm_one_plus else "channel"}
@@ -431,17 +449,25 @@ def _norm_gauges(c: LMConfig) -> list[go.Gauge]:
     layers = ("gate", "up") if c.mlp == "swiglu" else ("up",)
     mlp = {f"blocks/{{i}}/mlp/{name}/kernel": "channel _" for name in layers}
     gauges = [absorbed("blocks/{i}/norm1", attn), absorbed("blocks/{i}/norm2", mlp)]
-    # A tied head reads the embedding, which other layers read too: it cannot absorb the final norm.
+    # A tied head has no kernel of its own: its table is also the embedding, and cannot take over the final norm's
+    # scale.
     return gauges if c.tied else [*gauges, absorbed("final_norm", {"lm_head/kernel": "channel _"})]
 
 
 def _query_head(c: LMConfig) -> str:
-    """Query heads of one group share their key head's symmetry: they are the free half of the split axis."""
+    """The words for the axis of query heads in an axes string. Query heads that share a key head share its element.
+
+    With grouped queries, the axis is split into key heads (`head`) and the query heads of one key head (`_`).
+    """
     return "head" if c.heads == c.kv_heads else "(head _)"
 
 
 def _query_key_gauges(c: LMConfig, linear: bool) -> list[go.Gauge]:
-    """Rotations of the query-key basis: under rotary those that commute with it, under QK-norm scales."""
+    """The gauges of queries and keys: changes of a head's basis; with `rope` only those that commute with it.
+
+    With `qk_norm`, no change of basis is a symmetry. There are scales of the kernels, which the norms undo, and of the
+    norms' scales.
+    """
     query, key = "blocks/{i}/attn/query", "blocks/{i}/attn/key"
     if c.qk_norm:
         each = [go.scale_invariant(_with_bias(c, module, "_ head _", "head _")) for module in (query, key)]
@@ -455,7 +481,10 @@ def _query_key_gauges(c: LMConfig, linear: bool) -> list[go.Gauge]:
 
 
 def _qk_norm_trade(c: LMConfig) -> go.Gauge:
-    """The two QK-norm scales trade factors; under rotary a plane's two coordinates must agree on one."""
+    """The gauge that multiplies the scale of q_norm and divides that of k_norm, per channel.
+
+    With rotary embeddings, the two coordinates of a plane need the same factor.
+    """
     axes = "(_ channel)" if c.rope else "channel"
     axes = f"1+ {axes}" if c.norm_one_plus else axes
     return go.rescale(
@@ -466,14 +495,14 @@ def _qk_norm_trade(c: LMConfig) -> go.Gauge:
 
 
 def _value_output_gauge(c: LMConfig, linear: bool) -> go.Gauge:
-    """Changes of the value basis, undone by every output head that reads it."""
+    """Changes of the basis of values, which the kernels of the outputs undo."""
     value = _with_bias(c, "blocks/{i}/attn/value", "_ head basis", "head basis")
     out = {"blocks/{i}/attn/out/kernel": f"{_query_head(c)} basis _"}
     return go.head_linear(value, out) if linear else go.head_rotation(value | out)
 
 
 def _mlp_gauges(c: LMConfig) -> list[go.Gauge]:
-    """Rescalings of units that are homogeneous in `up`: ReLU, its square, SwiGLU's linear branch."""
+    """The scales of the MLP's units. They need an activation that is homogeneous in `up`: ReLU, its square, SwiGLU."""
     if c.mlp == "gelu":
         return []
     up = _with_bias(c, "blocks/{i}/mlp/up", "_ channel", "channel")
@@ -482,7 +511,7 @@ def _mlp_gauges(c: LMConfig) -> list[go.Gauge]:
 
 
 def _head_gauges(c: LMConfig) -> list[go.Gauge]:
-    """A shift of all logits; a tied head can shift by its bias alone."""
+    """The gauge that adds one number to all logits. With a tied head, only the head's bias can do that."""
     kernel = {} if c.tied else {"lm_head/kernel": "_ vocab"}
     bias = {"lm_head/bias": "vocab"} if c.bias else {}
     blocks = kernel | bias

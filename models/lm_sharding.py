@@ -1,10 +1,11 @@
-"""Where the parameters of `models.lm` live on a mesh: each leaf's axes by name, and per layout a name's mesh axis.
+"""How the parameters of `models.lm` are sharded over a mesh.
 
-Meshes have the axes "data" and "model". Layouts: "dp" (parameters whole on every device), "fsdp" (the model's width
-dealt out over data), "tp" (heads, hidden units and vocabulary over model), "fsdp_tp" (both).
+A mesh has the axes "data" and "model". `AXES` names the axes of every leaf, and a layout maps these names to mesh axes:
+"dp" (every device has all parameters), "fsdp" (the model's width is divided over "data"), "tp" (heads, hidden units and
+vocabulary are divided over "model"), "fsdp_tp" (both).
 
-No axis called "_" is ever dealt out, a head's basis among them: whole heads, units and channels stay together, so that
-a gauge finds its leaves where it is. All that crosses devices are sums per channel and Gram matrices per head.
+Axes called "_", such as a head's basis, are never divided. A gauge acts along such axes, so that whole heads stay on
+one device. Only sums per channel and Gram matrices per head cross devices.
 """
 
 import re
@@ -15,7 +16,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-# Of a path's patterns the first that occurs in it counts.
+# Pattern → names of the axes of the leaves whose path contains the pattern. The first pattern that fits counts.
 AXES: tuple[tuple[str, str], ...] = (
     (r"(query|key|value)/kernel", "width heads _"),
     (r"(query|key|value)/bias", "heads _"),
@@ -40,7 +41,7 @@ LAYOUTS: Mapping[str, Mapping[str, str]] = {
 
 
 def make_mesh(data: int, model: int, *, kind: AxisType = AxisType.Auto) -> Mesh:
-    """A mesh of the first data · model devices; unless its axes are explicit, XLA finds where an update's parts lie."""
+    """A mesh of the first data · model devices. If its axes are not explicit, XLA chooses the sharding of updates."""
     devices = jax.devices()[: data * model]
     if len(devices) < data * model:
         raise ValueError(
@@ -53,13 +54,13 @@ def make_mesh(data: int, model: int, *, kind: AxisType = AxisType.Auto) -> Mesh:
 
 
 def partition(layout: str, path: str) -> P:
-    """The mesh axis, if any, of every axis of the leaf at a path like `blocks/0/norm1/scale`."""
+    """The mesh axis (or None) of every axis of the leaf at a path such as `blocks/0/norm1/scale`."""
     names = next(axes for pattern, axes in AXES if re.search(pattern, path)).split()
     return P(*(LAYOUTS[layout].get(name) for name in names))
 
 
 def shardings(params: Any, mesh: Mesh, layout: str) -> Any:
-    """A `NamedSharding` for every leaf of a plain dict, of arrays or of their shapes."""
+    """A `NamedSharding` for every leaf of a nested dict of arrays, or of their shapes."""
 
     def placed(keys: tuple[Any, ...], leaf: Any) -> NamedSharding:
         del leaf

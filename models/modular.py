@@ -1,10 +1,10 @@
-"""The network of arXiv 2608.05136 for addition modulo a prime: two numbers and an equals sign, read at the last.
+"""The network of arXiv 2608.05136 for addition modulo a prime.
 
-Tree (p numbers, d model); the blocks are those of `models/blocks.py`, without biases:
+Its input has three tokens: two numbers and an equals sign. The sum is predicted at the equals sign. The network has no
+causal mask; it has RMSNorms, and SiLU as its activation. The leaves with their shapes, for p numbers and width d; the
+blocks are those of `models/blocks.py`, without biases:
 
     embed/embedding (p + 1, d)    pos/embedding (3, d)    blocks/{i}    norm/scale (d)    lm_head/kernel (d, p)
-
-No causal mask, RMSNorms, SiLU.
 """
 
 import math
@@ -22,7 +22,7 @@ Params = Any
 
 @dataclass(frozen=True)
 class ModularConfig:
-    """Sizes: those of the paper."""
+    """Sizes. The defaults are those of the paper."""
 
     modulus: int = 47
     width: int = 64
@@ -31,7 +31,10 @@ class ModularConfig:
 
 
 def init(c: ModularConfig, key: jax.Array) -> Params:
-    """Uniform kernels of ±1/√inputs, embeddings of size 1, positions of size 0.02."""
+    """The parameters at the start of training.
+
+    Kernels are uniform in ±1/√inputs, embeddings normal with standard deviation 1, positions normal with 0.02.
+    """
     keys, d = iter(jax.random.split(key, 3 + 6 * c.blocks)), c.width
 
     def kernel(*shape: int, inputs: int = 1) -> jax.Array:
@@ -48,7 +51,7 @@ def init(c: ModularConfig, key: jax.Array) -> Params:
 
 
 def logits(c: ModularConfig, params: Params, tokens: jax.Array) -> jax.Array:
-    """(pairs, 3) tokens to (pairs, modulus), read at the last position."""
+    """The logits of the sum, (pairs, modulus), at the last position of tokens (pairs, 3)."""
     x = params["embed"]["embedding"][tokens] + params["pos"]["embedding"]
     for i, block in params["blocks"].items():
         read = slice(-1, None) if i == c.blocks - 1 else slice(None)
@@ -65,7 +68,7 @@ def rms_norm(norm: Params, x: jax.Array) -> jax.Array:
 
 
 def gauges() -> list[go.Gauge]:
-    """All continuous symmetries that keep norms: the first one is the paper's, the last the shift of the logits."""
+    """The gauges of heads, norms' scales and logits. The first one is the gauge that the paper studies."""
     bases = {name: f"blocks/{{i}}/attn/{name}/kernel" for name in ("query", "key", "value", "out")}
     readers = {bases[name]: "channel _ _" for name in ("query", "key", "value")}
     return [

@@ -1,12 +1,14 @@
 """Learnable multipliers: W = r·W̄·c, one number per output and one per input of a linear layer (GaugeFix-LRM, Eq. 1).
 
-The tree of a wrapped layer has layer/kernel (W̄) and layer/bias as they were, `rows` (r, shaped like the outputs) and
-`columns` (c, shaped like the inputs). The network sees only the product, and so does not notice
+The tree of a layer with multipliers has layer/kernel (W̄) and layer/bias as before, and the new leaves `rows` (r,
+shaped like the outputs) and `columns` (c, shaped like the inputs). The network sees only the product W. Therefore it
+computes the same function after any of these moves:
 
     r·α, W̄/α per output     c·β, W̄/β per input     r_Q·γ, r_K/γ     r_V·γ, c_O/γ     r_up·γ, c_down/γ
 
-per coordinate of a head and per unit. r·α against c/α for a whole matrix is the first two together. `gauge_fix` and
-`hold_products` act on these gauges, as `condition` shows.
+The last three move multipliers of two layers (queries and keys, values and outputs, the MLP's two layers), with one
+factor γ per coordinate of a head, or per unit. `gauge_fix` and `hold_products` act on these gauges, as `condition`
+shows.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,19 +27,19 @@ AXES = {
     "query": "_ head channel", "key": "_ head channel", "value": "_ head channel", "out": "head channel _",
     "up": "_ channel", "gate": "_ channel", "down": "channel _",
 }
-"""Attribute name of a layer of `models/lm.py` → names of its kernel's axes; `_` is the residual stream's."""
+"""Attribute name of a layer of `models/lm.py` → names of its kernel's axes. `_` is the axis of the residual stream."""
 OUTPUTS = {"out": "_ _ residual", "down": "_ residual"}
-"""Where outputs are the residual stream: axes as the wrapper takes them."""
+"""The axes strings, as `Multiplied` takes them, of the layers whose outputs are the residual stream."""
 
 
 class Multiplied(nnx.Module):
-    """A layer with a `kernel`, whose call sees rows·kernel·columns.
+    """Calls a layer with the kernel rows·kernel·columns in place of its own.
 
     Attributes:
-      layer: as it was: any module that reads its own `kernel`.
-      weight: the name of what is multiplied.
-      rows: one per output, ones at first; None without them.
-      columns: one per input, likewise.
+      layer: the layer, any module that uses its own `kernel`. It is not changed.
+      weight: the name of the attribute that is multiplied, such as "kernel".
+      rows: one multiplier per output, ones at the start; None if there are none.
+      columns: one multiplier per input, ones at the start; None if there are none.
 
     >>> layer = Multiplied(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), "_ channel")
     >>> layer.rows.shape, layer.columns.shape
@@ -47,7 +49,7 @@ class Multiplied(nnx.Module):
     def __init__(
         self, layer: nnx.Module, axes: str, *, rows: bool = True, columns: bool = True, weight: str = "kernel"
     ) -> None:
-        """`axes` of the weight, in order: `_` for inputs, a name for outputs."""
+        """Adds multipliers. `axes` has a word per axis of the weight: `_` for an input, any name for an output."""
         kernel = getattr(layer, weight)[...]
         self.layer, self.weight, self.inputs = layer, weight, inputs_of(axes, kernel)
         self.outputs = tuple(k for k in range(kernel.ndim) if k not in self.inputs)
@@ -56,7 +58,7 @@ class Multiplied(nnx.Module):
         self.columns = nnx.Param(jnp.ones(shapes[1], kernel.dtype)) if columns else None
 
     def folded(self) -> jax.Array:
-        """The kernel that the network sees."""
+        """The product rows·kernel·columns, which the network sees."""
         kernel = getattr(self.layer, self.weight)[...]
         if self.rows is not None:
             kernel = kernel * jnp.expand_dims(self.rows[...], self.inputs)
@@ -65,17 +67,17 @@ class Multiplied(nnx.Module):
         return kernel
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The layer's, with that kernel."""
+        """The output of the layer, computed with the multiplied kernel."""
         return called_with(self.layer, self.folded(), *args, **kwargs)
 
 
 def multiply(model: nnx.Module, axes: Mapping[str, str]) -> None:
-    """Wraps, in place, every layer whose attribute name is listed; name → axes, `_` for inputs."""
+    """Adds multipliers, in place, to every layer whose attribute name is a key of `axes` (see `Multiplied`)."""
     wrapped(model, axes, Multiplied)
 
 
 def fold(model: nnx.Module) -> None:
-    """Multiplies, in place, every wrapped layer's kernel out: the same function without multipliers.
+    """Removes multipliers, in place: multiplies them into the kernels. The function stays the same.
 
     >>> class One(nnx.Module):
     ...     def __init__(self, rngs):
@@ -94,7 +96,7 @@ def fold(model: nnx.Module) -> None:
         del name
         if not isinstance(layer, Multiplied):
             return None
-        if id(layer) not in done:  # a layer may have two names
+        if id(layer) not in done:  # two attributes may hold one layer
             getattr(layer.layer, layer.weight)[...] = layer.folded()
             done[id(layer)] = layer.layer
         return done[id(layer)]
@@ -103,7 +105,7 @@ def fold(model: nnx.Module) -> None:
 
 
 def linear_axes(config: lm.LMConfig) -> dict[str, str]:
-    """Attribute names and axes of the language model's linear layers, as `multiply` takes them."""
+    """Attribute name → axes string for the linear layers of the language model, as `multiply` takes them."""
     names = [name for name in AXES if name != "gate" or config.mlp == "swiglu"]
     return {name: OUTPUTS.get(name, AXES[name]) for name in names}
 
@@ -119,7 +121,10 @@ def build(config: lm.LMConfig, rngs: nnx.Rngs) -> lm.LM:
 
 
 def head_gauge(config: lm.LMConfig, module: str = "blocks/{i}/attn") -> go.Gauge:
-    """The paper's: one scale per head between multipliers of queries and keys, and biases, which have none."""
+    """The gauge of the paper: one scale per head, by which queries are multiplied and keys divided.
+
+    It acts on the multipliers, and on the biases, which have no multipliers.
+    """
     head = _query_head(config)
     query = {f"{module}/query/rows": f"{head} _"} | _bias(config, f"{module}/query", f"{head} _")
     key = {f"{module}/key/rows": "head _"} | _bias(config, f"{module}/key", "head _")
@@ -135,7 +140,10 @@ def _bias(config: lm.LMConfig, module: str, axes: str) -> dict[str, str]:
 
 
 def kernel_gauges(config: lm.LMConfig) -> list[go.Gauge]:
-    """Rows and columns of every matrix against the matrix itself: after them no multiplier is free."""
+    """Gauges that multiply `rows` or `columns` and divide the matrix between them.
+
+    They can take every multiplier to 1 (up to its sign), so that no further gauge of multipliers is needed.
+    """
     gauges: list[go.Gauge] = []
     for name, axes in AXES.items():
         if name == "gate" and config.mlp != "swiglu":
@@ -151,7 +159,11 @@ def kernel_gauges(config: lm.LMConfig) -> list[go.Gauge]:
 
 
 def traded_gauges(config: lm.LMConfig) -> list[go.Gauge]:
-    """Between two layers, kernels left alone: values and outputs, units, without rotary queries and keys too."""
+    """Gauges that multiply multipliers of one layer and divide those of another. Kernels do not change.
+
+    The layers are values and outputs, the MLP's two layers, and, without rotary embeddings and QK-norm, queries and
+    keys.
+    """
     attn, mlp = "blocks/{i}/attn", "blocks/{i}/mlp"
     head = _query_head(config)
     value = {f"{attn}/value/rows": "head channel"} | _bias(config, f"{attn}/value", "head channel")
@@ -181,19 +193,20 @@ def condition(
     held: Mapping[str, Any] | None = None,
     **fixing: Any,
 ) -> optax.GradientTransformationExtraArgs:
-    """AdamW as in GaugeFix-LRM §4.1, under one of its conditions; B carries moments along unless told not to.
+    """AdamW as in GaugeFix-LRM §4.1, under one of the paper's three conditions.
 
     Args:
-      which: "A", decay on all multipliers; "B", none on those of queries and keys, which are fixed; "C", neither.
+      which: "A": weight decay on all multipliers. "B": no decay on multipliers of queries and keys, but after every
+        step `go.orbit.gauge_fix` balances them. "C": no decay on multipliers of queries and keys, and no gauge fixing.
       learning_rate: a number or a schedule.
       gauge: the gauge of queries and keys, `head_gauge(config)`.
-      held: keyword arguments of `go.orbit.hold_products` in B, {"kind": "cap", "cap": 2.0}; None leaves s_Q·s_K free,
-        as the paper does.
-      **fixing: keyword arguments of `go.orbit.gauge_fix` in B: `every=`; `transport=False`, which is what the paper
-        did.
+      held: keyword arguments of `go.orbit.hold_products` in B, such as {"kind": "cap", "cap": 2.0}. With None, as in
+        the paper, the product of the sizes of queries and keys is not controlled.
+      **fixing: keyword arguments of `go.orbit.gauge_fix` in B, such as `every=`. With `transport=False`, as in the
+        paper, Adam's moments do not move along with the weights.
 
     Returns:
-      The optimizer: gradients clipped at 1, b2 of 0.95, decay of 0.1 on matrices and 2e-3 on multipliers.
+      The optimizer: gradients are clipped at 1, b2 is 0.95, decay is 0.1 on matrices and 2e-3 on multipliers.
     """
     if which not in ("A", "B", "C"):
         raise ValueError(f"no condition {which!r}: A, B or C")

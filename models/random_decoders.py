@@ -1,6 +1,8 @@
-"""Random small decoders: a number draws one from a grammar, `Spec`, whose switches decide its symmetries.
+"""Random small decoders, on which `gauge_optax.discover` is tested.
 
-Parameters are as they are at the start of training, and sizes are tiny. `benchmarks.fuzz` searches many of them.
+A number determines a decoder: `drawn(number)` draws its sizes and switches, a `Spec`, at random. The switches decide
+its symmetries. Sizes are tiny, and parameters are those at the start of training. `benchmarks.fuzz` calls `discover` on
+many of them.
 """
 
 import dataclasses
@@ -12,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 TOKENS = 6
-OUTLIER = 30.0  # how many times a channel of the residual stream is as large as the others
+OUTLIER = 30.0  # with `outlier`, one channel of the residual stream is this many times as large as the others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,19 +48,23 @@ class Spec:
 
     @property
     def vocab(self) -> int:
-        """How many tokens there are. The first parallel MLP, and the first norm of queries and keys where no position
-        is added, see tokens alone: they need more of them than a quadratic form of the stream has entries."""
+        """The number of tokens.
+
+        In some decoders the first MLP, or the first norm of queries and keys, gets the embedding of a single token. It
+        then has only as many different inputs as there are tokens. These must be more than a quadratic form of the
+        stream has entries, or weights have dead directions for lack of inputs.
+        """
         normed = self.qk_norm == "wide" or (self.qk_norm != "none" and self.position in ("none", "partial"))
         return 71 if self.parallel or normed else 13
 
     @property
     def rotary(self) -> bool:
-        """Whether queries and keys are turned by their position."""
+        """Whether queries and keys are rotated by an angle that depends on the position."""
         return self.position in ("half", "interleaved", "partial")
 
 
 def drawn(number: int) -> Spec:
-    """The specification with a number."""
+    """Draws the specification that belongs to a number."""
     rng = np.random.default_rng([54, number])
 
     def of(*choices: Any, p: Any = None) -> Any:
@@ -69,9 +75,10 @@ def drawn(number: int) -> Spec:
     layout = of("heads", "flat", "fused", p=(0.6, 0.25, 0.15))
     kv_heads = heads if layout == "fused" else of(*(k for k in (1, 2, 4) if k <= heads))
     position = of("none", "learned", "half", "interleaved", "partial", p=(0.1, 0.2, 0.35, 0.2, 0.15))
-    head = 8 if position == "partial" else of(4, 6, p=(0.75, 0.25))  # a single plane would be no axis
+    head = 8 if position == "partial" else of(4, 6, p=(0.75, 0.25))  # else "partial" would rotate a single plane
     layers, width, hidden = of(1, 2), max(of(6, 8), head + 2), of(5, 7)
-    # A head wider than its input, or fewer tokens than channels, would leave directions dead that no model has.
+    # Sizes must not make directions dead that are not dead in any real model. A head is therefore not wider than its
+    # input, and there are more tokens than channels.
     spec = Spec(
         layers=layers, width=width, heads=heads, kv_heads=kv_heads, head=head, hidden=hidden, norm=norm,
         scale=of("plain", "one_plus", "none", p=(0.7, 0.15, 0.15)),
@@ -86,14 +93,15 @@ def drawn(number: int) -> Spec:
         final=of(True, False, p=(0.85, 0.15)), scanned=of(True, False, p=(0.3, 0.7)),
         outlier=of(True, False, p=(0.25, 0.75)),
     )
-    # So would an MLP whose few units leave the norm behind it with less than the stream, and one block with centred
-    # norms behind its sublayers: the head alone reads what the second of them writes (docs/design.md §8).
+    # Two more cases would make such directions dead, if norms stand behind the sublayers. One is an MLP with fewer
+    # units than the stream has channels. The other is a single block with LayerNorms: only the head gets the output of
+    # its second norm (docs/design.md §8).
     layers = 2 if spec.place == "after" and spec.norm == "layer" else layers
     return spec if spec.place == "before" else dataclasses.replace(spec, hidden=max(hidden, width), layers=layers)
 
 
 class Net(NamedTuple):
-    """What `go.discover` takes."""
+    """The arguments of `go.discover`: a function, its parameters, and batches."""
 
     fn: Callable[[Any, Any], jax.Array]
     params: Any
@@ -101,7 +109,7 @@ class Net(NamedTuple):
 
 
 def built(spec: Spec) -> Net:
-    """The function of a specification, with parameters as they are at the start of training."""
+    """Builds the decoder of a specification. Its parameters are those at the start of training."""
     rng = np.random.default_rng(0)
 
     def kernel(*shape: int, fan: int) -> np.ndarray:
@@ -171,7 +179,7 @@ def _normed(spec: Spec, x: Any, weights: Mapping[str, Any], kind: str = "") -> A
 
 
 def _turned(spec: Spec, x: Any) -> Any:
-    """Rotary embeddings of (batch, token, head, entry)."""
+    """Applies rotary embeddings to queries or keys (batch, token, head, entry)."""
     turned = x.shape[-1] // 2 if spec.position == "partial" else x.shape[-1]
     turned -= turned % 2
     x, rest = x[..., :turned], x[..., turned:]

@@ -1,7 +1,8 @@
-"""Weight standardization: a layer's neurons centred, of norm 1, times a gain that is learnt.
+"""Weight standardization: each neuron's weights are centred, divided by their norm, and multiplied by a learnt gain.
 
-The network then sees neither the size nor the mean of a kernel's neurons: each is scale- and shift-invariant, whatever
-follows it. Qiao et al. 2019; with gains as in Rotational Equilibrium, App. K.
+A neuron's weights are those of one output of a kernel. The network sees neither their norm nor their mean, so that the
+function does not change if they are scaled or shifted, whatever layer follows. References: Qiao et al. 2019; the gains
+are as in Rotational Equilibrium, App. K.
 """
 
 from collections.abc import Mapping
@@ -17,17 +18,18 @@ EPS = 1e-12
 
 
 def standardized(kernel: jax.Array, fan_in: tuple[int, ...]) -> jax.Array:
-    """Neurons of mean 0 and norm 1; `fan_in` are the axes of one."""
+    """Centres the weights of every neuron and divides them by their norm. A neuron sums over the axes `fan_in`."""
     centred = kernel - jnp.mean(kernel, fan_in, keepdims=True)
     return centred * jax.lax.rsqrt(jnp.sum(jnp.square(centred), fan_in, keepdims=True) + EPS)
 
 
 class WeightStandardized(nnx.Module):
-    """A layer with a `kernel`, whose call sees the standardized one times `gain`.
+    """Calls a layer with its standardized kernel times `gain` in place of its kernel.
 
     Attributes:
-      layer: as it was, `nnx.Linear`, `nnx.Conv` or any module that reads its own `kernel`.
-      gain: one per neuron, at first its norm without the mean, so that the function changes by the mean alone.
+      layer: the layer: `nnx.Linear`, `nnx.Conv` or any module that uses its own `kernel`. It is not changed.
+      gain: one number per neuron. It starts as the norm of the neuron's centred weights, so that at the start only the
+        neurons' means are lost.
 
     >>> layer = nnx.Linear(8, 3, rngs=nnx.Rngs(0))
     >>> one = WeightStandardized(layer, "_ channel")
@@ -36,14 +38,14 @@ class WeightStandardized(nnx.Module):
     """
 
     def __init__(self, layer: nnx.Module, axes: str) -> None:
-        """`axes` of the kernel, in order: `_` is what a neuron sums over, as in gauges."""
+        """Wraps a layer. `axes` has a word per axis of its kernel: `_` for axes that a neuron sums over."""
         kernel = layer.kernel[...]  # type: ignore[attr-defined]
         self.layer, self.fan_in = layer, inputs_of(axes, kernel)
         centred = kernel - jnp.mean(kernel, self.fan_in, keepdims=True)
         self.gain = nnx.Param(jnp.sqrt(jnp.sum(jnp.square(centred), self.fan_in)))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The layer's, with the kernel that the network sees."""
+        """The output of the layer, computed with the standardized kernel."""
         gain = jnp.expand_dims(self.gain[...], self.fan_in)
         kernel = self.layer.kernel[...]  # type: ignore[attr-defined]
         return called_with(self.layer, standardized(kernel, self.fan_in) * gain, *args, **kwargs)
@@ -53,8 +55,8 @@ def standardize(model: nnx.Module, axes: Mapping[str, str]) -> None:
     """Wraps, in place, every module in `model` whose attribute name is listed.
 
     Args:
-      model: of any depth.
-      axes: attribute name of a layer → axes of its kernel.
+      model: the model. Layers at any depth are found.
+      axes: attribute name of a layer → axes string of its kernel.
 
     >>> class Two(nnx.Module):
     ...     def __init__(self, rngs):

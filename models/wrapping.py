@@ -1,6 +1,6 @@
-"""Calls layers with another kernel than the one that they hold, and wraps every layer of a model at once.
+"""Calls layers with another kernel than their own, and wraps every layer of a model at once.
 
-Weight standardization and learnable multipliers share this; each computes its own kernel.
+`models.weight_standardization` and `models.multipliers` use this. Each computes its kernel in its own way.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ from flax import nnx
 
 
 def inputs_of(axes: str, kernel: jax.Array) -> tuple[int, ...]:
-    """The axes that a neuron sums over: `_` in an axes string, which must fit the kernel."""
+    """The axes of a kernel that a neuron sums over, which are those called `_` in the axes string."""
     names = axes.split()
     inputs = tuple(k for k, name in enumerate(names) if name == "_")
     if len(names) != kernel.ndim or not inputs:
@@ -28,7 +28,7 @@ def called_with(layer: nnx.Module, kernel: jax.Array, *args: Any, **kwargs: Any)
 
 
 def replaced(model: nnx.Module, choose: Callable[[str, Any], nnx.Module | None]) -> None:
-    """Puts, in place, what `choose(attribute name, module)` gives for every module in a model, where it gives one."""
+    """Replaces modules of a model in place: each by choose(attribute name, module), unless that is None."""
     for module in [node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Module)]:
         for name, layer in list(vars(module).items()):
             if isinstance(layer, nnx.Module) and (new := choose(name, layer)) is not None:
@@ -36,7 +36,10 @@ def replaced(model: nnx.Module, choose: Callable[[str, Any], nnx.Module | None])
 
 
 def wrapped(model: nnx.Module, axes: Mapping[str, str], wrap: Callable[[nnx.Module, str], nnx.Module]) -> None:
-    """Wraps, in place, every layer with a kernel whose attribute name is listed; name → axes of its kernel."""
+    """Wraps, in place, every layer that has a kernel and whose attribute name is a key of `axes`.
+
+    The values of `axes` are the axes strings of the kernels.
+    """
     missing = set(axes)
 
     def choose(name: str, layer: Any) -> nnx.Module | None:

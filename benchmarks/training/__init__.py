@@ -1,1 +1,1 @@
-"""Training runs that compare optimizers: a small language model on bytes of text, and the optimizers of others."""
+"""Training runs that compare optimizers: a small language model on bytes of text, and optimizers from other papers."""

@@ -1,7 +1,7 @@
-"""What the compared optimizers are made of: links that Optax lacks, and which leaves each of them takes.
+"""Transformations for the optimizers of `recent.py`: some that Optax lacks, and functions that choose leaves for them.
 
 A kernel counts as one matrix, inputs × outputs: (d, heads·size) for queries, keys and values, (heads·size, d) for
-attention's output. `recent.py` has the optimizers themselves. Nothing in this file knows a gauge.
+attention's output. Nothing in this file uses gauges.
 """
 
 import math
@@ -26,17 +26,17 @@ NEURONS: Mapping[str, str] = {
     "blocks/{i}/attn/out/kernel": "_ _ neuron",
     **{f"blocks/{{i}}/mlp/{name}/kernel": "_ neuron" for name in ("up", "gate", "down")},
 }
-"""A vector per neuron: the weights of its inputs."""
+"""Path of a kernel → axes string by which each neuron has one vector, the weights of its inputs."""
 TOKENS: Mapping[str, str] = {"lm_head/kernel": "_ token"}
-"""The unembedding's neurons."""
+"""The same for the head: one vector per token."""
 EMBEDDINGS: Mapping[str, str] = {"embed/embedding": "token _"}
-"""A vector per token."""
+"""The same for the table of embeddings: one vector per token."""
 MATRICES: Mapping[str, str] = {path: "_ " * len(axes.split()) for path, axes in NEURONS.items()}
-"""A vector per kernel."""
+"""The same kernels as `NEURONS`, but with each kernel as a single vector."""
 
 
 def joined(path: Any) -> str:
-    """A key path as text."""
+    """A key path as text, with its keys joined by "/"."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
@@ -47,14 +47,14 @@ def is_matrix(path: Any) -> bool:
 
 
 def inputs(path: Any) -> tuple[int, ...]:
-    """The axes of a kernel that count a neuron's inputs."""
+    """The axes of a kernel that a neuron sums over."""
     first, _, *rest = joined(path).split("/")
     axes = NEURONS["/".join([first, "{i}", *rest])].split()
     return tuple(axis for axis, name in enumerate(axes) if name == "_")
 
 
 def by_path(change: Callable[[str, jax.Array], jax.Array]) -> Link:
-    """A link without state that maps every update, given its path; leaves that a partition hides are passed by."""
+    """A link without a state that replaces each update x by change(path, x). It skips leaves that a partition hides."""
     return optax.stateless(
         lambda updates, params: jax.tree_util.tree_map_with_path(lambda path, x: change(joined(path), x), updates)
     )
@@ -64,29 +64,32 @@ def by_path(change: Callable[[str, jax.Array], jax.Array]) -> Link:
 
 
 def orthogonalised() -> Link:
-    """Every kernel's update becomes its polar factor, times √(outputs/inputs) where there are more outputs.
+    """Replaces every kernel's update by its polar factor, times √(outputs/inputs) if there are more outputs.
 
-    Reference: Jordan et al. 2024 (Muon), with Optax's factor.
+    Reference: Jordan et al. 2024 (Muon), with Optax's factor for the shape.
     """
 
     return by_path(polar_step)
 
 
 def polar_step(path: str, x: jax.Array) -> jax.Array:
-    """One kernel's part of `orthogonalised`."""
+    """What `orthogonalised` does with the update of one kernel."""
     matrix = x.reshape(math.prod(x.shape[: 2 if x.ndim == 3 and "/out/" in path else 1]), -1)
     rows, columns = matrix.shape
     return (linalg.polar(matrix) * max(1.0, columns / rows) ** 0.5).reshape(x.shape)
 
 
 class NeuronState(NamedTuple):
-    """Average mean square of each neuron's update, like the leaves with axes of length 1 for inputs."""
+    """State of `neurons_alike`: per leaf, running averages of the mean square of each neuron's update.
+
+    The arrays have axes of length 1 in place of inputs.
+    """
 
     square: Tree
 
 
 def neurons_alike(b2: float = 0.95) -> Link:
-    """NorMuon's second half: every neuron's update over its own running size; the kernel's update keeps its length.
+    """NorMuon's second half: divides each neuron's update by its running size, and keeps the norm of a kernel's update.
 
     Reference: Li et al. 2025, arXiv 2510.05491, Algorithm 1.
     """
@@ -124,17 +127,17 @@ def split(matrices: Link, rest: Link) -> Link:
 
 
 def adamw(rate: Rate, decay: jax.Array) -> Link:
-    """Optax's, with the momentum of language models."""
+    """Optax's AdamW, with b2=0.95 as is usual for language models."""
     return optax.adamw(rate, b2=0.95, weight_decay=decay)
 
 
 def momentum() -> Link:
-    """Nesterov's, as in Muon."""
+    """Nesterov's momentum, as in Muon."""
     return optax.trace(MOMENTUM, nesterov=True)
 
 
 def as_matrices(inner: Link) -> Link:
-    """Shows `inner` every kernel as one matrix, inputs × outputs."""
+    """Wraps a link so that it gets every kernel as one matrix, inputs × outputs."""
 
     def flat(tree: Tree) -> Tree:
         def one(path: Any, x: jax.Array) -> jax.Array:

@@ -1,6 +1,6 @@
-"""Optimizers of 2025 and 2026 for the tuned comparison, written from their papers' and public pages' descriptions.
+"""Optimizers of 2025 and 2026 for the comparison `benchmarks.tuned`, written from papers and public descriptions.
 
-A schedule returns two rates, of matrices and of all other leaves, as in `benchmarks.tuned`.
+A schedule (`rate`) returns two learning rates, one for matrices and one for all other leaves.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from gauge_optax import linalg
 
 
 def other_leaves(matrices: Link, rate: Rate, decay: jax.Array) -> Link:
-    """One optimizer for matrices, and AdamW at the second rate for all other leaves."""
+    """Uses an optimizer for matrices, and AdamW with the second rate for all other leaves."""
     return of.split(matrices, of.adamw(lambda n: rate(n)[1], decay))
 
 
@@ -26,14 +26,19 @@ def _stepped(links: list[Link], rate: Rate, decay: jax.Array) -> Link:
 
 
 def normuon(rate: Rate, decay: jax.Array) -> Link:
-    """Muon, each neuron's update over its own running size. Reference: Li et al. 2025, arXiv 2510.05491."""
+    """NorMuon: Muon with each neuron's update divided by its running size.
+
+    Reference: Li et al. 2025, arXiv 2510.05491.
+    """
     return other_leaves(_stepped([of.momentum(), of.orthogonalised(), of.neurons_alike()], rate, decay), rate, decay)
 
 
 def muonh(rate: Rate, decay: jax.Array, neurons: bool = False) -> Link:
-    """Muon on spheres of the kernels' Frobenius norms. With `neurons`, neurons are made alike before (NorMuonH).
+    """MuonH: Muon that keeps the Frobenius norm of every kernel.
 
-    Reference: Wen et al. 2026, arXiv 2606.16899; `its_start` has the initial kernels of their public runs.
+    With `neurons`, each neuron's update is first divided by its running size (NorMuonH).
+
+    Reference: Wen et al. 2026, arXiv 2606.16899; `its_start` makes the initial kernels of their public runs.
     """
     links = [of.momentum(), of.orthogonalised(), *([of.neurons_alike()] if neurons else [])]
     first = lambda n: rate(n)[0]  # noqa: E731
@@ -42,10 +47,10 @@ def muonh(rate: Rate, decay: jax.Array, neurons: bool = False) -> Link:
 
 
 def its_start(params: Tree, start: str) -> Tree:
-    """Kernels as MuonH's public runs draw them: attention's output times 1.25, an MLP's first layer 1.5, its last 3.
+    """Initial kernels as in MuonH's public runs, if `start` is "lecun". For other starts, `params` are returned.
 
-    They multiply PyTorch's default, whose standard deviation is 1/√(3·inputs); the last layer's factor is their 3 over
-    that default. Other starts stay as they are.
+    The runs multiply PyTorch's default kernels, whose standard deviation is 1/√(3·inputs): attention's output by 1.25,
+    the first layer of an MLP by 1.5, and its last layer by 3.
     """
     if start != "lecun":
         return params
@@ -61,12 +66,14 @@ def its_start(params: Tree, start: str) -> Tree:
 
 
 def symmetric(rate: Rate, decay: jax.Array) -> Link:
-    """Rules that commute with each leaf's symmetry: Muon in attention, and orders of units and of tokens elsewhere.
+    """A rule of steps for each kind of leaf, which commutes with the symmetries of this kind.
 
-    Gate and up are orthogonalised and their units made alike, down likewise along its inputs; rows of the embedding and
-    columns of the head, which are tokens, step by their momentum over its root mean square. Vectors get AdamW. A table
-    of embeddings commutes with orders of its rows and rotations of its columns, a matrix of hidden units with orders of
-    units.
+    * Attention gets Muon.
+    * In an MLP, updates are orthogonalised; then each unit's part (a column of gate and up, a row of down) is divided
+      by its root mean square. This commutes with permutations of units.
+    * In the table of embeddings and the head, each token's momentum is divided by its root mean square. This commutes
+      with permutations of tokens and with rotations of the stream.
+    * Vectors get AdamW.
 
     Reference: Lau and Su 2026, arXiv 2605.18106. Their variants are many; this is the one with a rule per leaf.
     """
@@ -79,7 +86,7 @@ def symmetric(rate: Rate, decay: jax.Array) -> Link:
         return {"embedding": 0, "kernel": 1}.get(path.split("/")[-1])
 
     first, second = (lambda n: rate(n)[0]), (lambda n: rate(n)[1])
-    # A unit's update of root mean square 1 is √inputs as long as that of an orthogonal matrix.
+    # An update of a unit with root mean square 1 is √inputs times as long as one from an orthogonal matrix.
     evened = optax.chain(_rows_alike(of_units), of.by_path(_as_long_as_orthogonal))
     matrices = optax.chain(
         of.momentum(), of.orthogonalised(), evened, optax.add_decayed_weights(decay),
@@ -99,10 +106,10 @@ def symmetric(rate: Rate, decay: jax.Array) -> Link:
 
 
 def _rows_alike(axis: Callable[[str], int | None]) -> Link:
-    """Divides each row of an update by its root mean square, a row being what is left when `axis` is fixed.
+    """Divides each row of an update by its root mean square.
 
     Args:
-      axis: a leaf's path → its axis of rows; None to leave the update alone.
+      axis: path of a leaf → the axis that counts its rows; None to leave the leaf's update as it is.
     """
 
     def one(path: str, x: jax.Array) -> jax.Array:
@@ -116,7 +123,7 @@ def _rows_alike(axis: Callable[[str], int | None]) -> Link:
 
 
 def _as_long_as_orthogonal(path: str, x: jax.Array) -> jax.Array:
-    """Scales an MLP kernel's update to the length of its polar factor as `orthogonalised` returns it."""
+    """Scales the update of an MLP's kernel to the Frobenius norm that `orthogonalised` would give it."""
     if x.ndim != 2:
         return x
     rows, columns = x.shape
@@ -131,10 +138,11 @@ _DAMPING = 1e-3
 
 
 def compositional(rate: Rate, decay: jax.Array) -> Link:
-    """Muon, except that attention's kernels step by the spectral norm of the products that they form in each head.
+    """Compositional Muon: kernels of attention step by the spectral norm of the product of two kernels in each head.
 
-    The momentum of a factor is multiplied by the inverse root of its partner's Gram matrix before the polar factor and
-    after it; each factor takes half of the step. Queries, keys and values have a matrix per head, the output has one.
+    The pairs are queries and keys, and values and outputs. The momentum of one kernel is multiplied by the inverse root
+    of its partner's Gram matrix, before its polar factor is taken and after that; each kernel makes half of the step.
+    Queries, keys and values have a matrix per head, the output has one matrix. All other kernels get Muon.
 
     Reference: Keigwin et al. 2026, the public description of Compositional Muon (half split; hybrid for the output). It
     names no damping; here a thousandth of the mean eigenvalue is added to Gram matrices.
@@ -162,7 +170,7 @@ def compositional(rate: Rate, decay: jax.Array) -> Link:
 
 
 def _heads_first(name: str, x: jax.Array) -> jax.Array:
-    """Shows a kernel of attention as (heads, size, d)."""
+    """The kernel of an attention layer with its axes in the order (heads, size, d)."""
     return x if name == "out" else x.transpose(1, 2, 0)
 
 
@@ -170,7 +178,7 @@ def _heads_first(name: str, x: jax.Array) -> jax.Array:
 
 
 class MuownState(NamedTuple):
-    """The factors of every kernel, inputs × outputs, and their moments."""
+    """State of `muown`: gains and directions of every kernel (inputs × outputs), and their moments."""
 
     gain: Tree
     direction: Tree
@@ -179,13 +187,13 @@ class MuownState(NamedTuple):
 
 
 def muown(rate: Rate, decay: jax.Array, beta: float = of.MOMENTUM) -> Link:
-    """Each neuron's weights are a gain times a direction over its norm: Adam steps gains, Muon steps directions.
+    """Muown: each neuron's weights are a gain times a normalised direction. Adam steps gains, Muon steps directions.
 
-    The directions' norms grow as they step, so that they turn by less and less; a step is 0.2·√max(inputs, outputs)
-    times the polar factor. Gains step by the second rate, and the decay shrinks them.
+    A step of directions is 0.2·√max(inputs, outputs) times the polar factor. It makes the norm of a direction grow, so
+    that later steps rotate it less. Gains have the second rate, and weight decay.
 
     Reference: Lion et al. 2026, arXiv 2605.10797. Their later runs also set the norms of directions by a schedule,
-    which this leaves out.
+    which is left out here.
     """
     adam = optax.chain(
         optax.scale_by_adam(b1=0.9, b2=0.95), optax.add_decayed_weights(decay),
@@ -217,7 +225,7 @@ def muown(rate: Rate, decay: jax.Array, beta: float = of.MOMENTUM) -> Link:
 
 
 def _norms(x: jax.Array) -> jax.Array:
-    """Of the columns of a matrix, inputs × outputs."""
+    """The norms of the columns of a matrix, inputs × outputs."""
     return jnp.linalg.norm(x, axis=0, keepdims=True)
 
 
@@ -225,7 +233,7 @@ def _norms(x: jax.Array) -> jax.Array:
 
 
 def aurora(rate: Rate, decay: jax.Array) -> Link:
-    """Muon whose polar factor has rows (or columns) of one length where the matrix is not square.
+    """Aurora: Muon, but if a matrix is not square, the rows (or columns) of the polar factor get equal norms.
 
     Reference: the description of Aurora's record in the public comparison of optimizers (May 2026): polar(D·G) of a
     tall G with a diagonal D from a damped fixed point; three rounds, an exponent of 0.25.
@@ -252,11 +260,13 @@ def _leverage_free(tall: jax.Array, rounds: int = 3, exponent: float = 0.25) -> 
 
 
 def scion(rate: Rate, decay: jax.Array) -> Link:
-    """Steps of unit length in a norm per kind of leaf: spectral for kernels, √mean square of a token's embedding, and
-    the largest entry, times the width, for the head.
+    """Scion: steps of length 1, in a norm that depends on the kind of leaf.
 
-    Reference: Pethick et al. 2025, arXiv 2502.07529, with their average over ten gradients; the decay makes it the
-    constrained variant, whose radius is one over the decay.
+    It is the spectral norm for kernels, the root mean square of each token's row for the table of embeddings, and for
+    the head the largest entry times the width.
+
+    Reference: Pethick et al. 2025, arXiv 2502.07529, with their average over ten gradients. With weight decay it is
+    their constrained variant, with the radius 1/decay.
     """
 
     def of_other(path: str, x: jax.Array) -> jax.Array:
@@ -274,7 +284,11 @@ def scion(rate: Rate, decay: jax.Array) -> Link:
 
 
 class LookaheadState(NamedTuple):
-    """The inner state, the average of steps, how far weights are ahead of it, and the largest rate so far."""
+    """State of `ema_nesterov`.
+
+    It has the inner state, the average of steps, the multiple of it by which the point of gradients is ahead, the
+    largest learning rate so far, and the count.
+    """
 
     inner: optax.OptState
     average: Tree
@@ -284,10 +298,11 @@ class LookaheadState(NamedTuple):
 
 
 def ema_nesterov(inner: Link, rate: Rate, reach: float = 0.6, gamma: float = 0.99) -> Link:
-    """Gradients are taken ahead of the weights, by a long average of their steps.
+    """EMA-Nesterov: gradients are taken at a point ahead of the weights, in the direction of a long average of steps.
 
-    The reach is proportional to the rate, while the rate falls from 0.97 to 0.15 of its peak: the window of the public
-    runs (16 to 76 % of the steps), read on a cosine. Outside of it, weights are not ahead.
+    The distance is proportional to the learning rate, from when the rate falls below 0.97 of its peak until it falls
+    below 0.15. On a cosine this is the window of the public runs (16 to 76 % of the steps). Outside of this window,
+    gradients are taken at the weights.
 
     Reference: arXiv 2605.25395, and the description of its record with Muon in the public comparison.
     """
@@ -299,7 +314,7 @@ def ema_nesterov(inner: Link, rate: Rate, reach: float = 0.6, gamma: float = 0.9
 
     def update(updates: Tree, state: LookaheadState, params: Tree = None) -> tuple[Tree, LookaheadState]:
         moves, wrapped = inner.update(updates, state.inner, params)
-        # The inner step is taken from the point ahead; what the weights themselves have moved since the last step:
+        # `params` are the point ahead. Compute how far the weights themselves have moved since the last step.
         moved = jax.tree.map(lambda move, m: move + state.ahead * m, moves, state.average)
         average = jax.tree.map(lambda m, x: gamma * m + (1 - gamma) * x, state.average, moved)
         count = state.count + 1
@@ -314,7 +329,11 @@ def ema_nesterov(inner: Link, rate: Rate, reach: float = 0.6, gamma: float = 0.9
 
 
 class TailState(NamedTuple):
-    """The inner state, the average, the step at which it began (0 before), the largest rate, and the count."""
+    """State of `tail_average`.
+
+    It has the inner state, the average, the step at which it began (0 before), the largest learning rate so far, and
+    the count.
+    """
 
     inner: optax.OptState
     average: Tree
@@ -324,10 +343,10 @@ class TailState(NamedTuple):
 
 
 def tail_average(inner: Link, rate: Rate, blend: float = 0.6) -> Link:
-    """The last step moves weights towards their average over the end of the run.
+    """Tail average: the last step moves weights towards their running average over the end of the run.
 
-    The average begins when the rate has fallen to 0.06 of its peak (a cosine at 84 % of the steps), forgets over a
-    sixteenth of the steps until then, and leaves out the embedding.
+    The average begins when the rate has fallen to 0.06 of its peak (on a cosine, after 84 % of the steps). Its time
+    constant is a sixteenth of the steps until then. The table of embeddings is not averaged.
 
     Reference: the description of "Tail-EMA" in the public comparison of optimizers (June 2026).
     """
@@ -361,7 +380,7 @@ Build = Callable[[Rate, jax.Array, Any], Link]
 
 
 def even_pace(build: Build, least: float, most: float) -> Build:
-    """An arm's optimizer whose neurons step by at least and at most so many times the rate, relative to their norms."""
+    """Bounds the relative step of each neuron, |step|/|weights|, between `least` and `most` times the learning rate."""
 
     def made(rate: Rate, decay: jax.Array, gauges: Any) -> Link:
         inner = build(rate, decay, gauges)
@@ -385,10 +404,10 @@ def even_pace(build: Build, least: float, most: float) -> Build:
 
 
 def ahead(build: Build) -> Build:
-    """An arm's optimizer inside `ema_nesterov`."""
+    """Wraps the optimizer of an arm by `ema_nesterov`."""
     return lambda rate, decay, gauges: ema_nesterov(build(rate, decay, gauges), rate)
 
 
 def averaged(build: Build) -> Build:
-    """An arm's optimizer inside `tail_average`."""
+    """Wraps the optimizer of an arm by `tail_average`."""
     return lambda rate, decay, gauges: tail_average(build(rate, decay, gauges), rate)

@@ -1,4 +1,4 @@
-"""One training run: a decoder on bytes of text, from a start, with an optimizer; compiled once per network and arm."""
+"""Training runs of a decoder on bytes of text, from a kind of start. Each network and arm is compiled once."""
 
 import functools
 import math
@@ -24,9 +24,9 @@ class Arm(NamedTuple):
     """An optimizer of a comparison.
 
     Attributes:
-      build: makes it, from a schedule of two rates (of matrices, and of all other leaves), a decay and the network's
-        gauges.
-      start: changes initial weights, given the start's name; most arms leave them as they are.
+      build: (schedule, decay, gauges of the network) → optimizer. The schedule returns two learning rates, one for
+        matrices and one for all other leaves.
+      start: (initial weights, name of the start) → the initial weights of this arm. Most arms do not change them.
     """
 
     build: Build
@@ -37,12 +37,12 @@ class Task(NamedTuple):
     """A network and its data.
 
     Attributes:
-      config: sizes and switches of the network.
-      warmup: steps over which the rate rises from a tenth of its peak.
-      batch: sequences.
-      longest: the most steps of a run.
-      length: tokens of a sequence.
-      prose: whether the text is English and not Python's sources.
+      config: the configuration of the network.
+      warmup: the number of steps in which the learning rate rises from a tenth of its peak to the peak.
+      batch: the number of sequences of a batch.
+      longest: the number of steps of a run.
+      length: the number of tokens of a sequence.
+      prose: whether the text is English. If False, it is Python's sources.
     """
 
     config: lm.LMConfig
@@ -53,15 +53,15 @@ class Task(NamedTuple):
     prose: bool = False
 
     def batches(self, seed: int) -> np.ndarray:
-        """Of all steps."""
+        """The training batches of all steps, stacked."""
         return starts.batches(self.longest, seed, self.batch, self.length, self.prose)
 
     def held_out(self) -> np.ndarray:
-        """Batches that no run trains on."""
+        """The validation batches, stacked. No run is trained on them."""
         return starts.held_out(self.length, starts.HELD_OUT * starts.BATCH * starts.LENGTH // self.length, self.prose)
 
     def train(self, arm: Arm, start: str, decay: float, rates: tuple[float, float], seed: int) -> dict[str, Any]:
-        """One run: its validation loss, None where it is not finite, and its seconds without compiling."""
+        """Makes one run. Returns its validation loss (None if it is not finite), and its seconds without compiling."""
         params = arm.start(starts.initial_of(self.config, start, seed), start)
         inputs = params, self.batches(seed), self.held_out()
         compiled, began = program(self, arm), time.monotonic()
@@ -72,7 +72,7 @@ class Task(NamedTuple):
 
 @functools.lru_cache(maxsize=3)
 def program(task: Task, arm: Arm) -> Any:
-    """The compiled run: start, rates, decay and steps are its arguments."""
+    """The compiled run of a network and an arm. Its arguments are initial weights, data, rates, decay and steps."""
     params, loss = lm.params_and_loss(task.config, jax.random.key(0))
     gauges = lm.gauges(task.config)
 

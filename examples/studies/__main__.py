@@ -11,7 +11,7 @@ from examples.studies import harness
 
 
 def main() -> None:
-    """Runs what the command line names."""
+    """Runs the study that the command line names."""
     folder = Path(__file__).parent
     sources = sorted((*folder.glob("*.py"), *folder.parent.glob("*.py")))
     names = [source.stem for source in sources if "\nSTUDY = " in source.read_text()]

@@ -1,4 +1,4 @@
-"""What others do, to compare with: Z-loss, scales stored less one, orthogonal gradients, Optax's Muon."""
+"""Methods of others, to compare with: Z-loss, norms' scales stored less one, orthogonal gradients, Optax's Muon."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ _TINY = 1e-30
 
 
 def z_loss(logits: jax.Array, strength: float) -> jax.Array:
-    """strength · mean (log Σ exp logits)²: a pull on the logits' common level, 1e-4 in PaLM.
+    """strength · mean (log Σ exp logits)²: a penalty on the common level of logits. PaLM has the strength 1e-4.
 
     Reference: de Brébisson and Vincent 2016; Chowdhery et al. 2022 §5.
     """
@@ -21,13 +21,13 @@ def z_loss(logits: jax.Array, strength: float) -> jax.Array:
 def one_plus_adamw(
     learning_rate: optax.ScalarOrSchedule, is_scale: Callable[[str], bool], weight_decay: float, **adam: Any
 ) -> optax.GradientTransformation:
-    """AdamW on a network whose norms store their scale less one, for parameters that store it whole.
+    """AdamW as on a network whose norms store their scale less one (δ), for parameters that store the scale itself (γ).
 
-    With γ = 1 + δ both have one gradient, and decaying δ towards 0 is decaying γ towards 1.
+    With γ = 1 + δ, the gradients with respect to γ and δ are equal. Decay of δ towards 0 is decay of γ towards 1.
 
     Args:
       learning_rate: a number or a schedule.
-      is_scale: from a leaf's path, joined by "/", to whether it is a norm's scale.
+      is_scale: path of a leaf, joined by "/" → whether the leaf is a norm's scale.
       weight_decay: decoupled decay of all leaves.
       **adam: as in `optax.scale_by_adam`.
 
@@ -46,10 +46,10 @@ def one_plus_adamw(
 
 
 def orthogonal_gradient() -> optax.GradientTransformation:
-    """Each leaf's gradient without its component along the weights, as long as before (OrthoGrad).
+    """Removes from each leaf's gradient its component along the weights, and keeps the gradient's norm (OrthoGrad).
 
-    First in a chain. It removes the direction in which weights only grow, and with them the logits of a network that is
-    homogeneous: not a symmetry of the loss, and not the directions that a gauge holds.
+    It is the first link of a chain. In the removed direction, weights only grow, and so do the logits of a network that
+    is homogeneous. This changes the loss: the direction is not one that a gauge removes.
 
     Reference: Prieto et al. 2025, "Grokking at the edge of numerical stability".
     """
@@ -65,12 +65,12 @@ def orthogonal_gradient() -> optax.GradientTransformation:
 def muon(
     learning_rate: optax.ScalarOrSchedule, weight_decay: float, per_head: bool = False
 ) -> optax.GradientTransformation:
-    """Optax's Muon, AdamW for vectors, embeddings and the head; steps of AdamW's size.
+    """Optax's Muon with steps of AdamW's size. Vectors, embeddings and the head get AdamW.
 
     Args:
       learning_rate: a number or a schedule.
       weight_decay: decoupled decay of all leaves.
-      per_head: one matrix per head of attention, in place of one per kernel.
+      per_head: whether each head of attention is a matrix of its own. If False, a whole kernel is one matrix.
     """
 
     def matrices(params: Any) -> Any:
@@ -92,7 +92,7 @@ def muon(
 
 
 class SharedScalarState(NamedTuple):
-    """Of `shared_scalar_adam`: steps, the first moments, and the mean of all squared gradients."""
+    """State of `shared_scalar_adam`: number of steps, first moments, and one average of all squared gradients."""
 
     number: jax.Array
     mu: Any
@@ -100,9 +100,9 @@ class SharedScalarState(NamedTuple):
 
 
 def shared_scalar_adam(learning_rate: float, b1: float = 0.9, b2: float = 0.999) -> optax.GradientTransformation:
-    """Adam with one second moment for all entries of all leaves: it commutes with every rotation.
+    """Adam with one second moment for all entries of all leaves. Its steps rotate with the weights in every rotation.
 
-    Reference: Singh 2026, arXiv 2608.05136, section 7 (the dial at p = 0, root mean square).
+    Reference: Singh 2026, arXiv 2608.05136, section 7 (the family of optimizers there, at p = 0, root mean square).
 
     Args:
       learning_rate: a number.
@@ -126,11 +126,14 @@ def shared_scalar_adam(learning_rate: float, b1: float = 0.9, b2: float = 0.999)
 
 
 def more_decay(rate: float, chosen: Callable[[str], bool]) -> optax.GradientTransformation:
-    """Last in a chain: more decay for some leaves. A control for the decay that a gauge bundles (DDC, C.9).
+    """More weight decay for some leaves, as the last link of a chain.
+
+    It is a control experiment of DDC, C.9: a gauge brings decay along for the leaves that it binds. Is this decay
+    enough to explain its effect?
 
     Args:
       rate: learning rate times weight decay.
-      chosen: whether a leaf is meant, by its path, joined by "/".
+      chosen: path of a leaf, joined by "/" → whether the leaf gets more decay.
     """
 
     def one(path: Any, update: jax.Array, value: jax.Array) -> jax.Array:
@@ -142,15 +145,15 @@ def more_decay(rate: float, chosen: Callable[[str], bool]) -> optax.GradientTran
 def dead_directions_masked(
     inner: optax.GradientTransformation, chosen: Callable[[str], bool], floor: float = 1e-3
 ) -> optax.GradientTransformation:
-    """An optimizer whose steps leave alone the directions that a kernel hardly uses: DDC's control of C.8.
+    """An optimizer whose steps do not change kernels in their dead directions: the control experiment of DDC, C.8.
 
     A direction of a kernel's inputs is dead if its singular value is below `floor` times the largest one.
 
     Args:
       inner: a whole optimizer.
-      chosen: whether a leaf is meant, by its path, joined by "/". Its first axis is that of its inputs, but for
-        attention's output kernel, whose first two are.
-      floor: the threshold. The paper's text lost its number.
+      chosen: path of a leaf, joined by "/" → whether the leaf's steps are masked. The first axis of the leaf is that of
+        its inputs; attention's output kernel has its inputs on the first two axes.
+      floor: the threshold. The paper does not give its number.
     """
 
     def masked(path: Any, update: jax.Array, value: jax.Array) -> jax.Array:

@@ -1,11 +1,12 @@
-"""A diagonal linear network u ∘ v (DDC, C.4): 64 scales that no output depends on, and who moves them.
+"""A diagonal linear network u ∘ v (DDC, C.4): 64 scales that no output depends on, and which optimizers move them.
 
     python -m examples.studies diagonal_network
 
-x·(u ∘ v) stays the same when u_c is multiplied and v_c divided by the same number, one number per coordinate. The
-network learns a sparse target from a start where u_c and v_c differ. Prints the final losses, and the root mean square
-change over coordinates of what the gauge reads, log|u_c|, and of the paper's log|u_c| − log|v_c|, in which
-s = |u_c·v_c| growing in v_c alone counts too.
+x·(u ∘ v) stays the same when u_c is multiplied and v_c divided by the same number, one number per coordinate c. The
+network learns a sparse target from a start where u_c and v_c differ. Prints the final losses, and how far two
+coordinates of the scales have moved, as root mean square over c. One is the gauge's, log|u_c|. The other is the
+paper's, log|u_c| − log|v_c|. It also changes if v_c alone grows. This changes the product u_c·v_c and the outputs,
+so that it is no drift.
 """
 
 import functools
@@ -28,14 +29,14 @@ AS_DRAWN = ", inputs as drawn"
 
 @dataclass(frozen=True)
 class Config:
-    """Modes, steps and no decay are the paper's; its text lost the other numbers, these are ours."""
+    """Sizes. The paper gives the number of modes and of steps, and has no decay. The other numbers are our choice."""
 
     steps: int = 4000
     modes: int = 64
     nonzero: int = 8
     samples: int = 128
-    start: float = 0.1  # of √(u v); DDC takes no product below a hundredth of their mean at the start
-    asymmetry: float = 0.5  # log-scales at the start are uniform within it
+    start: float = 0.1  # √(u·v) at the start; in DDC a product counts as at least 1 % of the mean at the start
+    asymmetry: float = 0.5  # log-scales at the start are uniform between −asymmetry and asymmetry
     learning_rate: float = 1e-3
     sgd_rate: float = 1e-1
 
@@ -44,13 +45,13 @@ FULL = Config()
 
 
 def loss(params: Params, data: Data, inputs: str = "whitened") -> jax.Array:
-    """Mean squared error of x·(u ∘ v)."""
+    """The mean squared error of x·(u ∘ v)."""
     x, target = data[inputs], data["target"]
     return jnp.mean(jnp.square(x @ (params["u"] * params["v"] - target)))
 
 
 def make(c: Config, seed: int) -> tuple[Params, Data]:
-    """A start off balance, a target with few entries that are not zero, and inputs as drawn and whitened."""
+    """Draws a start at which |u_c| and |v_c| differ, a sparse target, and inputs, both as drawn and whitened."""
     tilt, inputs = jax.random.split(jax.random.key(seed))
     log_scale = jax.random.uniform(tilt, (c.modes,), minval=-c.asymmetry, maxval=c.asymmetry)
     x = jax.random.normal(inputs, (c.samples, c.modes))
@@ -64,12 +65,12 @@ GAUGE = go.rescale(up={"u": "channel"}, down={"v": "channel"})
 
 
 def log_ratio(params: Params) -> jax.Array:
-    """log|u_c| − log|v_c| per coordinate."""
+    """The paper's coordinate, log|u_c| − log|v_c|, for every c."""
     return jnp.log(jnp.abs(params["u"])) - jnp.log(jnp.abs(params["v"]))
 
 
 def observe(start: Params, params: Params, data: Data) -> dict[str, jax.Array]:
-    """Losses, how far the coordinates moved, and the smallest product."""
+    """What is measured along a run: losses, how far coordinates have moved, and the smallest product |u_c·v_c|."""
     return {
         "loss": loss(params, data),
         "drawn_loss": loss(params, data, "drawn"),
@@ -80,7 +81,10 @@ def observe(start: Params, params: Params, data: Data) -> dict[str, jax.Array]:
 
 
 def build(c: Config) -> Training:
-    """SGD, AdamW and DDC, none with decay; the last two also on inputs as drawn."""
+    """The arms, all without decay: SGD, AdamW and three variants of DDC; AdamW and DDC also on inputs as drawn.
+
+    The variants of DDC are the library's default, rest="balanced", and the paper's rule as printed.
+    """
     adamw = optax.adamw(c.learning_rate, weight_decay=0.0)
     ddc = go.ddc_adamw(c.learning_rate, GAUGE, weight_decay=0.0)
     as_drawn = functools.partial(loss, inputs="drawn")
@@ -102,7 +106,7 @@ figure = report.figure("Diagonal linear network: scale traded between u and v",
 
 
 def section(result: Result) -> str:
-    """The table, and what it says."""
+    """The results as Markdown: a table, and sentences about it."""
     c = Config(**result["settings"])
     columns = {
         "final loss": lambda arm: report.listed(report.final(result, arm, _loss_of_arm(arm))),

@@ -1,15 +1,23 @@
-"""Learnable multipliers under decay, gauge fixing, neither, and with their size held (GaugeFix-LRM).
+"""Learnable multipliers under weight decay, gauge fixing, neither, or control of their product (GaugeFix-LRM).
 
     python -m examples.studies gaugefix_lrm                                  # an hour on one core
     python -m examples.studies gaugefix_lrm --only "A, *" "B, every 1, *" --steps 200 --out outputs/try     # to try it
 
-A GPT-2 of two layers on bytes of text; the paper's has 124M parameters. A: decay on all multipliers. B: none on those
-of queries and keys, which are fixed every N steps, their moments carried along; "stale": left where they were, as the
-paper has it. C: neither. cap, fix, decay: B with the product s_Q·s_K held, which the paper asks for in its §5. none: no
-multipliers at all. bfloat16: forward and backward in it; weights, optimizer and the loss of the logits in float32.
+A GPT-2 of two layers learns bytes of text (the paper's has 124M parameters). Rows and columns of its kernels have
+learnable multipliers (`models.multipliers`). The conditions:
 
-In this network nothing drifts but by rounding: logits see r_Q·r_K entry by entry, so that multipliers that start equal
-get equal gradients. The settled study `gaugefix_networks` had networks that part them.
+* A: weight decay on all multipliers.
+* B: no decay on multipliers of queries and keys, but every N steps `gauge_fix` balances their sizes s_Q and s_K, and
+  moves Adam's moments along. "stale": moments are not moved, as in the paper.
+* C: no decay on multipliers of queries and keys, and no gauge fixing.
+* cap, fix, decay: B, with the product s_Q·s_K controlled by `hold_products`, as the paper suggests in its §5.
+* none: no multipliers at all.
+
+With bfloat16, forward and backward passes are in it; weights, optimizer and the loss of the logits are in float32.
+
+In this network the ratio of s_Q and s_K drifts by rounding alone: logits depend on r_Q·r_K entry by entry, so that
+multipliers that start equal get equal gradients. The former study `gaugefix_networks` had networks in which they
+differ.
 """
 
 import argparse
@@ -36,12 +44,12 @@ Cell = dict[str, Any]
 SEEDS = (42, 123, 456)
 PRECISIONS = ("float32", "bfloat16")
 CAP, HELD = 1.05, ("cap", "fix", "decay")
-RATE = 3e-3  # at its peak
+RATE = 3e-3  # the peak learning rate
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Steps of a run."""
+    """The number of steps of a run."""
 
     steps: int = 2_000
 
@@ -52,7 +60,7 @@ class Arm(NamedTuple):
     Attributes:
       which: "A", "B", "C" as in `multipliers.condition`, or "none" for a model without multipliers.
       fixing: keyword arguments of `gauge_fix`.
-      held: keyword arguments of `hold_products`; None where products are free.
+      held: keyword arguments of `hold_products`; None if the product s_Q·s_K is not controlled.
     """
 
     which: str
@@ -61,7 +69,7 @@ class Arm(NamedTuple):
 
 
 def arms(rate: float) -> dict[str, Arm]:
-    """Everything that is compared; `rate` is the peak learning rate, which decay is times."""
+    """Name → every condition that is compared. `rate` is the peak learning rate, by which decay is multiplied."""
     return {
         "none": Arm("none", {}),
         "A": Arm("A", {}),
@@ -75,14 +83,14 @@ def arms(rate: float) -> dict[str, Arm]:
 
 
 class Task(NamedTuple):
-    """What is trained, on what, for how long.
+    """A model, its data, and the length of its training.
 
     Attributes:
-      config: of the model.
-      steps: of the optimizer.
-      rate: at its peak, after a tenth of the steps; a tenth of it at the end.
+      config: the model's configuration.
+      steps: the number of training steps.
+      rate: the peak learning rate. It is reached after a tenth of the steps, and falls to a tenth of it at the end.
       batches: (step, seed) → tokens (sequences, time + 1).
-      held_out: the same, stacked.
+      held_out: held-out batches of the same kind, stacked.
     """
 
     config: lm.LMConfig
@@ -96,7 +104,7 @@ LENGTH, BATCH = 32, 8
 
 
 def small(steps: int) -> Task:
-    """Two layers on bytes of text."""
+    """The task of this study: a GPT-2 of two layers on bytes of text."""
     sizes = {"d_model": 48, "layers": 2, "heads": 4, "kv_heads": 4, "d_head": 12, "d_ff": 192}
     drawn = functools.cache(lambda seed: data.batches(LENGTH, BATCH, seed=seed)[0])
     config = gpt2.config(vocab=data.VOCAB, max_len=LENGTH, **sizes)
@@ -104,7 +112,7 @@ def small(steps: int) -> Task:
 
 
 def schedule(task: Task) -> optax.Schedule:
-    """Warm-up over a tenth, cosine to a tenth, as in the paper."""
+    """The paper's learning rate: warm-up over a tenth of the steps, then a cosine to a tenth of the peak."""
     warm = max(1, task.steps // 10)
 
     def at(count: Any) -> jax.Array:
@@ -118,14 +126,14 @@ def schedule(task: Task) -> optax.Schedule:
 
 
 def plain(rate: optax.Schedule) -> optax.GradientTransformationExtraArgs:
-    """AdamW as the conditions have it."""
+    """AdamW for a model without multipliers, with the same settings as in `multipliers.condition`."""
     matrices = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)  # noqa: E731
     adamw = optax.adamw(rate, b2=0.95, weight_decay=multipliers.MATRIX_DECAY, mask=matrices)
     return optax.chain(optax.clip_by_global_norm(1.0), adamw)
 
 
 class Program(NamedTuple):
-    """Compiled once for all seeds: parameters and state of a seed, one step, the validation loss."""
+    """Functions of one condition, compiled once for all seeds: the start of a seed, one step, the validation loss."""
 
     start: Callable[[int], Any]
     step: Callable[..., Any]
@@ -133,7 +141,10 @@ class Program(NamedTuple):
 
 
 def program(task: Task, arm: Arm, dtype: str) -> Program:
-    """Of one arm, forward and backward in `dtype`. A step gives its carry and (gradient norm, drift, mean product)."""
+    """Compiles the program of one condition, with forward and backward passes in `dtype`.
+
+    A step returns its carry (parameters and state), and an array: gradient norm, drift, mean product s_Q·s_K.
+    """
     multiplied = arm.which != "none"
     make = functools.partial(gpt2.build, task.config, multiplied=multiplied)
     graph, _ = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
@@ -172,7 +183,7 @@ def program(task: Task, arm: Arm, dtype: str) -> Program:
 
 
 def trained(task: Task, compiled: Program, seed: int, window: int) -> tuple[np.ndarray, np.ndarray]:
-    """What each step gives, stacked, and the validation loss after every `window` steps."""
+    """Trains from one seed. Returns the numbers of all steps, stacked, and the validation loss every `window` steps."""
     carry, recorded, losses = compiled.start(seed), [], []
     for n in range(task.steps):
         carry, figures = compiled.step(carry, task.batches(n, seed))
@@ -183,7 +194,7 @@ def trained(task: Task, compiled: Program, seed: int, window: int) -> tuple[np.n
 
 
 def measured(task: Task, name: str, dtype: str, seeds: Sequence[int], run: Run) -> Cell:
-    """One arm, all seeds; curves have a point per window of steps."""
+    """Trains one condition from all seeds, and returns its numbers. Curves have one point per window of steps."""
     compiled = program(task, arms(task.rate)[name], dtype)
     window = next(n for n in range(max(1, task.steps // 20), 0, -1) if task.steps % n == 0)
     out: Cell = {key: [] for key in ("loss", "best", "drift", "mean_drift", "end", "product", "spike")}
@@ -207,7 +218,7 @@ def measured(task: Task, name: str, dtype: str, seeds: Sequence[int], run: Run) 
 
 
 def figure(result: Result, path: Path) -> None:
-    """Losses as in the paper's Figure 2, drift by frequency as in its Figure 3, drift and product along the run."""
+    """Draws losses (the paper's Figure 2), drift over N (its Figure 3), and drift and product along the run."""
     cells, names = result["cells"], list(arms(1.0))
     fig, axes = report.plt.subplots(2, 2, figsize=(12, 8.5), layout="constrained")
     losses, largest, drifts, products = axes.flat
@@ -235,7 +246,7 @@ def figure(result: Result, path: Path) -> None:
 
 
 def section(result: Result) -> str:
-    """Tables as the paper's 1 and 2, and what they say beside its."""
+    """The results as Markdown: tables like the paper's 1 and 2, and sentences that compare them with the paper's."""
     cells = result["cells"]
     rows = []
     for name, cell in cells.items():
@@ -283,7 +294,7 @@ def _told(cells: dict[str, Cell], dtype: str) -> str:
 
 
 def _verdicts(cells: dict[str, Cell]) -> str:
-    """The paper's claims, precision by precision."""
+    """Sentences that say, for each precision, whether the paper's claims hold here."""
 
     def drift(name: str) -> np.ndarray:
         return np.array([max(cells[f"{name}, {dtype}"]["drift"]) for dtype in PRECISIONS])
@@ -318,7 +329,7 @@ def _gaps(cells: dict[str, Cell], name: str, dtype: str) -> list[float]:
 
 
 def cells(c: Config, args: argparse.Namespace) -> harness.Cells:
-    """All arms in both precisions."""
+    """The cells: every condition in both precisions, each with all seeds."""
     task = small(c.steps)
     return {
         ("cells", f"{arm}, {dtype}"): functools.partial(measured, task, arm, dtype, args.seeds)

@@ -1,18 +1,18 @@
-"""Grokking with every control arm (DDC, §5.4-5.6, C.9, C.11, C.12): when an arm groks, and whether it stays there.
+"""Grokking with all of DDC's control arms (§5.4-5.6, C.9, C.11, C.12): when test accuracy rises, and whether it stays.
 
     python -m examples.studies grokking --p 59            # some hours on 2 CPU cores
     python -m examples.studies grokking                   # p = 113, the paper's network; idle hours, or a GPU
     python -m examples.studies grokking --p 59 --show     # the figure and the table of the runs that are done
     python -m examples.studies grokking --hidden 128      # the width sweep of C.9: a JSON per width
 
-A queue of runs, arm by arm. First an arm meets a grid of learning rates and weight decays with one seed, and its best
-cell is the one with the highest mean test accuracy along `--grid-steps` steps: accuracy swings, so that one reading, or
-the first long rise, says little. Then the arm trains `--steps` steps with every seed at its best cell. A run groks at
-the first reading of 95 % test accuracy that the next ten readings keep, and collapses where accuracy falls below 95 %
-after that.
+An *arm* is an optimizer. Runs are made arm by arm. First an arm is trained with one seed on a grid of learning rates
+and weight decays, for `--grid-steps` steps. Its best cell of the grid is the one with the highest mean test accuracy
+over all steps: accuracy swings, so that one measurement, or the first long rise, says little. Then the arm trains
+`--steps` steps with every seed at its best cell. A run *groks* at the first measurement of at least 95 % test accuracy
+after which ten further measurements are that high. It *collapses* whenever accuracy falls below 95 % after that.
 
-Several processes may fill one JSON. Two that keep to one core each (`XLA_FLAGS=--xla_cpu_multi_thread_eigen=false`) are
-faster than one on two.
+Several processes may fill one JSON. Two processes that use one core each
+(`XLA_FLAGS=--xla_cpu_multi_thread_eigen=false`) are faster than one process on two cores.
 """
 
 import argparse
@@ -37,14 +37,14 @@ from models.grokking import GrokConfig, Params
 
 NAME = "grokking"
 BEST_SEED = 42
-POINTS = 201  # of a curve that is kept
+POINTS = 201  # the number of points of a curve in the JSON
 GROKKED = 0.95
-KEPT = 10  # readings for which accuracy stays up, for a run to have grokked
+KEPT = 10  # a run has grokked if accuracy stays above `GROKKED` for this many further measurements
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Sizes of the study: `p` numbers, `hidden` units, readings every `every` steps."""
+    """Sizes of the study: the modulus `p`, `hidden` units of the MLP, and a measurement every `every` steps."""
 
     p: int = 113
     mlp: str = "relu"
@@ -55,18 +55,18 @@ class Config:
 
     @property
     def network(self) -> GrokConfig:
-        """The network."""
+        """The configuration of the network."""
         return GrokConfig(p=self.p, mlp=self.mlp, d_ff=self.hidden)  # type: ignore[arg-type]
 
     @property
     def name(self) -> str:
-        """Of the JSON and the figure: what differs from the paper's network."""
+        """The name of the JSON and of the figure. It contains what differs from the paper's network."""
         differs = [getattr(self, key) for key in ("p", "mlp", "hidden") if getattr(self, key) != getattr(Config, key)]
         return "_".join(map(str, [NAME, *differs]))
 
 
 class Cell(NamedTuple):
-    """One run."""
+    """One run: an arm, its learning rate, weight decay and seed."""
 
     arm: str
     rate: float
@@ -75,14 +75,14 @@ class Cell(NamedTuple):
 
     @property
     def name(self) -> str:
-        """In the JSON."""
+        """The key of this run in the JSON."""
         return f"{self.arm.replace(' ', '_').replace(',', '')}_{self.rate:g}_{self.decay:g}_{self.seed}"
 
 
 # Arms -------------------------------------------------------------------------------------------------
 
 Knob = Any
-"""A rate or a decay: a number, or an array, so that all cells of an arm share one program."""
+"""A learning rate or a weight decay, as a number or an array. With arrays, all cells of an arm share one program."""
 Maker = Callable[[GrokConfig, Knob, Knob], optax.GradientTransformation]
 B2 = 0.98
 
@@ -132,7 +132,7 @@ RATES, DECAYS = (1e-3, 3e-3, 1e-2), (1.0, 3.0)
 
 @functools.cache
 def program(config: Config, arm: str) -> tuple[Callable[..., Any], Callable[..., tuple[Params, Any]]]:
-    """What one arm compiles, whatever the rate, the decay and the seed: the state at the start, and some steps."""
+    """Two compiled functions of one arm, for all rates, decays and seeds: the initial state, and `every` steps."""
     c = config.network
 
     @jax.jit
@@ -153,11 +153,12 @@ def program(config: Config, arm: str) -> tuple[Callable[..., Any], Callable[...,
 def reading(
     c: GrokConfig, start: Params, params: Params, train: grokking.Pairs, test: grokking.Pairs
 ) -> dict[str, jax.Array]:
-    """Losses, accuracies, and how far coordinates that no output shows have gone.
+    """A measurement: losses, accuracies, and how far weights have moved in directions that no output depends on.
 
-    `anchor` is the root mean square change of what our gauges read, log γ and log ‖up‖ per channel; `ratio` that of the
-    paper's coordinates, log γ − log ‖up's row‖ and log ‖up's column‖ − p·log ‖down's row‖; `shift` the norm of the mean
-    over classes of the output kernel's change, relative to the kernel at the start.
+    `anchor` is the root mean square change of our gauges' coordinates, log γ and log ‖up's column‖ per channel. `ratio`
+    is that of the paper's coordinates, log γ − log ‖up's row‖ and p·log ‖up's column‖ − log ‖down's row‖, where p is
+    the degree of the activation. `shift` is the norm of the part of the output kernel's change that all classes share,
+    relative to the kernel at the start.
     """
     scales = [gauge for gauge in grokking.gauges(c) if gauge.name in ("norm_scale", "rescale")]
     moved = [x for element in go.measure.drift(start, params, scales) for x in jax.tree.leaves(element)]
@@ -176,7 +177,7 @@ def reading(
 
 
 def _ratios(c: GrokConfig, params: Params) -> list[jax.Array]:
-    """The paper's coordinates of scales: log ‖W₁‖ − p·log ‖W₂‖ per channel."""
+    """The paper's coordinates of scales: log γ − log ‖up's row‖, and p·log ‖up's column‖ − log ‖down's row‖."""
     ratios = []
     for block in params["blocks"].values():
         up, down = block["mlp"]["up"]["kernel"], block["mlp"]["down"]["kernel"]
@@ -191,7 +192,11 @@ def _ratios(c: GrokConfig, params: Params) -> list[jax.Array]:
 
 @functools.partial(jax.jit, static_argnums=0)
 def last_reading(c: GrokConfig, params: Params) -> dict[str, jax.Array]:
-    """Of the activations on all pairs: effective rank, dead units, and whether dead directions are axes."""
+    """Statistics of the activations on all pairs, at the end of a run.
+
+    They are the effective rank of the stream, the share of dead units, the share of dead directions of the MLP's
+    activations, and how well dead directions agree with single units (`alignment`, 1 if each is one unit).
+    """
     tokens = jnp.stack(jnp.divmod(jnp.arange(c.p**2), c.p), 1)
     inside = grokking.features(c, params, tokens)
     active = jax.nn.relu(inside["hidden"])
@@ -206,11 +211,11 @@ def last_reading(c: GrokConfig, params: Params) -> dict[str, jax.Array]:
     }
 
 
-DEAD = 1e-8  # of the largest eigenvalue of the activations' Gram matrix
+DEAD = 1e-8  # eigenvalues of the activations' Gram matrix below this share of the largest count as dead directions
 
 
 def run_cell(run: Run, config: Config, cell: Cell, of_grid: bool = False) -> dict[str, Any]:
-    """Trains one run to its end, from its checkpoint if there is one; those of a grid are short and keep no curves."""
+    """Trains one run to its end, from its checkpoint if there is one. Runs of a grid are shorter and keep no curves."""
     c, (init, advance) = config.network, program(config, cell.arm)
     knobs = jnp.asarray(cell.rate, jnp.float32), jnp.asarray(cell.decay, jnp.float32)
     start = jax.jit(functools.partial(grokking.init, c))(jax.random.key(cell.seed))
@@ -234,7 +239,7 @@ def run_cell(run: Run, config: Config, cell: Cell, of_grid: bool = False) -> dic
 
 
 def grok_reading(accuracy: Sequence[float]) -> int | None:
-    """The number of the reading at which a run groks: the first of 95 % that the next ones keep.
+    """The index of the measurement at which a run groks (see the module's docstring); None if it does not.
 
     >>> grok_reading([0.1, 0.96, 0.2, *[0.97] * 11])
     3
@@ -244,7 +249,9 @@ def grok_reading(accuracy: Sequence[float]) -> int | None:
 
 
 def summary(accuracy: Sequence[float], every: int) -> dict[str, float]:
-    """Mean test accuracy, steps to grok (inf), collapses, readings below 95 % and the lowest accuracy after it.
+    """Numbers of a run: mean test accuracy, steps until it groks (inf if never), and what happens after that.
+
+    The latter are the number of collapses, the number of measurements below 95 %, and the lowest accuracy.
 
     >>> summary([0.25, *[1.0] * 12, 0.5, 0.25, 1.0], 100)
     {'mean': 0.875, 'grokked': 100, 'collapses': 1, 'below': 2, 'lowest': 0.25}
@@ -266,12 +273,12 @@ def _number(x: float) -> float | None:
 
 
 def grid_cells(arm: str) -> list[Cell]:
-    """The runs of an arm's grid."""
+    """The runs of an arm's grid: all learning rates and weight decays, with one seed."""
     return [Cell(arm, rate, decay, BEST_SEED) for rate, decay in itertools.product(RATES, DECAYS)]
 
 
 def best(result: Result, arm: str) -> Cell | None:
-    """The cell of an arm's grid with the highest mean accuracy; None before the grid is done."""
+    """The cell of an arm's grid with the highest mean accuracy; None if the grid is not finished."""
     met, cells = result.get("grid", {}).get(arm, {}), grid_cells(arm)
     if any(cell.name not in met for cell in cells):
         return None
@@ -279,7 +286,7 @@ def best(result: Result, arm: str) -> Cell | None:
 
 
 def queue(c: Config, args: argparse.Namespace) -> Callable[[Result], harness.Cells]:
-    """Arm by arm its grid, then its seeds."""
+    """The runs to make, arm by arm: first those of its grid; when the grid is finished, those of all seeds."""
 
     def wanted(result: Result) -> harness.Cells:
         runs: dict[harness.Address, Callable[[Run], Any]] = {}
@@ -299,7 +306,7 @@ def queue(c: Config, args: argparse.Namespace) -> Callable[[Result], harness.Cel
 
 
 def figure(result: Result, path: Path) -> None:
-    """Test accuracy of each arm, a line per seed, with the collapses after it grokked."""
+    """Draws the test accuracy of each arm, a curve per seed, and marks the collapses after a run has grokked."""
     count, columns = len(result["cells"]), min(4, len(result["cells"]))
     rows = -(-count // columns)
     fig, grid = report.plt.subplots(
@@ -321,7 +328,7 @@ def figure(result: Result, path: Path) -> None:
 
 
 def section(result: Result) -> str:
-    """The table, and what it says."""
+    """The results as Markdown: a table, and sentences about it."""
     c = Config(**result["settings"])
     rows: list[Sequence[Any]] = [["arm", "rate, decay", "seeds", *COLUMNS]]
     for arm, cells in result["cells"].items():
@@ -343,11 +350,11 @@ COLUMNS = {
     "dead units": ("dead_units", ".2f"), "alignment": ("alignment", ".2f"),
 }
 OF_THE_CURVE = ("grokked", "collapses", "below", "lowest")
-"""Statistics that a run has before it diverges; the others are read from its last weights."""
+"""Statistics from a run's curve, valid even if the run diverges. The other statistics come from its last weights."""
 
 
 def _shown(final: Mapping[str, Any], key: str, form: str) -> str:
-    """A number of a run; what is read from weights that are NaN means nothing, even where a formula returns zero."""
+    """A number of a run as text; "–" if it was computed from weights that are NaN, where even a zero means nothing."""
     void = final[key] is None or (diverged(final) and key not in OF_THE_CURVE)
     return "–" if void else format(final[key], form)
 
@@ -363,7 +370,7 @@ MATCHED = "Muon, attention decay doubled"
 
 
 def sentences(result: Result) -> Iterator[str]:
-    """What the numbers say of the paper's claims and of public runs."""
+    """Sentences that compare the numbers with the paper's claims and with public runs."""
     cells = result["cells"]
 
     def finals(arm: str, key: str) -> list[float]:
@@ -403,7 +410,7 @@ def sentences(result: Result) -> Iterator[str]:
 
 
 def on_the_grids(result: Result) -> str:
-    """In how many cells of its grid each arm groks, and in how many of these it never collapses."""
+    """Sentences that say in how many cells of its grid each arm groks, and in how many of these it never collapses."""
     told = []
     for arm, cells in result["grid"].items():
         finals = [x["final"] for x in cells.values() if x["final"]["grokked"] is not None]

@@ -1,11 +1,12 @@
-"""Runs a study: makes the cells that are missing, keeps each in a JSON as it is done, then draws and prints.
+"""Runs a study: makes the cells that are missing, saves each in a JSON, then draws the figure and prints the tables.
 
-    python -m examples.studies NAME --out examples/results       # killed, it goes on where it was
+    python -m examples.studies NAME --out examples/results       # if it is killed, the same command goes on
     python -m examples.studies NAME --only "AdamW | *"           # some of the cells
-    python -m examples.studies NAME --show                       # the figure and the table of what is done
+    python -m examples.studies NAME --show                       # figure and tables of the cells that are finished
 
-A *study* compares arms on a problem; a *cell* is one result in its JSON, most often one arm from one seed. A module
-with a study has `STUDY`, which says what the cells are and what is made of them. Several processes may fill one file.
+A *study* compares *arms*, most often optimizers, on a problem. A *cell* is one result in its JSON, most often one arm
+from one seed. A module with a study has a variable `STUDY`, which says what the cells are and how they become a figure
+and text. Several processes may fill one file.
 """
 
 import argparse
@@ -42,49 +43,49 @@ Observe = Callable[[Params, Params, Data], Mapping[str, jax.Array]]
 Schedule = Callable[[Any], Any]
 """Step → rate."""
 Result = dict[str, Any]
-"""What the JSON holds: a header, and `cells`."""
+"""The content of a study's JSON: a header, and the finished cells."""
 Address = tuple[str, ...]
-"""Where a cell stands in the result: keys from the outside in, such as ("cells", "AdamW", "42")."""
+"""The keys that lead to a cell in a `Result`, from the outside in, such as ("cells", "AdamW", "42")."""
 
 SEEDS = (42, 142, 242)
 READINGS = 100
 DIGITS = 6
 SAVE_EVERY = 30.0
-"""Seconds between checkpoints of a run under way."""
+"""Seconds between checkpoints of a run."""
 
 
 class Run(NamedTuple):
-    """What a cell is made with: the result as far as it is done, and where the cell may keep a checkpoint."""
+    """What the function that makes a cell gets: the result so far, and the path for a checkpoint of the cell."""
 
     result: Result
     saved: Path
 
 
 Cells = Mapping[Address, Callable[[Run], Any]]
-"""What makes each cell."""
+"""Address of a cell → the function that makes it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """What is run, and what is made of it.
+    """A study: its cells, and how they become a figure and text.
 
     Attributes:
       doc: the help text of the command line.
-      name: of the JSON and PNG files; a function of the sizes where these have files of their own.
-      cells: (sizes, command line) → the cells, or a function of the result so far that gives those to make next.
-      section: the Markdown of a result.
-      figure: draws a result to a path.
-      page: a Markdown page of its own, beside the JSON.
-      config: the sizes, a frozen dataclass; each is an option of the command line.
-      full: sizes for `--full`.
-      seeds: by default; None for a study without seeds.
-      settings: what of the sizes must agree before two runs may stand in one file.
+      name: the name of the JSON and PNG files. If files depend on sizes, a function: sizes → name.
+      cells: (sizes, command line) → the cells. Or it returns a function: result so far → the cells to make next.
+      section: result → its Markdown.
+      figure: (result, path) draws the result to the path; None for a study without a figure.
+      page: result → a Markdown page that is written beside the JSON; None for none.
+      config: the sizes (numbers such as steps and widths), a frozen dataclass. Each is an option of the command line.
+      full: the sizes for the option `--full`; None if there is none.
+      seeds: the default seeds; None for a study without seeds.
+      settings: sizes → those that must be equal for two runs that share a file.
       head: sizes → a header in place of the usual one.
-      folder: of the results by default, in place of outputs/studies.
-      precision: of matrix products. Elsewhere than on a CPU the device's default, None, is shorter floats, and twins
-        then differ by their rounding.
-      digits: to which the numbers of a cell are rounded.
-      partial: whether figure and section can do with some of the cells.
+      folder: the default folder for results, in place of outputs/studies.
+      precision: the precision of matrix products. None is the device's default, which on accelerators is shorter
+        floats: two runs that should be equal then differ by their rounding.
+      digits: the number of digits to which the numbers of a cell are rounded.
+      partial: whether figure and section can be made if some cells are missing.
     """
 
     doc: str | None
@@ -104,7 +105,7 @@ class Study:
     partial: bool = False
 
     def named(self, config: Any) -> str:
-        """The name, for these sizes."""
+        """The name of the study's files for these sizes."""
         return self.name if isinstance(self.name, str) else self.name(config)
 
 
@@ -119,7 +120,7 @@ def find(name: str) -> Study:
 
 
 def parse(study: Study, argv: Sequence[str] | None) -> tuple[Any, argparse.Namespace]:
-    """The sizes, each of which is an option, and the options that all studies have."""
+    """Parses the command line: the sizes, each of which is an option, and the options that all studies have."""
     parser = argparse.ArgumentParser(description=study.doc, formatter_class=cli.Help)
     places = study.folder or "outputs/studies, or outputs/full"
     parser.add_argument("--out", type=Path, help=f"folder of what is written; default: {places}")
@@ -148,7 +149,7 @@ def parse(study: Study, argv: Sequence[str] | None) -> tuple[Any, argparse.Names
 
 
 def main(study: Study, argv: Sequence[str] | None = None) -> Result:
-    """Makes the missing cells, saving each; then draws and prints what is done."""
+    """Makes and saves the missing cells; then draws and prints the finished ones."""
     config, args = parse(study, argv)
     path = args.out / f"{study.named(config)}.json"
     cells = study.cells(config, args)
@@ -170,7 +171,10 @@ def once(
     doc: str | None, name: str, measured: Callable[[Any], Result], page: Callable[[Result], str], config: Any,
     folder: Path, argv: Sequence[str] | None = None,
 ) -> Result:
-    """Measures a result that is no table of cells, with sizes from the command line; then writes and prints it."""
+    """Makes a result that does not consist of cells, by `measured(sizes)`, and writes and prints it.
+
+    The sizes come from the command line.
+    """
     study = Study(doc, name, lambda config, args: {}, page, page=page, config=config, seeds=None, folder=folder)
     config, args = parse(study, argv)
     result, path = measured(config), args.out / f"{name}.json"
@@ -180,7 +184,7 @@ def once(
 
 
 def shown(study: Study, path: Path, result: Result) -> None:
-    """Draws the figure, writes the page, prints the section."""
+    """Draws the figure of a result, writes its page, and prints its section."""
     text = study.section(result)
     if study.figure is not None:
         study.figure(result, path.with_suffix(".png"))
@@ -194,20 +198,20 @@ def shown(study: Study, path: Path, result: Result) -> None:
 
 
 def machine() -> str:
-    """The kind of machine, for a result's header."""
+    """The kind of this machine, for the header of a result."""
     device = jax.devices()[0]
     return f"{os.cpu_count()}-core CPU" if device.platform == "cpu" else device.device_kind
 
 
 def versions() -> dict[str, str]:
-    """Of jax, optax and the sources here: the examples run from a checkout, installed or not."""
+    """The versions of jax, of optax and of this project, which is read from pyproject.toml: it may not be installed."""
     project = Path(__file__).parents[2] / "pyproject.toml"
     version = str(tomllib.loads(project.read_text())["project"]["version"])
     return {"gauge_optax": version, "jax": jax.__version__, "optax": optax.__version__}
 
 
 def header(study: Study, config: Any, args: argparse.Namespace, cells: Cells) -> Result:
-    """Everything that must agree before two runs may stand in one table."""
+    """The header of a result: everything that must be equal for two runs that share a file."""
     if study.head is not None:
         return study.head(config)
     settings = json.loads(json.dumps(study.settings(config)))
@@ -220,9 +224,9 @@ def header(study: Study, config: Any, args: argparse.Namespace, cells: Cells) ->
 
 
 def load(path: Path, head: Result) -> Result:
-    """The finished cells at `path`, if there are any and they were made under this header.
+    """The result at `path`, or `head` if there is no file. Raises ValueError if the file has another header.
 
-    Older files lack some keys of the header, and some versions; what they have must agree.
+    Older files lack some keys of the header, and some versions. Only the keys that a file has are compared.
     """
     if not path.exists():
         return head
@@ -243,7 +247,7 @@ def load(path: Path, head: Result) -> Result:
 
 
 def write(path: Path, result: Result) -> None:
-    """Write all of it or nothing: a killed writer leaves the file before."""
+    """Writes a result as JSON, all of it or nothing: if the process is killed meanwhile, the old file stays."""
     text = json.dumps(result, indent=1)
     text = re.sub(r"\[\s([^\[\]{}]*)\]", lambda numbers: f"[{' '.join(numbers[1].split())}]", text)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -253,7 +257,7 @@ def write(path: Path, result: Result) -> None:
 
 
 def rounded(x: Any, digits: int | None = DIGITS) -> Any:
-    """Arrays, numbers and trees of them as JSON keeps them, floats to so many digits."""
+    """Converts arrays, numbers and trees of them to what JSON can hold, with floats rounded to `digits` digits."""
     if isinstance(x, Mapping):
         return {key: rounded(y, digits) for key, y in x.items()}
     if isinstance(x, list | tuple):
@@ -265,7 +269,7 @@ def rounded(x: Any, digits: int | None = DIGITS) -> Any:
 
 @contextlib.contextmanager
 def _locked(path: Path, wait: bool = True) -> Iterator[bool]:
-    """Holds a lock, which ends with the process however that ends; gives whether it is held."""
+    """Holds a lock on a file, and yields whether it could be had. The lock ends with the process, even a killed one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         try:
@@ -287,7 +291,7 @@ def done(result: Result, address: Address) -> bool:
 
 
 def save(path: Path, address: Address, cell: Any) -> Result:
-    """Adds a cell to the file as it is now: other processes may have added theirs."""
+    """Adds a cell to the file. The file is read again first, because other processes may have added cells."""
     with _locked(path.with_suffix(".lock")):
         result: Result = json.loads(path.read_text())
         *outer, last = address
@@ -302,7 +306,7 @@ def save(path: Path, address: Address, cell: Any) -> Result:
 def fill(
     path: Path, result: Result, wanted: Callable[[Result], Cells], args: argparse.Namespace, digits: int | None = None
 ) -> Result:
-    """Makes what is missing and nobody else is making, one cell after the other, or as many as told."""
+    """Makes the missing cells that no other process is making, one after the other, up to `args.stop_after` of them."""
     if not path.exists():
         write(path, result)
     if args.only and not _chosen(wanted(result), args.only):
@@ -329,7 +333,7 @@ def fill(
 
 
 TABLES = ("cells", "rows", "sizes", "cases")
-"""Keys of a result that have its main table, and no part in the name of a cell."""
+"""Keys of a result under which cells stand. They are left out of the names of cells."""
 
 
 def _label(address: Address) -> str:
@@ -337,14 +341,14 @@ def _label(address: Address) -> str:
 
 
 def _chosen(cells: Cells, only: Sequence[str] | None) -> Cells:
-    """The cells whose name fits one of the patterns."""
+    """The cells whose name fits one of the patterns `only`; all cells if it is None."""
     return {x: make for x, make in cells.items() if only is None or any(fnmatchcase(_label(x), p) for p in only)}
 
 
 def by_seed(
     arms: Sequence[str] | Callable[[Any], Sequence[str]], make: Callable[[Any, str, int], Any]
 ) -> Callable[[Any, argparse.Namespace], Cells]:
-    """A cell per arm and seed: `make` takes the sizes, an arm and a seed. The arms may depend on the sizes."""
+    """One cell per arm and seed, made by make(sizes, arm, seed). `arms` may be a function of the sizes."""
 
     def cells(config: Any, args: argparse.Namespace) -> Cells:
         pairs = itertools.product(arms(config) if callable(arms) else arms, args.seeds)
@@ -359,9 +363,9 @@ def by_seed(
 def by_name(
     names: Iterable[str], make: Callable[[Any, argparse.Namespace, str], Any], where: str = "cells"
 ) -> Callable[[Any, argparse.Namespace], Cells]:
-    """A cell per name, for all seeds at once: `make` takes the sizes, the command line and a name.
+    """One cell per name, which has all seeds, made by make(sizes, command line, name).
 
-    The cells stand in `where`, or, where this is "", in the result itself.
+    The cells stand under the key `where` of the result, or in the result itself if `where` is "".
     """
 
     def cells(config: Any, args: argparse.Namespace) -> Cells:
@@ -376,7 +380,7 @@ def by_name(
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """An optimizer, and the loss it minimises where that is its own."""
+    """An optimizer, and the loss that it minimises if that is not the loss of the problem."""
 
     tx: optax.GradientTransformation
     loss: Loss | None = None
@@ -384,13 +388,13 @@ class Arm:
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """Arms on one problem, each a run from every seed.
+    """A problem, and the arms that are trained on it from every seed.
 
     Attributes:
-      arms: by name, in the order of the table.
-      make: seed → initial parameters and data; shapes may not depend on the seed, so that seeds share one program.
-      loss: of (parameters, data): every step sees all of the data.
-      observe: (initial parameters, parameters, data) → named scalars, read some hundred times along a run.
+      arms: name → arm, in the order of the table.
+      make: seed → initial parameters and data. Shapes may not depend on the seed, so that seeds share one program.
+      loss: (parameters, data) → loss. Every step uses all of the data.
+      observe: (initial parameters, parameters, data) → named scalars, measured at many steps of a run.
     """
 
     arms: Mapping[str, Arm]
@@ -400,7 +404,7 @@ class Training:
 
 
 def trained(build: Callable[[Any], Training]) -> Callable[[Any, argparse.Namespace], Cells]:
-    """The cells of a study whose cells are training runs: `final`, the last reading, and `curves`, all readings."""
+    """The cells of a study of training runs. A cell has `final`, the last measurement, and `curves`, all of them."""
 
     def cells(config: Any, args: argparse.Namespace) -> Cells:
         training = build(config)
@@ -416,7 +420,7 @@ def trained(build: Callable[[Any], Training]) -> Callable[[Any, argparse.Namespa
 
 
 def advance(training: Training, arm: Arm) -> Callable[..., tuple[Params, Any]]:
-    """One compiled program for any number of steps of one arm, whatever the seed."""
+    """Returns a compiled function that takes any number of steps of one arm, for all seeds."""
     loss = arm.loss or training.loss
 
     @jax.jit
@@ -430,7 +434,7 @@ def descend(
     tx: optax.GradientTransformation, loss: Callable[..., jax.Array], carry: tuple[Params, Any],
     batch: Callable[[jax.Array], Any], first: Any, last: Any,
 ) -> tuple[Params, Any]:
-    """Parameters and state after the steps from number `first` to `last`; to be traced."""
+    """Parameters and state after the steps from number `first` to `last`. Call it inside `jit`."""
 
     def step(n: jax.Array, carry: tuple[Params, Any]) -> tuple[Params, Any]:
         params, state = carry
@@ -443,7 +447,7 @@ def descend(
 def run_cell(
     training: Training, tx: optax.GradientTransformation, go_on: Callable[..., Any], seed: int, steps: int, saved: Path
 ) -> Any:
-    """Train one arm from one seed, reading what the study observes at equal distances; goes on from `saved`."""
+    """Trains one arm from one seed, and measures `training.observe` at regular steps. `saved` is its checkpoint."""
     start, data = training.make(seed)
     observe = jax.jit(training.observe)
     at = np.unique(np.linspace(0, steps, min(READINGS, steps) + 1).astype(int)).tolist()
@@ -459,7 +463,10 @@ def along(
     at: Sequence[int], carry: Any, go_on: Callable[[Any, int, int], Any], read: Callable[[Any], dict[str, float]],
     saved: Path,
 ) -> tuple[Any, list[dict[str, float]]]:
-    """The end of a run, and readings at these steps; keeps a checkpoint and goes on from it."""
+    """Trains to the last of the steps `at`. Returns the end of the run, and the measurements at all of these steps.
+
+    It saves checkpoints to `saved`, and goes on from there if the file exists.
+    """
     if saved.exists():
         carry, readings = restore(saved, carry)
     else:
@@ -478,7 +485,7 @@ def along(
 
 
 def keep(path: Path, carry: Any, readings: Sequence[Mapping[str, float]]) -> None:
-    """Writes a run's state and readings: all of it or nothing."""
+    """Writes a checkpoint, the state and measurements of a run, all of it or nothing."""
     unfinished = path.with_suffix(".tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
     with unfinished.open("wb") as file:
@@ -487,7 +494,7 @@ def keep(path: Path, carry: Any, readings: Sequence[Mapping[str, float]]) -> Non
 
 
 def restore(path: Path, like: Any) -> tuple[Any, list[dict[str, float]]]:
-    """The state and the readings that `keep` wrote."""
+    """Reads the state and the measurements that `keep` wrote. The state is structured like `like`."""
     with np.load(path) as file:
         readings = json.loads(str(file["readings"]))
         leaves = [jnp.asarray(file[f"arr_{k}"]) for k in range(len(jax.tree.leaves(like)))]
@@ -495,14 +502,14 @@ def restore(path: Path, like: Any) -> tuple[Any, list[dict[str, float]]]:
 
 
 def rms(x: jax.Array) -> jax.Array:
-    """Root of the mean square."""
+    """The root mean square of an array."""
     return jnp.sqrt(jnp.mean(jnp.square(x)))
 
 
 def scanned(
     tx: optax.GradientTransformation, loss: Callable[..., jax.Array], params: Params, batches: Any
 ) -> tuple[Params, jax.Array]:
-    """The end of a run over stacked batches, and the loss of each; to be traced."""
+    """Trains on stacked batches. Returns the last parameters, and the loss of each batch. Call it inside `jit`."""
 
     def step(carry: tuple[Any, Any], batch: Any) -> tuple[tuple[Any, Any], jax.Array]:
         params, state = carry
@@ -517,23 +524,24 @@ def scanned(
 # Sweeps of a rate -----------------------------------------------------------------------------------------
 
 Group = tuple[Any, ...]
-"""What one sweep is about: size, start, arm …"""
-RATIO, RATES, LONGER = 2.5, 4, 3  # of neighbouring rates; how many at first; how many may be added on either side
+"""What one sweep of learning rates is about, such as (size, start, arm)."""
+# The ratio of neighbouring rates; the number of rates at first; how many may be added on either side.
+RATIO, RATES, LONGER = 2.5, 4, 3
 
 
 class Sweep(NamedTuple):
-    """One group's sweep of a peak rate, which ends where the best has a worse neighbour on both sides."""
+    """The sweep of peak learning rates for a group. It ends when the best rate has a worse neighbour on both sides."""
 
     group: Group
     first: float
 
     @property
     def rates(self) -> dict[int, float]:
-        """Every rate that may be tried, to two digits, by its number; the first four are those from 0 on."""
+        """Number → rate, to two digits, for every rate that may be tried. The sweep begins with the numbers 0 to 3."""
         return {n: float(f"{self.first * RATIO**n:.2g}") for n in range(-LONGER, RATES + LONGER)}
 
     def losses(self, result: Result) -> dict[float, list[float]]:
-        """Rate → validation losses, seed by seed, infinite where not finite; rates that lack a seed are left out."""
+        """Rate → validation losses of all seeds (inf if a run diverged). Rates that lack a seed are left out."""
         losses = {}
         for rate in self.rates.values():
             cells = [result["cells"].get(key((*self.group, rate, seed))) for seed in result["seeds"]]
@@ -542,7 +550,7 @@ class Sweep(NamedTuple):
         return losses
 
     def missing(self, result: Result) -> list[Group]:
-        """What to train next, group, rate and seed: the first rates, then one more where the best is the last."""
+        """The cells (group, rate, seed) to train next: the first rates, then neighbours that the best one lacks."""
         losses = self.losses(result)
         means = {n: float(np.mean(losses[rate])) for n, rate in self.rates.items() if rate in losses}
         wanted = [n for n in range(RATES) if n not in means] or climb(means, 0, self.rates)
@@ -554,14 +562,16 @@ def at_rates(
     build: Callable[[Schedule], optax.GradientTransformation], loss: Callable[..., Loss], inputs: Sequence[Any],
     warmup: int,
 ) -> Callable[..., Any]:
-    """Compiled once for all peak rates: (initial weights, batches, held-out batches, rate) → losses, validation loss.
+    """A compiled function for all peak rates: (initial weights, batches, held-out batches, rate) → its losses.
+
+    It returns the loss of every batch, and the validation loss at the end.
 
     Args:
-      build: the optimizer of a schedule: a warm-up from a tenth of the peak, and a cosine to zero.
-      loss: initial weights, and what else is given → the loss of weights and a batch.
-      inputs: examples of initial weights, batches and held-out batches; then of what else the loss is given, such as
-        weights that stay as they are.
-      warmup: steps, if the run is twice as long.
+      build: schedule → optimizer. The schedule is a warm-up from a tenth of the peak, and then a cosine to zero.
+      loss: (initial weights, further inputs) → a function of weights and a batch, which returns their loss.
+      inputs: examples of initial weights, batches and held-out batches, and then of the further inputs of `loss`, such
+        as weights that are not trained.
+      warmup: the number of steps of the warm-up, but at most half of the run.
     """
     steps = len(inputs[1])
     shape = optax.warmup_cosine_decay_schedule(0.1, 1.0, warmup_steps=min(warmup, steps // 2), decay_steps=steps)
@@ -576,7 +586,10 @@ def at_rates(
 
 
 def scored(compiled: Callable[..., Any], inputs: Sequence[Any], rate: float, keys: Sequence[str]) -> dict[str, Any]:
-    """These numbers of one run of `at_rates`: losses, None where not finite; seconds of clock and CPU."""
+    """Makes one run of `at_rates`, and returns the numbers `keys` of it.
+
+    They are losses (None if the run diverged), whether it is finite, and seconds of the clock and of the CPU.
+    """
     began, computed = time.monotonic(), time.process_time()
     losses, validation = jax.device_get(compiled(*inputs, jnp.float32(rate)))
     finite = bool(np.isfinite(losses).all() and np.isfinite(validation))
@@ -591,17 +604,20 @@ def scored(compiled: Callable[..., Any], inputs: Sequence[Any], rate: float, key
 
 
 def swept(sweeps: Sequence[Sweep], train: Callable[[Group], Any]) -> Callable[[Result], Cells]:
-    """The cells that sweeps need next; `train` takes group, rate and seed."""
+    """Returns a function from the result so far to the cells that sweeps need next.
+
+    `train` makes a cell from (group, rate, seed).
+    """
     return lambda result: keyed([cell for sweep in sweeps for cell in sweep.missing(result)], train)
 
 
 def keyed(cells: Sequence[Group], train: Callable[[Group], Any]) -> Cells:
-    """Cells that stand under their keys."""
+    """Gives each cell its address, which ends in its `key`."""
     return {("cells", key(cell)): lambda run, cell=cell: train(cell) for cell in cells}  # type: ignore[misc]
 
 
 def key(cell: Group) -> str:
-    """The name in the JSON of a cell: a group, a rate and a seed."""
+    """The key in the JSON of a cell (group, rate, seed)."""
     *group, rate, seed = cell
     return " | ".join([*map(str, group), f"{rate:g}", str(seed)])
 
@@ -613,17 +629,17 @@ def loss_of(result: Result, cell: Group) -> float | None:
 
 
 def best(losses: Mapping[float, Sequence[float]]) -> float:
-    """The rate of least mean."""
+    """The rate with the least mean loss."""
     return min(losses, key=lambda rate: float(np.mean(losses[rate])))
 
 
 def climb(losses: Mapping[int, float], first: int, numbers: Container[int]) -> list[int]:
-    """Which rates of a geometric grid to try next, by number; none once the best has a worse one on both sides.
+    """The numbers of the rates of a grid to try next: the neighbours of the best one, if they were not tried yet.
 
     Args:
-      losses: of the rates that are done.
-      first: where to begin.
-      numbers: those that may be tried.
+      losses: number of a rate → loss, for the rates that were tried.
+      first: the number to begin with.
+      numbers: the numbers that may be tried.
 
     >>> climb({}, 1, range(4)), climb({1: 2.0}, 1, range(4)), climb({0: 2.2, 1: 2.0, 2: 2.1}, 1, range(4))
     ([1], [0, 2], [])
@@ -634,7 +650,9 @@ def climb(losses: Mapping[int, float], first: int, numbers: Container[int]) -> l
 
 
 def best_for_all(swept: Sequence[Mapping[float, float]]) -> tuple[float, float]:
-    """The rate that serves all sweeps best, of those that all have run, and the most that it adds to a least loss.
+    """The one rate that is best for all sweeps, and the most that its loss is above the best loss of a sweep.
+
+    Only rates that every sweep has are compared, by that largest difference.
 
     >>> best_for_all([{0.1: 2.0, 0.2: 2.5}, {0.1: 1.25, 0.2: 1.0}])
     (0.1, 0.25)

@@ -4,14 +4,17 @@
 
 Both are examples of an inner optimizer, written from their papers for this comparison; Optax has neither. For a
 gradient G, (rows, columns), they average G·Gᵀ and Gᵀ·G. *Shampoo* multiplies G by the inverse fourth roots of both
-(Gupta et al. 2018, Algorithm 1). *SOAP* runs Adam in their eigenbases (Vyas et al. 2024, Algorithm 3), which it renews
-every so many steps; its first moment is kept as it is and turned at every step. Here it is the paper's one-sided form:
-the longer side of a matrix keeps its basis. The average over that side has not full rank, so that rounding would choose
-among its eigenvectors, and twins would part inside `quotient` too (*measured*: by 0.7). For the same reason a small
-ramp is added to the diagonal of the other side's average (*measured* without: 1e-5).
+(Gupta et al. 2018, Algorithm 1). *SOAP* runs Adam in their eigenbases (Vyas et al. 2024, Algorithm 3), which it
+computes again every few steps. Its first moment is kept in the original basis, and moved to the eigenbases at every
+step.
 
-An attention kernel is one matrix, with all heads in one side. Trains a small decoder on bytes of text: from two sets of
-weights of one function, in float64, for 20 steps; and from three seeds in float32, over learning rates, for the loss.
+Here SOAP has the paper's one-sided form: the longer side of a matrix keeps its basis. The average over that side does
+not have full rank, so that rounding would choose among its eigenvectors. *Twins*, two sets of weights of one function,
+would then train differently inside `quotient` too (*measured*: they differ by 0.7). For the same reason a small ramp is
+added to the diagonal of the other side's average (*measured* without the ramp: 1e-5).
+
+An attention kernel is one matrix, with all heads in one side. A small decoder is trained on bytes of text: from twins,
+in float64, for 20 steps; and from three seeds in float32, with several learning rates, for the loss.
 """
 
 import functools
@@ -39,7 +42,7 @@ Cell = dict[str, Any]
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes of the runs for the loss; the twins take the first batches."""
+    """Sizes of the runs for the loss. Twins are trained on the first batches of these runs."""
 
     steps: int = 200
     twin_steps: int = 20
@@ -54,23 +57,23 @@ RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
 TWIN_RATE = 2e-3
 SHOWN = 3.2  # losses above it are not drawn
 DECAY = 0.01
-TIE_BREAK = 5e-2  # as in the body frame of the library's DDC; without it twins of SOAP part by 1e-5 on the slice
+TIE_BREAK = 5e-2  # the size of the ramp, as in the body frame of the library's DDC
 
 
 # The two inner optimizers -------------------------------------------------------------------------------
 
 
 class KroneckerState(NamedTuple):
-    """Per leaf that is a matrix: averages of G·Gᵀ and Gᵀ·G, and what is made of them every so many steps.
+    """State of `kronecker`. Each list has one array per leaf, in tree order; a leaf is taken as a matrix.
 
     Attributes:
       number: steps so far.
-      left: averages over rows, path → (rows, rows).
-      right: averages over columns.
-      of_left: inverse fourth roots (Shampoo), or eigenbases (SOAP).
-      of_right: likewise.
-      mu: first moments of all leaves.
-      nu: second moments, of SOAP's matrices in their eigenbases; under Shampoo those of the other leaves.
+      left: averages of G·Gᵀ, (rows, rows).
+      right: averages of Gᵀ·G, (columns, columns).
+      of_left: what was computed from `left` last: inverse fourth roots (Shampoo), or eigenbases (SOAP).
+      of_right: the same for `right`.
+      mu: first moments.
+      nu: second moments: for SOAP those in the eigenbases; Shampoo uses only those of vectors.
     """
 
     number: jax.Array
@@ -83,21 +86,21 @@ class KroneckerState(NamedTuple):
 
 
 def _matrix(x: jax.Array) -> jax.Array:
-    """A kernel as one matrix: (d, heads, size) by its first axis, (heads, size, d) by its last; vectors as one row."""
+    """A leaf as a matrix: (d, heads·size) for queries, keys, values, (heads·size, d) for outputs. A vector is a row."""
     if x.ndim == 3:
         return x.reshape(x.shape[0], -1) if x.shape[0] > x.shape[1] else x.reshape(-1, x.shape[-1])
     return x.reshape(1, -1) if x.ndim < 2 else x
 
 
 def _root(average: jax.Array) -> jax.Array:
-    """(average + floor)^(−1/4); the floor is relative, so that the loss's scale does not matter."""
+    """(average + floor)^(−1/4). The floor is relative to the largest eigenvalue, whatever the scale of the loss."""
     values, vectors = symmetric_eigen(average)
     values = jnp.maximum(values, 0.0) + 1e-6 * jnp.max(values, -1, keepdims=True) + 1e-30
     return matmul(vectors * values[..., None, :] ** -0.25, transpose(vectors))
 
 
 def basis(average: jax.Array) -> jax.Array:
-    """The eigenbasis; a ramp on the diagonal makes it one where eigenvalues are nearly equal."""
+    """The eigenbasis of an average. A ramp on the diagonal makes it unique where eigenvalues are nearly equal."""
     mean = jnp.trace(average) / len(average)
     return symmetric_eigen(average + TIE_BREAK * mean * jnp.diag(jnp.linspace(0.0, 1.0, len(average))))[1]
 
@@ -105,12 +108,13 @@ def basis(average: jax.Array) -> jax.Array:
 def kronecker(
     make: Callable[[jax.Array], jax.Array], refresh: int, adam: bool, b1: float = 0.95, b2: float = 0.95
 ) -> optax.GradientTransformation:
-    """Shampoo or SOAP, as a gradient transformation without a rate.
+    """Shampoo or SOAP, as a gradient transformation without a learning rate.
 
     Args:
-      make: what is made of an average every `refresh` steps: its inverse fourth root, or its eigenbasis.
-      refresh: how often.
-      adam: whether `make` gives a basis to run Adam in (SOAP), or a factor (Shampoo, of the size of Adam's step).
+      make: average → its inverse fourth root (Shampoo), or its eigenbasis (SOAP).
+      refresh: the number of steps after which `make` is applied again.
+      adam: True if `make` returns a basis, in which Adam is run (SOAP). False if it returns a factor for the gradient
+        (Shampoo); the step then gets the size of one of Adam's.
       b1: decay of first moments.
       b2: decay of all second moments.
 
@@ -137,7 +141,7 @@ def kronecker(
         def side(average: jax.Array, turned: bool) -> jax.Array:
             return make(average) if turned else jnp.eye(len(average), dtype=average.dtype)
 
-        # A vector is one row, and gets Adam. SOAP turns the shorter side of a matrix alone.
+        # A vector is one row, and gets Adam. SOAP changes the basis of the shorter side of a matrix only.
         def renewed() -> tuple[list[jax.Array], list[jax.Array]]:
             rows = [side(a, len(g) > 1 and (not adam or len(a) <= len(b))) for a, b, g in sides]
             columns = [side(b, len(g) > 1 and (not adam or len(b) <= len(a))) for a, b, g in sides]
@@ -155,7 +159,7 @@ def kronecker(
                 steps.append(matmul(matmul(a, step), transpose(b)))
             else:
                 step = matmul(matmul(a, mean), b)
-                # Grafting: Shampoo gives the direction, the size is that of a step of ±1 per entry.
+                # Grafting: the direction is Shampoo's, and the size that of a step of ±1 per entry.
                 steps.append(step * jnp.sqrt(step.size) / (jnp.linalg.norm(step) + 1e-30))
             nu.append(v)
         shaped = [step.reshape(x.shape) for step, x in zip(steps, leaves, strict=True)]
@@ -193,14 +197,14 @@ ARMS = [wrapped for name in INNER for wrapped in (name, f"quotient({name})")]
 
 
 def network(c: Config) -> lm.LMConfig:
-    """The decoder."""
+    """The configuration of the decoder."""
     return lm.llama_config(
         vocab=data.VOCAB, d_model=c.width, layers=1, heads=2, kv_heads=2, d_head=c.width // 2, d_ff=3 * c.width
     )
 
 
 def optimizer(c: Config, arm: str, rate: Any) -> optax.GradientTransformation:
-    """By its name, plain or inside `quotient`."""
+    """The optimizer of an arm's name, such as "SOAP" or "quotient(SOAP)"."""
     name = arm.removeprefix("quotient(").removesuffix(")")
     inner = INNER[name](rate, c.refresh)
     return inner if name == arm else go.quotient(inner, lm.gauges(network(c)))
@@ -208,7 +212,10 @@ def optimizer(c: Config, arm: str, rate: Any) -> optax.GradientTransformation:
 
 @functools.cache
 def program(c: Config, arm: str, steps: int, wide: bool) -> Callable[..., Any]:
-    """(parameters, rate) → the end, the loss of every batch, the held-out loss; `wide` keeps float64's apart."""
+    """A compiled run: (parameters, rate) → last parameters, loss of every batch, held-out loss.
+
+    `wide` only makes the cache keep the programs for float32 and for float64 apart.
+    """
     train, held_out = data.batches(c.length, c.batch)
     batches, others = np.stack([train[n] for n in range(steps)]), np.stack(held_out)
     _, loss = lm.params_and_loss(network(c), jax.random.key(0))
@@ -222,7 +229,7 @@ def program(c: Config, arm: str, steps: int, wide: bool) -> Callable[..., Any]:
 
 
 def cell(c: Config, arm: str, seed: int) -> Cell:
-    """Twins in float64, and the held-out loss over rates in float32."""
+    """One cell: how far twins differ in float64, and the held-out losses for all rates in float32."""
     start, _ = lm.params_and_loss(network(c), jax.random.key(seed))
     train = program(c, arm, c.steps, False)
     losses = [float(train(start, jnp.float32(rate))[2]) for rate in RATES]
@@ -249,12 +256,12 @@ def best(result: Result, arm: str) -> tuple[float, list[float]]:
 
 
 def values(result: Result, arm: str, key: str) -> list[float]:
-    """A number per seed."""
+    """One number of an arm, for every seed."""
     return [found[key] for found in result["cells"][arm].values()]
 
 
 def section(result: Result) -> str:
-    """The table, and what it says."""
+    """The results as Markdown: a table, and sentences about it."""
     c = Config(**result["settings"])
     lines = [["arm", "gap of twins", "their losses differ by", "held-out loss, best rate", "rate"]]
     for arm in result["arms"]:
@@ -293,7 +300,7 @@ def _losses(result: Result) -> str:
 
 
 def figure(result: Result, path: Path) -> None:
-    """Gaps, and losses over rates."""
+    """Draws the differences of twins, and losses over learning rates."""
     fig, (gaps, losses) = report.panels(2, "Shampoo and SOAP inside quotient", grid=True)
     colors = dict(zip(INNER, ("tab:red", "tab:green", "tab:purple"), strict=True))
     for at, arm in enumerate(result["arms"]):

@@ -2,10 +2,11 @@
 
     python -m examples.studies layernorm_scale
 
-(γ ∘ normalised x) W stays the same when an entry of γ is multiplied and the row of W that reads it divided by the same
-number, one number per channel. Prints the final losses, the root mean square and the largest change over
-channels of what the gauge reads, log γ_c, and the root mean square change of the paper's log γ_c − log‖W_c‖, in which
-s = γ_c·‖W_c‖ growing in W alone counts too.
+(γ ∘ normalised x) W stays the same when an entry of γ is multiplied and the row of W behind it is divided by the same
+number, one number per channel c. Prints the final losses, and how far two coordinates of these scales have moved. For
+the gauge's, log γ_c, it prints the root mean square and the largest change over channels. For the paper's, log γ_c −
+log‖W_c‖, it prints the root mean square change. That coordinate also changes if ‖W_c‖ alone grows. This changes
+the product γ_c·‖W_c‖ and the outputs, so that it is no drift.
 """
 
 import functools
@@ -26,13 +27,13 @@ Data = tuple[jax.Array, jax.Array]
 
 @dataclass(frozen=True)
 class Config:
-    """The paper's text lost its sizes and rates, except for samples and steps; these are ours."""
+    """Sizes. The paper gives the numbers of samples and steps only. The others, and the rates, are our choice."""
 
     steps: int = 4000
     samples: int = 128
     channels: int = 32
     outputs: int = 16
-    scale: float = 2.0  # of γ at the start, so that the coordinate is not zero there
+    scale: float = 2.0  # γ at the start; not 1, so that log γ is not zero there
     learning_rate: float = 1e-2
     weight_decay: float = 1e-3
     strong_decay: float = 1e-1
@@ -42,18 +43,18 @@ FULL = Config(channels=64, outputs=32)
 
 
 def network(params: Params, x: jax.Array) -> jax.Array:
-    """(γ ∘ normalised x) W."""
+    """The network: (γ ∘ normalised x) W."""
     return jax.nn.standardize(x, epsilon=1e-5) * params["gamma"] @ params["w"]
 
 
 def loss(params: Params, data: Data) -> jax.Array:
-    """Mean squared error."""
+    """The mean squared error."""
     x, y = data
     return jnp.mean(jnp.square(network(params, x) - y))
 
 
 def make(c: Config, seed: int) -> tuple[Params, Data]:
-    """A student, and what its teacher says about some inputs."""
+    """Draws the initial weights of the student, inputs, and the teacher's outputs for them."""
     keys = jax.random.split(jax.random.key(seed), 4)
     student, teacher = (jax.random.normal(key, (c.channels, c.outputs)) * c.channels**-0.5 for key in keys[:2])
     gamma = 1.0 + 0.5 * jax.random.uniform(keys[2], (c.channels,))
@@ -67,19 +68,19 @@ GAUGE = go.norm_scale({"gamma": "channel"}, into={"w": "channel _"})
 
 
 def log_ratio(params: Params) -> jax.Array:
-    """log|γ_c| − log‖W_c‖ per channel."""
+    """The paper's coordinate, log|γ_c| − log‖W_c‖, for every channel."""
     return jnp.log(jnp.abs(params["gamma"])) - jnp.log(jnp.linalg.norm(params["w"], axis=1))
 
 
 def observe(start: Params, params: Params, data: Data) -> dict[str, jax.Array]:
-    """Loss, and how far the coordinates moved."""
+    """What is measured along a run: the loss, and how far coordinates have moved."""
     moved = go.measure.drift(start, params, GAUGE)[0][""]
     drifts = {"drift": rms(moved), "largest_drift": jnp.max(jnp.abs(moved))}
     return drifts | {"loss": loss(params, data), "ratio": rms(log_ratio(params) - log_ratio(start))}
 
 
 def build(c: Config) -> Training:
-    """AdamW and DDC, at two strengths of decay."""
+    """The arms: AdamW and DDC with two strengths of decay, DDC with rest="balanced", and DDC as the paper prints it."""
     arms = {
         "AdamW": Arm(optax.adamw(c.learning_rate, weight_decay=c.weight_decay)),
         "DDC": Arm(go.ddc_adamw(c.learning_rate, GAUGE, weight_decay=c.weight_decay)),
@@ -97,7 +98,7 @@ figure = report.figure("LayerNorm and readout: scale traded between γ and W",
 
 
 def section(result: Result) -> str:
-    """The table, and what it says."""
+    """The results as Markdown: a table, and sentences about it."""
     c = Config(**result["settings"])
     columns = {
         "final loss": report.column(result, "loss"),

@@ -1,16 +1,17 @@
-"""Three reads of a minimum (DDC, C.1, C.4, §5.8): the Fisher information where training ended, and what a step feels.
+"""Three measurements at a minimum (DDC, C.1, C.4, §5.8): Fisher information at the end of training, and along a step.
 
     python -m examples.studies minimum            # some minutes on one core
 
-* *isolation* (C.1): how much of the readout of a grokking transformer lies where its Fisher is zero. The start has no
-  such part (its mean column is removed), so that all that is found at the end has leaked in;
-* *order* (C.4): how fast the Gauss–Newton matrix of a diagonal network falls toward the point where a pair u, v died,
-  along the direction in which both grow alike. The exponent 2k − 2 is that of a minimum of order k;
-* *one step* (§5.8, Table 6): the curvature along a step of attention, before it is taken and after it, and how far the
-  steps of twins, two weight sets of one function, come apart.
+* *isolation* (C.1): how large a part of the readout of a grokking transformer is in the kernel of its Fisher
+  information. The start has no such part, because its mean column is removed. What is found at the end has come in
+  during training.
+* *order* (C.4): how fast the Gauss–Newton matrix of a diagonal network falls toward the point where a pair (u, v) is
+  zero, along the direction in which both grow equally. If it falls with the exponent 2k − 2, the minimum has order k.
+* *one step* (§5.8, Table 6): the curvature along a step of attention, before and after the step, and how far the steps
+  of *twins*, two weight sets of one function, differ.
 
-The Fisher information takes 100 labels per parameter that the model draws. Training in float32 (one step: in float64),
-reading in float64.
+The Fisher information is sampled with 100 labels per parameter, which the model draws. Training is in float32 (for *one
+step* in float64), and measurements are in float64.
 """
 
 import dataclasses
@@ -38,7 +39,7 @@ Arms = dict[str, optax.GradientTransformation]
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Sizes; those of the first two studies are C.1's and C.4's here."""
+    """Sizes. Those of the first two measurements are the sizes of `row_shift` (C.1) and `diagonal_network` (C.4)."""
 
     steps: int = 4000
     modulus: int = 41
@@ -47,21 +48,21 @@ class Config:
     modes: int = 64
     vocab: int = 12
     pretraining: int = 200
-    warmup: int = 20  # gradients that every optimizer of the last study sees before its step, at one point
+    warmup: int = 20  # gradients, all at one point, that an optimizer gets in *one step* before its step is measured
     twins: int = 4
 
 
 FULL = Config(steps=8000, modulus=113, width=128, hidden=512)
 
-# Names of cells in the JSON: the study, then the optimizer.
+# The names of cells in the JSON are "measurement: optimizer".
 ISOLATION, ORDER, ONE_STEP = "isolation", "order", "one step"
-DEAD = 1e-12  # eigenvalues below this share of the largest are zero but for roundoff
-FLOOR = 1e-10  # shares of a leaf below this one are roundoff of float32
-SAME = 0.05  # curvatures this close count as one
+DEAD = 1e-12  # eigenvalues below this share of the largest count as zero
+FLOOR = 1e-10  # a share of a leaf below this is roundoff of float32
+SAME = 0.05  # curvatures whose relative difference is below this count as equal
 
 
 def in_float64(tree: Tree) -> Tree:
-    """A copy for reading, inside `jax.enable_x64`."""
+    """The tree in float64, for measurements. Call it inside `jax.enable_x64`."""
     return jax.tree.map(lambda x: jnp.asarray(np.asarray(x, np.float64)), tree)
 
 
@@ -72,7 +73,7 @@ SHIFT = go.logit_shift({"unembed": "_ vocab"})
 
 @functools.cache
 def _readout(c: Config) -> tuple[row_shift.Config, Training, dict[str, Callable[..., Any]]]:
-    """C.1's sizes, its study with the arms of this one, and their compiled runs."""
+    """The sizes of `row_shift` (C.1), its problem with the arms of *isolation*, and their compiled runs."""
     small = row_shift.Config(steps=c.steps, modulus=c.modulus, width=c.width, hidden=c.hidden)
     case = row_shift.build(small)
     adamw = optax.adamw(small.learning_rate, b2=small.b2, weight_decay=small.weight_decay)
@@ -82,7 +83,10 @@ def _readout(c: Config) -> tuple[row_shift.Config, Training, dict[str, Callable[
 
 
 def isolation(c: Config, name: str, seed: int) -> Cell:
-    """Train; then split the readout and its last step by the kernel of the sampled Fisher, and by the gauge."""
+    """Trains, and measures which share of the readout and of its last step no output depends on.
+
+    This share is measured in two ways: by the kernel of the sampled Fisher information, and by the gauge.
+    """
     small, case, runs = _readout(c)
     start, data = case.make(seed)
     start |= {"unembed": start["unembed"] - jnp.mean(start["unembed"], 1, keepdims=True)}
@@ -94,7 +98,7 @@ def isolation(c: Config, name: str, seed: int) -> Cell:
         fisher = go.measure.Fisher(fn, exact, [np.asarray(data["train"])], jax.random.key(seed), only="unembed")
         values, vectors = np.linalg.eigh(np.asarray(fisher.dense()))
         kernel, flat = vectors[:, values < DEAD * values[-1]], np.asarray(exact["unembed"]).ravel()
-        along = jnp.ones_like(exact["unembed"]) * jnp.arange(1.0, c.width + 1)[:, None]  # one vector on every column
+        along = jnp.ones_like(exact["unembed"]) * jnp.arange(1.0, c.width + 1)[:, None]  # the same for every column
         steepness = float(go.measure.directional_fisher(fisher, exact | {"unembed": along}))
         shares = [float(go.measure.gauge_fraction(exact, SHIFT, x)["unembed"]) for x in (exact, in_float64(step))]
     return _numbers(share=shares[0], share_of_step=shares[1], kernel=kernel.shape[1],
@@ -106,7 +110,7 @@ def isolation(c: Config, name: str, seed: int) -> Cell:
 # C.4: the order at the dead point -----------------------------------------------------------------------
 
 LENGTHS = np.logspace(-1, -3, 25)
-APART = 8  # every eighth of the dead pairs is read
+APART = 8  # every eighth of the dead pairs is measured
 
 
 def _pairs(p: Tree, x: jax.Array) -> jax.Array:
@@ -115,14 +119,17 @@ def _pairs(p: Tree, x: jax.Array) -> jax.Array:
 
 @functools.cache
 def _diagonal(c: Config) -> tuple[diagonal_network.Config, Training, dict[str, Callable[..., Any]]]:
-    """C.4's sizes, its study, and the compiled runs."""
+    """The sizes of `diagonal_network` (C.4), its problem, and the compiled runs of *order*."""
     small = diagonal_network.Config(steps=c.steps, modes=c.modes)
     case = diagonal_network.build(small)
     return small, case, {name: harness.advance(case, case.arms[name]) for name in STUDIES[ORDER][1]}
 
 
 def order(c: Config, name: str, seed: int) -> Cell:
-    """Train; then walk into the point where a pair is (0, 0), reading the curvature and the loss along (1, 1)."""
+    """Trains; then measures curvature and loss on a line of points towards the one where a pair (u, v) is (0, 0).
+
+    The line has the direction (1, 1). For comparison, pairs that are not dead are measured around their own point.
+    """
     small, case, runs = _diagonal(c)
     start, data = case.make(seed)
     trained, _ = runs[name](start, case.arms[name].tx.init(start), data, 0, c.steps)
@@ -138,7 +145,7 @@ def order(c: Config, name: str, seed: int) -> Cell:
 
 
 def _orders(end: Tree, x: jax.Array, at: int, center: float) -> tuple[Any, Any]:
-    """The order of pair `at`, walking along its joint mode: by the Gauss–Newton, and by the KL divergence."""
+    """The order of the minimum in pair `at`, along (1, 1): by the Gauss–Newton matrix, and by the KL divergence."""
 
     def point(length: float) -> Tree:
         return {name: leaf.at[at].set(center + length / 2**0.5) for name, leaf in end.items()}
@@ -174,7 +181,7 @@ class OneStep:
         self.rotations = [gauge for gauge in gauges if gauge.name == "head_rotation"]
         self.rescales = [gauge for gauge in gauges if gauge.name == "rescale"]
         adam, polar = 1e-3, 1e-2
-        arms: Arms = {  # with rotations alone: what the gauge changes, and nothing else
+        arms: Arms = {  # with the gauges of rotations only, to see the effect of these gauges alone
             "AdamW": optax.adamw(adam),
             "DDC": go.ddc_adamw(adam, self.rotations),
             TEXTBOOK: starts.muon(lambda _: polar),
@@ -187,7 +194,7 @@ class OneStep:
         self.train = jax.jit(self._train)
 
     def fn(self, params: Tree, tokens: jax.Array) -> jax.Array:
-        """Logits."""
+        """The logits of the decoder."""
         return nnx.merge(self.graph, params)(tokens)
 
     def _train(self, params: Tree, batches: jax.Array) -> Tree:
@@ -195,7 +202,10 @@ class OneStep:
         return harness.scanned(optax.adamw(3e-3), self.loss, params, batches[order])[0]
 
     def _step(self, tx: optax.GradientTransformation) -> Callable[[Tree, jax.Array], Tree]:
-        """The step after so many gradients at one point: all optimizers see the same ones."""
+        """Returns a compiled function: the last step after a sequence of gradients, all taken at one point.
+
+        All optimizers get the same gradients.
+        """
 
         def last(params: Tree, batches: jax.Array) -> Tree:
             def see(state: Any, tokens: jax.Array) -> Any:
@@ -208,7 +218,7 @@ class OneStep:
         return jax.jit(last)
 
     def batches(self, seed: int) -> tuple[jax.Array, jax.Array]:
-        """(batches, 16, 17) tokens of a random chain, and as many sequences to read the Fisher on."""
+        """Draws tokens of a random Markov chain: batches (batches, 16, 17), and 64 sequences to measure with."""
         rng = np.random.default_rng(seed)
         chain = rng.dirichlet(np.full(self.c.vocab, 0.2), size=self.c.vocab).cumsum(1)
         tokens = np.empty(((self.c.warmup + 4) * 16, 17), int)
@@ -225,7 +235,10 @@ def _one_step(c: Config) -> OneStep:
 
 
 def one_step(c: Config, name: str, seed: int) -> Cell:
-    """The curvature along attention's part of a step, at both of its ends and for twins; how far twins' steps part."""
+    """Curvatures along attention's part of a step, at both ends of the step, for several twins.
+
+    It also measures how far steps of twins differ.
+    """
     with jax.enable_x64(True):
         case = _one_step(c)
         batches, inputs = case.batches(seed)
@@ -252,7 +265,7 @@ def one_step(c: Config, name: str, seed: int) -> Cell:
 
 
 def _of_attention(step: Tree) -> Tree:
-    """A step with zeros in all other leaves."""
+    """The part of a step in attention's leaves, with zeros in all other leaves."""
     keep = {"attn"}
     return jax.tree.map_with_path(
         lambda path, x: x if keep & {str(getattr(key, "key", "")) for key in path} else jnp.zeros_like(x), step
@@ -260,7 +273,10 @@ def _of_attention(step: Tree) -> Tree:
 
 
 def _gap(group: Any, step: Callable[..., Tree], params: Tree, batches: jax.Array) -> float:
-    """How far the steps of twins part, mapped back, relative to the step's length; the largest leaf."""
+    """How far the steps from θ and from g·θ differ, relative to the step, in the leaf where they differ most.
+
+    The step from θ is moved by g, so that both end at comparable weights.
+    """
     element = group.sample(jax.random.key(1), params)
     twin = group.act(element, params)
     ours = group.act(element, jax.tree.map(jnp.add, params, step(params, batches)))
@@ -273,7 +289,7 @@ def _gap(group: Any, step: Callable[..., Tree], params: Tree, batches: jax.Array
 
 
 def _numbers(**found: Any) -> Cell:
-    """What the JSON keeps: six digits."""
+    """Rounds the numbers of a cell to six digits."""
     return {key: float(f"{float(x):.6g}") for key, x in found.items()}
 
 
@@ -286,7 +302,7 @@ ARMS = [f"{name}: {arm}" for name, (_, arms) in STUDIES.items() for arm in arms]
 
 
 def cell(c: Config, arm: str, seed: int) -> Cell:
-    """One cell by its name in the JSON."""
+    """Makes the cell with this name ("measurement: optimizer") and seed."""
     name, _, optimizer = arm.partition(": ")
     return STUDIES[name][0](c, optimizer, seed)
 
@@ -295,7 +311,7 @@ def cell(c: Config, arm: str, seed: int) -> Cell:
 
 
 def values(result: Result, name: str, arm: str, key: str) -> list[float]:
-    """A number of one study's arm, per seed."""
+    """One number of an optimizer in one of the three measurements, for every seed."""
     return [cell[key] for cell in result["cells"][f"{name}: {arm}"].values()]
 
 
@@ -307,7 +323,7 @@ def _table(result: Result, name: str, columns: dict[str, tuple[str, str]]) -> st
 
 
 def section(result: Result) -> str:
-    """Tables, and what they say."""
+    """The results as Markdown: tables, and sentences about them."""
     c = Config(**result["settings"])
     return "\n\n".join([
         f"What the Fisher information says where training ended. {report.made_with(result)} It is read in float64, and "
@@ -415,7 +431,7 @@ def _step_verdict(result: Result) -> str:
 
 
 def figure(result: Result, path: Path) -> None:
-    """Shares, orders, curvatures."""
+    """Draws three panels, one per measurement: shares, orders, curvatures."""
     title = "The minimum: what leaked, of which order, and what a step feels"
     fig, (shares, orders, steps) = report.panels(3, title, grid=True)
     _dots(shares, result, ISOLATION, {"share": "of the readout", "share_of_step": "of its last step"}, 1e-20)

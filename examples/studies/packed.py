@@ -1,17 +1,18 @@
-"""Heads packed for training: does a network with identity blocks in its heads end where the plain one ends?
+"""Training with packed heads: does a network without some rows of its heads reach the loss of the whole network?
 
     python -m examples.studies packed --out examples/results      # half an hour on two CPU cores; killed, it goes on
     python -m examples.studies packed --steps 30 --only "plain | *" "packed | *"       # to try it
 
-A decoder of 2 layers (LayerNorm, GELU, learned positions, biases, 4 heads of 16) on bytes of text. `go.orbit.pack`
-leaves d_h² numbers per head out of the queries and as many out of the values. AdamW then trains what is left, from the
-same function as the plain run. A cell is one arm, peak rate and seed (initial weights and order of the data). A sweep
-of rates goes on until the best mean over seeds has a worse neighbour on both sides. Finished cells are kept in
-packed.json and not trained again. packed.png is drawn at the end, and the table printed.
+A decoder of 2 layers (LayerNorm, GELU, learned positions, biases, 4 heads of 16) learns bytes of text. `go.orbit.pack`
+moves heads to weights of the same function in which some rows are constant, and leaves these rows out: d_h² numbers per
+head in the queries and as many in the values. AdamW then trains the other numbers. A *cell* is one arm, peak learning
+rate and seed (of the initial weights and of the order of the data). The sweep of rates goes on until the best mean over
+seeds has a worse neighbour on both sides. Finished cells are kept in packed.json and not trained again. At the end
+packed.png is drawn, and the table is printed.
 
-"packed" is `go.orbit.pack` as it is by default. "shared" says that all heads leave out the same rows, "identity" that
-the block is exactly the identity (`size=1.0`). "quotient" is AdamW inside `go.quotient`, with the gauges that bind no
-packed leaf.
+The arms: "plain" is without packing. "packed" is `go.orbit.pack` with its defaults; with "shared", all heads leave out
+the same rows; with "identity", the constant rows are exactly the identity (`size=1.0`). "quotient" is AdamW inside
+`go.quotient`, with the gauges that bind no packed leaf.
 """
 
 import argparse
@@ -37,7 +38,7 @@ FIRST = 1.6e-3
 
 
 class Arm(NamedTuple):
-    """How the heads are packed, None for not at all; whether AdamW is inside `quotient`; a colour."""
+    """An arm: options of `pack` (None if heads are not packed), whether AdamW is inside `quotient`, and a colour."""
 
     options: dict[str, Any] | None
     quotient: bool
@@ -55,7 +56,7 @@ ARMS = {
 
 
 def gauges() -> tuple[list[go.Gauge], list[go.Gauge]]:
-    """The gauges that are packed away, and those of the others that bind no packed leaf."""
+    """Two lists: the gauges by which heads are packed, and those of the other gauges that bind no packed leaf."""
     everything = lm.gauges(CONFIG, linear=True)
     packed = [gauge for gauge in everything if gauge.name == "head_linear"]
     leaves = ("attn/query", "attn/key", "attn/value", "attn/out")
@@ -65,7 +66,7 @@ def gauges() -> tuple[list[go.Gauge], list[go.Gauge]]:
 
 @functools.cache
 def initial(arm: str, seed: int) -> Any:
-    """The initial parameters, packed if the arm says so."""
+    """The initial parameters of a seed, packed with the options of the arm."""
     params, _ = lm.params_and_loss(CONFIG, jax.random.key(seed))
     options = ARMS[arm].options
     return params if options is None else go.orbit.pack(params, gauges()[0], **options)
@@ -73,7 +74,10 @@ def initial(arm: str, seed: int) -> Any:
 
 @functools.lru_cache(maxsize=4)
 def program(arm: str, seed: int, steps: int) -> Callable[..., Any]:
-    """Compiled once for all rates: packed leaves say what they have left out, which the seed decides."""
+    """Compiles the runs of one arm and seed, for all rates.
+
+    Each seed needs a program of its own, because packed leaves contain which rows are left out.
+    """
     _, packed_loss = lm.params_and_loss(CONFIG, jax.random.key(0))
 
     def loss(params: Any, tokens: jax.Array) -> jax.Array:
@@ -90,7 +94,7 @@ def program(arm: str, seed: int, steps: int) -> Callable[..., Any]:
 
 
 def train_cell(cell: Group, steps: int) -> dict[str, Any]:
-    """Train once; how many numbers are trained."""
+    """Trains one cell. Returns its losses, and how many numbers are trained."""
     arm, rate, seed = cell
     params = initial(arm, seed)
     inputs, keys = (params, batches(steps, seed), held_out()), ("validation", "training", "finite", "seconds")
@@ -102,13 +106,13 @@ def train_cell(cell: Group, steps: int) -> dict[str, Any]:
 
 
 def sweeps(result: Result) -> dict[str, dict[float, list[float]]]:
-    """Arm → rate → validation losses, seed by seed, for arms with a finished rate."""
+    """Arm → rate → validation losses of all seeds, for arms that have a finished rate."""
     found = {arm: Sweep((arm,), FIRST).losses(result) for arm in ARMS}
     return {arm: losses for arm, losses in found.items() if losses}
 
 
 def section(result: Result) -> str:
-    """Its part of the page of all results: every arm at its best rate, beside the plain one at its own."""
+    """The section on the page of all results: every arm at its best learning rate, compared with "plain" at its own."""
     found = sweeps(result)
     ends = {arm: np.array(losses[best(losses)]) for arm, losses in found.items()}
     plain = ends["plain"]
@@ -137,7 +141,7 @@ def section(result: Result) -> str:
 
 
 def figure(result: Result, path: Path) -> None:
-    """Validation loss by rate, a line per arm and a band over seeds; and each arm at its best, seed by seed."""
+    """Draws validation loss over rates (a curve per arm, a band over seeds), and each arm's losses at its best rate."""
     found = sweeps(result)
     fig, (left, right) = report.plt.subplots(1, 2, figsize=(12, 4.6), layout="constrained")
     for number, (arm, losses) in enumerate(found.items()):
@@ -157,13 +161,13 @@ def figure(result: Result, path: Path) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Steps of training."""
+    """The number of training steps."""
 
     steps: int = 400
 
 
 def cells(c: Config, args: argparse.Namespace) -> Callable[[Result], harness.Cells]:
-    """What the sweeps need next."""
+    """The cells that the sweeps of all arms need next."""
     return harness.swept([Sweep((arm,), FIRST) for arm in ARMS], lambda cell: train_cell(cell, c.steps))
 
 

@@ -3,9 +3,10 @@
     python -m examples.studies relu_rescale
 
 relu(x W1) W2 stays the same when a column of W1 is multiplied and the matching row of W2 divided by the same number.
-The paper binds one number per layer pair (`block`); the library's usual binding is one per hidden unit (`channel`).
-Prints the final losses, how far what the gauge reads went, log‖W1‖ of the layer and of every unit, and the same of the
-paper's log‖W1‖ − log‖W2‖ of the units, in which a product growing in W2 alone counts too.
+The paper has one such number for the pair of layers (`block`); the library's usual gauge has one per hidden unit
+(`channel`). Prints the final losses, and how far two coordinates of these scales have moved, for the layers and for
+every unit. One is the gauge's, log‖W1‖. The other is the paper's, log‖W1‖ − log‖W2‖. It also changes if W2
+alone grows. This changes the product of both norms and the outputs, so that it is no drift.
 """
 
 import functools
@@ -27,7 +28,7 @@ Data = tuple[jax.Array, jax.Array]
 
 @dataclass(frozen=True)
 class Config:
-    """The paper's text lost its sizes and rates, except for samples and steps; these are ours."""
+    """Sizes. The paper gives the numbers of samples and steps only. The others, and the rates, are our choice."""
 
     steps: int = 4000
     samples: int = 128
@@ -43,18 +44,18 @@ FULL = Config(inputs=32, hidden=64, outputs=16)
 
 
 def network(params: Params, x: jax.Array) -> jax.Array:
-    """relu(x W1) W2."""
+    """The network: relu(x W1) W2."""
     return jax.nn.relu(x @ params["w1"]) @ params["w2"]
 
 
 def loss(params: Params, data: Data) -> jax.Array:
-    """Mean squared error."""
+    """The mean squared error."""
     x, y = data
     return jnp.mean(jnp.square(network(params, x) - y))
 
 
 def weights(c: Config, key: jax.Array, size: float) -> Params:
-    """Normal weights, of variance size²/fan-in."""
+    """Draws normal weights of variance size²/fan-in."""
     first, second = jax.random.split(key)
     return {
         "w1": size * jax.random.normal(first, (c.inputs, c.hidden)) * c.inputs**-0.5,
@@ -63,7 +64,7 @@ def weights(c: Config, key: jax.Array, size: float) -> Params:
 
 
 def make(c: Config, seed: int) -> tuple[Params, Data]:
-    """A student, and what its teacher says about some inputs."""
+    """Draws the initial weights of the student, inputs, and the teacher's outputs for them."""
     student, teacher, inputs = jax.random.split(jax.random.key(seed), 3)
     x = jax.random.normal(inputs, (c.samples, c.inputs))
     return weights(c, student, c.start), (x, network(weights(c, teacher, 1.0), x))
@@ -78,12 +79,12 @@ GAUGES = {
 
 
 def log_ratio(params: Params) -> jax.Array:
-    """log‖W1‖ − log‖W2‖ per hidden unit."""
+    """The paper's coordinate, log‖W1‖ − log‖W2‖, for every hidden unit."""
     return jnp.log(jnp.linalg.norm(params["w1"], axis=0) / jnp.linalg.norm(params["w2"], axis=1))
 
 
 def observe(start: Params, params: Params, data: Data) -> dict[str, jax.Array]:
-    """Loss, and how far both kinds of coordinate moved."""
+    """What is measured along a run: the loss, and how far both coordinates have moved."""
     drifts = {f"{name}_drift": rms(go.measure.drift(start, params, gauge)[0][""]) for name, gauge in GAUGES.items()}
     layers = (jnp.log(jnp.linalg.norm(p["w1"]) / jnp.linalg.norm(p["w2"])) for p in (params, start))
     return drifts | {
@@ -94,7 +95,7 @@ def observe(start: Params, params: Params, data: Data) -> dict[str, jax.Array]:
 
 
 def build(c: Config) -> Training:
-    """AdamW, DDC with either binding, at rest where both layers share growth, and as the paper prints it."""
+    """The arms: AdamW; DDC with either gauge; DDC with rest="balanced"; the paper's printed DDC with either gauge."""
     rate, decay = c.learning_rate, c.weight_decay
     arms = {
         "AdamW": Arm(optax.adamw(rate, weight_decay=decay)),
@@ -114,7 +115,7 @@ figure = report.figure("ReLU teacher and student: scale traded between two layer
 
 
 def section(result: Result) -> str:
-    """The table, and what it says."""
+    """The results as Markdown: a table, and sentences about it."""
     c = Config(**result["settings"])
     columns = {
         "final loss": report.column(result, "loss"),

@@ -1,10 +1,12 @@
-"""Trained networks beside Table 1: norm and rotation per layer, with what explains the rest (Fig. 3, 10 to 12, 14, 15).
+"""Norms and rotations of trained networks, beside the predictions of Table 1 of Rotational Equilibrium.
 
     python -m examples.studies rotational_networks
 
-AdamW at a constant rate: the demo language model as it is and weight-standardized, and digits with batch norm (every
-filter scale-invariant), with weight standardization, and without any normalisation; with decay and without. Three in
-ten labels of digits are drawn anew at each step: with all of them learnt there would be no gradient to speak of.
+The study measures the norm of a layer's neurons and their rotation per step, and what explains the difference from the
+prediction (the paper's Fig. 3, 10 to 12, 14, 15). Training is AdamW at a constant rate, with decay and without. The
+networks are the demo's language model, as it is and weight-standardized; and classifiers of digits with batch norm (so
+that every filter is scale-invariant), with weight standardization, and without any normalisation. Three in ten labels
+of digits are drawn at random at each step, because gradients would vanish once all labels are learnt.
 """
 
 import functools
@@ -29,13 +31,13 @@ from models.weight_standardization import standardize
 Cell = dict[str, Any]
 
 LM_STEPS, DIGITS_STEPS, EVERY = 1_200, 3_000, 10
-BATCH, NOISE = 64, 0.3  # images; of their labels this share is drawn anew
+BATCH, NOISE = 64, 0.3  # images of a batch; the share of their labels that is drawn at random
 NEAR, STILL = 0.1, 0.1
 FIGURES = ("norm", "rotation", "decay", "square", "weight_gradient", "gradient_momentum")
 
 
 class Net(NamedTuple):
-    """A network and its rates: `cnn` is None for the language model."""
+    """A network, its learning rate and weight decay. `cnn` is None for the language model."""
 
     cnn: DigitsConfig | None
     standardized: bool
@@ -57,12 +59,12 @@ NETS = {
 
 
 def fan_in(axes: str) -> tuple[int, ...]:
-    """The axes of one neuron."""
+    """The axes of a kernel that a neuron sums over."""
     return tuple(k for k, name in enumerate(axes.split()) if name == "_")
 
 
 def observer(net: Net, axes: Mapping[str, str]) -> Callable[..., dict[str, jax.Array]]:
-    """Of one step, path → means over neurons of `FIGURES`."""
+    """Returns a function that measures one step: path of a layer → the quantities `FIGURES`, averaged over neurons."""
     rate = net.weight_decay if net.weight_decay else 1.0
 
     def of(params: Any, grads: Any, state: Any, updates: Any, after: Any) -> dict[str, jax.Array]:
@@ -98,7 +100,10 @@ def _cosine(a: jax.Array, b: jax.Array, dot: Callable[..., jax.Array]) -> jax.Ar
 def along(
     net: Net, loss: Callable[[Any, Any], jax.Array], axes: Mapping[str, str], params: Any, batches: Any
 ) -> dict[str, jax.Array]:
-    """Path → (windows, `FIGURES`) along a run over stacked batches, means over `EVERY` steps; to be traced."""
+    """Trains on stacked batches. Returns path → (windows, `FIGURES`): means over windows of `EVERY` steps.
+
+    Call it inside `jit`.
+    """
     decays = jax.tree.map(lambda x: x.ndim > 1, params)
     tx, observe = optax.adamw(net.learning_rate, weight_decay=net.weight_decay, mask=decays), observer(net, axes)
 
@@ -118,11 +123,11 @@ def along(
 
 ATTENTION = dict.fromkeys(("query", "key", "value"), "_ head channel") | {"out": "_ _ channel"}
 MLP = dict.fromkeys(("up", "gate", "down"), "_ channel")
-"""Kernels of the language model → axes of their neurons."""
+"""Name of a kernel of the language model → axes string, where `_` are the axes that a neuron sums over."""
 
 
 def of_language_model(net: Net, seeds: Sequence[int]) -> tuple[dict[str, np.ndarray], dict[str, int]]:
-    """Path → (seeds, windows, `FIGURES`), and path → entries of a neuron."""
+    """Trains the language model. Returns path → (seeds, windows, `FIGURES`), and path → entries of a neuron."""
     config, inside = lm.llama_config(), "layer/kernel" if net.standardized else "kernel"
     axes = {
         f"blocks/{k}/{block}/{name}/{inside}": over
@@ -149,7 +154,7 @@ def of_language_model(net: Net, seeds: Sequence[int]) -> tuple[dict[str, np.ndar
 
 
 def of_digits(net: Net, config: DigitsConfig, seeds: Sequence[int]) -> tuple[dict[str, np.ndarray], dict[str, int]]:
-    """The same of a classifier."""
+    """Trains a classifier of digits. Returns what `of_language_model` returns."""
     init, logits = digits.make(config)
     (images, labels), _ = digits.data()
     order = np.stack([np.random.default_rng(s).integers(0, len(labels), (DIGITS_STEPS, BATCH)) for s in seeds])
@@ -165,14 +170,14 @@ def of_digits(net: Net, config: DigitsConfig, seeds: Sequence[int]) -> tuple[dic
 
 
 def _redrawn(labels: np.ndarray, seed: int) -> np.ndarray:
-    """Some of the labels drawn anew: gradients stay noise after all is learnt."""
+    """The labels, of which a share `NOISE` is drawn at random, so that gradients do not vanish at the end."""
     draw = np.random.default_rng([seed, 1])
     other = draw.integers(0, digits.CLASSES, labels.shape)
     return np.where(draw.random(labels.shape) < NOISE, other, labels)
 
 
 def measured(name: str, seeds: Sequence[int]) -> Cell:
-    """Per layer: curves of the first seed, and means over the last third for every seed."""
+    """Trains one network. Returns per layer curves of the first seed, and means over the last third of each run."""
     net = NETS[name]
     kept, entries = of_language_model(net, seeds) if net.cnn is None else of_digits(net, net.cnn, seeds)
     out: Cell = {"layers": {}}
@@ -190,7 +195,10 @@ def measured(name: str, seeds: Sequence[int]) -> Cell:
 
 
 def ratios(layer: Cell, corrected: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Norm and rotation over the prediction, by seed; `corrected` by what λ_e and g/√v were (Eq. 96 to 98)."""
+    """Norm and rotation of a layer, divided by their predictions, for every seed.
+
+    If `corrected`, the prediction uses the measured effective decay λ_e and size of g/√v (Eq. 96 to 98).
+    """
     norm, rotation = layer["predicted"]
     turn = np.sqrt(np.maximum(layer["decay"], 1e-6)) if corrected else 1.0
     size = np.sqrt(layer["square"]) if corrected else 1.0
@@ -198,7 +206,7 @@ def ratios(layer: Cell, corrected: bool) -> tuple[np.ndarray, np.ndarray]:
 
 
 def figure(result: Result, path: Path) -> None:
-    """Norm and rotation over the prediction along training, a line per layer."""
+    """Draws norm and rotation, divided by their predictions, along training, with a curve per layer."""
     names = [name for name in NETS if "no decay" not in name]
     fig, axes = report.plt.subplots(2, len(names), figsize=(3.2 * len(names), 5.4), layout="constrained", sharex="col")
     for column, name in zip(axes.T, names, strict=True):
@@ -236,7 +244,7 @@ def _without_decay(name: str, layers: Mapping[str, Cell]) -> str:
 
 
 def section(result: Result) -> str:
-    """The tables, and what they say."""
+    """The results as Markdown: tables, and sentences about them."""
     cells = result["cells"]
     rows = [_row(name, cell["layers"]) for name, cell in cells.items() if NETS[name].weight_decay]
     still = [_without_decay(name, cell["layers"]) for name, cell in cells.items() if not NETS[name].weight_decay]
@@ -253,14 +261,14 @@ def section(result: Result) -> str:
 
 
 INVARIANT = ("LM, standardized", "digits, batch norm", "digits, standardized")
-"""Networks whose layers do not notice their neurons' sizes."""
+"""Networks whose function does not depend on the norms of their neurons."""
 
 
 def _verdicts(cells: Mapping[str, Cell]) -> list[str]:
-    """What the paper says of layers with decay, case by case: a case is a layer and a seed."""
+    """Sentences on the paper's claims about layers with decay. A case is a layer and a seed."""
 
     def off(names: Sequence[str], which: int, corrected: bool) -> np.ndarray:
-        """How far norm (0) or rotation (1) is from its prediction, as |log|."""
+        """How far norm (`which` = 0) or rotation (1) is from its prediction: |log| of their ratio, for every case."""
         found = [ratios(layer, corrected)[which] for name in names for layer in cells[name]["layers"].values()]
         return np.abs(np.log(np.concatenate(found)))
 
@@ -280,7 +288,7 @@ def _verdicts(cells: Mapping[str, Cell]) -> list[str]:
 
 
 def _left(cells: Mapping[str, Cell]) -> list[bool]:
-    """Whether a layer without decay nearly stopped turning."""
+    """For every layer without decay: whether its neurons have nearly stopped rotating at the end."""
     layers = [x for name, cell in cells.items() if not NETS[name].weight_decay for x in cell["layers"].values()]
     turned = [layer["curves"]["rotation"] for layer in layers]
     return [bool(x[-1] < STILL * x[len(x) // 20]) for x in turned]

@@ -1,12 +1,13 @@
-"""The logit shift of a grokking transformer (DDC, C.1): who moves the part of the readout that no output depends on.
+"""The logit shift of a grokking transformer (DDC, C.1): which optimizers move what no output of the readout depends on.
 
     python -m examples.studies row_shift            # some minutes on one core
     python -m examples.studies row_shift --full     # the paper's size: a GPU, or hours
 
-A one-block transformer learns (a + b) mod p (Nanda et al. 2023), full batch. Adding one vector to every column of the
-unembedding, (d, vocab), shifts all logits alike, and the softmax does not notice. Adam does. The usual remedy is a loss
-on the logits' level (Z-loss); the gauge removes the direction. Prints, per arm, how far the mean column went from its
-start, relative to its norm there, its norm at the end, accuracies and losses.
+A one-block transformer learns (a + b) mod p (Nanda et al. 2023) with full batches. Adding one vector to every column of
+the unembedding, (d, vocab), adds one number to all logits, which the softmax removes. Adam moves weights in this
+direction all the same. The usual remedy is a loss on the level of logits (Z-loss). The gauge removes the direction from
+steps. Prints for each arm how far the mean column has moved from its start (relative to its norm there), its norm at
+the end, accuracies and losses.
 """
 
 import functools
@@ -30,7 +31,7 @@ MODE = "the mean column of the unembedding"
 
 @dataclass(frozen=True)
 class Config:
-    """Smaller than the paper's, so that 15 runs take minutes."""
+    """Sizes, smaller than the paper's, so that 15 runs take minutes."""
 
     steps: int = 4000
     modulus: int = 41
@@ -42,14 +43,14 @@ class Config:
     b2: float = 0.98
     weight_decay: float = 1.0
     z_palm: float = 1e-4
-    z_strong: float = 1e-1  # the paper's text lost its value
+    z_strong: float = 1e-1  # the paper does not give its value
 
 
 FULL = Config(steps=8000, modulus=113, width=128, hidden=512, train_share=0.3)
 
 
 def weights(c: Config, key: jax.Array) -> Params:
-    """Normal matrices of variance 1/fan-in; every LayerNorm has a scale and a bias."""
+    """The initial weights: normal matrices of variance 1/fan-in. Every LayerNorm has a scale and a bias."""
     square = dict.fromkeys(("query", "key", "value", "out"), (c.width, c.width))
     shapes = {"embed": (c.modulus, c.width), "position": (2, c.width), **square, "up": (c.width, c.hidden),
               "down": (c.hidden, c.width), "unembed": (c.width, c.modulus)}
@@ -62,7 +63,7 @@ def weights(c: Config, key: jax.Array) -> Params:
 
 
 def logits(params: Params, pairs: jax.Array, heads: int) -> jax.Array:
-    """(batch, 2) numbers to (batch, p), read at the second position."""
+    """The logits of the sum, (batch, p), at the second position of pairs of numbers (batch, 2)."""
 
     def norm(x: jax.Array, name: str) -> jax.Array:
         return jax.nn.standardize(x, epsilon=1e-5) * params[f"{name}_scale"] + params[f"{name}_bias"]
@@ -70,7 +71,8 @@ def logits(params: Params, pairs: jax.Array, heads: int) -> jax.Array:
     def split(x: jax.Array) -> jax.Array:
         return x.reshape(*x.shape[:-1], heads, -1)
 
-    # Only 2p rows ever enter attention: project each once, then look pairs up.
+    # Attention has only 2p different inputs (a number at a position). Project each once, and look them up for all
+    # pairs.
     table = params["embed"] + params["position"][:, None]
     read = norm(table, "norm1")
     key, value = (split(read @ params[name]) for name in ("key", "value"))
@@ -84,7 +86,7 @@ def logits(params: Params, pairs: jax.Array, heads: int) -> jax.Array:
 
 
 def make(c: Config, seed: int) -> tuple[Params, Data]:
-    """A start, and all pairs split in two."""
+    """Draws initial weights, and divides all pairs into those to train on and those to test on."""
     start, split = jax.random.split(jax.random.key(seed))
     pairs = jnp.stack(jnp.meshgrid(*2 * [jnp.arange(c.modulus)]), axis=-1).reshape(-1, 2)
     pairs = jax.random.permutation(split, pairs)
@@ -93,19 +95,19 @@ def make(c: Config, seed: int) -> tuple[Params, Data]:
 
 
 def cross_entropy(out: jax.Array, pairs: jax.Array) -> jax.Array:
-    """Mean over pairs; the answer is their sum."""
+    """The cross-entropy of logits with the sums of the pairs as labels, averaged over pairs."""
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(out, jnp.sum(pairs, axis=1) % out.shape[-1]))
 
 
 def loss(params: Params, data: Data, c: Config, z_strength: float = 0.0) -> jax.Array:
-    """Cross-entropy, and Z-loss if asked for."""
+    """The cross-entropy plus a Z-loss of this strength."""
     out = logits(params, data["train"], c.heads)
     total = cross_entropy(out, data["train"])
     return total + baselines.z_loss(out, z_strength) if z_strength else total
 
 
 def observe(start: Params, params: Params, data: Data, c: Config) -> dict[str, jax.Array]:
-    """Losses, accuracies, and the mean column of the unembedding relative to its start."""
+    """What is measured along a run: losses, accuracies, and the unembedding's mean column relative to its start."""
     numbers: dict[str, jax.Array] = {}
     for part in ("train", "test"):
         out = logits(params, data[part], c.heads)
@@ -117,7 +119,7 @@ def observe(start: Params, params: Params, data: Data, c: Config) -> dict[str, j
 
 
 def build(c: Config) -> Training:
-    """AdamW, what others add to it, and DDC with this one gauge."""
+    """The arms: AdamW, AdamW with a weak and a strong Z-loss, OrthoGrad with Adam, and DDC with this one gauge."""
     shift = go.logit_shift({"unembed": "_ vocab"})
     adamw = optax.adamw(c.learning_rate, b2=c.b2, weight_decay=c.weight_decay)
     plain = functools.partial(loss, c=c)
@@ -125,7 +127,7 @@ def build(c: Config) -> Training:
         "AdamW": Arm(adamw),
         "AdamW, PaLM Z-loss": Arm(adamw, functools.partial(plain, z_strength=c.z_palm)),
         "AdamW, strong Z-loss": Arm(adamw, functools.partial(plain, z_strength=c.z_strong)),
-        # Without decay, as its authors run it: nothing would hold the weights' size against it.
+        # Without decay, as its authors run it: OrthoGrad removes the gradients that would balance the decay of weights.
         "OrthoGrad + Adam": Arm(optax.chain(baselines.orthogonal_gradient(), optax.adam(c.learning_rate, b2=c.b2))),
         "DDC": Arm(go.ddc_adamw(c.learning_rate, shift, b2=c.b2, weight_decay=c.weight_decay)),
     }
@@ -141,7 +143,7 @@ figure = report.figure(
 
 
 def section(result: Result) -> str:
-    """The table, and what it says."""
+    """The results as Markdown: a table, and sentences about it."""
     c = Config(**result["settings"])
     columns = {
         "drift": report.column(result, "drift", at=report.largest),
@@ -162,7 +164,7 @@ def section(result: Result) -> str:
 
 
 def _parted(result: Result) -> str:
-    """Until when AdamW and DDC are one trajectory of the function."""
+    """A sentence that says until which step AdamW and DDC train the same function."""
     steps = []
     for ours, theirs in zip(*(result["cells"][arm].values() for arm in ("DDC", "AdamW")), strict=True):
         losses = zip(ours["curves"]["train_loss"], theirs["curves"]["train_loss"], strict=True)

@@ -3,15 +3,17 @@
     python -m examples.studies self_tests            # three minutes on one core
     python -m examples.studies self_tests --full     # ten times the steps
 
-For every construction of Table 3, and for the gauges of gated layers, grouped queries (A.6) and rotary heads, one small
-problem with that gauge, trained from θ and from g·θ, g random: 20 steps in float64, 50 in float32. The gap is the
-largest relative difference of a leaf between g·θ_t and the other run; beside it stands AdamW's on the same twins.
+There is one small problem for every construction of Table 3, and for the gauges of gated layers, grouped queries (A.6)
+and rotary heads. It is trained from θ and from g·θ with a random element g: 20 steps in float64, 50 in float32. The
+*gap* is the largest relative difference of a leaf between g·θ_t and the other run. For comparison there is AdamW's gap
+from the same two starts.
 
-The reference keeps the second moment of a rotated head in the eigenbasis of its Gram matrix. At a new basis, with
-R = U_oldᵀ·U_new, its B.8 says: rotate by R, "m exact, v |.|". Read as v ← |v·R|, twins come apart as under AdamW, with
-signs pinned to the last basis: the first basis has the machine's signs. Read as v ← v·|R|, twins stay together, but the
-rows of |R| sum to more than 1, and v grows. The library takes v ← v·(R∘R). "B.8" below is that pseudocode, with each of
-the three. Prints the gap after the last step, the largest of three seeds (for AdamW the smallest, in float64):
+DDC keeps the second moment v of a rotated head in the eigenbasis of its Gram matrix. When the basis changes from U_old
+to U_new, with R = U_oldᵀ·U_new, its section B.8 says: rotate by R, "m exact, v |.|". If this means v ← |v·R|, the two
+runs come apart as under AdamW, because v then depends on the signs of the first basis, which the machine chose. If it
+means v ← v·|R|, the two runs stay together, but the rows of |R| sum to more than 1, so that v grows. The library takes
+v ← v·(R∘R). The rows "B.8" below are the paper's pseudocode with each of the three. Prints the gap after the last step,
+the largest of three seeds (for AdamW the smallest, in float64):
 
     construction                float64, 20 steps  float32, 50 steps  AdamW
     CE shift, bias              3.7e-16            2.7e-07            1.3e-03
@@ -32,7 +34,7 @@ the three. Prints the gap after the last step, the largest of three seeds (for A
     B.8, v·|R|                  1.2e-15            2.3e-06            2.7e-01
     B.8, v·(R∘R)                1.8e-15            1.7e-06            2.7e-01
 
-and writes self_tests.json and self_tests.png to outputs/self_tests. A shift is felt by AdamW through the decay alone.
+and writes self_tests.json and self_tests.png to outputs/studies. Shifts change AdamW's steps through weight decay only.
 """
 
 import functools
@@ -54,7 +56,7 @@ from examples.studies.harness import Result
 from examples.studies.table3 import FULL, TRANSPORTS, Config, Params, Problem, build
 
 Gaps = dict[str, dict[str, list[float]]]
-"""Of one construction from one seed: the gap after each step, per precision, "ours" and "adamw"."""
+"""A cell: precision → "ours" or "adamw" → the gap before the first step and after each step."""
 
 PRECISIONS = ("float64", "float32")
 
@@ -63,7 +65,7 @@ PRECISIONS = ("float64", "float32")
 
 
 def start(problem: Problem, seed: int) -> tuple[Params, Params, Any]:
-    """θ, g·θ and g, in this precision; drawn in numpy, so that both precisions start from the same numbers."""
+    """θ, g·θ and g. θ is drawn by NumPy, so that both precisions start from the same numbers."""
     draw = np.random.default_rng(seed).normal
     params = {
         name: jnp.asarray(draw(size=shape) / shape[-2:][0] ** 0.5 + (name == "scale"), float)
@@ -76,7 +78,7 @@ def start(problem: Problem, seed: int) -> tuple[Params, Params, Any]:
 
 @functools.cache
 def program(c: Config, row: str, precision: str, which: str) -> Callable[[Params, Params, Any], jax.Array]:
-    """(θ, g·θ, g) → the gap before the first step and after each; compiled once for all seeds."""
+    """A compiled function for all seeds: (θ, g·θ, g) → the gap before the first step and after each step."""
     problem, make = build(c)[row]
     steps, rate = (c.steps64, c.rate64) if precision == "float64" else (c.steps32, c.rate32)
     tx = optax.adamw(rate, weight_decay=c.weight_decay) if which == "adamw" else make(rate, problem.gauges)
@@ -103,7 +105,7 @@ def program(c: Config, row: str, precision: str, which: str) -> Callable[[Params
 
 
 def cell(c: Config, row: str, seed: int) -> Gaps:
-    """One construction from one seed, and AdamW beside it, in both precisions."""
+    """Makes one cell: the gaps of one construction and of AdamW, from one seed, in both precisions."""
     found: Gaps = {}
     for precision in PRECISIONS:
         with jax.enable_x64(precision == "float64"):
@@ -117,12 +119,12 @@ def cell(c: Config, row: str, seed: int) -> Gaps:
 
 
 def last(result: Result, row: str, precision: str, which: str) -> list[float]:
-    """The gap after the last step, per seed."""
+    """The gap after the last step, for every seed."""
     return [gaps[precision][which][-1] for gaps in result["cells"][row].values()]
 
 
 def lines(result: Result) -> Iterator[list[str]]:
-    """The table: the largest gap of all seeds, for AdamW the smallest."""
+    """The rows of the table. A gap is the largest over all seeds; for AdamW it is the smallest."""
     steps = [result["settings"][f"steps{precision[-2:]}"] for precision in PRECISIONS]
     yield ["construction", *(f"{p}, {n} steps" for p, n in zip(PRECISIONS, steps, strict=True)), "AdamW"]
     for row in result["arms"]:
@@ -131,7 +133,7 @@ def lines(result: Result) -> Iterator[list[str]]:
 
 
 def section(result: Result) -> str:
-    """For a page."""
+    """The results as Markdown: a table, and sentences about it."""
     rows = [[cell.replace("|", r"\|") for cell in row] for row in lines(result)]
     library = [row for row in result["arms"] if kind(row) == LIBRARY]
     worst = [max(max(last(result, row, precision, "ours")) for row in library) for precision in PRECISIONS]
@@ -152,12 +154,12 @@ LEAST = 1e-17
 
 
 def kind(row: str) -> str:
-    """What a row's colour says: the library, or one of the readings of B.8."""
+    """The kind of a row, which decides its colour: the library, or one of the three meanings of B.8."""
     return row.removeprefix("B.8, ") if row.startswith("B.8") else LIBRARY
 
 
 def figure(result: Result, path: Path) -> None:
-    """The gap along the run, in each precision; and, by construction, after the last step."""
+    """Draws the gap along the run, in each precision, and the gap of each construction after the last step."""
     fig, (*runs, ends) = report.plt.subplots(1, 3, figsize=(17, 5.6), layout="constrained", width_ratios=(1, 1, 1.15))
     fig.suptitle("θ and g·θ are one function. How far do their runs come apart?")
     for axis, precision in zip(runs, PRECISIONS, strict=True):

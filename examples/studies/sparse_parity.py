@@ -1,12 +1,13 @@
-"""Keeping or shedding a block that the task needs (DDC, C.14): sparse parity, with all of the network behind one norm.
+"""Does an optimizer keep a block that the task needs (DDC, C.14)? Sparse parity, with strong weight decay.
 
     python -m examples.studies sparse_parity
 
-relu(γ ∘ LayerNorm(x W1 + b1)) W2 + b2 learns the parity of the first of some bits, from all inputs at once, under a
-weight decay that is strong enough to matter. γ_c trades scale with the row of W2 that reads the unit. On the log of the
-joint scale s_c = |γ_c|·‖W2_c‖ decay takes 2·wd·lr a step and Adam can give √2·lr: from wd = 0.71 on the loss cannot
-outweigh it. On s_c itself the two balance. Three strengths of decay; prints accuracy, the mean of s_c (gain), the share
-of units with s_c below an absolute floor (dead), and how far what the gauge reads, log|γ_c|, went over the units.
+relu(γ ∘ LayerNorm(x W1 + b1)) W2 + b2 learns the parity of the first few bits of its input, from all inputs at once.
+The function stays the same if γ_c is multiplied and row c of W2 is divided by a number, so that only the joint scale
+s_c = |γ_c|·‖W2_c‖ counts. DDC steps it as one coordinate. If this is log s_c ("log"), decay takes 2·wd·lr per step and
+Adam can give back at most √2·lr: from wd = 0.71 on, the loss cannot outweigh decay. If it is s_c itself ("linear"), the
+two balance. There are three strengths of decay. Prints accuracy, the mean of s_c (gain), the share of units with s_c
+below an absolute floor (dead), and how far the gauge's coordinate log|γ_c| has moved over the units.
 """
 
 import functools
@@ -32,7 +33,7 @@ CHANCE_LOSS, NEAR = math.log(2.0), 0.02
 
 @dataclass(frozen=True)
 class Config:
-    """Steps are the paper's; its text lost the other numbers, these are ours."""
+    """Sizes. The paper gives the number of steps only. The other numbers are our choice."""
 
     steps: int = 10_000
     bits: int = 10
@@ -40,7 +41,7 @@ class Config:
     hidden: int = 128
     learning_rate: float = 1e-3
     weight_decay: float = 1.0
-    dead: float = 1e-3  # s_c below which a unit counts as dead
+    dead: float = 1e-3  # a unit counts as dead if its s_c is below this
     weak_decay: float = 0.5
     strong_decay: float = 2.0
 
@@ -49,19 +50,19 @@ FULL = Config(bits=12, hidden=256)
 
 
 def network(params: Params, x: jax.Array) -> jax.Array:
-    """relu(γ ∘ LayerNorm(x W1 + b1)) W2 + b2."""
+    """The network: relu(γ ∘ LayerNorm(x W1 + b1)) W2 + b2."""
     hidden = jax.nn.relu(jax.nn.standardize(x @ params["up"] + params["up_bias"], epsilon=1e-5) * params["gamma"])
     return hidden @ params["down"] + params["bias"]
 
 
 def loss(params: Params, data: Data) -> jax.Array:
-    """Mean cross-entropy."""
+    """The mean cross-entropy."""
     x, y = data
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(network(params, x), y))
 
 
 def make(c: Config, seed: int) -> tuple[Params, Data]:
-    """A start, and every input of ±1 with the parity of its first bits."""
+    """Draws initial weights. The data is every input of ±1, with the parity of its first bits."""
     up, bias, down = jax.random.split(jax.random.key(seed), 3)
     x = 2.0 * ((jnp.arange(2**c.bits)[:, None] >> jnp.arange(c.bits)) & 1) - 1.0
     params = {
@@ -75,12 +76,12 @@ def make(c: Config, seed: int) -> tuple[Params, Data]:
 
 
 def sides(params: Params) -> tuple[jax.Array, jax.Array]:
-    """|γ_c| and ‖W2_c‖, kept from zero so that their logarithms exist."""
+    """|γ_c| and ‖W2_c‖, plus a tiny number, so that their logarithms exist."""
     return jnp.abs(params["gamma"]) + 1e-30, jnp.linalg.norm(params["down"], axis=1) + 1e-30
 
 
 def observe(start: Params, params: Params, data: Data, c: Config) -> dict[str, jax.Array]:
-    """Loss, accuracy, the joint scales, and how far the coordinates moved."""
+    """What is measured along a run: loss, accuracy, the joint scales, and how far coordinates have moved."""
     x, y = data
     (gamma, down), (gamma0, _) = sides(params), sides(start)
     moved, live = jnp.log(gamma / gamma0), gamma * down >= c.dead
@@ -95,10 +96,14 @@ def observe(start: Params, params: Params, data: Data, c: Config) -> dict[str, j
 
 
 def build(c: Config) -> Training:
-    """Two that see no gauge, the 1 + γ reparametrisation, and DDC on either coordinate and either base."""
+    """The arms: AdamW and Muon without a gauge, AdamW with 1 + γ, and variants of DDC.
+
+    DDC steps the joint scale by its value or by its logarithm, in the library's or the paper's form, with Adam or Muon,
+    and with Adam at three strengths of decay.
+    """
     gauge = go.norm_scale({"gamma": "channel"}, into={"down": "channel _"})
     rate, decay = c.learning_rate, c.weight_decay
-    # No gauge binds `up`, behind its LayerNorm; Muon takes it all the same, as the plain one does.
+    # No gauge binds `up`. The label makes DDC-Muon orthogonalize it all the same, as Muon without a gauge does.
     muon = functools.partial(
         go.ddc_muon, rate, gauge, labels={"up": "muon"}, weight_decay=decay, adam_weight_decay=decay
     )
@@ -125,7 +130,7 @@ def _swept(radial: str, decay: float) -> str:
 
 
 def figure(result: Result, path: Path) -> None:
-    """Accuracy, gain, drift, of all arms but those of the sweep."""
+    """Draws accuracy, gain and drift of all arms, but not those that sweep the strength of decay."""
     DRAWN(result | {"arms": [arm for arm in result["arms"] if "decay" not in arm]}, path)
 
 
@@ -136,7 +141,7 @@ DRAWN = report.figure("Sparse parity: a block that the task needs, under weight 
 
 
 def section(result: Result) -> str:
-    """The table, and what it says."""
+    """The results as Markdown: a table, and sentences about it."""
     c = Config(**result["settings"])
     columns = {
         "final accuracy": report.column(result, "accuracy", ".3f"),
@@ -156,20 +161,21 @@ def section(result: Result) -> str:
 
 
 def _ends(result: Result, arm: str, between: str = ", ") -> str:
-    """How an arm ends, in words."""
+    """Words that say with which accuracy and gain an arm ends."""
     accuracy, gain = (report.final(result, arm, key) for key in ("accuracy", "gain"))
     return f"accuracy {report.span(accuracy, '.3f')}{between}gain {report.span(gain)}"
 
 
 def _by_scale(result: Result, ours: str) -> tuple[list[bool], list[bool], str]:
-    """Whether the linear scale keeps the block, whether the log scale leaves it at chance, and its dead units."""
+    """For DDC or DDC-Muon: whether "linear" solves the task, whether "log" ends at chance, and the dead units of "log".
+    """
     kept = [x > SOLVED for x in report.final(result, f"{ours}, linear", "accuracy")]
     lost = [x < CHANCE for x in report.final(result, f"{ours}, log", "accuracy")]
     return kept, lost, report.span(report.final(result, f"{ours}, log", "dead"), ".0%")
 
 
 def _muon(result: Result) -> str:
-    """Does it on a Muon base too?"""
+    """Sentences that say whether the findings on "linear" and "log" hold with Muon too."""
     kept, lost, dead = _by_scale(result, "DDC-Muon")
     return " ".join([report.paper("on a Muon base the linear scale keeps the block", kept, "final accuracy"),
                      report.paper("there the log scale drops accuracy to chance", lost, "final accuracy"),
@@ -177,7 +183,10 @@ def _muon(result: Result) -> str:
 
 
 def _split(result: Result) -> str:
-    """Does the radial coordinate decide, as in the paper? Is it our deviation from the paper that ends the fall?"""
+    """Sentences that say whether the coordinate of the joint scale decides the outcome, as in the paper.
+
+    If "log" does not fall to chance, they also say whether the cause is the library's deviation from the paper.
+    """
     kept, lost, dead = _by_scale(result, "DDC")
     coin = [abs(x / CHANCE_LOSS - 1) < NEAR for x in report.final(result, "DDC, log", "loss")]
     linear, log = (report.final(result, f"DDC as printed, {radial}", "accuracy") for radial in ("linear", "log"))
@@ -196,7 +205,7 @@ def _split(result: Result) -> str:
 
 
 def _sweep(result: Result) -> str:
-    """Where decay takes the block, by its strength."""
+    """A sentence that says how DDC ends at the other strengths of decay."""
     c = Config(**result["settings"])
     said = [f"at {decay:g} the {radial} arm ends at {_ends(result, _swept(radial, decay))}"
             for radial in ("linear", "log") for decay in (c.weak_decay, c.strong_decay)]
@@ -204,7 +213,7 @@ def _sweep(result: Result) -> str:
 
 
 def _leak(result: Result) -> str:
-    """What the 1 + γ reparametrisation pays."""
+    """Sentences that say how far AdamW with 1 + γ drifts, which keeps the block too."""
     kept = [x > SOLVED for x in report.final(result, "AdamW, 1 + γ", "accuracy")]
     leaks, ours = (report.final(result, arm, "live_drift") for arm in ("AdamW, 1 + γ", "DDC, linear"))
     times = report.ratios(leaks, ours)

@@ -1,20 +1,22 @@
-"""From three usual starts: does an optimizer on the quotient train at least as well as the plain one?
+"""From three usual starts: does an optimizer inside `quotient` train at least as well as the same optimizer alone?
 
     python -m examples.studies starts --out examples/results    # hours on one CPU core; killed, it goes on
     python -m examples.studies starts --out examples/results --show         # the table, without training
     python -m examples.studies starts --steps 50 --only "64 | * | adamw | *" "64 | * | lion | *"       # to try it
 
-A Llama of 2 layers (RMSNorm, rotary, SwiGLU) on bytes of text. The starts: LeCun-normal kernels; every matrix normal
-with standard deviation 0.02; zero outputs (attention's out, the MLP's down, the head). A cell is one size, start, arm,
-peak rate and seed (initial weights and order of the data). A sweep goes on, by at most three rates on either side,
+A Llama of 2 layers (RMSNorm, rotary, SwiGLU) learns bytes of text. The starts: LeCun-normal kernels; every matrix
+normal with standard deviation 0.02; zero outputs (attention's out, the MLP's down, the head). An *arm* is an optimizer;
+its *plain* arm is the same optimizer without gauges. A *cell* is one size, start, arm, peak learning rate and seed (of
+the initial weights and of the order of the data). A sweep of rates goes on, by at most three rates on either side,
 until the best mean over seeds has a worse neighbour on both. Finished cells are kept in starts.json and not trained
-again; several processes may fill one file. starts.png is drawn at the end, and the table printed.
+again; several processes may fill one file. At the end starts.png is drawn, and the table is printed.
 
-"-free" is `pin=False`, which `quotient_muon` is by itself; "-pinned" is `pin=True`.
+"-free" is `pin=False`, which is the default of `quotient_muon`; "-pinned" is `pin=True`.
 
-Of "muon" all heads of a kernel are one matrix, of "muon-heads" each head is. Adam takes what is no matrix at half of
-Muon's rate in all arms: at a fifth, arms whose best rate is lower starve it. Losses are validation losses in nats per
-byte, mean ± standard deviation over seeds; the ratio is taken seed by seed.
+In "muon", all heads of a kernel are one matrix; in "muon-heads", each head is one. In all arms with Muon, Adam steps
+the leaves that are no matrices, with half of Muon's rate. (With a fifth, Adam would be too slow in arms whose best rate
+is lower.) Losses are validation losses in nats per byte, mean ± standard deviation over seeds. The ratio to the plain
+arm is computed seed by seed.
 """
 
 import argparse
@@ -39,18 +41,18 @@ from models import lm
 
 Params = Any
 
-STEPS = {64: 400, 128: 300}  # by size, which is d
+STEPS = {64: 400, 128: 300}  # size (d_model) → steps of a run
 STARTS = ("lecun", "0.02", "zero outputs")
 BATCH, LENGTH, HELD_OUT = 8, 64, 8  # sequences, tokens in each; validation is on 8 batches 8 times as large
 WARMUP, DECAY = 20, 0.1
-ADAM_SHARE = 0.5  # of Muon's rate, for the leaves that Adam takes
+ADAM_SHARE = 0.5  # the learning rate of leaves that Adam steps, as a share of Muon's rate
 
 
 # Arms ---------------------------------------------------------------------------------------------
 
 
 class Arm(NamedTuple):
-    """An optimizer; the plain arm it is compared with; its sweep's first rate; a colour."""
+    """An optimizer (`build`), the arm without gauges that it is compared with, its first rate, and its colour."""
 
     plain: str
     first: float
@@ -59,7 +61,7 @@ class Arm(NamedTuple):
 
 
 def relative(rate: Schedule, gauges: Sequence[go.Gauge]) -> optax.GradientTransformation:
-    """AdamW with steps in units of the kernels they step."""
+    """AdamW whose steps are multiplied by the size of the kernel that they step."""
     return optax.chain(optax.scale_by_adam(),
                        go.links.scale_by_relative_rms(gauges),
                        optax.add_decayed_weights(DECAY),
@@ -71,18 +73,21 @@ lion = functools.partial(optax.lion, weight_decay=DECAY)
 
 
 def muon(rate: Schedule, per_head: bool = False) -> optax.GradientTransformation:
-    """Plain Muon: kernels of attention and MLP are whole matrices, or per head; the rest gets AdamW."""
+    """Muon without gauges for the kernels of attention and MLP, AdamW for all other leaves.
+
+    A kernel is one matrix or, with `per_head`, has one matrix per head.
+    """
     axes = functools.partial(muon_axes, per_head=per_head)
     return optax.contrib.muon(rate, muon_weight_dimension_numbers=axes, **shared(rate))
 
 
 def shared(rate: Schedule) -> dict[str, Any]:
-    """What all of Muon's arms are told."""
+    """The arguments that all arms with Muon share."""
     return dict(weight_decay=DECAY, adam_weight_decay=DECAY, adam_learning_rate=lambda n: ADAM_SHARE * rate(n))
 
 
 def muon_axes(params: Params, per_head: bool = False) -> Params:
-    """Every leaf's axes for `optax.contrib.muon`; None where Adam takes it."""
+    """For every leaf the axes of its matrices, as `optax.contrib.muon` takes them; None for leaves that Adam steps."""
     wide, tall = (2, 1) if per_head else ((1, 2), (0, 1))
     axes = dict.fromkeys(("query", "key", "value"), MuonDimensionNumbers(0, wide))
     axes |= dict.fromkeys(("up", "gate", "down"), MuonDimensionNumbers(0, 1)) | {"out": MuonDimensionNumbers(tall, 2)}
@@ -122,18 +127,18 @@ SHOWN = ("quotient-adamw", "ddc_adamw", "quotient-muon-free", "quotient_muon", "
 
 
 def model(size: int, layers: int = 2) -> lm.LMConfig:
-    """Heads of 16."""
+    """The configuration of the model with d_model = `size`, and heads of size 16."""
     sizes = dict(vocab=data.VOCAB, d_model=size, layers=layers, heads=size // 16, kv_heads=size // 16, d_head=16)
     return lm.llama_config(**sizes, d_ff=3 * size, max_len=LENGTH)
 
 
 def initial(size: int, start: str, seed: int, layers: int = 2) -> Params:
-    """Initial weights."""
+    """The initial weights of `model(size, layers)` for this kind of start."""
     return initial_of(model(size, layers), start, seed)
 
 
 def initial_of(config: lm.LMConfig, start: str, seed: int) -> Params:
-    """Initial weights of any of these models."""
+    """The initial weights of a model with this configuration, for this kind of start."""
     config = dataclasses.replace(config, zero_out=start == "zero outputs")
     params, _ = lm.params_and_loss(config, jax.random.key(seed))
     if start == "zero outputs":
@@ -148,27 +153,27 @@ def initial_of(config: lm.LMConfig, start: str, seed: int) -> Params:
 
 @functools.cache
 def batches(steps: int, seed: int, batch: int = BATCH, length: int = LENGTH, prose: bool = False) -> np.ndarray:
-    """All batches of a run, stacked."""
+    """The training batches of a run, stacked."""
     train = data.batches(length, batch, seed=seed, tokens=data.read_prose() if prose else None)[0]
     return np.stack([train[n] for n in range(steps)])
 
 
 @functools.cache
 def held_out(length: int = LENGTH, batch: int = HELD_OUT * BATCH, prose: bool = False) -> np.ndarray:
-    """The same for every cell: arms differ by parts of a percent."""
+    """The validation batches, stacked. They are the same for every cell, because arms differ by parts of a percent."""
     return np.stack(data.batches(length, batch, tokens=data.read_prose() if prose else None)[1])
 
 
 @functools.cache
 def program(arm: str, size: int, steps: int) -> Callable[..., Any]:
-    """Compiled once for all rates."""
+    """The compiled runs of one arm and size, for all learning rates."""
     params, loss = lm.params_and_loss(model(size), jax.random.key(0))
     gauges, inputs = lm.gauges(model(size)), (params, batches(steps, harness.SEEDS[0]), held_out())
     return harness.at_rates(lambda rate: ARMS[arm].build(rate, gauges), lambda _: loss, inputs, WARMUP)
 
 
 def train_cell(cell: Group, steps: int) -> dict[str, Any]:
-    """Train once."""
+    """Trains one cell, and returns its losses and times."""
     size, start, arm, rate, seed = cell
     inputs = initial(size, start, seed), batches(steps, seed), held_out()
     keys = "validation", "training", "finite", "seconds", "cpu_seconds"
@@ -179,17 +184,17 @@ def train_cell(cell: Group, steps: int) -> dict[str, Any]:
 
 
 def swept(group: Group) -> Sweep:
-    """The sweep of a size, start and arm."""
+    """The sweep of learning rates for a group: a size, a start and an arm."""
     return Sweep(group, ARMS[group[2]].first)
 
 
 def groups(result: Result) -> list[Group]:
-    """The sweeps that have a finished rate."""
+    """The groups (size, start, arm) whose sweeps have at least one finished rate."""
     return [(d, start, arm) for d in STEPS for start in STARTS for arm in ARMS if swept((d, start, arm)).losses(result)]
 
 
 def table(result: Result) -> str:
-    """Markdown: every arm at its best rate, beside its plain arm at that one's."""
+    """A Markdown table of every arm at its best rate, compared with its plain arm at the plain arm's best rate."""
     lines = [["d", "start", "arm", "loss", "at rate", "by plain's", "not finite", "CPU s"]]
     for size, start, arm in groups(result):
         losses, plain = (swept((size, start, name)).losses(result) for name in (arm, ARMS[arm].plain))
@@ -206,7 +211,7 @@ def table(result: Result) -> str:
 
 
 def summary(result: Result) -> str:
-    """Markdown: a row per size, start and plain arm, what those of `SHOWN` gain on it."""
+    """A Markdown table with a row per size, start and plain arm, which says how much the arms of `SHOWN` gain on it."""
     lines = [["d", "start", "plain", "loss", "beside it: best of its own sweep"]]
     for size, start, plain in (group for group in groups(result) if ARMS[group[2]].plain == group[2]):
         arms = [plain, *(arm for arm in SHOWN if ARMS[arm].plain == plain)]
@@ -220,7 +225,7 @@ def summary(result: Result) -> str:
 
 
 def section(result: Result) -> str:
-    """Its part of the page of all results."""
+    """The section of this study on the page of all results."""
     steps = " and ".join(f"{n} steps at d = {d}" for d, n in result["settings"]["steps"].items())
     about = f"A Llama of 2 layers on bytes of text, {steps}, {len(result['seeds'])} seeds, {result['machine']}."
     terms = ("The starts: LeCun-normal kernels; standard deviation 0.02 in every kernel; zero in the head and in the "
@@ -235,7 +240,7 @@ def section(result: Result) -> str:
 
 
 def figure(result: Result, path: Path) -> None:
-    """Validation loss by rate: a row per size and family, a column per start, a line per arm."""
+    """Draws validation loss over rates: a row of panels per size and plain arm, a column per start, a curve per arm."""
     sweeps = {group: swept(group).losses(result) for group in groups(result)}
     rows = list(dict.fromkeys((size, ARMS[arm].plain) for size, _, arm in sweeps))
     fig, axes = report.plt.subplots(
@@ -256,13 +261,13 @@ def figure(result: Result, path: Path) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Steps at every size; 0 for those of `STEPS`."""
+    """The number of steps for every size; 0 means those of `STEPS`."""
 
     steps: int = 0
 
 
 def cells(c: Config, args: argparse.Namespace) -> Callable[[Result], harness.Cells]:
-    """What the sweeps need next."""
+    """The cells that the sweeps of all groups need next."""
     sweeps = [swept((size, start, arm)) for size in STEPS for start in STARTS for arm in ARMS]
     return harness.swept(sweeps, lambda cell: train_cell(cell, c.steps or STEPS[cell[0]]))
 

@@ -1,6 +1,7 @@
-"""The constructions of DDC's Tables 3 and 7: for each gauge one small problem that has it, and optimizers that keep it.
+"""The constructions of DDC's Tables 3 and 7: for each gauge a small problem with that symmetry, and an optimizer.
 
-Here too: the reference's own body frame, B.8 as printed. Twins, tables and the figure are in `self_tests`.
+The optimizers are those that should respect the symmetry, which `self_tests` tests. Among them is DDC's *body frame*
+(second moments in the eigenbasis of a head), as the pseudocode B.8 of the paper prints it.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Sizes and rates. At 1e-2 AdamW itself turns float32's rounding of a start into 1e-5 within 20 steps."""
+    """Sizes and rates. Float32 has a lower rate: at 1e-2, AdamW enlarges a start's rounding to 1e-5 in 20 steps."""
 
     steps64: int = 20
     steps32: int = 50
@@ -40,7 +41,7 @@ FULL = Config(steps64=200, steps32=500)
 
 
 class Problem(NamedTuple):
-    """A network with a symmetry: shapes of its leaves, what is minimised, the gauges."""
+    """A network with a symmetry: the shapes of its leaves, its loss, and its gauges."""
 
     shapes: Shapes
     loss: Callable[[Params], jax.Array]
@@ -48,7 +49,7 @@ class Problem(NamedTuple):
 
 
 class Construction(NamedTuple):
-    """A row of the table: a problem, and (learning rate, gauges) → optimizer."""
+    """A row of the table: a problem, and the function (learning rate, gauges) → optimizer."""
 
     problem: Problem
     make: Callable[[float, Sequence[go.Gauge]], optax.GradientTransformation]
@@ -58,7 +59,7 @@ class Construction(NamedTuple):
 
 
 def _fixed(like: jax.Array, *shape: int) -> jax.Array:
-    """The same inputs, targets and teachers for every seed, in the precision of a leaf."""
+    """Random numbers for inputs, targets and teachers, the same for every seed, in the dtype of `like`."""
     return jnp.asarray(np.random.default_rng(0).normal(size=shape), like.dtype)
 
 
@@ -72,7 +73,7 @@ def _cross_entropy(logits: jax.Array) -> jax.Array:
 
 
 def bias_shift(c: Config) -> Problem:
-    """A softmax with an output bias: all logits may shift alike."""
+    """A softmax with an output bias. Adding a number to all entries of the bias has no effect."""
 
     def loss(p: Params) -> jax.Array:
         return _cross_entropy(_fixed(p["bias"], c.samples, 9) + p["bias"])
@@ -81,7 +82,7 @@ def bias_shift(c: Config) -> Problem:
 
 
 def row_shift(c: Config) -> Problem:
-    """A softmax without one: one vector may be added to every column of the unembedding."""
+    """A softmax without an output bias. Adding one vector to every column of the unembedding has no effect."""
 
     def loss(p: Params) -> jax.Array:
         return _cross_entropy(_fixed(p["kernel"], c.samples, c.width) @ p["kernel"])
@@ -90,7 +91,7 @@ def row_shift(c: Config) -> Problem:
 
 
 def relu_rescale(c: Config) -> Problem:
-    """A hidden layer: its units trade factors with what reads them."""
+    """A hidden layer with a ReLU. A unit's inputs may be multiplied, and its outputs divided, by a positive number."""
 
     def loss(p: Params) -> jax.Array:
         x = _fixed(p["up"], c.samples, c.width)
@@ -101,7 +102,7 @@ def relu_rescale(c: Config) -> Problem:
 
 
 def swiglu_rescale(c: Config) -> Problem:
-    """A gated layer (A.6, Lemma 28): units trade factors between the linear branch and what reads them."""
+    """A gated layer (A.6, Lemma 28). Its branch without activation may be multiplied, and outputs divided, per unit."""
 
     def loss(p: Params) -> jax.Array:
         x = _fixed(p["up"], c.samples, c.width)
@@ -112,7 +113,7 @@ def swiglu_rescale(c: Config) -> Problem:
 
 
 def norm_scale(c: Config) -> Problem:
-    """A LayerNorm: its scale and bias trade factors with the rows that read them."""
+    """A LayerNorm. Its scale and bias may be multiplied, and the rows of the next kernel divided, per channel."""
 
     def loss(p: Params) -> jax.Array:
         x = jax.nn.standardize(_fixed(p["scale"], c.samples, c.width))
@@ -123,7 +124,7 @@ def norm_scale(c: Config) -> Problem:
 
 
 def chain(c: Config, up: str, down: str) -> Problem:
-    """Three hidden layers: whole matrices, or single units, trade factors with their neighbours."""
+    """Three hidden layers with ReLUs. Neighbouring matrices, or single units of them, may be multiplied and divided."""
     shapes = {"w0": (c.width, 8), "w1": (8, 8), "w2": (8, 8), "w3": (8, 3)}
 
     def loss(p: Params) -> jax.Array:
@@ -136,12 +137,15 @@ def chain(c: Config, up: str, down: str) -> Problem:
 
 
 def attention(c: Config, rotary: bool = False, queries: int = 1) -> Problem:
-    """One attention layer, kernels as (head, d, basis): queries and keys turn together, values and outputs too.
+    """One attention layer with kernels (head, d, basis).
+
+    Queries and keys of a head may be rotated together, and values and outputs may be too.
 
     Args:
       c: sizes.
-      rotary: whether queries and keys are turned by their position, which leaves a torus of their rotations.
-      queries: how many query heads read one key and value head.
+      rotary: whether queries and keys have rotary embeddings. Only the rotations of planes (a torus) are a symmetry
+        then.
+      queries: the number of query heads that share one key and value head.
     """
     whole, shared = (c.heads * queries, c.width, c.head_size), (c.heads, c.width, c.head_size)
 
@@ -169,7 +173,10 @@ PAIRS = (("query", "key"), ("value", "out"))
 
 
 class BodyFrameState(NamedTuple):
-    """Moments per kernel in body coordinates, and the eigenbasis per pair of kernels."""
+    """State of `b8`: number of steps, moments of kernels in their eigenbases, and an eigenbasis per pair.
+
+    A pair is two kernels that rotate together.
+    """
 
     number: jax.Array
     mu: Params
@@ -178,9 +185,10 @@ class BodyFrameState(NamedTuple):
 
 
 def b8(transport: str) -> optax.GradientTransformation:
-    """The reference's body frame on `attention`: a new eigenbasis at each step, its signs pinned to the last one's.
+    """The paper's body frame for the problem `attention`, with a new eigenbasis at each step.
 
-    `transport` is one of TRANSPORTS. Gradients become tangents without a part along rotations.
+    The signs of a basis are chosen so that it is near to the last one. `transport`, a key of TRANSPORTS, says how
+    second moments move to the new basis. The part of gradients and of steps along rotations is removed.
     """
 
     def init(params: Params) -> BodyFrameState:
@@ -218,7 +226,7 @@ TRANSPORTS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
 
 
 def gram(a: Params, b: Params, pair: Sequence[str]) -> jax.Array:
-    """Σ aᵀb over the tensors of a head, (head, basis, basis)."""
+    """The sum of aᵀb over the two kernels of a pair, (head, basis, basis)."""
     return sum((matmul(transpose(a[name]), b[name]) for name in pair), start=jnp.zeros(()))
 
 
@@ -227,7 +235,7 @@ def _eigenbasis(params: Params, pair: Sequence[str]) -> jax.Array:
 
 
 def horizontal(params: Params, vector: Params, pair: Sequence[str]) -> Params:
-    """A vector without its part along the rotations of a pair's heads."""
+    """Removes from a vector (a gradient or step) its part along the rotations of a pair's heads."""
     cross = gram(params, vector, pair)
     generator = lyapunov(gram(params, params, pair), 0.5 * (cross - transpose(cross)))
     return {name: vector[name] - matmul(params[name], generator) for name in pair}
@@ -237,7 +245,7 @@ def horizontal(params: Params, vector: Params, pair: Sequence[str]) -> Params:
 
 
 def build(c: Config) -> dict[str, Construction]:
-    """The rows, by name."""
+    """Name of a row → its construction."""
 
     def ddc(rate: float, gauges: Sequence[go.Gauge], **options: Any) -> optax.GradientTransformation:
         return go.ddc_adamw(rate, gauges, weight_decay=c.weight_decay, **options)
@@ -254,7 +262,7 @@ def build(c: Config) -> dict[str, Construction]:
     rows = {name: Construction(problem, ddc) for name, problem in abelian.items()}
     heads = attention(c)
     for mode in ("none", "per_head_scalar", "per_head_matrix", "body_frame", "body_frame_topk"):
-        # A new basis at each step, as in B.8: between refreshes nothing is carried.
+        # With refresh_every=1, the eigenbasis is computed at each step, as in B.8.
         rows[f"rotation, {mode}"] = Construction(heads, functools.partial(ddc, v_mode=mode, refresh_every=1))
     latest = functools.partial(ddc, refresh_every=1)
     rows["rotation, grouped queries"] = Construction(attention(c, queries=2), latest)

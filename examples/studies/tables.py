@@ -2,7 +2,7 @@
 
     python -m examples.studies.tables            # or: --results <folder>
 
-Add a study by a row in SECTIONS: its name, a heading, and the coordinates and statistics of its verdicts.
+To add a study, add a row to SECTIONS: its name, a heading, and the coordinates and statistics that its verdicts name.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from examples.studies import grokking, harness
 
 RESULTS = Path(__file__).parents[1] / "results"
 EARLIER, LATER = "7c6ca5f", "68d5793"
-"""The commits that have the code of the settled studies."""
+"""The commits that have the code of studies whose question is settled, and which were removed."""
 
 INTRODUCTION = """# Results
 
@@ -41,15 +41,15 @@ updates](../../benchmarks/results/compare_cpu.md), [LoRA factors](../../benchmar
 
 
 class Section(NamedTuple):
-    """One study's part of the page.
+    """The section of one study on the page.
 
     Attributes:
-      name: of its JSON and its figure, most often of the study too.
-      heading: on the page.
-      by: the coordinates and statistics of its verdicts: each sentence with "shows" or "does not show" has one of them.
-      markdown: its text, from the parsed JSON, where that is not what the study of this name says.
-      command: what makes the JSON, where that is not the study of this name.
-      settled: the commit that has the code, if it is gone; the text is then what it last wrote, beside the JSON.
+      name: the name of its JSON and figure, most often that of the study too.
+      heading: its heading on the page.
+      by: coordinates and statistics, one of which every sentence with "shows" or "does not show" must name.
+      markdown: parsed JSON → the section's text; None if the study of this name has a function for it.
+      command: what makes the JSON, if that is not the study of this name.
+      settled: the commit that has the code, if the code was removed. The text is then read from a file beside the JSON.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Section(NamedTuple):
     settled: str = ""
 
     def text(self, results: Path) -> str:
-        """Command and text."""
+        """The text of the section, after the command that makes it."""
         if self.settled:
             text = (results / f"{self.name}.md").read_text().strip()
             made = f"in commit {self.settled} `examples/studies/{self.name}.py` made this section"
@@ -133,7 +133,7 @@ SECTIONS = [
             ("share along the orbit", "order k", "directional Fisher", "rotation of heads", "gap of twins")),
     Section("lemmas", "Theorem 1, Lemmas 17 and 23, Remarks 8 and 12", settled=EARLIER),
     Section("radial_equilibrium", "B.7 Where decay and loss balance", settled=EARLIER),
-    Section(  # what the studies that it names say
+    Section(  # its text is made of sentences of other studies
         "table4", "DDC's Table 4, finding by finding",
         ("validation loss", "accuracy on held-out pairs", "the smallest eigenvalue of the Fisher", "readable cells",
          "axis alignment of the hidden layer's dead directions"),
@@ -143,7 +143,7 @@ SECTIONS = [
 
 
 def page(results: Path) -> str:
-    """The whole of README.md; studies without a JSON are left out."""
+    """The whole text of README.md. Studies without a JSON are left out."""
     parts = [INTRODUCTION]
     for section in SECTIONS:
         path = results / f"{section.name}.json"
@@ -154,7 +154,7 @@ def page(results: Path) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write the page."""
+    """Writes the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=cli.Help)
     parser.add_argument("--results", type=Path, default=RESULTS)
     results = parser.parse_args(argv).results

@@ -3,15 +3,16 @@
     python -m examples.studies twins_benchmark            # about an hour on two cores
 
 Two sets of weights of one function, *twins*, are trained side by side. Devender Singh (arXiv 2608.05136, section 6 and
-appendix D.5) writes the queries and keys of every head in another orthonormal basis, trains both on addition modulo 47
-from 40 % of all pairs, full batch, and reads how far apart the logits go on the pairs that were held out. Controls are
-a twin in the same basis, and one whose queries and keys differ by noise of 1e-7: what a method does to rounding, it
-does to that noise too. A fourth twin is ours: an element of the whole group but for the shift of the logits, with norm
-scales, values and outputs.
+appendix D.5) writes the queries and keys of every head in another orthonormal basis ("rotated"), trains both sets on
+addition modulo 47 from 40 % of all pairs, full batch, and measures how far the logits differ on the pairs that were
+held out. There are two controls: a twin in the same basis ("same"), and one whose queries and keys differ by noise of
+1e-7 ("noise"), which shows how much a method enlarges rounding. We add a fourth twin ("every symmetry"), moved also by
+the gauges of values and outputs and of norms' scales.
 
 The network is the paper's: two blocks of width 64 without a causal mask, RMSNorms, SiLU, no biases, three tokens (two
-numbers and an equals sign). Rates of Adam, Muon and the shared scalar are the paper's, without weight decay; Lion and
-SOAP are not in it, and have rates of ours. Draws of weights and pairs are ours, so that figures agree in size only.
+numbers and an equals sign). Learning rates of Adam, Muon and of Adam with one second moment for all entries are the
+paper's, without weight decay. Lion and SOAP are not in the paper, and have our rates. Weights and pairs are drawn by
+other random numbers than the paper's, so that results agree in size only.
 """
 
 import functools
@@ -37,10 +38,10 @@ Cell = dict[str, Any]
 
 @dataclass(frozen=True)
 class Config(ModularConfig):
-    """Sizes: those of the paper."""
+    """Sizes. The defaults are those of the paper."""
 
     steps: int = 1500
-    share: float = 0.4  # of all pairs, to train on
+    share: float = 0.4  # the share of all pairs to train on
 
 
 CHECKS = (1, 10, 50, 100, 300, 600, 1000, 1500)
@@ -51,7 +52,7 @@ NOISE = 1e-7
 
 
 def pairs(c: Config, seed: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Tokens and sums to train on, then those held out."""
+    """Returns tokens and sums to train on, and then those that are held out."""
     order = np.random.default_rng(seed).permutation(c.modulus**2)
     tokens = np.stack([*np.divmod(order, c.modulus), np.full_like(order, c.modulus)], 1)
     sums, cut = tokens[:, :2].sum(1) % c.modulus, int(c.share * len(order))
@@ -62,7 +63,10 @@ def pairs(c: Config, seed: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Ar
 
 
 def _muon() -> optax.GradientTransformation:
-    """Newton-Schulz of the momentum, not scaled by the shape; Adam at 1e-3 for all that is no kernel of a block."""
+    """Muon as in the paper: Newton-Schulz steps without a factor for the shape, for kernels of blocks.
+
+    All other leaves get Adam with a learning rate of 1e-3.
+    """
 
     def of(path: Any, x: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
         where = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -98,12 +102,14 @@ PUBLISHED: Mapping[str, Mapping[int, tuple[float, float]]] = {
     "Muon": {1: (2.3e-7, 2.4e-7), 1500: (0.80, 0.86)},
     "Adam, one scalar for all": {1: (1.5e-7, 2.1e-7), 100: (2.6e-6, 4.1e-6), 1500: (3.0e-6, 4.3e-6)},
 }
-"""Smallest and largest drift of the logits of rotated twins after so many steps in the paper's float32 records of a CPU
-(its published logs of six, two and three pairs)."""
+"""Optimizer → steps → the smallest and the largest drift of the logits of rotated twins in the paper's published logs.
+
+The logs are from a CPU in float32, of six, two and three pairs of twins.
+"""
 
 
 def optimizer(c: Config, arm: str) -> optax.GradientTransformation:
-    """By its name."""
+    """The optimizer of an arm's name, such as "Adam" or "quotient(Adam)"."""
     if arm == "DDC-AdamW":
         return go.ddc_adamw(1e-3, gauges(), weight_decay=0.0)
     name = arm.removeprefix("quotient(").removesuffix(")")
@@ -115,12 +121,12 @@ def optimizer(c: Config, arm: str) -> optax.GradientTransformation:
 
 
 class Readings(NamedTuple):
-    """Of one run, at the start and after each number of steps in `CHECKS`.
+    """Measurements of one run, at the start and after each number of steps in `CHECKS`.
 
     Attributes:
-      logits: on the pairs held out, (readings, pairs, modulus).
-      products: of query and key kernels per head, (readings, blocks · heads, d, d).
-      accuracy: on the pairs held out, at the end.
+      logits: the logits of the held-out pairs, (measurements, pairs, modulus).
+      products: the product of query and key kernel of each head, (measurements, blocks · heads, d, d).
+      accuracy: the accuracy on the held-out pairs at the end.
     """
 
     logits: np.ndarray
@@ -133,11 +139,11 @@ TWINS: Mapping[str, Sequence[str]] = {
     SINGLE: ("same", "noise", "rotated"),
     DOUBLE: ("noise", "rotated", "every symmetry"),
 }
-"""Kinds of twins in each dtype. "every symmetry" leaves the shift of the logits out, which changes what is read."""
+"""Dtype → kinds of twins. "every symmetry" is without the shift of the logits, because logits are compared."""
 
 
 def twin(c: Config, kind: str, params: Tree, key: jax.Array) -> Tree:
-    """Other weights of the same function, or nearly so; see the module's docstring."""
+    """A twin of this kind (see the module's docstring): weights of the same function, or nearly so for "noise"."""
     if kind == "same":
         return params
     if kind == "noise":
@@ -154,13 +160,16 @@ def twin(c: Config, kind: str, params: Tree, key: jax.Array) -> Tree:
 
 
 def checks(c: Config) -> list[int]:
-    """The numbers of steps at which runs are read."""
+    """The numbers of steps after which runs are measured."""
     return sorted({n for n in CHECKS if n <= c.steps} | {c.steps})
 
 
 @functools.cache
 def program(c: Config, arm: str, wide: bool) -> Callable[..., tuple[Tree, Any]]:
-    """The compiled run from one number of steps to another. `wide` keeps float64's apart from float32's."""
+    """A compiled function that takes a number of steps.
+
+    `wide` only makes the cache keep the programs for float32 and for float64 apart.
+    """
     tx = optimizer(c, arm)
 
     def loss(params: Tree, data: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -174,7 +183,7 @@ def program(c: Config, arm: str, wide: bool) -> Callable[..., tuple[Tree, Any]]:
 
 
 def run(c: Config, arm: str, params: Tree, data: Sequence[jax.Array], wide: bool) -> Readings:
-    """Trains one of two twins."""
+    """Trains one of two twins, and returns its measurements."""
     tokens, sums, held_out, answers = data
     state = jax.jit(optimizer(c, arm).init)(params)
     read = jax.jit(functools.partial(logits, c))
@@ -195,10 +204,10 @@ def _products(params: Tree) -> np.ndarray:
 
 
 def drifts(a: Readings, b: Readings) -> dict[str, list[float]]:
-    """Relative distances at each reading: of the logits, and of heads' products on average."""
+    """Relative distances of two runs at each measurement: of the logits, and of heads' products (their mean)."""
 
     def apart(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-        """Of arrays over their last two axes, relative to the mean of both norms."""
+        """The distance of arrays over their last two axes, relative to the mean of both norms."""
         norms = np.linalg.norm(x, axis=(-2, -1)) + np.linalg.norm(y, axis=(-2, -1))
         return 2.0 * np.linalg.norm(x - y, axis=(-2, -1)) / norms
 
@@ -209,7 +218,7 @@ def drifts(a: Readings, b: Readings) -> dict[str, list[float]]:
 
 
 def cell(c: Config, arm: str, seed: int) -> Cell:
-    """All twins of one arm from one seed, in both dtypes."""
+    """Makes one cell: the distances of all twins of one arm from one seed, in both dtypes."""
     found: Cell = {"step": [0, *checks(c)]}
     for dtype, kinds in TWINS.items():
         with jax.enable_x64(dtype == DOUBLE):
@@ -227,17 +236,17 @@ def cell(c: Config, arm: str, seed: int) -> Cell:
 # Results ----------------------------------------------------------------------------------------------
 
 SLICE = 1e-9
-"""A drift in float64 that counts as rounding, which steps enlarge."""
+"""A drift in float64 below this counts as rounding that was enlarged by the steps."""
 
 
 def values(result: Result, arm: str, dtype: str, kind: str, step: int) -> list[float]:
-    """The drift of the logits, a number per seed."""
+    """The drift of the logits after this number of steps, for every seed."""
     cells = result["cells"][arm].values()
     return [x[dtype][kind]["logits"][x["step"].index(step)] for x in cells]
 
 
 def section(result: Result) -> str:
-    """The table, and what it says."""
+    """The results as Markdown: a table, and sentences about it."""
     c = Config(**result["settings"])
     middle, end = (max(n for n in CHECKS if n <= min(limit, c.steps)) for limit in (100, c.steps))
     absent = [arm for arm in result["arms"] if arm not in result["cells"]]
@@ -270,7 +279,7 @@ LOGITS = "relative distance of the logits"
 
 
 def sentences(result: Result, middle: int, end: int) -> Iterator[str]:
-    """What the numbers say."""
+    """Sentences about the numbers in the table."""
     same = [x for arm in result["cells"] for x in values(result, arm, SINGLE, "same", end)]
     equal = report.on_seeds([x == 0.0 for x in same], "pairs")
     yield f"Two runs from the same weights end at the same logits, bit by bit, {equal}."
@@ -304,7 +313,7 @@ def sentences(result: Result, middle: int, end: int) -> Iterator[str]:
 
 
 def figure(result: Result, path: Path) -> None:
-    """Drift along the run, per optimizer and dtype."""
+    """Draws the drift along the run, with a panel per optimizer and dtype."""
     fig, axes = report.plt.subplots(2, len(PLAIN), figsize=(3.6 * len(PLAIN), 6.4), layout="constrained", sharex=True,
                              sharey=True)
     fig.suptitle("Two sets of weights of one function, trained alike: how far their logits part")

@@ -1,4 +1,7 @@
-"""Orbits: choose one of the many sets of weights that compute a function; move weights and optimizer states there."""
+"""Works on orbits: an orbit is the set of all weights of one function to which the elements of gauges can move.
+
+The functions here choose a point of an orbit, and move weights and optimizer states to it.
+"""
 
 from gauge_optax.orbit._align import align
 from gauge_optax.orbit._canonicalize import canonicalize

@@ -5,14 +5,16 @@ basis of heads and of the residual stream, the sizes of channels. `align` finds 
 which g·b is nearest to a, in the sum of squares over the leaves that the gauges bind. The function of b does not
 change.
 
-* For one part, given all others, the nearest element has a closed form or is a small problem (`orbit.nearest`):
-  Procrustes for rotations, an assignment for permutations, least squares for constants, one variable per channel for
-  scales. The parts take turns until the distance no longer falls. No round makes it larger, so that rounds end.
+* A gauge consists of parts, one or two per layer. If all other parts stay, the nearest element of one part has a closed
+  form or is a small problem (`orbit.nearest`): Procrustes for rotations, an assignment for permutations, least squares
+  for constants (which add to weights), one variable per channel for scales. The parts take turns until the distance no
+  longer falls. No round makes it larger, so that rounds end.
 * This ends in a local minimum, which depends on the start. `align` therefore tries two starts, and returns the result
-  that is nearer to a. One start is b itself. The other is the slice point of b, first moved near to that of a. The
-  slice points of twins differ by rotations and permutations alone. For this move `align` rotates the residual stream
-  (judged by the leaves that no other gauge rotates or renumbers), then matches units and heads (each pair of heads
-  after the rotation that brings the two nearest), then rotates heads. For twins each of these steps is exact.
+  that is nearer to a. One start is b itself. The other is the slice point of b, where scales and constants have
+  standard values (`gauge_optax.slice`). For two sets of weights of one function, slice points differ by rotations and
+  permutations alone. `align` finds these first: it rotates the residual stream (judged by the leaves that no other
+  gauge rotates or renumbers), then matches units and heads (each pair of heads after the rotation that brings the two
+  nearest), then rotates heads. If both compute one function, each of these steps is exact.
 
 All of it is deterministic. References: Ainsworth, Hayase and Srinivasa, Git Re-Basin, §3; Schönemann 1966 (Procrustes).
 """
@@ -59,16 +61,15 @@ def align(a: Any, b: Any, gauges: Gauges, batches: Iterable[Any] | None = None, 
       ValueError: trees that differ in structure or shapes; gauges that do not bind to them; `batches` without `fn`, or
         a function that does not take parameters and one batch.
 
-    Without `batches`, the sum of squares falls in every round, and the result is a local minimum; for two sets of
-    weights of one function it is zero, unless permutations are nested beside a `head_linear`, such as one of groups of
-    query heads and one of the heads inside a group: `align` may miss these.
+    Without `batches`, the sum of squares falls in every round, and the result is a local minimum. For two sets of
+    weights of one function the minimum is zero, with one exception: permutations that are nested beside a
+    `head_linear`, such as one of groups of query heads and one of the heads inside a group. `align` may miss these.
 
     With `batches`, the order of units and heads is found first and kept; the other gauges are then aligned by weights.
-    For the order, 8 fixed random combinations of fn's outputs are taken per batch. Units that fn does not read are
-    matched by weights. A unit is described by the
+    To find the order, 8 fixed random combinations of fn's outputs are taken per batch. A unit is described by the
     derivatives of these combinations with respect to the log of the unit's size, one for each of its blocks. Rotations
-    and scales do not change them, and therefore need not be known yet. The order is the
-    assignment with the largest sum of correlations between matched units.
+    and scales do not change these derivatives, and therefore need not be known yet. The order is the assignment with
+    the largest sum of correlations between matched units. Units that do not affect fn's outputs are matched by weights.
 
     >>> gauges = [
     ...     go.rescale({"up": "_ channel"}, {"down": "channel _"}),
@@ -106,7 +107,7 @@ def align(a: Any, b: Any, gauges: Gauges, batches: Iterable[Any] | None = None, 
             warn(no_frame("align", part, count, "align does not move these heads"))
     known = _by_responses(s, a, b, given, fn) if fn is not None else {}
     reached = _from_slice(s, a, b, known)
-    if reached.distance > _roundoff(reached.target):  # otherwise both compute one function: nothing can be nearer
+    if reached.distance > _roundoff(reached.target):  # else both compute one function, and the distance is zero already
         reached = min(reached, _from_itself(s, a, b, known), key=lambda path: path.distance)
     return on_tree.public(reached.elements())
 
@@ -157,11 +158,12 @@ class _Path:
     def elements(self) -> Elements:
         """Returns the elements, by label, that together take b to the point.
 
-        A constant is the difference of two readings of its anchor, just after and just before its place in the product.
-        The reading before depends on earlier constants, the one after on later ones. Constants are therefore computed
-        in rounds; few are enough, because each constant depends on few others. Readings do not determine the elements
-        of two gauges that share a direction (both can add one number per row to the position embeddings). For these,
-        further rounds fit each constant to all its leaves by least squares.
+        `moves` has no constants (parts that add to weights). They are computed here. The element of a constant is what
+        it adds to the mean of its anchor (the block that it is read from): the mean just after the constant acts less
+        the mean just before. The mean before depends on constants that act earlier, the mean after on those that act
+        later. Constants are therefore computed in rounds; few are enough, because each constant depends on few others.
+        Means do not determine the elements if two gauges can make the same move (both can add one number per row to the
+        position embeddings). For such gauges, further rounds fit each constant to all its leaves by least squares.
         """
         constants = {part.label: part.identity() for part in self._anchors}
         elements = self.moves | constants
@@ -173,7 +175,7 @@ class _Path:
             return part.compose(new, part.inverse(own))
 
         for find in (read, lambda part, before, after: nearest(part, after, before)):
-            # Wrong constants may grow for some rounds, until those that they depend on are right.
+            # The error may grow for some rounds, until those constants are right on which the others depend.
             candidates, least, waited = elements, float("inf"), 0
             while waited < _PATIENCE:
                 candidates, reached = self._constants(candidates, find)
@@ -186,7 +188,7 @@ class _Path:
         return elements
 
     def _constants(self, elements: Elements, find: Callable[..., Any]) -> tuple[Elements, Arrays]:
-        """One round: elements with every constant computed again, and the point to which they move b.
+        """One round: computes every constant again. Returns all elements, and the point to which they move b.
 
         Args:
           elements: part label → element, for all parts.
@@ -205,7 +207,7 @@ class _Path:
 
 
 def _roundoff(point: Arrays) -> float:
-    """The squared distance that roundoff explains: a second point at most this far from the first counts as equal."""
+    """The largest squared distance from `point` that roundoff explains. A point that is nearer counts as equal."""
     return (roundoff(real_dtype()) * norm_of(point.values())) ** 2
 
 
@@ -228,7 +230,8 @@ def _order(s: Slice) -> list[Any]:
         order.append(min(waiting, key=share))
         waiting.remove(order[-1])
 
-    # Of two streams that turn one kernel, the one that is read first determines the other.
+    # Streams keep the order of `s.parts`: if two streams rotate one kernel, the rotation of the second is read after
+    # that of the first was undone.
     streams = [part for part in s.parts if stage(part) is Stage.STREAM]
     chosen = [*streams, *order]
     return sorted([*chosen, *(part for part in s.acting if part not in chosen)], key=stage)
@@ -247,9 +250,10 @@ def _from_itself(s: Slice, a: Any, b: Any, known: Mapping[Any, Any]) -> _Path:
 
 
 def _from_slice(s: Slice, a: Any, b: Any, known: Mapping[Any, Any]) -> _Path:
-    """Moves b to its slice point, then nearer to the slice point of a, and then towards a; returns the moves.
+    """Moves b to its slice point, then near to the slice point of a, and from there to a; returns the moves.
 
-    The elements of `known` (part → element) act at the slice point of b and stay as they are.
+    Only rotations and permutations are sought on the slice. The step from the slice to a uses the scales and constants
+    of a. The elements of `known` (part → element) act at the slice point of b and are not changed later.
     """
     there, here = (s.unturned_slice_point(x)[1] for x in (a, b))
     path = _Path(s, s.values(b), dict(there.point))
@@ -285,10 +289,10 @@ def _move_each(path: _Path, parts: Sequence[Any], before_others: bool = False) -
     """Moves the point by the nearest element of each of these parts in turn.
 
     Args:
-      path: the path, which becomes longer.
+      path: the path, to which the moves are added.
       parts: the parts, in the order in which they take turns.
-      before_others: whether an element is sought that does not depend on those of later rotations and permutations.
-        This may lead away from the target, until they have followed.
+      before_others: whether each element is computed from the blocks that later rotations and permutations of `parts`
+        do not move. Their elements are not known yet. The distance may grow until they have moved too.
     """
     for at, part in enumerate(parts):
         others = [other for other in parts[at + 1 :] if before_others and is_compact(other)]
@@ -320,7 +324,7 @@ def _by_responses(s: Slice, a: Any, b: Any, batches: Sequence[Any], fn: Fn) -> d
             for x, grads in ((of_a, grads_a), (of_b, grads_b))
         )
         if not any(rows.any() for rows in first):
-            continue  # fn reads none of these units, whose order weights alone can tell
+            continue  # no output depends on these units: `align` matches them by their weights later
         known[part] = matched(part, jnp.concatenate(first, -1), jnp.concatenate(second, -1))
         of_b, grads_b = part.act(known[part], of_b), [part.act(known[part], x) for x in grads_b]
     return known
@@ -413,5 +417,5 @@ def check_fn(name: str, batches: Sequence[Any] | None, fn: Fn | None) -> None:
 
 _MOST_ROUNDS = 100
 _LEAST_FALL = 1e-3  # the share by which a round has to lower the squared distance
-_PATIENCE = 4  # rounds without progress after which the search for constants ends
+_PATIENCE = 4  # the search for constants ends after this many rounds without progress
 _DIRECTIONS = 8  # random combinations of outputs per batch

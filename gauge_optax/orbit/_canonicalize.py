@@ -2,9 +2,10 @@
 
 The point is on the slice (`gauge_optax.slice`): kernels have taken over the scales of norms and the multipliers, later
 biases have taken over the biases of norms and of values, and kernels that read or write the stream of LayerNorms have
-means of zero. Heads and the residual stream are turned to the eigenbasis of a Gram matrix. This basis depends on the
-function alone, but it may jump as weights change: no continuous rule chooses one rotation at every point. Optimizers
-must not jump. They therefore read rotations once, by comparison with a constant matrix.
+means of zero. Heads and the residual stream are rotated to the eigenbasis of a Gram matrix. This basis depends on the
+function alone, but it may jump as weights change, because no continuous rule chooses one rotation at every point. The
+weights that an optimizer sees must not jump. Optimizers therefore choose rotations once, at `init`, by comparison with
+a constant matrix.
 """
 
 import dataclasses
@@ -67,20 +68,24 @@ def canonicalize(
     * `residual_rotation`: the Gram matrix of the rows that it rotates, in all leaves that no head rotates too, is
       diagonal.
 
-    The sign of an eigenvector is chosen so that the entry of largest magnitude in its column is positive, and that of a
-    rotary plane by its first coordinate. If rows come in pairs w and −w, so that two such entries have opposite signs,
-    a weighted sum of the column is positive. A `permutation` sorts units by a weighted sum, too. Eigenvalues that
-    differ by at most √ε of the largest (1.5e-8 in float64, 3e-4 in float32) count as equal. Their eigenspace then has
-    the basis that is nearest to the projection of a constant matrix onto it. None of this depends on the order of
-    heads, nor, unless eigenvalues are equal, on that of units. Under LayerNorm the stream's rotation fixes the vector
-    of ones. The Gram matrix is then diagonal in a constant basis of the directions orthogonal to that vector, and not
-    in the basis of the channels.
+    The remaining choices are made as follows.
+
+    * The sign of an eigenvector makes the entry of largest magnitude in its column positive. In a rotary plane, the
+      first coordinates are such a column. If rows come in pairs w and −w, a column has two largest entries of opposite
+      signs; then a weighted sum of the column is made positive.
+    * A `permutation` sorts units by a weighted sum of their entries.
+    * Eigenvalues that differ by at most √ε of the largest (1.5e-8 in float64, 3e-4 in float32) count as equal. Their
+      eigenspace gets the basis that is nearest to the projection of a constant matrix onto it.
+    * Under LayerNorm the stream's rotation keeps the vector of ones. The Gram matrix is then diagonal in a constant
+      basis of the directions orthogonal to that vector, and not in the basis of the channels.
+
+    No choice depends on the order of heads. If no eigenvalues are equal, none depends on the order of units either.
 
     Args:
       params: parameters of any layout.
       gauges: a gauge or a sequence of them. Only these gauges move weights.
-      heads: the basis of heads and rotary planes: "eigenbasis", as above; "anchor", the basis in which a fresh
-        optimizer state sees them; "stored", the basis that they have.
+      heads: the basis of heads and rotary planes: "eigenbasis", as above; "anchor", the basis in which the optimizer
+        inside a fresh `quotient` sees them; "stored", the basis that they have in `params`.
       stream: the basis of the residual stream, with the same three choices.
       signs: whether negative norm scales become 1. If False, they become −1.
       donate: whether the arrays of `params` may be overwritten, which saves the memory of a second tree.
@@ -130,12 +135,13 @@ def canonicalize(
     return with_leaves(params, moved)
 
 
-# Two programs, so that the copies that the first one needs are freed before the second one starts.
+# `_read` and `_enter` are compiled as two programs, to need less memory at once: the arrays that the first one makes on
+# its way are freed before the second one starts.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _read(
     s: Slice, heads: Basis, stream: Basis, leaves: dict[str, jax.Array]
 ) -> tuple[Elements, dict[str, jax.Array]]:
-    """The elements, and label of a size → the number of heads that have no frame."""
+    """The elements of the point; and for each size of heads (by its label), the number of heads without a frame."""
     of_heads = {type(turn) for turn in s.heads}
 
     def reader(kind: Any) -> Any:
@@ -175,7 +181,7 @@ def _without_signs(s: Slice) -> Slice:
 
 @functools.singledispatch
 def unsigned(part: Part[Any]) -> Part[Any]:
-    """The part without elements that only change signs."""
+    """The part restricted to elements that multiply by positive numbers. The default returns the part itself."""
     return part
 
 
@@ -199,7 +205,7 @@ def _with_exact_inverse(part: Stretch, e: jax.Array) -> jax.Array:
 
 @functools.singledispatch
 def without_roundoff(part: Part[Any], point: Arrays) -> Arrays:
-    """A canonical point with zeros in place of what is only roundoff of zero. The default returns it as it is."""
+    """Replaces entries of a canonical point by zero that should be zero but for roundoff. The default keeps all."""
     return point
 
 
@@ -207,8 +213,8 @@ def without_roundoff(part: Part[Any], point: Arrays) -> Arrays:
 def _exact_columns(part: Stretch, point: Arrays) -> Arrays:
     """Sets the columns of a factor to zero that are roundoff beside the largest column of their head.
 
-    They are columns of singular value zero, in a factor of less than full rank. Read again, their arbitrary directions
-    would count as full rank, and the head would get another canonical point.
+    They belong to singular values that are zero, in a factor of less than full rank. If `canonicalize` were applied
+    again, the arbitrary directions of such columns would count as full rank, and the head would move once more.
     """
     for side in (part.left, part.right):
         rows, _ = unit_and_size(side.stacked(point), (-2, -1))  # squares of a tiny head's entries would underflow
@@ -223,9 +229,9 @@ def _exact_columns(part: Stretch, point: Arrays) -> Arrays:
 
 @functools.singledispatch
 def sorting(part: Part[Any], point: Arrays, weights: Weights) -> Any:
-    """The element whose inverse sorts units by a number that no other gauge changes; the identity by default.
+    """The element whose inverse sorts the units of a permutation; the identity for other parts (the default).
 
-    The caller applies the inverse to `point`, where all other gauges have been made canonical already.
+    Units are sorted by a number that no other gauge changes. At `point`, all other gauges are canonical already.
     """
     return part.identity()
 
@@ -234,9 +240,10 @@ def sorting(part: Part[Any], point: Arrays, weights: Weights) -> Any:
 def _sorted_units(part: Permutation, point: Arrays, weights: Weights) -> Any:
     """Sorts units by a weighted sum of their entries' powers x·√|x|, descending.
 
-    No other gauge changes this sum: `point` is the same for all twins up to the order of units, and entries that other
-    permutations exchange have equal weights. The sum tells a unit w from its mirror image −w, as sums of squares could
-    not. A sum of the entries themselves is zero where the slice makes means zero.
+    The order must be the same for all weights of one function. It is: up to the order of units `point` is the same for
+    all of them, and entries that other permutations exchange have equal weights. The power keeps signs, so that the sum
+    tells a unit w from its mirror image −w, which a sum of squares does not. The entries themselves are not summed,
+    because such sums are zero where the slice makes means zero.
     """
     keys = (part.total(b, weights(b.path) * point[b.path] * jnp.sqrt(jnp.abs(point[b.path]))) for b in part.blocks)
     return part.inverse(jnp.argsort(-jnp.asarray(sum(keys, 0.0)), -1).astype(jnp.int32))

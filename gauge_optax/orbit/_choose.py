@@ -1,9 +1,9 @@
 """Chooses the point of an orbit that minimizes an objective, such as the error of quantized weights.
 
 The search is over elements g, not over weights: for every g, `act(g, params)` computes the same function as `params`.
-Elements near the current one, g, have coordinates x: they are exp(x)·g. The gradient of the objective by x at x = 0 is
-given to an Optax optimizer, and the next element is exp(u)·g for its update u. Every element on the way is therefore in
-the group: rotations stay orthogonal, scales positive.
+Elements near the current one, g, have coordinates x: they are exp(x)·g. The gradient of the objective with respect to x
+at x = 0 is given to an Optax optimizer, and the next element is exp(u)·g for its update u. Every element on the way is
+therefore in the group: rotations stay orthogonal, scales positive.
 Reference: SpinQuant (Liu et al. 2024), §3.2, which learns rotations by Cayley maps in place of exp.
 """
 
@@ -48,10 +48,10 @@ class ChooseState(NamedTuple):
       element: the current element.
       coordinates: the sum of all updates. The optimizer gets it as its parameters.
       optimizer: the optimizer's state.
-      average: the last objective; a running average over steps if it is stochastic.
+      average: the last value of the objective; if the objective is stochastic, a running average of its values.
       least: the least objective seen.
       best: the element with that objective.
-      progress: `average` at the last step that counted as progress.
+      progress: the value of `average` at the last step at which it had fallen enough to count as progress.
       progress_step: the number of that step.
     """
 
@@ -180,7 +180,7 @@ def _alone(gauges: Gauges) -> bool:
 
 
 def _arguments(batches: Iterable[Any] | None, key: jax.Array | None) -> Callable[[int], tuple[Any, ...]]:
-    """Returns a function from the step's number to the objective's arguments after the parameters."""
+    """Returns a function: number of a step → the arguments that the objective gets after the parameters, a tuple."""
     sequence = isinstance(batches, Sequence | np.ndarray | jax.Array)
     given = listed(_NAME, batches) if isinstance(batches, Mapping) else batches  # refuses a dict
     iterator = None if given is None or sequence else iter(given)
@@ -232,7 +232,7 @@ def _step(
             require_scalar(_NAME, value)
             return jnp.asarray(value)
 
-        def value_fn(coordinates: Any) -> jax.Array:  # a line search moves far from zero
+        def value_fn(coordinates: Any) -> jax.Array:  # near=False: a line search evaluates it far from zero
             return value_at(jax.tree.map(jnp.subtract, coordinates, state.coordinates), near=False)
 
         zeros = jax.tree.map(jnp.zeros_like, state.coordinates)

@@ -1,14 +1,14 @@
 """Packs heads: moves weights to a point of their orbit at which some rows are constant, and leaves these rows out.
 
-A head's scores q·kᵀ stay the same when its query kernel A becomes A·S and its key kernel B becomes B·S⁻ᵀ. If S is the
-inverse of d_h of A's rows, where d_h is the head's size, these rows of A·S are the identity. They need not be stored,
-multiplied or trained: a packed tree has d_h² entries less per head and gauge. Nothing is lost: for every network whose
-heads have full rank, there is a packed one that computes the same function.
+A head's scores q·kᵀ stay the same when its query kernel A becomes A·S and its key kernel B becomes B·S⁻ᵀ. Let d_h be
+the head's size, and S the inverse of the matrix of d_h rows of A. Then these rows of A·S are the identity. They need
+not be stored, multiplied or trained: a packed tree has d_h² entries less per head and gauge. Nothing is lost: for every
+network whose heads have full rank, there is a packed one that computes the same function.
 
 A *packed leaf* is a pytree node in place of a leaf. Its array (or arrays, if the leaf has several blocks) holds the
-rows that are left, so that Optax and `jax.grad` see ordinary smaller leaves under their old paths. Which rows are left
-out, and the number on their diagonal (the *size*), is static: both belong to the tree's structure. `orbit/packing.py`
-says which rows a gauge can make constant.
+rows that are still stored, so that Optax and `jax.grad` see ordinary smaller leaves under their old paths. The numbers
+of the rows that are left out, and the number on the diagonal of these rows (the *size*), are static: they belong to the
+tree's structure. `orbit/packing.py` says which rows a gauge can make constant.
 Reference: van Nierop, Transformer models are gauge invariant, §3, §4.4 and §6.
 """
 
@@ -34,8 +34,8 @@ from gauge_optax.transformation import in_interval, on_any_mesh, overflow_check,
 from gauge_optax.xla import unseen
 
 Rows = Mapping[str, Mapping[str, Mapping[str, Any]]]
-"""Leaf path → axes of the block → {"size": the number on the diagonal, "rows": one list of row numbers per head, or
-one list in all}."""
+"""The rows that a packed tree leaves out: leaf path → axes string of the block → {"size": the number on the diagonal of
+these rows, "rows": one list of row numbers per head, or a single list for all heads}."""
 
 _NAME = "pack"
 _BASIS, _FREE = "basis", "_"
@@ -51,8 +51,9 @@ class PackedBlock:
       block: the block; one of its axes is free (`_`), the *row* axis.
       named: the axes that count heads, in the order of the gauge; the leaf may have another order.
       rows: the numbers of the rows that are left out, one tuple per head, or one tuple for all heads.
-      pattern: the constant rows divided by `size`, (rows left out, basis): the identity for `head_linear`.
-      size: the constant rows are `size` times `pattern`.
+      pattern: what the rows that are left out contain, divided by `size`: (rows left out, basis). For `head_linear` it
+        is the identity.
+      size: the number by which `pattern` is multiplied.
     """
 
     block: Block
@@ -103,7 +104,10 @@ class PackedBlock:
     def of(
         cls, copy: Copy, block: Block, rows: Sequence[Sequence[int]] = ((),), size: float = 1.0
     ) -> "PackedBlock":
-        """Makes the `PackedBlock` of a block that leaves out `rows`; its other fields come from the gauge's copy."""
+        """Makes the `PackedBlock` that leaves `rows` out of a block.
+
+        Its other fields come from `copy`, the gauge in one layer or in another capture of its paths.
+        """
         named = tuple(name for name in copy.named if name in block.labels)
         pattern = tuple(map(tuple, constant_rows(copy).tolist()))
         return cls(block, named, tuple(map(tuple, rows)), pattern, size)
@@ -158,7 +162,7 @@ class PackedBlock:
         return self._laid(fixed + jnp.einsum("...hr,hrb->...hb", jnp.take(x, self.kept, -1), by_head))
 
     def _laid(self, heads: jax.Array) -> jax.Array:
-        """Returns vectors of heads, (…, heads, basis), with the leaf's own axes for heads and basis, in its order."""
+        """Splits and orders the axes (heads, basis) of an array (…, heads, basis) as the leaf has them."""
         lead, axes = heads.shape[:-2], (*self._order[:-2], self._order[-1])
         split = heads.reshape(*lead, *self.heads, heads.shape[-1])
         view = split.transpose(*range(len(lead)), *(len(lead) + axes.index(k) for k in sorted(axes)))
@@ -167,11 +171,11 @@ class PackedBlock:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The static description of how a packed leaf is put together from its arrays.
+    """How a leaf is put together from the arrays of its packed leaf. It holds no arrays, and is static under `jit`.
 
     Attributes:
       blocks: the blocks from which rows are left out. The packed leaf has one array per block, and one more for the
-        entries that are in no block.
+        entries that are in no block, if there are any.
     """
 
     blocks: tuple[PackedBlock, ...]
@@ -183,7 +187,10 @@ class Layout:
 
     @functools.cached_property
     def joint(self) -> int | None:
-        """The only axis along which some block does not span the leaf; None if there is no such axis, or several."""
+        """The axis of the leaf that is divided among blocks. None if each block is the whole leaf.
+
+        Also None if blocks are parts of the leaf along several axes.
+        """
         divided = {k for masks in self._masks for k, mask in enumerate(masks) if not mask.all()}
         return divided.pop() if len(divided) == 1 else None
 
@@ -202,7 +209,7 @@ class Layout:
         return np.flatnonzero(outside) if outside.any() else None
 
     def arrays(self, leaf: Any) -> tuple[Any, ...]:
-        """Splits a leaf into its stored arrays: one per block without constant rows, and one for the rest if any."""
+        """Splits a leaf into its stored arrays: one per block, without the block's constant rows; one for the rest."""
         stored = [b.taken(b.block.view(leaf)) for b in self.blocks]
         if self.rest is None:
             return tuple(stored)
@@ -212,7 +219,7 @@ class Layout:
     def leaf(self, arrays: Sequence[jax.Array]) -> jax.Array:
         """The inverse of `arrays`."""
         for b, stored in zip(self.blocks, arrays, strict=False):
-            if jnp.shape(stored) != b.shape:  # `scan` and `vmap` pass one layer, and the layout is that of all
+            if jnp.shape(stored) != b.shape:  # in `scan` and `vmap`: arrays of one layer, but the layout of all layers
                 raise binding_error(
                     "unpack", f"'{b.block.path}' has not the shape that was packed", f"{jnp.shape(stored)}",
                     f"{b.shape}, of a leaf of shape {self.shape}",
@@ -246,7 +253,7 @@ class PackedLeaf:
     """A leaf without its constant rows: a node of a packed tree. Its children are the arrays that are left."""
 
     def __init__(self, arrays: Sequence[Any], layout: Layout) -> None:
-        """Keeps both unchecked: in the trees of optimizer states and masks, `arrays` may hold anything."""
+        """Checks nothing: in optimizer states and masks, JAX makes such nodes with anything in place of arrays."""
         self.arrays, self.layout = tuple(arrays), layout
 
     def __repr__(self) -> str:
@@ -290,15 +297,15 @@ def pack(
     where A_R are d_h of these rows, chosen by pivoted Gram–Schmidt. The rows R are then size times the identity, and
     the packed leaf stores the other rows. All other blocks of the gauge move by the same element, so that the function
     stays the same. In every `rope_linear` gauge, one row per rotary plane becomes the complex number size + 0i. The
-    block is the first of the gauge, left before right, that has one free axis (`_`) and heads of full rank; biases and
-    grouped queries are not taken. Other gauges of the list are ignored.
+    block that is packed is the first of the gauge, left before right, that has one free axis (`_`) and heads of full
+    rank. Biases and grouped queries are never packed. Other gauges of the list are ignored.
 
     Args:
       params: the parameters, as arrays.
       gauges: a gauge or a sequence of them.
       rows: which rows to leave out, as `packed_rows` returned them for an earlier tree. Then `params` may be traced,
-        also by `jax.eval_shape`, and heads are not checked. By default, rows are chosen anew; a block that already
-        has constant rows keeps them, and none of its numbers changes.
+        also by `jax.eval_shape`, and it is not checked that heads have full rank. By default, rows are chosen anew; a
+        block that already has constant rows keeps them, and none of its numbers changes.
       shared: whether all heads of a block leave out the same rows, so that `packed_dot` is one smaller matrix product.
         By default, rows are chosen for each head. Such rows are better conditioned, and train better.
       size: the number on the diagonal of the constant rows; 1.0 for the identity. By default, the power of two with
@@ -356,7 +363,7 @@ def pack(
                 "call pack outside of jit; or pass rows=go.orbit.packed_rows(packed) of an earlier packed tree",
             )
     traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves.values())
-    dtypes = {path: jnp.result_type(leaves[path]) for path in paths}  # of this process: it may have no float64
+    dtypes = {path: jnp.result_type(leaves[path]) for path in paths}  # before x64 is switched on below
     # Float64 keeps more of float32 weights: logits of GPT-2 change by 4e-6 in place of 1.1e-5 (shared rows).
     with own_settings(wide=None if traced else True):
         values, packed = s.values(params), dict[str, list[PackedBlock]]()
@@ -430,7 +437,7 @@ def packed_rows(packed: Any) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def packed_dot(x: jax.Array | np.ndarray, kernel: Any, axis: int = 0) -> jax.Array:
-    """Multiplies activations with a plain or a packed kernel, without the products with constant rows.
+    """Multiplies activations with a kernel. If the kernel is packed, products with its constant rows are left out.
 
     Args:
       x: activations, (…, rows).
@@ -453,8 +460,9 @@ def packed_dot(x: jax.Array | np.ndarray, kernel: Any, axis: int = 0) -> jax.Arr
     >>> bool(jnp.allclose(out, x @ params["a"] @ params["b"]))
     True
 
-    With rows that all heads share (`shared=True`), this is one matrix product with the rows that are stored. With rows
-    chosen per head, every head gathers its own activations: then `unpack` and a plain product are faster.
+    With rows that all heads share (`shared=True` in `pack`), this is one matrix product with the rows that are stored.
+    With rows chosen per head, every head gathers its own activations. Then `unpack` and an ordinary matrix product are
+    faster.
 
     Reference: van Nierop, Transformer models are gauge invariant, §6.
     """
@@ -483,7 +491,7 @@ def packed_dot(x: jax.Array | np.ndarray, kernel: Any, axis: int = 0) -> jax.Arr
 
 
 def _moved(copy: Copy, elements: Sequence[Any], values: Arrays) -> Arrays:
-    """The leaves of one copy, moved by elements of its parts."""
+    """The leaves that one copy of a gauge (the gauge in one layer, for example) moves, after the move."""
     for part, e in reversed(list(zip(copy.parts, elements, strict=True))):
         values = part.act(e, values)
     return {path: values[path] for part in copy.parts for path in changed(part)}
@@ -523,7 +531,9 @@ def _is_constant(b: PackedBlock, leaves: Mapping[str, Any]) -> jax.Array:
 
 
 def _held(heads: np.ndarray, pattern: np.ndarray, shared: bool) -> tuple[np.ndarray, float] | None:
-    """Finds rows of an unpacked block that already are a common positive multiple of the pattern.
+    """Finds rows of a block that are constant already, as in a tree that was packed before and then unpacked.
+
+    The rows must be those of the pattern, all multiplied by one positive number, which is the same in all heads.
 
     Args:
       heads: the block, (heads, rows, basis).

@@ -83,9 +83,9 @@ def rotate(
 
     Raises:
       ValueError: a gauge that is no rotation, or for whose size there is no Hadamard matrix; an element of other
-        gauges, or matrices that are not orthogonal, for `head_linear` that have no inverse; a norm with a zero in its
-        scale; gauges that do not fit `params`; a leaf of float16 that overflows; only one of `fn` and `batch`; outputs
-        of `fn` that the rotation changes.
+        gauges; matrices of an element that are not orthogonal or, for `head_linear`, have no inverse; a norm with a
+        zero in its scale; gauges that do not fit `params`; a leaf of float16 that overflows; only one of `fn` and
+        `batch`; outputs of `fn` that the rotation changes.
 
     >>> gauge = go.head_rotation({"value": "_ head basis", "out": "head basis _"})
     >>> value = jnp.zeros((4, 1, 4)).at[:, 0, 0].set(1.0)  # one channel has everything
@@ -122,9 +122,9 @@ def rotate(
             moved[path] = _moved_leaf(on_tree, elements, path, leaf, leaves)
             check(moved)
             if donate and path not in kept and moved[path] is not leaf and isinstance(leaves[path], jax.Array):
-                # The check of `fn` may refuse the result, and must not leave the caller without weights.
+                # If the check of `fn` below refuses the result, the caller needs the old weights: delete them after it.
                 (leaves[path].delete if fn is None else functools.partial(spent.append, leaves[path]))()
-    # NumPy's float64 becomes float32 in a process without 64 bits, as everywhere in JAX.
+    # A NumPy leaf in float64 was computed as such. If this process has x64 switched off, it becomes float32, as usual.
     rotated = with_leaves(params, {path: x.astype(jax.dtypes.canonicalize_dtype(x.dtype)) for path, x in moved.items()})
     if fn is not None:
         _require_same_function(before, jax.tree.map(np.asarray, fn(rotated, batch)), rotated)
@@ -144,10 +144,10 @@ def _require_same_function(before: Any, after: Any, params: Any) -> None:
         raise binding_error(
             _NAME, "fn returns nothing to compare", ", ".join(str(x.dtype) for x in jax.tree.leaves(before)) or "()",
             "floating-point outputs", "return logits from fn, and not tokens")
-    alike = [np.isinf(a) & (a == b) for a, b in numbers]  # their difference would be NaN
+    alike = [np.isinf(a) & (a == b) for a, b in numbers]  # equal infinities, whose difference would be NaN
     numbers = [(np.where(k, 0.0, a), np.where(k, 0.0, b)) for k, (a, b) in zip(alike, numbers, strict=True)]
-    # NumPy's maximum of NaN and a number is NaN, Python's may be the number.
-    with np.errstate(invalid="ignore"):  # another infinity makes the change NaN, which is refused
+    # `np.max` and not `max`: NumPy's maximum of NaN and a number is NaN, Python's may be the number.
+    with np.errstate(invalid="ignore"):  # an infinity in only one of both makes `change` NaN or infinite: refused
         change = np.max([
             np.max(np.abs(b - a), initial=0.0) / max(np.max(np.abs(a), initial=0.0), 1e-30) for a, b in numbers])
     dtypes = [jnp.result_type(x) for tree in (params, after) for x in inexact_leaves(tree).values()]
@@ -209,7 +209,7 @@ def _moved_leaf(
     return _act(tuple(parts), tuple(of_leaf), leaf, context, added[path])
 
 
-@functools.partial(jax.jit, static_argnums=0)  # `on_leaf` removed paths from parts: equal layers share a program
+@functools.partial(jax.jit, static_argnums=0)  # `parts` without paths (`on_leaf`): equal layers share a program
 def _act(
     parts: tuple[Any, ...], elements: tuple[Any, ...], leaf: jax.Array, context: dict[str, jax.Array], added: Any
 ) -> jax.Array:

@@ -1,8 +1,8 @@
 """Eigenbases: bases of heads, rotary planes and the residual stream that depend on the function alone.
 
-The rows W of a head's blocks (one column per basis vector) are turned so that their Gram matrix WᵀW is diagonal. Where
-eigenvalues cross, this basis jumps. `canonicalize` may jump there. An optimizer must not: it reads a rotation from an
-arbitrary constant matrix instead.
+The rows W of a head's blocks (one column per basis vector) are rotated so that their Gram matrix WᵀW is diagonal. While
+weights change, this basis jumps wherever two eigenvalues cross. That does no harm in `canonicalize`. The basis of an
+optimizer must not jump: there a rotation is computed by comparison with an arbitrary constant matrix instead.
 """
 
 import functools
@@ -22,14 +22,14 @@ from gauge_optax.parts.stream import Stream, reflected
 from gauge_optax.xla import hashed_positions
 
 Weights = Callable[[str], jax.Array]
-"""The path of a leaf → the weights of its entries in sums that must not change with the order of units."""
+"""The path of a leaf → one weight per entry. Sums with these weights stay the same when units are renumbered."""
 
 
 def weights_without_order(free: Sequence[Part[Any]], leaves: Mapping[str, jax.Array]) -> Weights:
     """Returns arbitrary constant weights of entries, equal for all entries that a part of `free` may exchange.
 
     Args:
-      free: the parts that no optimizer notices, permutations among them.
+      free: the parts that make no difference to optimizers, such as permutations.
       leaves: path → leaf; only shapes are used.
     """
     numbers = {path: number for number, path in enumerate(sorted(leaves))}
@@ -44,12 +44,12 @@ def weights_without_order(free: Sequence[Part[Any]], leaves: Mapping[str, jax.Ar
     return weights
 
 
-_DRAW = 1  # numbers of their own, beside those that heads are read from
+_DRAW = 1  # makes these random numbers differ from the constant matrices that heads are read from
 
 
 @functools.singledispatch
 def averaged(part: Part[Any], path: str, weights: jax.Array) -> jax.Array:
-    """The weights of a leaf, averaged over all moves by a part; by default there are none that exchange entries."""
+    """The weights of a leaf, averaged over all exchanges of entries by a part. By default, a part exchanges none."""
     return weights
 
 
@@ -65,17 +65,18 @@ def _over_units(part: Permutation, path: str, weights: jax.Array) -> jax.Array:
 
 @functools.singledispatch
 def eigenbases(first: Turn[Any], turns: Sequence[Any], point: Arrays, weights: Weights) -> list[Any]:
-    """Reads one element per turn: its inverse brings the turn's rows to the eigenbasis of their Gram matrix.
+    """Computes one element per turn (rotation), whose inverse rotates the turn's rows to their eigenbasis.
 
-    In this basis, eigenvalues descend, and the entry of largest magnitude in every column of the rows is positive;
-    where an entry of the other sign is as large, up to roundoff, a weighted sum of the column is positive. See
-    `linalg.eigenbasis` for equal eigenvalues. The default, for turns without such a basis, is `Turn.read_all`.
+    The eigenbasis is that of the rows' Gram matrix. In this basis, eigenvalues descend, and the entry of largest
+    magnitude in every column of the rows is positive. If an entry of the other sign is as large, up to roundoff, a
+    weighted sum of the column is positive instead. See `linalg.eigenbasis` for equal eigenvalues. The default, for
+    turns without such a basis, is `Turn.read_all`.
 
     Args:
       first: the first of `turns`; its class is the class of all of them.
       turns: turns of one class.
       point: leaves from which all sizes and constants have been removed.
-      weights: the weights of these sums.
+      weights: the weights of the sums that decide signs.
 
     Returns:
       One element per turn, in the order of `turns`.
@@ -130,8 +131,8 @@ def _eigenbasis_of_stream(turn: Stream, point: Arrays, weights: Weights) -> jax.
     values = _in_range(seen, turn.divided(point, point))
     gram, mixed = seen.gram(values, values), seen.mixed_rows(values)
     basis = eigenbasis(turn.restricted(gram), turn.restricted(mixed))
-    # Write the rows in this basis, to choose the sign of each basis vector. The ones vector is skipped: its sign is not
-    # free.
+    # Write the rows in this basis, to choose the sign of each basis vector. The vector of ones is skipped, because the
+    # rotation has to keep it.
     whole = turn.embedded(basis)
     columns = seen.turned(values, reflected(whole, -1) if turn.keeps_ones else whole)
     signs = _signs(seen, columns, weights)[..., turn.size - basis.shape[-1] :]
@@ -139,7 +140,7 @@ def _eigenbasis_of_stream(turn: Stream, point: Arrays, weights: Weights) -> jax.
 
 
 def _in_range(turn: Heads, point: Arrays) -> Arrays:
-    """The point with the rows of every head divided by one number: squares of 1e-20 or 1e20 are no float32."""
+    """The point with the rows of every head divided by one number: the square of 1e-20 or 1e20 is no float32."""
     sums = sum((b.total(turn.named, jnp.abs(point[b.path])) for b in turn.blocks), jnp.zeros(()))
     divisor = near_power_of_two(sums)
     scaled = dict(point)
@@ -164,7 +165,7 @@ def _signs(rows: Heads, point: Mapping[str, jax.Array], weights: Weights) -> jax
         of_block = (jnp.min(view, free), jnp.max(view, free), jnp.sum(weighted, free))
         return tuple(jnp.transpose(x, order) for x in of_block)  # type: ignore[return-value]
 
-    blocks = sorted(rows.blocks, key=lambda b: (b.path, b.axes))  # the order of a user's list must not matter
+    blocks = sorted(rows.blocks, key=lambda b: (b.path, b.axes))  # the order of a user's list must not change roundoff
     least, most, total = zip(*map(extremes, blocks), strict=True)
     lowest, highest = functools.reduce(jnp.minimum, least), functools.reduce(jnp.maximum, most)
     tied = jnp.abs(highest + lowest) <= equal_eigenvalues(highest.dtype) * jnp.maximum(highest, -lowest)

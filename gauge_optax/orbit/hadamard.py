@@ -1,9 +1,10 @@
-"""Orthogonal matrices whose entries are all of nearly one size: they spread a large channel over all channels.
+"""Orthogonal matrices whose entries all have nearly the same magnitude: they spread a large channel over all channels.
 
 A Hadamard matrix H of order n has entries ±1 and orthogonal rows, so that H/√n is orthogonal. Sylvester's construction
-has the orders 2ᵏ. Paley's has the orders q + 1 and 2(q + 1) for some primes q. A Kronecker product of Hadamard matrices
-is a Hadamard matrix too. For other even sizes m·2ᵏ the factor of size m is a random orthogonal matrix. The product is
-multiplied by random signs, or its rows and columns are permuted, so that every key gives another matrix.
+gives the orders 2ᵏ. Paley's gives the orders q + 1 and 2(q + 1) for some primes q. A Kronecker product of Hadamard
+matrices is a Hadamard matrix too. For any other even size m·2ᵏ, a Hadamard matrix of size 2ᵏ is combined with a random
+orthogonal matrix of size m by a Kronecker product. The result is multiplied by random signs, or its rows and columns
+are permuted, so that every PRNG key gives another matrix.
 References: QuaRot (Ashkboos et al. 2024), §4; Paley 1933.
 """
 
@@ -28,7 +29,7 @@ def known_hadamard(size: int) -> np.ndarray | None:
     (True, None)
     """
     power = size & -size
-    for doublings in range(power.bit_length()):  # the smallest factor first: 1 for a power of two
+    for doublings in range(power.bit_length()):  # try the smallest Paley factor first; a power of two needs none
         rest = size // power * 2**doublings
         factor = np.ones((1, 1)) if rest == 1 else _paley(rest)
         if factor is not None:
@@ -77,13 +78,13 @@ def hadamard_with_ones(key: jax.Array, size: int) -> jax.Array:
 
 
 def require_even(gauge: str, blocks: Sequence[Block], size: int, multiple: int = 2) -> None:
-    """Raises ValueError if `size` is no multiple of `multiple`: no rotation here then has a Hadamard matrix as factor.
+    """Raises ValueError if `size` is no multiple of `multiple`, because then it has no Hadamard matrix as a factor.
 
     Args:
       gauge: the gauge's name, for the message.
       blocks: the blocks that the gauge rotates, for the message.
       size: the number of dimensions that are rotated.
-      multiple: 2, or 4 if the vector of ones has to stay.
+      multiple: 2, or 4 if the rotation has to keep the vector of ones.
     """
     if size % multiple:
         place, wanted = f"no Hadamard rotation at '{blocks[0].path}'", f"a multiple of {multiple}"

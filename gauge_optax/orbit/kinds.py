@@ -10,7 +10,7 @@ from gauge_optax.parts.stream import Stream
 
 
 class Stage(enum.IntEnum):
-    """The stages of a round of alignment, in order: the answers of later stages depend on those of earlier ones."""
+    """The stages of a round of alignment, in order. The best elements of a stage depend on those of earlier stages."""
 
     STREAM = 0
     UNITS = 1
@@ -21,7 +21,7 @@ class Stage(enum.IntEnum):
 
 @functools.singledispatch
 def stage(part: Part[Any]) -> Stage:
-    """The stage at which a part takes its turn. The default holds for parts without a role, which permute."""
+    """The stage at which a part takes its turn. Parts that are no `Turn`, `Size` or `Constant` are permutations."""
     return Stage.UNITS
 
 
@@ -51,10 +51,14 @@ def _adds(part: Constant) -> Stage:
 
 
 def is_constant(part: Part[Any]) -> bool:
-    """Whether a part adds a constant. Its element then depends on the moves of all other parts."""
+    """Whether a part adds a constant. Its best element then depends on the moves of all other parts."""
     return stage(part) is Stage.CONSTANTS
 
 
 def is_compact(part: Part[Any]) -> bool:
-    """Whether a part rotates or permutes, so that the slice points of twins still differ by its moves."""
+    """Whether a part rotates or permutes.
+
+    Slice points, as `align` uses them, have no freedom of scales and constants left. Those of two weight sets of one
+    function may still differ by such rotations and permutations.
+    """
     return stage(part) <= Stage.HEADS

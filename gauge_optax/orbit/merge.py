@@ -30,8 +30,9 @@ def distance(a: Any, b: Any, gauges: Gauges) -> float:
       ‖â − g·b̂‖/‖â‖ over all leaves of real or complex numbers. Here â and b̂ are the slice points of a and b; g is the
       element that `align` returns for them. For two sets of weights of one function the number is zero, up to roundoff,
       unless permutations of heads are nested beside a `head_linear` (see `align`).
-      It depends on the two functions alone if `align` finds the nearest element, because slice points do not depend on
-      the sizes and constants that gauges can change. If `align` ends in another local minimum, the number is larger.
+      If `align` finds the nearest element, the number depends on the two functions alone, because slice points do not
+      depend on the scales and constants that gauges can change. If `align` ends in another local minimum, the number is
+      larger.
 
     Raises:
       ValueError: the errors of `align`.

@@ -1,8 +1,9 @@
 """Computes the element of one part that takes a point nearest to a target: one rule of `align` per kind of part.
 
-If all other parts stay, the nearest element has a closed form or is a small problem: Procrustes for rotations, an
-assignment for permutations, one variable per channel for scales, Gauss–Newton steps for invertible matrices. Additions
-of constants are affine in their element: for them the default solves the normal equations.
+A part is what a gauge does in one layer: it rotates, permutes, multiplies or adds. If all other parts stay, the nearest
+element has a closed form or is a small problem: Procrustes for rotations, an assignment for permutations, one variable
+per channel for scales, Gauss–Newton steps for invertible matrices. The action of a part that adds constants is affine
+in its element, so that the default solves the normal equations.
 References: Schönemann 1966 (Procrustes); Ainsworth, Hayase and Srinivasa, Git Re-Basin, §3.2 (assignment).
 """
 
@@ -39,14 +40,14 @@ from gauge_optax.parts.stream import Stream
 
 @functools.singledispatch
 def nearest(part: Part[Any], target: Arrays, point: Arrays, others: Sequence[Part[Any]] = ()) -> Any:
-    """The element e for which act(e, point) is nearest to `target`: the least sum of squares over moved leaves.
+    """The element e for which act(e, point) is nearest to `target`: the least sum of squares over the leaves it moves.
 
     Args:
       part: the part whose element is computed.
       target: leaf path → array, to come near to.
       point: leaf path → array, to be moved.
-      others: parts whose elements are not known yet. The answer should depend on theirs as little as possible: blocks
-        that they move are ignored, unless they move all blocks of the part.
+      others: parts whose elements are not known yet. The result should depend on these elements as little as possible:
+        blocks that `others` move are ignored, unless they move all blocks of the part.
 
     The default is for additions of constants, whose action is affine in e: it solves the normal equations by conjugate
     gradients.
@@ -104,11 +105,11 @@ def _nearest_factor(part: Factor, target: Arrays, point: Arrays, others: Sequenc
 def _nearest_stretch(part: Stretch, target: Arrays, point: Arrays, others: Sequence[Part[Any]] = ()) -> jax.Array:
     """An invertible matrix per head that moves the point near to the target: a local minimum of the distance.
 
-    It is found by Gauss–Newton steps, each with a line search, from the best of three starts.
-
-    The starts are the identity, the least-squares solution of the left side alone, and that of the right side alone.
-    Starts at other rotations are not needed, because `align` has rotated the same heads before. A head that determines
-    no matrix (`deficient`) stays: a least-squares solution would have entries of any size.
+    It is found by Gauss–Newton steps, each with a line search, from the best of three starts: the identity, the
+    least-squares solution for the left blocks alone, and that for the right blocks alone. Starts at other rotations are
+    not needed, because `align` has rotated the same heads before. A head whose blocks determine no matrix
+    (`deficient`: less than full rank) keeps the identity, because a least-squares solution could have entries of any
+    size.
     """
     grams = [side.gram(point, x) for side in (part.left, part.right) for x in (point, target)]
     stays = (deficient(part, point) | deficient(part, target))[..., None, None, None]
@@ -167,10 +168,11 @@ def _nearest_permutation(
 
 @nearest.register
 def _nearest_by_action(part: OfUser, target: Arrays, point: Arrays, others: Sequence[Part[Any]] = ()) -> Any:
-    """Gauss–Newton steps in the coordinates of the group, each halved until it leads nearer to the target.
+    """The nearest element for a gauge of a user's class, by Gauss–Newton steps in the coordinates of its group.
 
-    The start is the element after which the point reads as the target does. It is the nearest element if point and
-    target compute one function. For a group without coordinates no steps follow.
+    Each step is halved until it leads nearer to the target. The start is computed by the gauge's method `read`: it is
+    the element that moves the point to where `read` returns the same as for the target. If point and target compute one
+    function, this is the nearest element already. For a group without coordinates no steps follow.
     """
     reading, its_own = (part.gauge.read(part.tree(x)) for x in (target, point))
     element, paths = part.compose(reading, part.inverse(its_own)), changed(part)
@@ -205,9 +207,10 @@ def _nearest_by_action(part: OfUser, target: Arrays, point: Arrays, others: Sequ
 
 @functools.singledispatch
 def in_range(part: Part[Any], target: Arrays, point: Arrays) -> tuple[Arrays, Arrays]:
-    """Target and point, whose leaves that the part changes are divided by one number, so that squares stay in range.
+    """Target and point, divided by one number in the leaves that the part changes, to keep their squares in range.
 
-    The nearest element of a linear action does not depend on that number. Other actions return both as they are.
+    If the part's action is linear, the nearest element does not depend on that number. For parts with another action,
+    target and point are returned as they are.
     """
     paths = changed(part)
     most = jnp.max(jnp.stack([jnp.max(jnp.abs(x[path]), initial=0.0) for x in (target, point) for path in paths]))
@@ -305,7 +308,8 @@ def _nearest_factors(
         return jnp.where((x > 0) & (y > 0), jnp.log(jnp.where(x > 0, x, 1.0) / jnp.where(y > 0, y, 1.0)), 0.0)
 
     def least(sign: float) -> jax.Array:
-        # The first two starts minimize one side alone. The third balances A·α² and C·α⁻²ᵖ, for targets near zero.
+        # The first start minimizes the `up` side alone, the second the `down` side alone. The third makes A·α² and
+        # C·α⁻²ᵖ equal, as is best for targets near zero.
         sides = log_ratio(sign * b, a), -log_ratio(sign * e, c) / degree
         starts = *sides, log_ratio(c, a) / (2.0 + 2.0 * degree), jnp.zeros_like(a)
         bounded = ((c > 0) | (sign * b > 0)) & ((a > 0) | (sign * e > 0))
@@ -319,7 +323,9 @@ def _nearest_factors(
 
 
 def least_point(loss: Callable[[jax.Array], jax.Array], starts: Sequence[jax.Array]) -> jax.Array:
-    """Minimizes functions of one variable, one per channel: on evenly spaced points, then by bisection of the slope.
+    """Minimizes functions of one variable, one per channel.
+
+    First it compares values on evenly spaced points, then it finds the zero of the slope near the best by bisection.
 
     Args:
       loss: maps an array with the shape of each of `starts` to the values of the functions, entry by entry.
@@ -358,8 +364,8 @@ def _nearest_matrix(
 ) -> jax.Array:
     """S and S⁻¹, (…, 2, d_h, d_h), at a local minimum of |T_A − A·S|² + |T_B − B·S⁻ᵀ|².
 
-    A and B are the rows of a head's left and right blocks, T_A and T_B those of the target. The value is at most that
-    of each start. All arguments are (…, d_h, d_h).
+    A and B are the rows of a head's left and right blocks, T_A and T_B those of the target. The minimum is no larger
+    than the value at any of the starts. All arguments are (…, d_h, d_h).
 
     Args:
       left: AᵀA.
@@ -382,7 +388,7 @@ def _nearest_matrix(
     def step(_: int, pair: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         s, back = pair
         # The next S is S·(1 + Z). To first order, with A′ = A·S and B′ = B·S⁻ᵀ, the best Z solves
-        # A′ᵀA′·Z + Z·B′ᵀB′ = K, where K (`k`) comes from the distances that are left.
+        # A′ᵀA′·Z + Z·B′ᵀB′ = K, where K (`k`) comes from the differences T_A − A′ and T_B − B′ that are left.
         gram_a, gram_b = matmul(transpose(s), matmul(left, s)), matmul(matmul(back, right), transpose(back))
         k = matmul(transpose(s), left_target) - gram_a - transpose(matmul(back, right_target) - gram_b)
         (a, u), (b, v) = symmetric_eigen(gram_a), symmetric_eigen(gram_b)

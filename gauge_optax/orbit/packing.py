@@ -3,7 +3,8 @@
 A block can be packed if the gauge has enough freedom to bring some of its rows to fixed numbers. Under GL(d_h), d_h
 rows per head become the identity; under complex numbers, one row per rotary plane becomes 1 + 0i. All other gauges have
 no such block. Each rule is a `singledispatch` function with a default and with versions for `Linear` (GL) and
-`ComplexScale`. It takes a copy and not a part, because a complex number needs both parts of a copy: moduli and angles.
+`ComplexScale`, which are copies: a *copy* is a gauge in one layer, and has one or two parts. The rules take a copy and
+not a part, because a complex number needs both parts of a copy: moduli and angles.
 Reference: van Nierop, Transformer models are gauge invariant, §3 and §6.
 """
 
@@ -46,10 +47,11 @@ def _packable_planes(copy: ComplexScale) -> tuple[Block, ...]:
 
 
 def _with_rows(blocks: Sequence[Block], rows: int) -> tuple[Block, ...]:
-    """The blocks with one free axis of at least `rows` rows that store their values themselves, not less one (`1+`).
+    """The blocks that have one free axis (`_`) with at least `rows` rows. Two kinds of blocks are excluded.
 
-    The one free axis of a bias beside grouped queries, `(head _) basis`, counts query heads: it is no axis of rows.
-    Such a bias has the axes of its kernel, `_ (head _) basis`, but one; a kernel of other lengths is none.
+    One kind stores its values less one (`1+`). The other is the bias of grouped queries, `(head _) basis`: its free
+    axis counts query heads and not rows. Such a bias is recognized by its kernel, `_ (head _) basis`, which has all
+    axes of the bias, with the same lengths, and one more free axis.
     """
 
     def axes(block: Block) -> Counter[tuple[str, int]]:
@@ -87,7 +89,7 @@ def choose_rows(copy: Copy, block: Block, point: Arrays, per_head: bool) -> jax.
     """Chooses the rows of a packable block that are best made constant.
 
     Args:
-      copy: the copy.
+      copy: the copy of the gauge that has the block.
       block: a block that `packable` returned.
       point: leaf path → array.
       per_head: whether rows are chosen for each head. If False, all heads share them.
@@ -119,7 +121,7 @@ def to_constant(
     """The element whose move makes these rows `size` times `constant_rows`, and its condition numbers.
 
     Args:
-      copy: the copy.
+      copy: the copy of the gauge that has the block.
       block: a block that `packable` returned.
       point: leaf path → array.
       rows: row numbers, as `choose_rows` returns them.
@@ -160,7 +162,10 @@ def _to_real_row(
 
 
 def _rows_of_heads(copy: Copy, block: Block, point: Arrays) -> jax.Array:
-    """The rows of one block, (heads, rows, basis). `heads` counts all named axes flattened; for rotary, planes too."""
+    """The rows of one block, (heads, rows, basis).
+
+    `heads` counts all named axes, flattened. For `ComplexScale` it also counts the rotary planes of each head.
+    """
     turn: Any = copy.parts[-1]
     matrices: jax.Array = turn.rows_of(block, point)
     return matrices.reshape(-1, *matrices.shape[-2:])

@@ -41,13 +41,13 @@ def _permutation_renumbers(part: Permutation, other: Part[Any]) -> bool:
 
 @functools.singledispatch
 def carried(part: Part[Any], e: Any, other: Part[Any], value: Any) -> Any:
-    """Returns g·h·g⁻¹ for elements g and h of two parts. The default is h itself: the two commute.
+    """Returns g·h·g⁻¹ for elements g and h of two parts. The default is h itself, for parts that commute.
 
     Args:
-      part: the one part.
-      e: an element of it, g.
-      other: the other part.
-      value: an element of the other part, h; the leading axes of its arrays are `other.shape`.
+      part: the part of g.
+      e: g.
+      other: the part of h.
+      value: h; the leading axes of its arrays are `other.shape`.
     """
     return value
 
@@ -59,20 +59,23 @@ def _carried_by_rotation(part: Rotation, e: jax.Array, other: Part[Any], value: 
 
 @functools.singledispatch
 def rotated(part: Part[Any], value: Any, rotation: Rotation, e: jax.Array) -> Any:
-    """Returns what `carried` returns if its `part` is a rotation of heads. The default is `value`, unchanged.
+    """`carried` for a rotation of heads as g; this second function dispatches on the part of h. The default returns h.
 
     Args:
-      part: the part of `value`.
-      value: the element that the rotation may change.
-      rotation: the rotation of heads.
-      e: its element.
+      part: the part of h.
+      value: h, the element that the rotation may change.
+      rotation: the part of g, a rotation of heads.
+      e: g.
     """
     return value
 
 
 @rotated.register
 def _rotated_stretch(part: Stretch, value: jax.Array, rotation: Rotation, e: jax.Array) -> jax.Array:
-    """Returns R⁻¹·S·R if rotation and stretch act on the same heads, else S."""
+    """Returns R⁻¹·S·R for a rotation R and a stretch S if they act on the same heads, else S.
+
+    This is g·h·g⁻¹, because elements multiply weights from the right: g acts as W ↦ W·R.
+    """
     if set(part.blocks) != set(rotation.blocks):
         return value
     r = e[..., None, :, :]
@@ -103,7 +106,7 @@ def _carried_by_permutation(part: Permutation, e: Indices, other: Part[Any], val
 
 @functools.singledispatch
 def responses(part: Part[Any], point: Arrays, gradient: Arrays) -> jax.Array | None:
-    """Derivatives of a function by the logs of factors, one per unit and block, that multiply the unit's entries there.
+    """How a function responds to sizes of units: its derivatives by log c, where c multiplies a unit in one block.
 
     Args:
       part: the part.
@@ -125,7 +128,13 @@ def _responses_of_units(part: Permutation, point: Arrays, gradient: Arrays) -> j
 
 @functools.singledispatch
 def matched(part: Part[Any], target: jax.Array, point: jax.Array) -> Any:
-    """The permutation of a point's units that best matches their responses to the target's: (*shape, units, …) each."""
+    """The permutation of the point's units after which their `responses` are most like those of the target's units.
+
+    Args:
+      part: the permutation.
+      target: the responses of the target's units, (*shape, units, responses).
+      point: those of the point's units, of the same shape.
+    """
     raise NotImplementedError
 
 
@@ -137,7 +146,12 @@ def _matched_units(part: Permutation, target: jax.Array, point: jax.Array) -> ja
 
 
 def assigned(part: Permutation, gains: jax.Array) -> jax.Array:
-    """The permutation with the largest sum of gains. `gains` is (*shape, unit of the target, unit of the point)."""
+    """The permutation with the largest sum of gains. A gain says how well two units match.
+
+    Args:
+      part: the permutation.
+      gains: (*shape, unit of the target, unit of the point).
+    """
     from scipy.optimize import linear_sum_assignment  # not at the top: this import takes a quarter of a second
 
     tables = np.asarray(gains, np.float64).reshape(-1, part.size, part.size)

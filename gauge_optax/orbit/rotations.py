@@ -135,13 +135,13 @@ def checked_element(caller: str, on_tree: Bound, expected: Any, element: Any) ->
 
 @functools.singledispatch
 def with_blocks(part: Part[Any], change: Callable[[Anchor], Anchor]) -> Any:
-    """The part with its blocks replaced by change(blocks)."""
+    """Returns the part with its blocks replaced by change(blocks)."""
     return dataclasses.replace(part, blocks=change(part.blocks))
 
 
 @with_blocks.register
 def _rotation_with_blocks(part: Rotation, change: Callable[[Anchor], Anchor]) -> Any:
-    return dataclasses.replace(part, blocks=change(part.blocks), seen=())  # which no action needs
+    return dataclasses.replace(part, blocks=change(part.blocks), seen=())  # `act` does not use `seen`
 
 
 @with_blocks.register
@@ -166,8 +166,8 @@ def on_leaf(part: Part[Any], path: str, number: int) -> tuple[Any, dict[str, str
       number: the part's number among those that move this leaf. Names contain it, so that no two parts share a name.
 
     Returns:
-      The restricted part, and name → path for the other leaves that its action reads. The part does not contain the
-      layer's path or label, so that equal leaves of several layers have equal parts and share a compiled program.
+      The restricted part, and name → path for the other leaves whose values its action uses. The part does not contain
+      the layer's path or label, so that equal leaves of several layers have equal parts and share a compiled program.
     """
 
     def alone(blocks: Anchor) -> Anchor:
@@ -178,7 +178,7 @@ def on_leaf(part: Part[Any], path: str, number: int) -> tuple[Any, dict[str, str
 
 @on_leaf.register
 def _stream_on_leaf(part: Stream, path: str, number: int) -> tuple[Any, dict[str, str]]:
-    """The action of the stream's rotation on a leaf also reads the scales of the norms in front of the leaf."""
+    """Restricts the stream's rotation. Its action on a leaf also uses the scales of the norms in front of the leaf."""
     alone, _ = on_leaf.dispatch(Part)(part, path, number)
     passed = [(scale, behind) for scale, behind in alone.scales if behind]
     read = {f"norm{number}.{k}": scale.path for k, (scale, _) in enumerate(passed)}

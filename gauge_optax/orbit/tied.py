@@ -104,7 +104,7 @@ def untie(
 
 
 def _with_leaf(tree: Any, path: str, leaf: jax.Array, depth: int = 0) -> Any:
-    """Returns a copy of nested dictionaries with one more leaf at `path`; `tree` stands below `depth` of its keys."""
+    """Returns a copy of nested dictionaries with one more leaf at `path`, whose first `depth` keys lead to `tree`."""
     above, (key, *rest) = path.split("/")[:depth], path.split("/")[depth:]
     if not isinstance(tree, Mapping):
         raise binding_error(

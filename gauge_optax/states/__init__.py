@@ -1,1 +1,1 @@
-"""Moves optimizer states along with weights that an element moves, and converts plain states to those of `quotient`."""
+"""Moves an optimizer's state when a gauge moves its weights, and converts a plain state to one of `quotient`."""

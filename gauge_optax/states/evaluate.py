@@ -1,8 +1,9 @@
 """Reads weights that the optimizer inside a `quotient` keeps, such as averages, and restarts that optimizer's state.
 
-A `quotient` has two coordinate systems: its inner optimizer sees the slice point θ̂ = F⁻¹·θ; the user has the stored
-weights θ. A function of the inner state and of weights, such as the evaluation weights of schedule-free methods, has to
-be computed on the slice. Its result is then moved back by F.
+A `quotient` has two coordinate systems: the user has the stored weights θ; the inner optimizer sees the slice point
+θ̂ = F⁻¹·θ, where the group element F (the frame) was computed from the weights at `init`. A function of the inner state
+and of weights, such as the evaluation weights of schedule-free methods, has to be computed on the slice. Its result is
+then moved back by F.
 """
 
 from collections.abc import Callable
@@ -29,13 +30,14 @@ def evaluate(fn: Fn, state: Any, params: Any) -> Any:
     Args:
       fn: (inner state, weights) → weights, such as `optax.contrib.schedule_free_eval_params`, or `lambda s, p: s.slow`
         for weights that the inner optimizer keeps. It gets the state of the optimizer inside the `quotient`, and the
-        weights that this optimizer sees. Compressed second moments come as numbers, without their `CompressedState`.
+        weights that this optimizer sees. If second moments are stored compressed, `fn` gets them in float32, in the
+        optimizer's usual state and not in a `CompressedState`.
       state: the state of the optimizer, with one `quotient` (or an alias of it) somewhere inside.
       params: the stored weights θ that the state belongs to.
 
     Returns:
-      The weights that `fn` returned, moved by F: a tree like `params`. Leaves that `optax.masked` or `optax.partition`
-      hides from the quotient are those of `params`.
+      The weights that `fn` returned, moved by F to stored weights: a tree like `params`. Leaves that `optax.masked` or
+      `optax.partition` hides from the quotient are returned as they are in `params`.
 
     Raises:
       ValueError: a state without a `quotient`, or with several; a state whose gauges have not been bound to any tree in
@@ -76,15 +78,16 @@ def restart(
 ) -> Any:
     """Restarts the inner optimizer of a `quotient` at the current slice point. The frame stays the same.
 
-    `tx.init(params)` would also read a new frame, which would not fit the moments that `choose` keeps.
+    Use it in place of `tx.init(params)`, which would also compute a new frame. Moments of the old state that `choose`
+    keeps belong to the coordinates of the old frame.
 
     Args:
       tx: the optimizer, with one `quotient` (or an alias of it) somewhere inside.
       state: its state.
       params: the stored weights θ.
       choose: (old inner state, fresh inner state) → inner state, which keeps a part of the old one, for example
-        `lambda old, new: (old[0]._replace(nu=new[0].nu), *old[1:])`. By default all of it is fresh. Compressed second
-        moments come as numbers, without their `CompressedState`.
+        `lambda old, new: (old[0]._replace(nu=new[0].nu), *old[1:])`. By default all of it is fresh. If second moments
+        are stored compressed, `choose` gets them in float32, in the optimizer's usual state.
 
     Returns:
       A state like `state`, in which second moments are compressed again if they were.
@@ -133,7 +136,10 @@ def _slice(inside: Any, params: Any) -> Slice:
 
 
 def _points(inside: Any, params: Any) -> tuple[Undone, Undone]:
-    """The slice point, and the point that the inner optimizer sees (they differ by the offset), with maps back."""
+    """The slice point, and the point that the inner optimizer sees, each with the maps back to where it came from.
+
+    The two points are equal, unless the `quotient` has `pin=False`: then they differ by the state's `offset`.
+    """
     s = _slice(inside, params)
     f: Elements = s.checked(inside.frame)
     entered = s.enter(f, s.values(params))
@@ -153,7 +159,11 @@ def _as_seen(state: Any, inside: Any, params: Any) -> Any:
     paths = with_leaves(params, {path: path for path in leaves_by_path(params)})
 
     def pieces(node: Any) -> list[tuple[bool, Any]]:
-        """Pairs (whether a `MaskedNode` stands there, the paths there); none for a node that is not like `params`."""
+        """Matches a node of the state with the tree of paths. Returns [] if the node is not a tree like `params`.
+
+        Otherwise there is one pair per leaf of the node: whether the leaf is a `MaskedNode`, and the leaf's path (for a
+        `MaskedNode` that stands for a whole subtree, the subtree of paths).
+        """
         structure: Any
         nodes, structure = jax.tree.flatten(node, is_leaf=_is_masked)
         try:
@@ -171,7 +181,7 @@ def _as_seen(state: Any, inside: Any, params: Any) -> Any:
     leaves = leaves_by_path(params)
 
     def hidden(at: Any) -> Any:
-        """The part of `params` at these paths; one `MaskedNode` if all of it is hidden."""
+        """The subtree of `params` at these paths; one `MaskedNode` if all of its leaves are hidden."""
         if not shown & set(jax.tree.leaves(at)):
             return optax.MaskedNode()
         return jax.tree.map(lambda path: leaves[path] if path in shown else optax.MaskedNode(), at)

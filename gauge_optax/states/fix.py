@@ -1,9 +1,9 @@
 """Gauge fixing: after an optimizer's step, weights move to the balanced point of their orbit, and the state with them.
 
-The function stays the same; the move changes which of many equivalent weights the next step starts from. Strength 1 is
-a hard constraint: after every fix the weights are balanced, for example both factors A and B of a head have equal Gram
-matrices AᵀA = BᵀB. A smaller strength is a soft constraint: every fix removes that fraction of the logarithm of the
-imbalance.
+The function stays the same; the move changes from which of many equivalent weights the next step starts. With
+`strength=1` this is a hard constraint: after every move the weights are balanced. For example, both factors A and B of
+a head have equal Gram matrices AᵀA = BᵀB. With a smaller strength it is a soft constraint: every move removes that
+fraction of the logarithm of the imbalance.
 References: "When Equivalent Weights Train Differently" ("the post") §4, §8; docs/design.md §6.
 """
 
@@ -70,12 +70,16 @@ def gauge_fix(
     .. math::
       \theta' = \theta + u(\theta), \qquad \theta_{new} = b(\theta')^{strength} \cdot \theta',
 
-    where u(θ) is the step of `inner` and b(θ′) the element that balances θ′. The function stays the same, up to the
-    rounding of θ_new − θ at the size of θ: if one side of a scale has k times the norm of the other, about √k roundoffs
-    of the dtype in that step. Call `gauge.act(gauge.balance(params), params)` first where k is large. Both sides of a
-    scale get equal norms, both factors of a head equal Gram matrices, shifts get mean zero, and blocks that a norm
-    follows get RMS 1; rotations have no balance. A channel or a head has no balanced point, and stays where it is, if
-    one of its sides is zero (LoRA's B at the start) or has less than full rank. A copy of a gauge also stays if `inner`
+    where u(θ) is the step of `inner` and b(θ′) the element that balances θ′. *Balanced* means: both sides of a scale
+    have equal norms, both factors of a head have equal Gram matrices, shifts have mean zero, and blocks that a norm
+    follows have RMS 1. Rotations have no balance, and do not move.
+
+    The function stays the same, except that the update θ_new − θ is rounded at the size of θ. If one side of a scale
+    has k times the norm of the other, this changes the function by about √k roundoffs of the dtype in that step. Call
+    `gauge.act(gauge.balance(params), params)` first where k is large.
+
+    A channel or a head has no balanced point, and stays where it is, if one of its sides is zero (LoRA's B at the
+    start) or has less than full rank. A copy of a gauge (the gauge in one layer, for example) also stays if `inner`
     never changes one of its leaves (see the argument `frozen` of `quotient`).
 
     Put nothing around it that mixes weights of different steps, such as `optax.lookahead` or an average of weights: the
@@ -85,7 +89,7 @@ def gauge_fix(
     Args:
       inner: a whole optimizer, with its learning rate. With None the result only moves parameters, as the last link of
         a chain. The states of the chain's other links then do not move along, so that they must hold no moments.
-      gauges: a gauge or a sequence of them; the list that `inner` was given, if it takes one.
+      gauges: a gauge or a sequence of them. If `inner` was made with gauges, give the same list here.
       every: the number of steps from one move to the next; an int.
       strength: how far to move, in (0, 1]: 1 moves all the way; s moves by the element whose logarithm is s times that
         of b.
@@ -99,8 +103,8 @@ def gauge_fix(
 
     Raises:
       ValueError: `every` that is no positive int, `strength` outside (0, 1], an unknown `on_unknown`; at `init`, gauges
-        that do not fit the parameters, a `quotient` around it with gauges of the same leaves, which would undo the
-        move, or running statistics of BatchNorm among them that would not fit the moved
+        that do not fit the parameters, a `quotient` around this wrapper with gauges of the same leaves, which would
+        undo the move, or running statistics of BatchNorm among the parameters, which would not fit the moved
         weights; at the first update, a state that cannot move along, as Adam's under `head_linear` (use
         `go.quotient_adamw`, or choose another `on_unknown`); `update` without params.
 
@@ -115,7 +119,7 @@ def gauge_fix(
 
     Reference: the post's §8, hard and soft gauge fixing; its §7 for the state. GaugeFix-LRM, Eq. (4) to (6), for
       multipliers; that paper does not move the state (`transport=False`). The balance does not change the product of
-      both sides; `hold_products` controls it.
+      the sizes of both sides; `hold_products` controls that product.
     """
     require_choice(_NAME, "on_unknown", on_unknown, ON_UNKNOWN)
     require_every(_NAME, every)
@@ -143,7 +147,7 @@ def gauge_fix(
         updates, inner_state = within.update(updates, state.inner_state, params, **extra)
         count, steps = optax.safe_increment(state.count), leaves_by_path(updates)
         kept = {path: x for path, x in steps.items() if path in moving._bound(params).slice.added.keys() - state.frozen}
-        updates = in_dtype_of(updates, kept, params)  # at every step, moved or not
+        updates = in_dtype_of(updates, kept, params)  # the dtype must be the same in steps with and without a move
         move = functools.partial(balanced, frozenset(state.frozen))
         if isinstance(every, int) and every == 1:
             updates, inner_state = move(params, updates, inner_state)
@@ -159,7 +163,8 @@ def gauge_fix(
         if not (isinstance(strength, float | int) and strength == 1):
             element = moving.power(element, strength)
         if transport:
-            # Frames in states of this library are of the whole list, so that rotations need (identity) elements too.
+            # A frame in a state has an element for every gauge of the list, so that the move needs one for each.
+            # Rotations have no balance: their element is the identity.
             elements = iter(element)
             parts = tuple(
                 MovingPart(part, part.identity(params) if part.balancing == "still" else next(elements), part.balancing)

@@ -28,9 +28,9 @@ def from_state(
 ) -> QuotientState:
     """Converts a plain optimizer state, so that training continues under `quotient(inner, gauges)`.
 
-    Scales and shifts are read from the parameters, and the state's moments move to slice coordinates: first moments
-    move as cotangents, and second moments are multiplied by the squares of the same factors. Rotations are not read:
-    their frame is the identity, so that heads stay in the basis to which their moments belong.
+    The frame's scales and shifts are computed from the parameters, as `quotient.init` does. The state's moments move to
+    slice coordinates: first moments move as cotangents, and second moments are multiplied by the squares of the same
+    factors. Rotations get the identity as their frame, so that heads stay in the basis to which their moments belong.
 
     Args:
       state: state of `inner`, after any number of steps.
@@ -39,8 +39,8 @@ def from_state(
       params: the parameters that the state belongs to.
       on_unknown: what to do with moments without a rule, as in `transport`: second moments of entries that
         `head_linear` or `rope_linear` mixes, and arrays in states that `transport` has no rule for.
-      pin: the same value as in the `quotient` that continues.
-      frozen: the same value as there.
+      pin: the argument `pin` of the `quotient` that continues.
+      frozen: the argument `frozen` of that `quotient`.
 
     Returns:
       A state of `quotient(inner, gauges, pin=pin, frozen=frozen)`, with any `hold` and `rest`.
@@ -74,8 +74,8 @@ def from_state(
         (elements, live, _), entered = s.unturned_slice_point(stored)
         expected = jax.eval_shape(inner.init, with_leaves(stored, entered.point))
         _check_structure(plain, expected)
-        # Gauges that only rotate take no part in the move, because their frame is the identity.
-        # The slice is entered by removing constants first, then sizes: two moves in this order.
+        # The moments make the same moves as the weights do on their way to the slice: first constants (which add) are
+        # removed, then sizes (which multiply). Gauges that only rotate take no part: their frame is the identity.
         back = b.public({part.label: part.inverse(e) for part, e, _, _ in entered.parts})
         for undone in (s.constants, s.sizes):
             labels = {part.label for part, _, _ in undone}
@@ -86,7 +86,8 @@ def from_state(
             ]
             moving, element = Product(tuple(gauge for gauge, _ in moves)), tuple(x for _, x in moves)
             plain = transport(plain, stored, moving, element, on_unknown)
-        cast = lambda x, like: x if x.dtype == like.dtype else x.astype(like.dtype)  # noqa: E731  # keys cannot be cast
+        # Arrays that have the right dtype are not cast, because `astype` refuses PRNG keys.
+        cast = lambda x, like: x if x.dtype == like.dtype else x.astype(like.dtype)  # noqa: E731
         inner_state = jax.tree.map(cast, plain, expected)
         frame = Frame(elements | {turn.label: turn.identity() for _, turns in s.turns for turn in turns}, live)
     frame = sharding.restore(frame)._replace(frozen=dict.fromkeys(sorted(unchanged), ()))

@@ -1,8 +1,9 @@
 """Controls the product of the sizes of both sides of a scale gauge, which the gauge itself does not change.
 
-A gauge such as `rescale` or `multiplier_balance` moves a factor from one side to the other, and the product of their
-root mean squares stays. Usually weight decay holds that product. The wrapper here multiplies both sides by one factor
-instead, so that their ratio, which is the gauge's coordinate, stays. This changes the function, on purpose.
+A gauge such as `rescale` or `multiplier_balance` multiplies one side by a factor and divides the other by it, so that
+the product of their root mean squares stays. Usually weight decay limits that product. The wrapper here multiplies both
+sides by one factor instead. Their ratio, which is the gauge's coordinate, stays, and their product changes. This
+changes the function, on purpose.
 Reference: GaugeFix-LRM §4.4 and §5, which names it as future work.
 """
 
@@ -61,7 +62,8 @@ class HoldProductsState(NamedTuple):
     Attributes:
       inner_state: the state of the optimizer inside.
       sizes: a `HeldProducts`; () unless `kind` is "init".
-      frozen: path → (), for every leaf that the optimizer inside never changes. Copies with such a leaf stay.
+      frozen: path → (), for every leaf that the optimizer inside never changes. A copy of a gauge (the gauge in one
+        layer, for example) with such a leaf is not changed by this wrapper.
     """
 
     inner_state: Any
@@ -71,11 +73,11 @@ class HoldProductsState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _OneFactor(Move):
-    """The move of both sides by one factor, as `transport` needs it to move an optimizer's state.
+    """The move that multiplies both sides by one factor, in the form that `transport` needs to move a state.
 
-    The frame of a `quotient` inside is read from the first side alone. A frame therefore moves by `parts`: the gauges
-    of `hold_products`, with the factor as the element of the gauge whose product is held. Moments belong to both sides,
-    and move by `actual`.
+    Frames and moments need different elements. The frame of a `quotient` inside holds sizes of the first side alone. So
+    it moves as if the gauge itself had multiplied the first side by the factor (and divided the second side): this is
+    the move of the inherited `parts`. Moments belong to both sides, and move by `actual`.
 
     Attributes:
       actual: gauges that multiply both sides by the factor, and the blocks of `alone` by its square.
@@ -95,18 +97,22 @@ class _OneFactor(Move):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Capped:
-    """The gauges whose factors `max_logits` may decide. `walk` finds it in the closure of `update`.
+    """The gauges of one `hold_products` with kind="cap", whose factors the argument `max_logits` may decide.
+
+    `hold_products` may be nested. The object is a variable of `update`, so that an outer wrapper can find it there by
+    `walk` and knows how many entries of `max_logits` belong to the wrapper inside.
 
     Attributes:
-      gauges: the gauges of one wrapper whose `kind` is "cap". Other kinds pass `max_logits` on as they are.
+      gauges: the gauges of that wrapper. Wrappers of other kinds use no `max_logits` and pass all of them on.
     """
 
     gauges: tuple[Any, ...]
 
     def split(self, max_logits: Any, inner: Any, params: Any) -> tuple[Sequence[Any], tuple[Any, ...]]:
-        """Returns one entry of `max_logits` per gauge of this wrapper (None without logits), and those for `inner`.
+        """Splits `max_logits`: one entry per gauge of this wrapper, and the entries for wrappers inside `inner`.
 
-        Raises ValueError unless there is one entry for each gauge here and in `inner`, with its channels.
+        An entry is None if the gauge's product is bounded and not its logits. Raises ValueError unless every gauge,
+        here and in `inner`, has one entry, and the entry has the gauge's channels.
         """
         inside: list[_Capped] = []
 
@@ -159,27 +165,29 @@ def hold_products(
       \theta' = \theta + u(\theta), \qquad (up, down)_{new} = \sqrt{p / (s_{up} s_{down})} \cdot (up, down)',
 
     per channel. Here s are the root mean squares of both sides of θ', and p is the product that `kind` asks for. If a
-    side of a channel is zero before the step, after it or at `init`, the factor is 1. Products are held at every step,
-    also if the wrapper is inside `gauge_fix(every=n)`.
+    side of a channel is zero before the step, after it or at `init`, the factor is 1. The products are set at every
+    step, also if the wrapper is inside `gauge_fix(every=n)`.
 
     Args:
-      inner: a whole optimizer, with its learning rate. Copies with a leaf that it never changes have the factor 1.
+      inner: a whole optimizer, with its learning rate. If it never changes some leaf, each copy of a gauge (for example
+        the gauge in one layer) with that leaf has the factor 1.
       gauges: `rescale` of degree 1, `norm_scale` or `multiplier_balance`, one or a sequence; no two may share a leaf.
       kind: what the product of a channel becomes. "init": what it was at `init`. "cap": a number below `cap`, by a
         smooth bound that changes nothing far below it. "decay": (1 − `decay`) times the product after the step.
       cap: the bound, a positive number. A product above it at the start is below it after one step. If `update` is
         called with `max_logits=`, the bound is on attention logits in place of products: a smooth QK-clip. `max_logits`
-        is the largest logit of each channel at `params`, shaped like the gauge's element. One that is infinite or not a
-        number leaves its channel as it is. For several gauges, in one "cap" or in nested ones, it is a tuple with an
-        entry per gauge, those of the outermost wrapper first, and None for a gauge whose product is bounded.
+        is the largest logit of each channel at `params`, shaped like the gauge's element. A channel whose largest logit
+        is infinite or NaN is left as it is. With several gauges, in one wrapper or in nested wrappers of kind "cap",
+        `max_logits` is a tuple with an entry per gauge, the outermost wrapper's gauges first. The entry of a gauge is
+        None if its product is to be bounded and not its logits.
       decay: the share that the product loses in a step, a number between 0 and 1.
-      alone: path → axes of further blocks, with the gauge's named axes and `sizes`. They are multiplied by the square
-        of the factor. Use it if several channels share the other side, which must not change: in latent attention, all
-        heads share the rotary key, so that only the rotary queries of a head can shrink. It needs one gauge, kind="cap"
-        and `max_logits`.
-      transport: whether the moments of `inner` move along, as they would if the function stayed; see `gauge_fix`.
-        A `quotient` inside moves its frame alone, which does not contain the blocks of `alone`. With `alone`, put this
-        function inside the `quotient`.
+      alone: path → axes of further blocks, with the gauge's named axes and `sizes`. These blocks are multiplied by the
+        square of the factor, because they have no second side that could take half of it. An example is latent
+        attention: all heads share the rotary key, so that only the rotary queries of a head can shrink. `alone` needs
+        one gauge, kind="cap" and `max_logits`.
+      transport: whether the moments of `inner` are moved by the same factors, as `gauge_fix` moves them (although here
+        the function changes). In a `quotient` inside, only the frame moves, and the frame has no element for the blocks
+        of `alone`. With `alone`, therefore put `hold_products` inside the `quotient`.
       on_unknown: what to do with moments that cannot move along; see `transport`.
 
     Returns:
@@ -188,8 +196,8 @@ def hold_products(
     Raises:
       ValueError: an `inner` that is no transformation; an unknown `kind` or `on_unknown`; "cap" without `cap`, "decay"
         without `decay`; a gauge without two sides of degree 1; `alone` with several gauges or a kind other than "cap";
-        at `init`, two gauges on one leaf, gauges that do not fit the parameters, `alone` with other channels than the
-        gauge or with entries of the gauge; `update` without params, with `max_logits` that do not fit the
+        at `init`, two gauges on one leaf, gauges that do not fit the parameters, `alone` with other channels than its
+        gauge or with entries that its gauge binds; `update` without params, with `max_logits` that do not fit the
         gauges, or with `alone` and without `max_logits`.
 
     >>> gauge = go.multiplier_balance({"query": "head _"}, {"key": "head _"})
@@ -237,7 +245,7 @@ def hold_products(
     def update(updates: Any, state: HoldProductsState, params: Any, **extra: Any) -> tuple[Any, HoldProductsState]:
         max_logits: Sequence[Any] = [None] * len(group.gauges)
         if kind == "init":
-            stored = state.sizes.logs if isinstance(state.sizes, HeldProducts) else {}  # of another `kind`
+            stored = state.sizes.logs if isinstance(state.sizes, HeldProducts) else {}  # {}: a state of another `kind`
             require_gauges_of_state(_NAME, stored, jax.eval_shape(lambda: _logs(group.gauges, params)))
         if capped is not None and extra.get("max_logits") is not None:
             max_logits, further = capped.split(extra.pop("max_logits"), inner, params)
@@ -328,7 +336,7 @@ def _factor(
     kind: str, cap: Any, decay: Any, before_log: jax.Array, after_log: jax.Array, init_log: jax.Array
 ) -> jax.Array:
     """The log of the factor for each side, from the logs of products before the step, after it and at `init`."""
-    # The log of a zero side is −∞. It is replaced by 0 before the arithmetic, which would make NaNs of infinities.
+    # The log of a zero side is −∞. It is replaced by 0 before the arithmetic, because −∞ − (−∞) would be NaN.
     finite = jnp.isfinite(before_log) & jnp.isfinite(after_log) & jnp.isfinite(init_log)
     before_log, after_log, init_log = (jnp.where(finite, x, 0.0) for x in (before_log, after_log, init_log))
     if kind == "init":
@@ -336,15 +344,16 @@ def _factor(
     elif kind == "decay":
         target_log = after_log + jnp.log1p(-jnp.asarray(decay, after_log.dtype))
     else:
-        # Write the product as cap·σ(z), σ the logistic function. The step is then applied to z in place of the log of
-        # the product. Far below the bound, both change by the same amount; and for no z is cap·σ(z) above the bound.
-        # log σ is computed by expm1 and logaddexp, which lose no digits near the bound.
+        # Write the product as cap·σ(z), where σ is the logistic function. What the step adds to the log of the product
+        # is added to z instead. Far below the bound, log(cap·σ(z)) ≈ z + log(cap), so that the product changes as
+        # without a bound. No z makes cap·σ(z) larger than the cap. log σ and its inverse are computed by logaddexp and
+        # expm1, which lose no digits near the bound.
         cap_log = jnp.log(jnp.asarray(cap, after_log.dtype))
         # A product at the bound or above it has no finite z. It is treated as if it were just below.
         excess = jnp.minimum(before_log - cap_log, -1e-3)
         z = excess - jnp.log(-jnp.expm1(excess)) + (after_log - before_log)
         target_log = cap_log - jnp.logaddexp(0.0, -z)
-    # Each side takes half of the log.
+    # Both sides are multiplied by the factor, so that each takes half of the log of the product's change.
     return jnp.where(finite, 0.5 * (target_log - after_log), 0.0)
 
 
@@ -358,14 +367,15 @@ def _both_sides(gauge: Any) -> BlockGauge:
 
 
 def _squared(kind: str, gauges: Sequence[Any], alone: Mapping[str, Axes]) -> BlockGauge:
-    """A gauge that multiplies the blocks of `alone`. Raises ValueError if it cannot be combined with `kind`."""
+    """A gauge that multiplies the blocks of `alone`. Raises ValueError if `kind` or the gauges do not allow `alone`."""
     if len(gauges) != 1:
         raise binding_error(
             _NAME, "alone= with several gauges", f"{len(gauges)} gauges", "one gauge, whose factor the blocks take",
             "nest two hold_products, each with its own gauge; if both are caps, write max_logits=(None, {'': largest})",
         )
     if kind != "cap":
-        # The products do not contain these blocks. Without logits nothing would bound them, and they would drift.
+        # The products do not contain the blocks of `alone`, but the logits depend on them. Without logits nothing would
+        # bound these blocks, and they would drift.
         raise binding_error(
             _NAME, f"alone= with kind='{kind}'", repr(alone), "kind='cap', with max_logits at every update",
             "write kind='cap', or leave alone= out",
@@ -385,14 +395,14 @@ def _bad_alone(error: Exception, lengths: Mapping[str, int]) -> ValueError:
     """
     title, *lines = str(error).replace("scale_invariant", "alone=").splitlines()
     title = title.removeprefix("alone=: ")
-    if len(lines) != 3 or title == "no blocks in 'up'":  # not about one of the blocks
+    if len(lines) != 3 or title == "no blocks in 'up'":  # the error is not about a single block
         return binding_error(
             _NAME, "alone= that cannot be bound", title.removesuffix(" in 'up'"),
             "path → axes, as a gauge takes them",
             "write alone={'attn/q_b/kernel': '_ head _=128:192'}, with your path and range",
         )
     found, expected, remedy = (line.partition(":")[2].strip() for line in lines)
-    if "sizes=" in remedy or "in sizes" in title:  # they are those of the gauge
+    if "sizes=" in remedy or "in sizes" in title:  # `alone` takes the sizes of the gauge
         remedy = f"write sizes={lengths} in the gauge of hold_products, and in alone= its named axes and no others"
     return binding_error(_NAME, f"alone= that cannot be bound: {title}", found, expected, remedy)
 

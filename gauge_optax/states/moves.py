@@ -1,4 +1,4 @@
-"""Moves by an explicit element, and how they change the vectors (tangents, cotangents) in an optimizer's state."""
+"""Moves of weights by a given element, and how they change the tangents and cotangents in an optimizer's state."""
 
 import dataclasses
 import functools
@@ -24,12 +24,12 @@ Tree = TypeVar("Tree")
 
 
 class MovingPart(NamedTuple):
-    """The share of one gauge in a move.
+    """What one gauge of a list does in a move.
 
     Attributes:
       gauge: the gauge.
-      element: its element.
-      effect: how the element changes vectors: "diagonal" scales entries, for example; see `Gauge`.
+      element: the element of this gauge that acts.
+      effect: how the element changes vectors: "diagonal" scales entries, for example; see `gauges.copies.Effect`.
     """
 
     gauge: Gauge
@@ -39,7 +39,7 @@ class MovingPart(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Move:
-    """An element of a list of gauges, with the effect of each. It may hold tracers: use it in the trace that made it.
+    """A move of weights by one element per gauge of a list. It may hold tracers: use it in the trace that made it.
 
     Attributes:
       parts: one per gauge, in the order of the optimizer's list.
@@ -50,7 +50,7 @@ class Move:
     same_list: ClassVar[str] = (
         "give transport the optimizer's own list of gauges, identity elements for what does not move, and give "
         "go.orbit.gauge_fix the same list as the optimizer inside it"
-    )  # what to write if a frame in the state was made with another list
+    )  # the advice of an error: a frame in the state was made with another list of gauges
 
     parts: tuple[MovingPart, ...]
     params: Any
@@ -133,7 +133,7 @@ class Move:
 
 
 def moving_part(gauge: Gauge, element: Element, params: Any) -> MovingPart:
-    """Returns the share of one gauge in a move. Its effect is "still" if `element` is the identity and not traced."""
+    """Returns the `MovingPart` of one gauge. Its effect is "still" if `element` is the identity and not traced."""
     leaves = jax.tree.leaves(element)
     traced = any(isinstance(x, jax.core.Tracer) for x in leaves)
     still = not traced and all(map(np.array_equal, leaves, jax.tree.leaves(gauge.identity(params))))
@@ -151,7 +151,11 @@ def moving_part(gauge: Gauge, element: Element, params: Any) -> MovingPart:
 
 @functools.singledispatch
 def effect_of(copy: Copy, element: Any) -> Effect:
-    """The effect of one element of a copy. It may be simpler than the gauge's: a complex number may have angle zero."""
+    """The effect of one element of a copy (the gauge in one layer, for example).
+
+    It may be simpler than the effect of the gauge: a complex number mixes two coordinates ("linear"), but a complex
+    number of angle zero only scales them ("diagonal").
+    """
     return copy.effect
 
 
@@ -169,7 +173,7 @@ def _of_user(copy: UserCopy, element: Any) -> Effect:
 
 @functools.singledispatch
 def depends_on_scales(part: Part[Any]) -> bool:
-    """Whether a part moves steps in a way that depends on the values of norms' scales. A `Move` has no such values."""
+    """Whether the move of a tangent depends on the values of norms' scales. A `Move` knows shapes only, no values."""
     return False
 
 
@@ -202,8 +206,8 @@ def move_cotangent(group: Product, element: Element, params: Any, cotangent: Tre
 def _moved(group: Product, element: Element, params: Any, tree: Tree, dual: bool) -> Tree:
     b, leaves, shapes = group._bound(params), leaves_by_path(tree), leaves_by_path(params)
     s, elements = b.slice, b.elements(element)
-    # Parts need all their leaves, so that leaves missing in `tree` are zeros. The point `at` may be zeros too, because
-    # these moves do not depend on its values.
+    # Parts need all their leaves, so that leaves missing in `tree` are filled with zeros. `at`, the point at which the
+    # derivative of the move is taken, may be zero too: the moves that `moving_part` admits do not depend on its values.
     at = {path: jnp.zeros(jnp.shape(shapes[path]), real_dtype()) for path in s.added}
     vectors = {path: jnp.asarray(leaves.get(path, x), real_dtype()) for path, x in at.items()}
     for part in (*reversed(s.parts), *s.free):

@@ -1,4 +1,8 @@
-"""How states of this library's optimizers move by g: numbers in slice coordinates stay, and the frame F becomes g·F."""
+"""How states of this library move when weights move from θ to g·θ: in slice coordinates, only the frame F changes.
+
+A state of `quotient` holds moments of the slice point, which is the same for θ and g·θ, and the frame F that maps the
+slice point to the stored weights. The moments stay, and F becomes g·F. Other states have rules of their own.
+"""
 
 import dataclasses
 import functools
@@ -23,14 +27,15 @@ Outgoing = frozenset[str]
 the gradient. For all other leaves it gets a gradient."""
 
 Rule = Callable[[Move, Any, Outgoing], tuple[Any, Outgoing]]
-"""(move, state, outgoing at the state's input) → (the state at g·θ, outgoing at its output)."""
+"""(move, state, `Outgoing` for what enters the transformation) → (the state at g·θ, `Outgoing` for what leaves it)."""
 
 
 def _opposite_gram(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing]:
     """Moves a state of inverse Gram matrices X, which map cotangents to tangents.
 
-    X becomes Sᵀ·X·S for the left factor of a head, and S⁻¹·X·S⁻ᵀ for the right one. For the sides of a scale, X is a
-    number, and is multiplied by the square of the factor that multiplies the side.
+    If a head's left factor is multiplied by S and its right factor by S⁻ᵀ, X becomes Sᵀ·X·S for the left factor and
+    S⁻¹·X·S⁻ᵀ for the right one. For the two sides of a scale, X is a number, and is multiplied by the square of the
+    factor that multiplies the side.
     """
     after, inverses = outgoing | set(move.shapes), state.gauges
     if not hasattr(inverses, "linear"):  # with every=1 the state has no inverses
@@ -38,7 +43,8 @@ def _opposite_gram(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Out
     b = move.group._bound(move.params)
     elements, (scales, matrices) = b.elements(move.element), two_sides(b.slice)
     if matrices and inverses.linear[matrices[0].label][0].ndim == len(matrices[0].shape) + 1:
-        # The state has diagonals only, which a change of basis mixes. Age 0 makes the next update compute them again.
+        # X is diagonal here: the inverse of a Gram matrix's diagonal. After a change of basis it cannot be computed
+        # from the old one. Age 0 makes the next update compute it from the weights.
         return state._replace(age=jnp.zeros_like(state.age)), after
     channels, linear = {}, {}
     for part in scales:
@@ -54,8 +60,8 @@ def _opposite_gram(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Out
 
 def _framed(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing]:
     """Moves a state in slice coordinates: the element is composed with the frame, and nothing else changes."""
-    # A retraction (its state has no `inner_state`) changes updates to updates, so that `outgoing` stays. Wrappers of an
-    # optimizer return updates for all leaves.
+    # A retraction (its state has no `inner_state`) is a link of a chain that turns updates into updates, so that
+    # `outgoing` stays. A wrapper of an optimizer, such as `quotient`, returns updates for all leaves.
     after = outgoing if not hasattr(state, "inner_state") else outgoing | set(move.shapes)
     if not isinstance(state.frame, Frame):  # the tree has no leaves
         return state, after
@@ -69,7 +75,7 @@ def _moved_frame(move: Move, name: str, frame: Frame) -> Elements:
     if order:
         raise move.refuse(f"a {name}", next(iter(order.values())), "weights on the slice, which it renumbers",
                           "act on the weights alone, and call tx.init(params) there")
-    # Elements of a list with permutations cannot be composed. Permutations have no frame, so that they are left out.
+    # `Product.compose` does not take permutations. The frame has no element for them, so that they are left out.
     framed = tuple(part for part in move.parts if part.gauge._bound(move.params).slice.parts)
     move = dataclasses.replace(move, parts=framed)
     elements, b = frame.elements, bound(move.group.gauges, move.params, frozenset(frame.frozen))
@@ -85,7 +91,7 @@ def _moved_frame(move: Move, name: str, frame: Frame) -> Elements:
 
 
 def _rested(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing]:
-    """Moves a `RestedState`: its `quotient` as any other, and its log ratios by the change of the log of the frame."""
+    """Moves a `RestedState`: the state of its `quotient` by `_framed`, and its log ratios by the change of log F."""
     inside, after = _framed(move, state.quotient, outgoing)
     if not isinstance(inside.frame, Frame):
         return state, after
@@ -117,7 +123,7 @@ def _hyperball(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoin
 
 @functools.singledispatch
 def keeps_product(part: Part[Any]) -> bool:
-    """Whether a part multiplies one side and divides the other, so that the product of their sizes stays the same."""
+    """Whether a part multiplies one side and divides the other by one number: the product of their sizes then stays."""
     return False
 
 
@@ -127,7 +133,7 @@ def _keeps_product_of_sides(part: Factor) -> bool:
 
 
 def _held_products(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing]:
-    """Keeps the products of `hold_products`. Raises ValueError if the move may change them, unless told to "keep"."""
+    """Keeps products of `hold_products`. Raises ValueError if the move may change them, unless on_unknown="keep"."""
     for key, logs in state.logs.items() if isinstance(state.logs, dict) else ():
         leaves, shapes = set(key.split(" + ")), jax.tree.map(jnp.shape, logs)
         for part in move.with_effect("diagonal", "permutation", "orthogonal", "linear").parts:

@@ -1,7 +1,7 @@
-"""Finds running statistics of BatchNorm in a tree: means and variances of the outputs of the weights in front of them.
+"""Finds running statistics of BatchNorm in a tree: means and variances of the outputs of the kernel in front of it.
 
-They are no weights. If a move scales a kernel whose outputs a BatchNorm normalizes, the function stays in training
-mode. In evaluation it does not, because the running statistics are still those of the old outputs.
+They are no weights. If a move scales a kernel whose outputs a BatchNorm normalizes, the function stays the same in
+training mode. In evaluation mode it changes, because the running statistics are still those of the old outputs.
 """
 
 import functools
@@ -53,7 +53,10 @@ def statistics_of(tree: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _parent_and_name(path: str) -> tuple[str, str]:
-    """Splits a path into the leaf's module and its name there. NNX ends paths in `value`, and PyTorch has dots."""
+    """Splits a path into the leaf's module and its name there.
+
+    Frameworks write paths differently: NNX appends `value`, PyTorch separates names by dots, Haiku writes `/~/`.
+    """
     *parent, name = re.split("[/.]", _OF_AVERAGES.sub(r"\1", path.removesuffix("/value").replace("/~/", "/")))
     return "/".join(parent), name
 

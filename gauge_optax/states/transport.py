@@ -1,9 +1,10 @@
 """Moves an optimizer's state when its parameters move along an orbit: from θ to g·θ.
 
 If weights move by W ↦ W·S, averages of gradients move as cotangents, by S⁻ᵀ, and averages of updates as tangents, by S.
-Second moments of entries are multiplied by the square of a factor, and have no rule where a gauge mixes entries. A
-chain of transformations is read in its order: for each leaf, states after a preconditioner average updates, and states
-before it average gradients.
+Second moments of entries (Adam's `nu`) are multiplied by the square of the factor of their entry's gradient. Where a
+gauge mixes entries, they have no rule. Whether a state averages gradients or updates follows from its place in a chain
+of transformations: for each leaf, states up to the first preconditioner, whose own are included, average gradients, and
+later states average updates.
 References: "When Equivalent Weights Train Differently" ("the post") §7; docs/design.md §1.
 """
 
@@ -33,7 +34,8 @@ def transport(opt_state: Any, params: Any, gauge: Gauges, element: Element, on_u
       gauge: a gauge or a sequence of them. States of this library do not hold their gauges: pass the list that the
         optimizer was given.
       element: g. A dict for one gauge; for a product or a sequence, the tuple of its gauges' elements, with the
-        identity for gauges that do not move. Under `jit` an identity is not recognized: it may raise as others do.
+        identity for gauges that do not move. Under `jit` an identity is not recognized as such: it may raise the errors
+        that any other element raises.
       on_unknown: what to do with second moments of entries that a change of basis mixes, and with arrays shaped like a
         moved leaf in states without a rule. "error" raises, "keep" leaves them, "reset" sets all moments of that leaf
         to zero, but not Adam's count. If the count is high, no bias correction makes up for moments that start at zero:
@@ -116,7 +118,8 @@ def _walk(move: Move, node: Any, outgoing: Outgoing, owner: str, path: str = "")
     if kind.__name__ in rules:
         return rules[kind.__name__](move, node, outgoing)
     if isinstance(node, tuple) and hasattr(node, "_fields"):
-        # The fields of a wrapper do not follow each other as links of a chain do: each gets the wrapper's input.
+        # The fields of a wrapper are not applied one after the other, as links of a chain are. Each gets the wrapper's
+        # input.
         walked = [_walk(move, x, outgoing, kind.__name__) for x in node]
         return kind._make(x for x, _ in walked), outgoing.union(*(after for _, after in walked))
     if kind in (tuple, list):  # a chain
@@ -203,7 +206,7 @@ def _averages(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing
 
 
 def _multi_steps(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing]:
-    """Moves accumulated gradients as inputs of this node (by `outgoing`): they have not passed the optimizer yet."""
+    """Moves the accumulated gradients by `outgoing`, as what enters this node: the optimizer has not seen them yet."""
     accumulated = with_leaves(state.acc_grads, move.averages(leaves_by_path(state.acc_grads), outgoing))
     inner, after = _walk(move, state.inner_opt_state, outgoing, "MultiStepsState")
     return state._replace(inner_opt_state=inner, acc_grads=accumulated), after
@@ -229,7 +232,7 @@ def _projected(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoin
 
 
 def _compressed(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing]:
-    """Moves second moments in float32, and rounds them to the stored dtype again, as a step does."""
+    """Decompresses second moments to float32, moves them, and rounds them to the stored dtype again, as a step does."""
     inner, after = _walk(move, decompressed(state), outgoing, "CompressedState")
     return compressed(state.count, inner, dtype_of(state), stream=1), after
 

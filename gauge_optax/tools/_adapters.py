@@ -1,8 +1,9 @@
 """Finds modules whose LoRA factors have no GL(rank) symmetry, by names and shapes of their leaves.
 
-GL(rank) between two factors is a symmetry if the function depends on their product alone. It does not if another leaf
-stands between the factors, if two matrices hold the factors of all experts, or if the method reads one factor by
-itself. Every doubtful case is an error, because training with a wrong gauge would go wrong without any error.
+GL(rank), A·S and S⁻¹·B in place of the factors A and B, is a symmetry if the function depends on their product alone.
+It does not if another leaf (a *mixer* or a gate) stands between the factors, if two matrices hold the factors of all
+experts, or if the adapter method also uses one factor by itself. Every doubtful case is an error, because training with
+a wrong gauge would go wrong without any error.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ Shape = tuple[int, ...]
 Names = tuple[str, ...]
 Modules = dict[Names, list[tuple[str, Names]]]
 
-# Names of leaves that an adapter changes; of modules that hold such leaves; of DoRA's magnitudes; of leaves that belong
-# to adapters; of leaves that several adapters may share.
+# Names, in this order: of leaves that an adapter changes; of modules that hold such leaves; of DoRA's magnitudes; of
+# leaves that belong to adapters; of leaves that several adapters may share.
 _KERNELS = ("kernel", "weight", "w", "embedding", "bias")
 _BASES = ("base_layer", "base_module", "base")
 _MAGNITUDE = re.compile(r"magnitude|dora", re.IGNORECASE)
@@ -39,7 +40,7 @@ class Adapter(NamedTuple):
       module: names of the module that holds both.
       left: axes string of A; "" before it is known.
       right: axes string of B; "" before it is known.
-      sizes: lengths of axes in parentheses of the axes strings.
+      sizes: axis name → length, for axes inside parentheses of `left` and `right`.
 
     >>> adapter = Adapter("m/lora_a", "m/lora_b", ("m",), "_ basis", "basis _", {})
     >>> adapter.side("m/lora_a", (8, 2)), adapter.rank(2)
@@ -57,8 +58,8 @@ class Adapter(NamedTuple):
         """Sorts the lengths of a factor's axes by what the axes hold.
 
         Returns:
-          The length of the axis that holds the rank; the lengths of other axes with names (layers, experts); and those
-          of free axes (`_`).
+          Three things: the length of the axis that holds the rank; the lengths of other axes with names (layers,
+          experts); the lengths of free axes (`_`), which are inputs or outputs.
         """
         plan = parse_axes("lora", path, self.left if path == self.a else self.right)
         flat, batch, free = 1, [], []
@@ -73,7 +74,7 @@ class Adapter(NamedTuple):
         return flat, tuple(batch), tuple(free)
 
     def rank(self, flat: int) -> int:
-        """The rank, from the length `flat` of the axis that holds it, which may hold experts too."""
+        """The rank, from the length `flat` of the axis that holds it. That axis may be experts × rank, in one."""
         plan = parse_axes("lora", self.a, self.left)
         for parts in plan.groups:
             names = [part.name for part in parts]
@@ -83,7 +84,7 @@ class Adapter(NamedTuple):
 
 
 def pattern_of(module: Collection[str]) -> str:
-    """The path pattern of a module, as a key for the argument `axes`.
+    """The path pattern of a module, given by the names on its path, as a key for the argument `axes` of `lora`.
 
     >>> pattern_of(("layer_0", "mlp")), pattern_of(())
     ('layer_0/mlp', '**')
@@ -106,7 +107,7 @@ def refuse_method(prefix: str, a: str, b: str) -> None:
 
 
 def by_module(leaves: Mapping[str, Shape]) -> Modules:
-    """Returns module → (path, names within the module) for each of its leaves, also those of modules inside it.
+    """Returns module → its leaves, those of modules inside it included. A leaf is (path, its names below the module).
 
     >>> by_module({"mlp/lora_a": (8, 2)})
     {(): [('mlp/lora_a', ('mlp', 'lora_a'))], ('mlp',): [('mlp/lora_a', ('lora_a',))]}
@@ -143,7 +144,7 @@ def refuse_between(
         shape = leaves[path]
         at = [k for k, n in enumerate(shape) if n in marks]
         inner = shape[len(batch) :] if shape[: len(batch)] == batch else shape
-        square = inner == (rank * rank,) and rank > 1  # a rank × rank mixer that is stored as one row
+        square = inner == (rank * rank,) and rank > 1  # a rank × rank matrix that is stored as one row
         if not (at or square) or path in bound or math.prod(shape) == 1 or len(rest) > tail + 1:
             continue
         if _harmless(adapter, rest, shape, batch, inputs, outputs):
@@ -158,7 +159,7 @@ def refuse_between(
 
 
 def _beside(adapter: Adapter, modules: Modules) -> list[tuple[str, Names]]:
-    """The leaves of the adapter's module. If it holds factors alone, those of the module around it too."""
+    """The leaves of the adapter's module. If its name says that it holds factors alone, also those around it."""
     module = adapter.module
     if module and re.search("lora|adapter", module[-1], re.IGNORECASE):  # a module for the factors alone
         above = [(path, rest) for path, rest in modules[module[:-1]] if rest[0] != module[-1]]
@@ -167,7 +168,7 @@ def _beside(adapter: Adapter, modules: Modules) -> list[tuple[str, Names]]:
 
 
 def _above(adapter: Adapter, modules: Modules, bound: Collection[str]) -> list[tuple[str, Names]]:
-    """Leaves of adapters in outer modules, which several pairs may share, such as VeRA's."""
+    """Leaves of outer modules that belong to adapters and that several pairs may share, such as VeRA's matrices."""
     factors = {tuple(re.split("[/.]", path)) for path in bound}
     found = []
     for k in range(len(adapter.module)):
@@ -198,7 +199,10 @@ def _harmless(adapter: Adapter, rest: Names, shape: Shape, batch: Shape, inputs:
 
 
 def _names_of_kernels(adapter: Adapter) -> set[str]:
-    """Names that the leaf which the adapter changes may have; `w_lora_a`, for example, changes `w`."""
+    """The names that the adapted kernel may have, that is the leaf to which the product of the factors is added.
+
+    For example, the factor `w_lora_a` belongs to the kernel `w`.
+    """
     first = re.split("[/.]", adapter.a)[len(adapter.module)]
     return {*_KERNELS, re.sub("_?lora_.*$", "", first)} - {""}
 
@@ -235,7 +239,8 @@ def _remedy(adapter: Adapter, path: str, inner: Shape, lead: int, rank: int) -> 
 def refuse_flattened(adapter: Adapter, leaves: Mapping[str, Shape], modules: Modules) -> None:
     """Raises ValueError if two matrices hold, or may hold, the factors of several blocks or experts.
 
-    If the adapted kernel is in the tree, its size shows this. Otherwise only the module's name can show it.
+    If the adapted kernel is in the tree, its size shows it: it is a multiple of the size of the product of the factors.
+    Otherwise only the module's name can show it.
 
     >>> leaves = {"m/lora_a": (8, 2), "m/lora_b": (2, 8), "m/kernel": (8, 8)}
     >>> adapter = Adapter("m/lora_a", "m/lora_b", ("m",), "_ basis", "basis _", {})
@@ -288,7 +293,7 @@ def refuse_flattened(adapter: Adapter, leaves: Mapping[str, Shape], modules: Mod
 
 
 def _refuse_scanned(adapter: Adapter, a: Shape, b: Shape) -> None:
-    """Raises ValueError for experts in scanned layers: the leading axis may count layers or experts."""
+    """Raises ValueError for experts in scanned layers: the leading axis of factors may count layers or experts."""
     names = [*adapter.module, ""]
     scanned = any(re.fullmatch("layers?|blocks?", x) and not y.isdigit() for x, y in itertools.pairwise(names))
     if scanned and _of_experts(adapter.module):

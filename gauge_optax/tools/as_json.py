@@ -21,7 +21,7 @@ _REMEDY = "pass what go.tools.to_json returned, with this version of the library
 
 
 def to_json(gauges: Gauges) -> str:
-    """Returns a gauge list as JSON: constructors with their arguments, patterns and axes as the user wrote them.
+    """Returns a gauge list as JSON: constructors with their arguments. Patterns and axes are as the user wrote them.
 
     Args:
       gauges: a gauge or a sequence of them. A gauge class of your own has to be a dataclass whose fields are strings,
@@ -65,7 +65,7 @@ def from_json(
 
     Raises:
       ValueError: the text does not have this format, names a constructor that does not exist, lacks an argument or has
-        one of another type, or its gauges do not fit `shapes`; `shapes` that are none.
+        one of another type, or its gauges do not fit `shapes`; `shapes` that are not tuples of lengths.
 
     >>> gauges = [go.rescale({"{i}/up": "_ channel"}, {"{i}/down": "channel _"})]
     >>> shapes = {"0/up": (4, 8), "0/down": (8, 4)}
@@ -114,7 +114,7 @@ def _entry(gauge: Any) -> dict[str, Any]:
 
 
 def _kept(read: Any, fields: Any) -> bool:
-    """Whether the fields of a class are equal after a trip through JSON. A comparison that raises counts as no."""
+    """Whether fields that were read back from JSON equal the original ones. A comparison that raises counts as no."""
     try:
         return bool(read == fields)
     except (ValueError, TypeError):
@@ -143,7 +143,7 @@ def _gauge(entry: Any, own: Mapping[str, type[Gauge]]) -> Gauge:
 
 
 def _made(name: str, make: Callable[[], Gauge]) -> Gauge:
-    """Makes a gauge; an argument that is lacking, or of another type, is an error with the gauge's name."""
+    """Makes a gauge. If an argument is lacking or has another type, the error contains the gauge's name."""
     try:
         return make()
     except (TypeError, AttributeError) as error:
@@ -153,7 +153,7 @@ def _made(name: str, make: Callable[[], Gauge]) -> Gauge:
 
 
 def _tuples(value: Any) -> Any:
-    """Makes tuples of the lists as which JSON stores them: a gauge with a list has no hash, which binding needs."""
+    """Converts lists back to tuples, which JSON stores as lists. A gauge must be hashable, and lists are not."""
     if isinstance(value, dict):
         return {name: _tuples(own) for name, own in value.items()}
     return tuple(map(_tuples, value)) if isinstance(value, list) else value

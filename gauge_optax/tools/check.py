@@ -1,8 +1,9 @@
 """`check`: a preflight, which raises errors for mistakes that training itself would not report.
 
 Everything here is measured on the user's own tree, state and gradient. If a gauge is a symmetry of the loss, the
-gradient has no part along the gauge's orbit. A part beyond roundoff (an *asymmetry*) shows that the gauge is wrong. If
-leaves or gradients are zero, this test says nothing, and a note says so.
+gradient has no part along the gauge's orbit, the set of weights to which the gauge can move these weights. That part,
+relative to its size for random vectors, is the *asymmetry*. If it is beyond roundoff, the gauge is wrong. If leaves or
+gradients are zero, this test says nothing, and a note says so.
 """
 
 import dataclasses
@@ -50,24 +51,25 @@ from gauge_optax.xla import one_program, unfused_options, unseen
 # asymmetries of right and of wrong gauges.
 _ROUNDOFF = {52: 1e-8, 23: 3e-5, 10: 3e-2, 7: 5e-2}
 _ALL_ROUNDED = 0.95  # an error if the dtype rounds away the update of more than this share of a leaf's entries
-# A state is of other weights if it differs from `tx.init(params)` by more than these shares: during a run, in the sizes
-# of a frame (mean over channels); before the first step, in an array (by its norm).
+# A state was made for other weights if it differs from `tx.init(params)` by more than these shares. During a run, the
+# sizes in a frame are compared (`_OTHER_SIZE`, mean over channels); before the first step, every array is compared by
+# its norm (`_OTHER_WEIGHTS`).
 _OTHER_SIZE = 0.3
 _OTHER_WEIGHTS = 0.05
-_NOISE = 1e-5  # weights change by this share to see which arrays of `tx.init` a small change makes very different
-_CANCELLED = 20.0  # a gradient whose terms cancel, as of a key bias, may have so many times the limit
-_TIMES_ROUNDOFF = 16.0  # a step of at most so many times eps times the weight is roundoff
+_NOISE = 1e-5  # weights are changed by this share, to see which arrays of `tx.init` react strongly to small changes
+_CANCELLED = 20.0  # a gradient whose terms cancel, as that of a key bias, may exceed the limit by this factor
+_TIMES_ROUNDOFF = 16.0  # a step of at most this number times eps times the weight is roundoff
 _OF_USUAL = 1e-2  # a leaf that a gauge binds: ‖step‖/‖leaf‖ below this share of the median over all leaves is roundoff
 _SIGNAL = 1e-6  # a leaf's gradient below this share of the largest one is roundoff
-# A leaf's step is roundoff if its ratio to the largest step of the copy's leaves is below this share of the ratio of
-# the leaf's gradient to the largest gradient of these leaves.
+# Consider the leaves that one copy of a gauge moves. A leaf's step is roundoff if (step / largest step of these leaves)
+# is below this share of (gradient / largest gradient of these leaves).
 _QUIET = 1e-4
-_FAST = 0.1  # beside Muon, a step of Adam on a matrix may have at most this share of the matrix's norm
+_FAST = 0.1  # with Muon in the optimizer, a step of Adam on a matrix may have at most this share of the matrix's norm
 _NO_RULE = LeafRule("")
-_FEW = 64  # from fewer entries than this, the precision of a computation is not judged
-_MOST_ENTRIES = 4096  # the precision is judged from at most so many entries of each leaf
+_FEW = 64  # the precision of a gradient is not judged from fewer entries than this
+_MOST_ENTRIES = 4096  # the precision is judged from at most this number of entries of each leaf
 _TRAILING = 4  # more zeros at the end of the median mantissa show that it was computed in a coarser dtype than stored
-_HALF = 20  # numbers from half precision, averaged or not, use at most so many bits of the mantissa
+_HALF = 20  # numbers from half precision, averaged or not, use at most this number of bits of the mantissa
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -75,11 +77,11 @@ class Report:
     """The result of `check` if nothing is wrong. It prints as a table and notes.
 
     Attributes:
-      asymmetries: per gauge (name, its leaves, number). The number is the largest asymmetry among the gauge's copies:
-        the gradient's part along the orbit, relative to that of random vectors.
+      asymmetries: per gauge (name, its leaves, number). The number is the largest asymmetry among the gauge's copies
+        (one copy per layer): the gradient's part along the orbit, relative to that of random vectors.
       limit: the largest asymmetry that roundoff explains at the precision of the gradient.
       precision: that precision, in words.
-      frozen: paths of leaves that never change. Copies of gauges with such a leaf are left alone.
+      frozen: paths of leaves that never change. An optimizer leaves the copies of gauges with such a leaf alone.
       notes: sentences about cases that this gradient cannot decide, or that deserve a look.
     """
 
@@ -116,7 +118,8 @@ def check(
         of a few batches has less roundoff.
       loss_fn: (params) or (params, batch) → loss. If given, the gauges are checked by its gradient in float64, which
         shows smaller penalties than `grads` does. Switch off dropout in it. In this check, trained leaves that are zero
-        get random values, because at LoRA's B = 0 no gradient shows a wrong pair.
+        get random values. While they are zero, as LoRA's B is at the start, no gradient shows that a gauge pairs the
+        wrong leaves.
       batch: the second argument of `loss_fn`; None if it has none.
       report: the result of `discover` for the function. If given, `neurons` and `embeddings` of `max_norm_muon` are
         compared with the axes that the function uses.
@@ -127,9 +130,9 @@ def check(
     Raises:
       ValueError: the optimizer cannot be seen inside a wrapper, such as a class of your own; or training would go wrong
         without an error: a gauge that is no symmetry of the loss; a state that was made for other weights or other
-        frozen leaves; weights above a bound on norms; a matrix that Adam steps at Muon's rate; a leaf that is frozen in
-        part, or by a mask outside the wrapper whose gauge moves it; an update that its leaf's dtype rounds away; a
-        gradient that is not finite; a loss that is no scalar; axes of a leaf that contradict the report.
+        frozen leaves; weights above a bound on norms; a matrix that Adam steps at Muon's learning rate; a leaf that is
+        frozen in part, or by a mask outside the wrapper whose gauge moves it; an update that its leaf's dtype rounds
+        away; a gradient that is not finite; a loss that is no scalar; axes of a leaf that contradict the report.
 
     >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
     >>> params = {"up": jnp.array([[1.0, -2.0]]), "down": jnp.array([[0.5], [1.5]])}
@@ -166,7 +169,8 @@ def check(
     _require_finite(grads)
     _require_seen(tx, state)
     gauges, frozen = gauges_of(tx), _frozen_in(state)
-    # Before the gradient is looked at: with the state of another set, a right gauge would look wrong.
+    # This comes before the gradient is tested. With a state that was made for other frozen leaves, the wrong copies of
+    # gauges would be tested, and a right gauge could look wrong.
     require_still_frozen("check", tx, frozen, (), _frozen_in(jax.eval_shape(tx.init, params)), params, {})
     for gauge in gauges:
         _require_laws(gauge, params)
@@ -200,7 +204,7 @@ def check(
 
 
 class _Share(NamedTuple):
-    """The part of a gradient along one copy's orbit.
+    """The part of a gradient along the orbit of one copy of a gauge (the gauge in one layer, for example).
 
     Attributes:
       number: the asymmetry of the copy.
@@ -249,7 +253,7 @@ def _row(gauge: Any, copies: Mapping[str, _Share]) -> tuple[str, str, float]:
 
 
 def _require_laws(gauge: Any, params: Any) -> None:
-    """Raises ValueError for a gauge of a user's class whose methods contradict each other."""
+    """Raises ValueError for a gauge of a user's class whose methods break a law, such as read(g·θ) = g·read(θ)."""
     law = broken_law(gauge, params)
     if law is not None:
         raise binding_error(
@@ -273,7 +277,7 @@ def _shares(
     gauges: Sequence[Any], params: Any, grads: Any, frozen: frozenset[str], loss_fn: Any, batch: Any
 ) -> list[dict[str, _Share]]:
     """Per gauge: copy → its `_Share` of the gradient. Copies with a frozen leaf are left out."""
-    for gauge in gauges:  # inside `jit`, `init` cannot see them
+    for gauge in gauges:  # `tx.init` checks this too, but not if it is called inside `jit`
         require_nonzero_norms("check", bound((gauge,), params, frozen).slice, leaves_by_path(params))
     none = {p for p, g in leaves_by_path(grads).items() if not np.any(np.asarray(g))}
     empty = {p for p, x in leaves_by_path(params).items() if _is_real(x) and not np.any(np.asarray(x))}
@@ -297,7 +301,7 @@ def _shares(
 
 
 def _forgotten(gauges: Sequence[Any], params: Any, grads: Any, frozen: frozenset[str]) -> list[str]:
-    """A note on trained leaves that are zero and that no gauge multiplies, such as a bias that a gauge leaves out.
+    """A note on trained leaves that are zero and that no gauge multiplies, such as a bias missing from a gauge.
 
     If a gauge should multiply such a leaf, the gradient at zero does not show it: zero times any number is zero.
     """
@@ -324,7 +328,10 @@ _Numbers = list[tuple[Mapping[str, Any], Mapping[str, Any]]]
 
 @on_any_mesh
 def _asymmetries(gauges: Sequence[Any], params: Any, grads: Any) -> _Numbers:
-    """Per gauge: copy → asymmetry, and leaf → whether its gradient is more than its part along constants."""
+    """Per gauge two mappings: copy → asymmetry, and leaf → whether its gradient is more than its part along constants.
+
+    Constants are parts that add something to leaves, such as a number to all logits.
+    """
 
     def of_each(params: Any, grads: Any) -> _Numbers:
         numbers: _Numbers = []
@@ -343,7 +350,8 @@ def _in_double(
 ) -> _Numbers:
     """Returns what `_asymmetries` returns, for the gradient of `loss_fn` in float64.
 
-    Trained leaves that are zero (`empty`) get random values: at LoRA's B = 0 no gradient shows a wrong pair.
+    Trained leaves that are zero (`empty`) get random values. While they are zero, as LoRA's B is at the start, no
+    gradient shows that a gauge pairs the wrong leaves.
     """
     draw = np.random.default_rng(0).normal
 
@@ -421,7 +429,7 @@ def _say_frozen(path: str) -> str:
 
 
 def _frozen_in(state: Any) -> frozenset[str]:
-    """Paths of the leaves that never change, as states of this library record in their field `frozen`."""
+    """Paths of the leaves that never change, which states of this library keep in their field `frozen`."""
 
     def says(node: Any) -> bool:
         return isinstance(getattr(node, "frozen", None), dict)
@@ -433,8 +441,11 @@ def _frozen_in(state: Any) -> frozenset[str]:
 
 
 def _require_no_mask_outside(tx: Any, gauges: Sequence[Any], params: Any, frozen: frozenset[str]) -> None:
-    """Raises ValueError if a mask after a gauge's step sets the step of some of the gauge's leaves to zero."""
-    outside = frozen_leaves("check", tx, params, masks=False) - frozen  # `init` has warned
+    """Raises ValueError if a mask outside sets the step of some leaves of a gauge to zero, and not that of others.
+
+    The gauge shares a step among its leaves. If one share is dropped afterwards, the function changes.
+    """
+    outside = frozen_leaves("check", tx, params, masks=False) - frozen  # no warning: `init` gave it
     for gauge in gauges if outside else ():
         for _, paths in _copies(gauge, params):
             if not outside.isdisjoint(paths) and not outside.issuperset(paths):
@@ -464,13 +475,14 @@ def _require_none_frozen_unseen(
     try:
         program = one_program(update)
         recorded = program(grads, state, params) if gauges else []
-        # A masked step is zero for the negative gradient too. A step that happens to round to zero is not.
+        # A second update, with the negative gradient. An entry that a mask freezes is zero in both updates. A step that
+        # happens to round to zero is not.
         others = program(one_program(_negative)(grads), state, params) if gauges else []
     except jax.errors.UnexpectedTracerError:
         return ["frozen leaves were not looked for beyond what states say: a wrapper calls an optimizer with gauges "
                 "inside jax.lax.cond or a loop; check that optimizer too, go.check(inner, inner.init(params), params, "
                 "grads)"]
-    except Exception as error:  # the optimizer may need further arguments, or a loop around it
+    except Exception as error:  # the optimizer may need further arguments, or run only inside a loop
         return [f"frozen leaves were not looked for beyond what states say: the update raised {type(error).__name__}"]
     most = {path: _most(leaf) for path, leaf in leaves_by_path(grads).items()}
     zero = {path for path, leaf in leaves_by_path(params).items() if not _most(leaf)}
@@ -484,8 +496,9 @@ def _require_none_frozen_unseen(
                     continue
                 sizes = {p: _most(g[p]) for p in paths}
                 still = [p for p in paths if not sizes[p] and most[p] > _SIGNAL * max(most.values())]
-                # Later links of a chain get gradients without their part along orbits. For a norm's scale this part may
-                # be the whole gradient, so that a zero does not mean that the leaf is frozen.
+                # Later links of a chain (number > 0) get gradients without their part along orbits. For a leaf with one
+                # entry per channel, such as a norm's scale, this part may be the whole gradient. Its gradient is then
+                # zero although the leaf is not frozen.
                 single = {b.path for part in copy.parts for b in part.blocks if b.view_shape == part.shape}
                 still = [p for p in still if number == 0 or p not in single]
                 if steps is None:
@@ -496,7 +509,8 @@ def _require_none_frozen_unseen(
                 for p in (p for p in paths if max(moves.values()) and sizes[p] > 0 and p not in zero):
                     share = moves[p] / max(moves.values())
                     x, y = np.asarray(g[p]), np.maximum(np.abs(np.asarray(u[p])), np.abs(np.asarray(v[p])))
-                    # An optimizer that averages weights returns differences of weights: small steps round to zero.
+                    # Do not judge steps that are as small as roundoff of the weights. An optimizer that averages
+                    # weights returns differences of weights, in which small steps round to zero.
                     seen = moves[p] > _TIMES_ROUNDOFF * float(jnp.finfo(real_dtype()).eps) * np.abs(np.asarray(at[p]))
                     if 0 < share < _QUIET * min(1.0, sizes[p] / max(sizes.values())):
                         raise _frozen_unseen(p, f"but for roundoff, inside {gauge.name}", "step")
@@ -531,8 +545,9 @@ def _frozen_unseen(path: str, how: str, what: str) -> ValueError:
 
 
 def _parting(tx: Any, params: Any, grads: Any, frozen: frozenset[str]) -> list[str]:
-    """A note if weights of one function part under the optimizer: a link in front of the gauges, behind or around them
-    sees the coordinates.
+    """A note if the optimizer makes two weight sets of one function compute different functions.
+
+    The cause is a link in front of the `quotient`, behind it or around it, that sees more than the function.
     """
     try:
         path = parted(tx, params, grads, frozen)
@@ -548,7 +563,7 @@ def _parting(tx: Any, params: Any, grads: Any, frozen: frozenset[str]) -> list[s
 
 
 def _require_seen(tx: Any, state: Any) -> None:
-    """Raises ValueError if the state has parts of this library, and none of its transformations is seen inside `tx`."""
+    """Raises ValueError if `state` has states of this library, but a wrapper hides their transformations in `tx`."""
     is_ours = lambda node: type(node).__module__.startswith("gauge_optax.")  # noqa: E731
     ours = [type(node).__name__ for node in jax.tree.leaves(state, is_leaf=is_ours) if is_ours(node)]
     if ours and not transformations_of(tx):
@@ -574,8 +589,9 @@ def _require_state_of(tx: Any, state: Any, params: Any) -> None:
         raise binding_error(
             "check", "a state of another optimizer, or of another tree", *apart,
             "write state = tx.init(params), or restore a checkpoint into jax.eval_shape(tx.init, params)")
-    # A run has begun if a counter has changed. A state without counters, as of momentum, is compared by its arrays
-    # except frames. If it has no such arrays either, only sizes in frames are compared.
+    # `started` is True if this looks like the state before the first step. A run has begun if a counter has changed. In
+    # a state without counters, as that of momentum, it has begun if an array outside frames has changed. If there are
+    # no such arrays either, only the sizes in frames are compared.
     counted = [p for p in pairs if jnp.issubdtype(jnp.result_type(p[1]), jnp.integer)]
     kept = [p for p in pairs if ".frame." not in jax.tree_util.keystr(p[0][0])]
     started = all(np.array_equal(a, b) for (_, a), b in counted or kept)
@@ -587,8 +603,8 @@ def _require_state_of(tx: Any, state: Any, params: Any) -> None:
         if not _is_real(a):
             continue
         size = float(np.linalg.norm(np.asarray(b, np.float64)))
-        # Roundoff decides some arrays, such as the eigenbasis of a head with equal eigenvalues. An array that differs
-        # much between `params` and the disturbed weights may therefore differ from `init` too.
+        # Some arrays are decided by roundoff, such as the eigenbasis of a head with equal eigenvalues: for disturbed
+        # weights, `init` makes a very different array (`c`). Such an array may differ from that of `init` here too.
         off, least = (float(np.linalg.norm(_difference(x, b))) for x in (a, c))
         if off > max(_OTHER_WEIGHTS * size, least / _NOISE * 1e-2) and size > 0:
             raise _other_weights(jax.tree_util.keystr(keys), off / size)
@@ -596,13 +612,13 @@ def _require_state_of(tx: Any, state: Any, params: Any) -> None:
 
 
 def _difference(a: Any, b: Any) -> np.ndarray:
-    """a − b, and 0 where both are the same infinity, such as the best loss before the first step."""
+    """a − b, but 0 where both are the same infinity, as in a state that keeps the best loss so far."""
     x, y = np.asarray(a, np.float64), np.asarray(b, np.float64)
     return np.subtract(x, y, out=np.zeros_like(x), where=x != y)
 
 
 def _require_sizes(state: Any, fresh: Any, most: float) -> None:
-    """Raises ValueError if the sizes of a part differ between a frame and the weights, in the mean over its channels.
+    """Raises ValueError if the sizes (scales) in a frame differ from those of the weights, in the mean over channels.
 
     Args:
       state: the state, at any step.
@@ -631,7 +647,7 @@ def _other_weights(where: str, off: float) -> ValueError:
 
 
 def _require_steps_that_count(tx: Any, state: Any, params: Any, grads: Any) -> list[str]:
-    """Raises ValueError if the dtype of a leaf rounds its update away. Returns notes about updates not looked at."""
+    """Raises ValueError if a leaf's dtype rounds its update away. Returns notes on updates that were not tested."""
     rules, leaves = said_by(tx, params), leaves_by_path(params)
     polar = any("polar" in rule.rule for rule in rules.values())
     kinds = [jnp.finfo(jnp.result_type(x)) for x in leaves.values() if _is_real(x)]
@@ -640,7 +656,7 @@ def _require_steps_that_count(tx: Any, state: Any, params: Any, grads: Any) -> l
         return []
     try:
         updates, _ = one_program(tx.update)(grads, state, params)
-    except Exception:  # of any class: an update may read an argument by its name
+    except Exception:  # of any class, as an update may fail in any way if an argument such as a loss is missing
         return ["the first update was not looked at, because the optimizer needs further arguments"]
     # A leaf that stores γ − 1 is moved as γ, so that roundoff is relative to γ.
     added, moved = dict[str, Any](), False
@@ -653,7 +669,8 @@ def _require_steps_that_count(tx: Any, state: Any, params: Any, grads: Any) -> l
     shares = {path: _ratio(u, p) for path, (u, p) in pairs.items()}
     usual = float(np.median(list(shares.values()) or [0.0]))
     for path, leaf in leaves.items():
-        # On a leaf that a gauge binds, such as an anchor, a relatively tiny step is roundoff of the gauge's moves.
+        # On a leaf that a gauge binds, a step that is tiny beside the steps of other leaves is roundoff of the gauge's
+        # moves. An example is an anchor, the leaf whose scale the gauge keeps fixed.
         if path not in pairs or (path in added and shares[path] < _OF_USUAL * usual):
             continue
         least = _TIMES_ROUNDOFF * float(jnp.finfo(real_dtype()).eps)
@@ -675,12 +692,13 @@ def _require_steps_that_count(tx: Any, state: Any, params: Any, grads: Any) -> l
 
 
 def _inflated(tx: Any, gauges: Sequence[Any], params: Any, frozen: frozenset[str]) -> list[str]:
-    """Notes on leaves beside an anchor that grow where the gradient is zero: decay of the anchor inflates them.
+    """Notes on leaves that grow where the gradient is zero, because weight decay acts on an anchor beside them.
 
-    A gauge gives its anchor back what decay takes, by a factor that other leaves of the anchor's side get too. Only a
-    norm's scale or a multiplier has such leaves; elsewhere the anchor is the whole side. The second step of a fresh
-    state is looked at, because the first one may move weights to a norm or to a balance. Leaves that are zero get
-    random values.
+    An anchor is the leaf from which a gauge's scale is computed. The gauge keeps its size fixed: what decay takes from
+    the anchor, the gauge gives back by a factor that also multiplies the other leaves of the anchor's side, so that
+    these grow. Only a norm's scale or a multiplier has such leaves beside it; elsewhere the anchor is the whole side.
+    The growth is measured in the second step of a fresh state, because the first step may move weights to a norm or to
+    a balance. Leaves that are zero get random values.
     """
     slices = [bound((gauge,), params).whole for gauge in gauges]
     anchored = [(anchor, part) for s in slices for part, anchor, _ in s.sizes]
@@ -717,7 +735,7 @@ def _inflated(tx: Any, gauges: Sequence[Any], params: Any, frozen: frozenset[str
     ]
 
 
-_LEAST_GROWTH = 1e-6  # of a leaf's size per step; smaller ones are roundoff of float32
+_LEAST_GROWTH = 1e-6  # share of a leaf's size by which it grows in a step; less is roundoff of float32
 
 
 def _ratio(u: np.ndarray, p: np.ndarray) -> float:

@@ -21,7 +21,8 @@ from gauge_optax.gauges.gauge import Gauge
 from gauge_optax.tools import _adapters
 from gauge_optax.tools._adapters import Adapter
 
-# Without a prefix, only `a` and `b` are names of factors: `down` and `up` alone are the layers of an MLP.
+# `a` and `b` are names of factors with or without a prefix. `down` and `up` need a prefix, because alone they are the
+# layers of an MLP.
 _NAMES = re.compile(
     r"(?P<prefix>.*lora_|.*lora_embedding_|hada_w[12]_|lokr_w[12]_|)(?P<name>a|b|A|B|(?<=lora_)(?:down|up))")
 _PARTNER = {"a": "b", "A": "B", "down": "up"}
@@ -33,26 +34,30 @@ Shape = tuple[int, ...]
 def lora(
     params: Any, *, axes: Mapping[str, Axes] | None = None, sizes: Mapping[str, int] | None = None
 ) -> list[Gauge]:
-    """Returns the gauges of all LoRA factors in a tree: one `head_linear` for pairs that differ in layer numbers alone.
+    """Returns the gauges of all LoRA factors in a tree. Pairs whose paths differ only in layer numbers share a gauge.
 
-    A pair is two leaves whose paths differ in one name: `...lora_a` and `...lora_b` (Qwix's `w_lora_a`, Flax's
-    `lora_a`, PEFT's `lora_A/default/weight`), `lora_embedding_A`, `lora_down` and `lora_up`, LoHa's `hada_w1_a` and
-    LoKr's `lokr_w2_a` with their `b`, or plain `a` and `b`, `A` and `B` if shapes say that their product has low rank.
-    Ranks may differ from pair to pair. The rank is A's last axis, and B's first axis after leading axes that both
-    factors share (scanned layers, experts); each index of the shared axes has its own element. In PyTorch's layout
-    (paths that end in `weight`, or shapes for which this layout gives the lowest rank) the rank is A's first axis and
-    B's second. The bias of A's layer moves with A.
+    A pair is two leaves whose paths differ in one name. These names are found:
+
+    * `...lora_a` and `...lora_b` (Qwix's `w_lora_a`, Flax's `lora_a`, PEFT's `lora_A/default/weight`),
+      `lora_embedding_A` and `lora_embedding_B`, `lora_down` and `lora_up`,
+    * LoHa's `hada_w1_a` and LoKr's `lokr_w2_a` with their `b`,
+    * only `a` and `b`, or `A` and `B`, if the shapes say that their product has low rank.
+
+    Each pair gets a `head_linear` gauge, and ranks may differ from pair to pair. The rank is A's last axis, and B's
+    first axis after leading axes that both factors share (scanned layers, experts); each index of the shared axes has
+    its own element. In PyTorch's layout (paths that end in `weight`, or shapes for which this layout gives the lowest
+    rank) the rank is A's first axis and B's second. The bias of A's layer moves with A.
 
     The function must depend on the product of the two factors alone. A leaf of the same module with an axis of the
-    rank's length raises an error: AdaLoRA's `lora_E`, a mixer or a gate between the factors. Exempt are the adapted
-    kernel and its bias, the biases of A and B, and DoRA's magnitudes. PEFT stores the factors of all experts of a fused
-    kernel in two matrices, whose shapes are those of one adapter of a higher rank; say so by `axes` and `sizes`:
-    `axes={"**/experts": ("(expert basis) _", "_ (basis expert)")}, sizes={"expert": 8}`.
+    rank's length raises an error, because it may stand between the factors, as AdaLoRA's `lora_E` does. Exempt are the
+    adapted kernel and its bias, the biases of A and B, and DoRA's magnitudes. PEFT stores the factors of all experts of
+    a fused kernel in two matrices, which look like one adapter of a higher rank. In this case say where the experts
+    are: `axes={"**/experts": ("(expert basis) _", "_ (basis expert)")}, sizes={"expert": 8}`.
 
     Args:
       params: a tree of arrays or shapes: the adapters alone, `nnx.state(model, nnx.LoRAParam)`, or a whole model.
-      axes: for modules whose shapes are ambiguous: path pattern of the pair's module → axes of A and of B, for example
-        `{"**/experts": ("_ expert basis", "basis expert _")}`.
+      axes: for pairs whose shapes are ambiguous: path pattern of the pair's module, or of a module around it → axes of
+        A and of B, for example `{"**/experts": ("_ expert basis", "basis expert _")}`.
       sizes: lengths of axes inside parentheses of `axes` that the shapes do not determine, as `expert` above.
 
     Returns:
@@ -60,10 +65,10 @@ def lora(
 
     Raises:
       ValueError: the tree has no pair; a pair has no entries, as at rank 0; a factor called `lora_...` has no partner,
-        or one of another rank; the shapes allow several axes; another leaf stands, or may stand, between the factors; a
-        pair in a module of experts, or whose product has another size than its kernel, without `axes`; factors of a
-        method that does not use their product alone (`delora_A`); `axes` or `sizes` of another form, or that apply to
-        no pair.
+        or one of another rank; the shapes allow several axes; another leaf stands, or may stand, between the factors;
+        without `axes`, a pair in a module of experts, or a pair whose kernel is several times as large as the product
+        of its factors; factors of a method that does not use their product alone (`delora_A`); `axes` or `sizes` of
+        another form, or that apply to no pair.
 
     >>> ranks = {"layer_0": 2, "layer_1": 4}
     >>> params = {
@@ -121,7 +126,7 @@ def lora(
             _adapters.refuse_flattened(adapter, leaves, modules)
 
     def same(merged: Call, group: list[Call]) -> bool:
-        """Whether the merged patterns match the leaves of the group and no others."""
+        """Whether the patterns of the merged call match the leaves of the calls in the group, and no other leaves."""
         matched = {path for path in leaves for pattern in merged.paths if match("lora", pattern, path) is not None}
         return matched == {path for call in group for path in call.paths}
 
@@ -144,7 +149,7 @@ def _pairs(leaves: Mapping[str, Shape]) -> Iterator[Adapter]:
         pieces = re.split(r"([/.])", path)  # names, with the separators between them
         for at in reversed(range(0, len(pieces), 2)) if len(shape) > 1 and path not in paired else ():
             hit = _NAMES.fullmatch(pieces[at])
-            if hit is None or not (hit["prefix"] or at == len(pieces) - 1):  # a bare name counts at the end only
+            if hit is None or not (hit["prefix"] or at == len(pieces) - 1):  # `a` alone only as the last name
                 continue
             partner = _PARTNER.get(hit["name"]) or _FIRST[hit["name"]]
             other = "".join([*pieces[:at], hit["prefix"] + partner, *pieces[at + 1 :]])
@@ -171,12 +176,13 @@ def _is_torch(path: str) -> bool:
 
 
 def _layouts(path: str, a: Shape, b: Shape) -> list[Axes]:
-    """The axes strings of A and B that the factors' names and shapes allow.
+    """The pairs of axes strings, of A and of B, that the factors' names and shapes allow.
 
-    If the name shows PyTorch's layout, these are all such pairs of strings, otherwise those with the least rank.
+    If the path shows PyTorch's layout, all pairs for this layout are returned. Otherwise only those with the least rank
+    are returned, because a rank is normally smaller than the lengths of other axes.
     """
     ways: list[tuple[int, Axes]] = []
-    if re.search(r"(hada|lokr)_w[12]_", path):  # LoHa and LoKr: a·b, in PyTorch too
+    if re.search(r"(hada|lokr)_w[12]_", path):  # LoHa and LoKr multiply a·b, also in PyTorch
         return [("_ basis", "basis _")] if len(a) == len(b) == 2 and a[1] == b[0] else []
     torch = _is_torch(path)
     for lead in () if torch else range(min(len(a), len(b)) - 1):
@@ -191,11 +197,12 @@ def _layouts(path: str, a: Shape, b: Shape) -> list[Axes]:
     if a[0] == b[1] and (torch or a[0] < least or (a[0] == least and (either or embedding))):
         ways = [] if embedding and a[0] == least else ways
         ways.append((a[0], _joined(0, ["basis", *["_"] * (len(a) - 1)], ["_", "basis", *["_"] * (len(b) - 2)])))
-    for lead in range(1, min(len(a), len(b)) - 1) if torch else ():  # experts; a convolution's B ends in (1, 1)
+    # PyTorch's layout with leading axes, such as experts. Convolutions do not match here: their B ends in (1, 1).
+    for lead in range(1, min(len(a), len(b)) - 1) if torch else ():
         if a[:lead] == b[:lead] and a[lead] == b[lead + 1]:
             left, right = ["_"] * (len(a) - lead - 1), ["_"] * (len(b) - lead - 2)
             ways.append((a[lead], _joined(lead, ["basis", *left], ["_", "basis", *right])))
-    if torch:  # the name decides the layout, and not the least rank: ways with and without leading axes are possible
+    if torch:  # the path decides the layout, whatever the rank. Leading axes may still be shared axes or not.
         return [way for _, way in ways]
     return [way for rank, way in ways if rank == min(rank for rank, _ in ways)]
 
@@ -207,7 +214,10 @@ def _joined(lead: int, left: list[str], right: list[str]) -> Axes:
 
 
 def _else_by_axes(key: str, a: Shape, b: Shape) -> str:
-    """Returns how to say that the axes of A and B that have one length are the rank; "" if no two have."""
+    """Text for an error message: which `axes` to write if the axes of A and B with equal lengths are the rank.
+
+    The text is "" if no axis of A is as long as one of B.
+    """
     lead = next((k for k, (n, m) in enumerate(zip(a, b, strict=False)) if n != m), min(len(a), len(b)))
     for i, j in itertools.product(reversed(range(lead, len(a))), range(lead, len(b))):
         if a[i] == b[j]:
@@ -237,7 +247,8 @@ def _axes_of(pair: Adapter, leaves: Mapping[str, Shape]) -> Axes:
             "lora", f"factors of unequal rank, '{path}' and '{pair.b}'", f"shapes {a} and {b}",
             "A (..., rank) and B (rank, ...), or PyTorch's A (rank, ...) and B (..., rank)",
             f"pass two factors of one product{_else_by_axes(key, a, b)}")
-    # An inner axis that both share (experts) could be a layer axis: the shapes cannot tell.
+    # If A and B have an inner axis of equal length, it may be free in both, or count layers or experts, which need one
+    # element each: the shapes cannot tell. Both layouts are then possible.
     shared = [k for k in range(1, len(a) - 1) if len(a) == len(b) and a[k] == b[k] and "layer" not in layouts[0][0]]
     if len(layouts) == 1 and shared and not _is_torch(path):
         named = [["layer" if k == shared[0] else x for k, x in enumerate(side.split())] for side in layouts[0]]

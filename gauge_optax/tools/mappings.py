@@ -14,14 +14,15 @@ from gauge_optax.discovery.report import Report
 from gauge_optax.errors import binding_error
 from gauge_optax.parts.matrices import COUNTING, TOKEN
 
-# An axis that counts matrices (`layer`, `expert`) is compared index by index if it has at most this length, and else as
-# a whole.
+# An axis that counts matrices (`layer`, `expert`) is compared index by index if it has at most this length. A longer
+# axis is compared as a whole.
 _MOST_ALIKE = 4096
 Kinds = tuple[Any, ...]
+"""What the axes of one matrix of a leaf hold: see `_kinds`."""
 
 
 def require_no_contradiction(state: Any, params: Any, report: Report) -> list[str]:
-    """Compares the axes for which a state of `max_norm` was made with the axes of a report.
+    """Compares the axes that a user gave to `max_norm_muon`, found in its state, with the axes in a report.
 
     Args:
       state: the state of any optimizer.
@@ -29,10 +30,10 @@ def require_no_contradiction(state: Any, params: Any, report: Report) -> list[st
       report: the report of `discover` for the same tree.
 
     Returns:
-      Sentences about leaves that cannot be compared, and about matrices that the optimizer's mapping does not list.
+      Sentences about leaves that cannot be compared, and about matrices that the user's mappings do not list.
 
     Raises:
-      ValueError: a leaf is listed with other axes than those that the function uses.
+      ValueError: a leaf is listed with other axes than those that the function uses, or is no matrix and no table.
     """
     leaves, notes, listed = leaves_by_path(params), list[str](), _listed(state)
     for path, by_axes in listed.items():
@@ -65,7 +66,10 @@ def require_no_contradiction(state: Any, params: Any, report: Report) -> list[st
 
 
 def _listed(state: Any) -> dict[str, Mapping[str, Any]]:
-    """Leaf path → axes string → array of vectors' lengths, from all states with a field `length`."""
+    """Leaf path → axes string → array of the lengths of the leaf's vectors, from all states with a field `length`.
+
+    Such states keep each vector (for example the weights of a neuron) at or below its length.
+    """
 
     def says(node: Any) -> bool:
         kept = getattr(node, "length", None)
@@ -108,9 +112,11 @@ def _picks(word: str) -> bool:
 
 
 def _kinds(block: Block) -> set[Kinds]:
-    """Returns one tuple per matrix of a leaf, which says for each axis of the leaf what it holds.
+    """Returns one tuple per matrix of a leaf, with one entry per axis of the leaf, which says what the axis holds.
 
-    An axes string splits an axis of the leaf into pieces. The tuple has (use, length, selection) of each piece.
+    An axes string may split an axis of the leaf into pieces. The entry of an axis is a tuple of its pieces, each as
+    (use, length, selection). A use is "inputs", "outputs", tokens, "count" or "index"; a selection is None for a whole
+    piece.
     """
     options: list[list[Any]] = []
     for axis, group in enumerate(block.groups):

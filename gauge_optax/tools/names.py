@@ -1,7 +1,7 @@
 """Writes axes strings from the axis names that a tree carries: Linen's and NNX's partitioning names, haliax's axes.
 
-This must happen once, on the model's own tree, where a box (such as Linen's `Partitioned`) holds each array and its
-names. The bare arrays that an optimizer sees have no axis names.
+This must happen once, on the model's own tree, where a box (an object such as Linen's `Partitioned`) holds each array
+and the names of its axes. The bare arrays that an optimizer sees have no axis names.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def axes_by_name(params: Any, blocks: Mapping[str, Mapping[str, str]]) -> dict[s
             "write {'up': {'mlp': 'channel'}}")
 
     def unboxed(node: Any) -> types.SimpleNamespace:
-        # A namespace is a leaf to jax; a tuple of names would be a subtree.
+        # A SimpleNamespace is one leaf for JAX. A tuple of names would become a subtree.
         return types.SimpleNamespace(names=_axis_names(node), shape=tuple(getattr(node, "shape", ())))
 
     leaves = leaves_by_path(jax.tree.map(unboxed, params, is_leaf=lambda node: _axis_names(node) is not None))

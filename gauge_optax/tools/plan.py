@@ -1,7 +1,8 @@
 """`plan`: a table of what an optimizer, or a list of gauges, does to each leaf of a tree.
 
-Gauges and copies come from the bindings, and bytes from the state. The rule of a leaf comes from the optimizer, or from
-the names in its state if the optimizer does not tell. Decay is measured on one update with zero gradients.
+Gauges and copies (one copy of a gauge per layer) come from the bindings, and bytes from the state. The rule of a leaf,
+such as "Adam", comes from the optimizer if it tells its rules, and otherwise from the names of fields in its state.
+Decay is measured on one update with zero gradients.
 """
 
 from __future__ import annotations
@@ -40,15 +41,15 @@ class LeafPlan(NamedTuple):
     Attributes:
       leaf: the leaf's path.
       shape: the leaf's shape.
-      gauges: one text per gauge that binds the leaf: name, copy and named axes with their lengths.
-      matrices: the matrices that the optimizer makes of the leaf, as "count × (rows, columns)"; if it does not tell,
-        those that `quotient_muon` would make. "" for vectors.
+      gauges: one text per gauge that binds the leaf: name, copy (such as "i=0") and named axes with their lengths.
+      matrices: the matrices into which the optimizer divides the leaf, as "count × (rows, columns)"; if it does not
+        tell, those that `quotient_muon` would make. "" for vectors.
       rule: how the leaf's update is made: "Adam", "polar" (an orthogonalized momentum, as in Muon), "momentum", or
         "gradient" if the state has nothing for the leaf. If the optimizer does not tell, these are names of the state's
         fields. "" if `plan` got a list of gauges.
-      decay: share of the leaf's norm that the first step removes where the gradient is zero (1e-5: a learning rate of
-        1e-3 times a weight decay of 0.01). None if it cannot be measured: for a leaf that is zero today, shapes
-        without values, a list of gauges, an optimizer whose updates need more arguments, such as a line search.
+      decay: share of the leaf's norm that the first step removes if all gradients are zero (1e-5 for a learning rate of
+        1e-3 and a weight decay of 0.01). None if it cannot be measured: for a leaf that is zero now, for shapes
+        without values, for a list of gauges, or if updates need more arguments, such as the loss of a line search.
       state_bytes: bytes of the arrays in the state that have the leaf's path and shape.
       axes: the leaf's axes string in a report of `discover`, such as "_ neuron" for a matrix of inputs and outputs; ""
         without a report, and for vectors.
@@ -72,8 +73,9 @@ class GaugePlan(NamedTuple):
       leaves: the path patterns of its blocks.
       instances: the number of copies: one per combination of captures, each with its own element.
       axes: named axes of a copy with their lengths. Each index along them (each head, each channel) moves by itself.
-      dim: the number of vertical directions of all copies together.
-      joint: a warning if one element moves several leaves, or indices, that look like layers; "" if none does.
+      dim: the number of directions along the orbit, of all copies together.
+      joint: a warning if one element moves several leaves, or several indices of an axis, that look like layers; ""
+        otherwise.
     """
 
     gauge: str
@@ -172,8 +174,8 @@ def plan(
     """Returns one table of what happens to every leaf: gauges, copies, matrices, rule, decay, state.
 
     If axes or patterns have `_` or `**` in place of a layer axis or of `{i}`, a gauge moves several layers by one
-    element. This raises no error anywhere, because it may be meant: the plan warns of it, unless the gauge is one of
-    the report's.
+    element. This raises no error, because it may be what the user wants. The plan warns of it, unless `report` has
+    found the same gauge.
 
     Args:
       tx_or_gauges: an optimizer with gauges, in any wrapper of optax; or a gauge, or a list of gauges.
@@ -214,7 +216,7 @@ def plan(
     labels: dict[str, dict[str, None]] = {}
     proved = () if report is None else (*report.gauges, *report.turning)
     gauge_plans = tuple(_gauge_plan(gauge, params, leaves, labels, gauge in proved) for gauge in gauges)
-    with warnings.catch_warnings(record=True) as told:  # `init` runs twice: show each warning once
+    with warnings.catch_warnings(record=True) as told:  # `init` is traced twice; each warning is shown once, below
         warnings.simplefilter("always")
         # Tracing `tx.init` takes a fifth of the time. Meanwhile XLA compiles in a thread of its own.
         with ThreadPoolExecutor(1) as compiler:
@@ -223,7 +225,8 @@ def plan(
             decay = {} if still is None else _decay_of(still(), leaves)
     for text in dict.fromkeys(str(warning.message) for warning in told):
         warn(text)
-    # Only the optimizer itself, and not its state, can tell which matrices of a leaf it orthogonalizes.
+    # The state does not show which matrices of a leaf the optimizer orthogonalizes. Leave the text empty, unless the
+    # optimizer itself tells (`said_by`).
     texts |= {path: "" for path, rule in rules.items() if rule == "polar"}
     for path, said in ({} if tx is None else said_by(tx, params)).items():
         # If the state's fields contradict what the optimizer says, a partition has given the leaf to another optimizer.
@@ -273,7 +276,7 @@ def gauges_of(tx: Any) -> list[Any]:
 
 
 def said_by(tx: Any, params: Any) -> Mapping[str, LeafRule]:
-    """Leaf path → the rule told by the outermost transformation that has rules; {} if none or several have them.
+    """Leaf path → rule, as the outermost transformation that has rules tells it; {} if none or several have rules.
 
     >>> said_by(optax.sgd(1e-3), {"head": jnp.ones((2, 3))})
     {}
@@ -293,9 +296,15 @@ def said_by(tx: Any, params: Any) -> Mapping[str, LeafRule]:
 def _gauge_plan(
     gauge: Any, params: Any, leaves: Mapping[str, Any], labels: dict[str, dict[str, None]], proved: bool
 ) -> GaugePlan:
-    """Returns the row of a gauge. Adds the gauge's text to `labels` (leaf path → texts) for each leaf that it binds.
+    """Returns the row of a gauge, and adds a text about the gauge to `labels` for each leaf that it binds.
 
-    If `discover` has `proved` the gauge, the row has no warning about leaves that one element moves together.
+    Args:
+      gauge: the gauge.
+      params: the parameters.
+      leaves: path → leaf of `params`.
+      labels: leaf path → texts, the keys of a dict. The function adds to it.
+      proved: whether `discover` has found the gauge. If True, the row has no warning about leaves that one element
+        moves together.
     """
     copies, axes = bound_copies(gauge, params), list[str]()
     for key, sizes, blocks in copies:
@@ -314,14 +323,14 @@ def _joint(copies: Sequence[Sequence[Any]], leaves: Mapping[str, Any]) -> str:
     nodes: dict[str, list[tuple[int, ...]]] = {}
     for path, leaf in leaves.items():
         nodes.setdefault(path.split("/")[0], []).append(leaf_shape(leaf))
-    layers = {}  # scanned layers: top-level nodes whose leaves, stacked vectors too, have one first length
+    layers = {}  # scanned layers: top-level nodes all of whose leaves, stacked vectors too, have the same first length
     for node, shapes in nodes.items():
         lengths, ranks = {s[0] if s else 0 for s in shapes}, {len(s) for s in shapes}
         if len(shapes) > 2 and len(lengths) == 1 and len(ranks) > 1 and min(ranks) > 1:
             layers[node] = lengths.pop()
     for blocks in copies:
         if any(template(b.path) == b.path and b.path.split("/")[0] not in layers for b in blocks):
-            continue  # with a leaf outside the layers, such as the table, one element for all layers is right
+            continue  # with a leaf outside the layers, such as the embedding table, one element for all layers is right
         equal: dict[tuple[Any, ...], list[str]] = {}
         for b in blocks:
             equal.setdefault((b.argument, b.axes, template(b.path), b.shape), []).append(b.path)
@@ -340,7 +349,7 @@ def _joint(copies: Sequence[Sequence[Any]], leaves: Mapping[str, Any]) -> str:
 def _state_of(
     tx: Any, params: Any, leaves: Mapping[str, Any]
 ) -> tuple[dict[str, str], dict[str, int]]:
-    """Rule and bytes per leaf, from the fields of the state that mirror the parameters."""
+    """Rule and bytes per leaf, from the fields of the state that are trees like the parameters, such as moments."""
     shapes = {path: tuple(jnp.shape(leaf)) for path, leaf in leaves.items()}
 
     def mirrors(node: Any) -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -373,7 +382,7 @@ def _state_of(
 def _without_gradient(tx: Any, params: Any, compiler: Executor) -> Callable[[], Any] | None:
     """Returns a function that computes the first update for zero gradients, in float64; None for shapes without values.
 
-    The update is traced here and compiled by `compiler`; it runs when the caller calls the function.
+    The update is traced here and compiled by `compiler` in another thread; it runs when the caller calls the function.
     """
     if any(isinstance(leaf, jax.ShapeDtypeStruct | jax.core.Tracer) for leaf in jax.tree.leaves(params)):
         return None

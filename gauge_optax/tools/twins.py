@@ -1,4 +1,4 @@
-"""Whether an optimizer with gauges keeps weights of one function together. `check` asks it; no loss is needed."""
+"""Tests for `check` whether an optimizer takes two weight sets of one function to one function. It needs no loss."""
 
 import functools
 import math
@@ -17,21 +17,22 @@ from gauge_optax.transformation import GaugeTransformation, in_computing_dtype, 
 from gauge_optax.wrapped import walk
 from gauge_optax.xla import one_program, quick_noise
 
-_SCALE = 0.7  # of the element between the twins: factors of up to 2, and turns by about a right angle
-_LARGE = 2.0**20  # so many times a usual gradient is above the limit of every clip; a power of two rounds nothing
-# Twins have parted if they differ by more than this share of a step, and by more than this many times what roundoff of
-# weights and gradients does to one of them. Measured on 15 gauges of tests/cases.py in float32: at most 2.2 times
-# under a quotient of Adam or Muon, and at least 17 times where a clip of entries stands in front of it.
+_SCALE = 0.7  # the size of the random element between the twins: factors of up to 2, and turns by about a right angle
+_LARGE = 2.0**20  # a gradient this many times larger is above the limit of every clip; a power of two rounds nothing
+# Twins have parted if they differ by more than `_PARTED` times a step, and by more than `_ROUNDED` times what roundoff
+# of weights and gradients does to one of them (`_ROUNDED_THERE` if they are compared on the slice). Measured on 15
+# gauges of tests/cases.py in float32: at most 2.2 times under a quotient of Adam or Muon, and at least 17 times where a
+# clip of entries stands in front of it.
 _PARTED, _ROUNDED, _ROUNDED_THERE = 1e-3, 10.0, 4.0
 
 
 def parted(tx: optax.GradientTransformation, params: Any, grads: Any, frozen: frozenset[str]) -> str | None:
     """The leaf in which twins differ most after an optimizer's steps; None if the steps keep them together.
 
-    Twins are weight sets θ and g·θ of one function. Steps that see the function alone lead to θ_t and g·θ_t. The
-    gradient at g·θ follows from that at θ. Four steps are taken: with the given gradient, with noise of its size, and
-    twice with noise so large that every clip acts. If the twins seem to part, a third run, from where roundoff moves θ,
-    shows what roundoff explains.
+    Twins are weight sets θ and g·θ of one function. If steps depend on the function alone, they lead from them to
+    weights θ_t and g·θ_t. The gradient at g·θ follows from that at θ. Four steps are taken: with the given gradient,
+    with noise of its size, and twice with noise so large that every clip acts. If the twins seem to part, the steps are
+    also taken from a third point, which is θ changed by roundoff. It shows how much of the difference is roundoff.
 
     Args:
       tx: the optimizer; the gauges are those of the quotients inside it.
@@ -76,16 +77,24 @@ def parted(tx: optax.GradientTransformation, params: Any, grads: Any, frozen: fr
                 sizes[name] = _norm(_distances(points[name], before))
             ends = [points["twin"], *(moved(elements, points[name], gradient)[0] for name in names if name != "twin")]
             if _beyond(_ROUNDED, sizes["twin"], *ends):
-                # A `gauge_fix` leads twins to one point of the orbit, where they stay together.
+                # A `gauge_fix` moves both twins to the same point of the orbit, and not to θ_t and g·θ_t. Compare slice
+                # points, which are equal if both are weights of one function.
                 return _beyond(_ROUNDED_THERE, 0.0, *map(on_slice, ends))
         return None
 
-    # Mostly the runs without roundoff decide, and hold less in memory at once.
+    # Two runs are usually enough, and need less memory. The run from the third point follows only if the twins part.
     return farthest(("one", "twin")) and farthest(("one", "rounded", "twin"))
 
 
 def _beyond(times: float, step: float, twin: Any, one: Any, rounded: Any = None) -> str | None:
-    """The leaf in which a twin differs most from where it should be, `one`; None if its step or roundoff explains that.
+    """The leaf in which a twin differs most from where it should be; None if the difference is small enough.
+
+    Args:
+      times: how many times the difference that roundoff makes is small enough.
+      step: the norm of the twin's step. `_PARTED` times this is small enough too.
+      twin: the twin.
+      one: where the twin should be.
+      rounded: where the point that was changed by roundoff leads to; None if there is none.
     """
     apart, roundoff = _distances(twin, one), {} if rounded is None else _distances(rounded, one)
     least = max(_PARTED * step, times * _norm(roundoff))
@@ -93,7 +102,9 @@ def _beyond(times: float, step: float, twin: Any, one: Any, rounded: Any = None)
 
 
 def _gauges_of_quotients(tx: Any) -> list[Any]:
-    """The gauges of every `quotient` and every link of DDC in `tx`; other transformations only measure or move weights.
+    """The gauges of every `quotient` and every link of DDC in `tx`.
+
+    Other transformations with gauges only measure or move weights, and do not keep twins together.
     """
     gauges: dict[Any, None] = {}
 
@@ -107,7 +118,7 @@ def _gauges_of_quotients(tx: Any) -> list[Any]:
 
 
 def _elements(gauges: Sequence[Any], frozen: frozenset[str], params: Any) -> list[Any]:
-    """A random element of each gauge, which is the identity for copies that optimizers leave alone."""
+    """A random element of each gauge. It is the identity for copies that optimizers leave alone (frozen leaves)."""
     b, made = bound(tuple(gauges), params, frozen), list[Any]()
     acting = {part.label for part in b.slice.acting}
     for number, (gauge, copies) in enumerate(zip(gauges, b.copies, strict=True)):
@@ -120,7 +131,7 @@ def _elements(gauges: Sequence[Any], frozen: frozenset[str], params: Any) -> lis
 
 
 def _moved(gauges: Sequence[Any], elements: Sequence[Any], params: Any, grads: Any) -> tuple[Any, Any]:
-    """g·θ and the gradient there: the given one, of θ, pulled back along the move from g·θ to θ."""
+    """Returns g·θ and the gradient at g·θ: the given gradient at θ, pulled back along the move from g·θ to θ."""
     for gauge, element in zip(gauges, elements, strict=True):
         params = gauge.act(element, params)
 
@@ -132,7 +143,7 @@ def _moved(gauges: Sequence[Any], elements: Sequence[Any], params: Any, grads: A
 
 
 def _across(gauges: Sequence[Any], params: Any, grads: Any) -> Any:
-    """A covector less what it says of motions along orbits, as the gradient of a function says nothing of them."""
+    """Makes a covector one that a gradient could be: its product with every tangent along the orbit becomes zero."""
     whole = bound(tuple(gauges), params).whole
 
     def horizontal(tangent: Any) -> Any:
@@ -159,7 +170,7 @@ def _computed(tree: Any) -> Any:
 
 
 def noisy(tree: Any, size: float | jax.Array, seed: int | jax.Array) -> Any:
-    """The tree, every real entry changed by a random share of at most `size` of itself."""
+    """The tree with every real entry multiplied by 1 + a random number of magnitude at most `size`."""
 
     def shaken(x: jax.Array, seed: Any) -> jax.Array:
         return (in_computing_dtype(x) * (1.0 + size * quick_noise(x, seed))).astype(x.dtype)
@@ -168,7 +179,11 @@ def noisy(tree: Any, size: float | jax.Array, seed: int | jax.Array) -> Any:
 
 
 def _noise(grads: Any, most: jax.Array, seed: jax.Array) -> Any:
-    """Noise that is up to `most` times as large or small as each leaf of a gradient, so that some of it is clipped."""
+    """Noise of very different sizes, some of which a clip cuts off.
+
+    An entry is the largest gradient of its leaf, times a random sign and factor. Factors lie between 1/`most` and
+    `most`, times a number below 1.
+    """
 
     def noise(x: jax.Array, seed: jax.Array) -> jax.Array:
         return jnp.max(jnp.abs(x), initial=0.0) * most ** quick_noise(x, seed + 1000) * quick_noise(x, seed)
@@ -177,7 +192,7 @@ def _noise(grads: Any, most: jax.Array, seed: jax.Array) -> Any:
 
 
 def _drawn(tree: Any, seed: Any, entries: Callable[[jax.Array, Any], jax.Array]) -> Any:
-    """The tree with `entries` of each real leaf and a seed of its own."""
+    """The tree with every real leaf x replaced by entries(x, seed), where each leaf gets its own seed."""
     leaves = enumerate(_real(tree).items())
     return with_leaves(tree, {path: entries(x, 2000 * seed + number) for number, (path, x) in leaves})
 

@@ -1,8 +1,8 @@
-"""Gauge lists for parameter trees that people train, one call each.
+"""Gauge lists for parameter trees that people train. One function returns the list for one kind of tree.
 
-Axes and captures only: every size of a model has the same list, but for lengths that share an axis (`heads=`). Each is
-tested against `gauge_optax.discover` on a function with that tree (`tests/test_presets.py`); for a tree that is not
-here, call `discover` on yours.
+A list has only paths and axes, so that it fits a model of any size. Numbers are needed only if one array axis holds two
+(`heads=`). Each list is tested against `gauge_optax.discover` on a function with that tree (`tests/test_presets.py`).
+For other trees, call `discover` on your model.
 """
 
 from models.presets.flax_modules import flax_attention, vision_transformer

@@ -1,20 +1,20 @@
-"""Trees of Flax's own attention module: alone, and in big_vision's scanned vision transformer."""
+"""Gauges of Flax's own attention module, alone and in big_vision's vision transformer with scanned layers."""
 
 import gauge_optax as go
 from gauge_optax import Gauge
 
 
 def flax_attention(path: str, *, bias: bool = True, linear: bool = False, layer: str = "") -> list[Gauge]:
-    """`MultiHeadAttention` of NNX or Linen: `{query,key,value,out}/kernel`, heads apart.
+    """Gauges of a `MultiHeadAttention` of NNX or Linen: `{query,key,value,out}/kernel`, with an axis for heads.
 
     Args:
-      path: where it stands, with captures (`"blocks/{i}/attn"`).
-      bias: whether it has biases.
-      linear: GL(d_h) in place of the rotations.
-      layer: name of a leading axis of stacked layers.
+      path: the path of the module, with captures (`"blocks/{i}/attn"`).
+      bias: whether the module has biases.
+      linear: whether elements are all invertible matrices (`head_linear`), and not only rotations (`head_rotation`).
+      layer: the name for a leading axis of stacked layers; "" if there is none.
 
     Returns:
-      The query-key and the value-output gauge.
+      The gauge of queries and keys, and that of values and outputs.
     """
     lead = f"{layer} " if layer else ""
 
@@ -30,13 +30,14 @@ def flax_attention(path: str, *, bias: bool = True, linear: bool = False, layer:
 
 
 def vision_transformer(*, linear: bool = False) -> list[Gauge]:
-    """big_vision's ViT with `scan=True` and mean pooling: `Transformer/encoderblock/…`, layers on the first axis.
+    """Gauges of big_vision's ViT with `scan=True` and mean pooling: `Transformer/encoderblock/…`, layers on axis 0.
 
     Args:
-      linear: GL(d_h) in place of the rotations.
+      linear: whether elements of heads are all invertible matrices, and not only rotations.
 
     Returns:
-      Norms into attention and MLP, the encoder's norm into the head, heads, the logit shift. The MLP is GELU: none.
+      The gauges of the norms in front of attention, MLP and head, of heads, and of the logits. The units of the MLP
+      have none, because a GELU is not homogeneous.
     """
     block = "Transformer/encoderblock"
     attention = f"{block}/MultiHeadDotProductAttention_0"

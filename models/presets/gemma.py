@@ -1,4 +1,8 @@
-"""Gemma (Linen): einsum weights with heads first, keys and values stacked, norms stored less one, a tied head."""
+"""Gauges of Gemma (Linen).
+
+Its einsum weights have heads on the first axis, one leaf holds keys and values, and norms store their scale less one.
+The head is tied, so that there is no gauge of logits.
+"""
 
 import gauge_optax as go
 from gauge_optax import Gauge
@@ -7,14 +11,14 @@ _ATTENTION, _MLP = "layer_{i}/attn", "layer_{i}/mlp"
 
 
 def gemma(kv_heads: int, *, linear: bool = False) -> list[Gauge]:
-    """Gemma with `q_einsum` and `kv_einsum`; rotary by halves.
+    """Gauges of Gemma with `q_einsum` and `kv_einsum`. Rotary embeddings pair entry c with entry c + d_h/2.
 
     Args:
-      kv_heads: key-value heads.
-      linear: what of GL(d_h) holds, in place of rotations and torus.
+      kv_heads: the number of key-value heads.
+      linear: whether to use `rope_linear` and `head_linear` for heads, in place of `rope_torus` and `head_rotation`.
 
     Returns:
-      Norms into their readers, heads, the gated MLP's linear branch.
+      The gauges of norms' scales, of heads, and of the gated MLP's units (by the branch without activation).
     """
     query, key = {f"{_ATTENTION}/q_einsum/w": "(head _) _ basis"}, {f"{_ATTENTION}/kv_einsum/w": "kv=0 head _ basis"}
     sizes = {"head": kv_heads}
@@ -23,17 +27,20 @@ def gemma(kv_heads: int, *, linear: bool = False) -> list[Gauge]:
 
 
 def gemma3(kv_heads: int, d_head: int, *, linear: bool = False) -> list[Gauge]:
-    """Gemma 3: the same with QK-norm, and norms behind attention and MLP, which leave the size before them free.
+    """Gauges of Gemma 3, which is Gemma with QK-norm and with norms behind attention and behind the MLP.
+
+    A norm divides by the size of its input. The kernels in front of QK-norm and of the norms behind attention and MLP
+    can therefore have any size.
 
     Args:
-      kv_heads: key-value heads.
-      d_head: width of a head.
-      linear: GL(d_h) of values and outputs in place of the rotation.
+      kv_heads: the number of key-value heads.
+      d_head: the size of a head.
+      linear: whether to use `head_linear` for values and outputs in place of `head_rotation`.
 
     Returns:
-      Norms into their readers, sizes of query and key heads, QK-norm's scales against each other, value-output heads,
-      the gated MLP's linear branch, sizes of the two output kernels. These two are exact as far as their norms' eps is
-      nothing.
+      The gauges of norms' scales, of the sizes of query and key heads, of QK-norm's two scales, of values and outputs,
+      of the gated MLP's units (by the branch without activation), and of the sizes of the two output kernels. A
+      change of size is a symmetry only if the eps of the norm behind the kernel is negligible.
     """
     axes = "1+ (_ channel)"
     return [

@@ -1,18 +1,22 @@
-"""Flax models of Hugging Face's transformers: heads flat on one axis, kernels of GPT-2 as (out, in)."""
+"""Gauges of the Flax models in Hugging Face's transformers.
+
+Their kernels have heads and entries in one axis. Kernels of GPT-2 are stored as (outputs, inputs).
+"""
 
 import gauge_optax as go
 from gauge_optax import Gauge
 
 
 def hf_gpt2(heads: int, *, linear: bool = False) -> list[Gauge]:
-    """`FlaxGPT2LMHeadModel`: query, key and value in one kernel, GELU, tied head.
+    """Gauges of `FlaxGPT2LMHeadModel`: queries, keys and values in one kernel, GELU, tied head.
 
     Args:
-      heads: attention heads.
-      linear: GL(d_h) in place of the rotations.
+      heads: the number of heads.
+      linear: whether elements of heads are all invertible matrices, and not only rotations.
 
     Returns:
-      Norms into attention and MLP, heads; biases, those of keys too, go with their kernels.
+      The gauges of the norms in front of attention and MLP, and of heads. A head's gauge moves the biases of queries,
+      keys and values with their kernels.
     """
     block = "transformer/h/{i}"
     fused, sizes = f"{block}/attn/c_attn", {"qkv": 3, "head": heads}
@@ -33,14 +37,16 @@ def hf_gpt2(heads: int, *, linear: bool = False) -> list[Gauge]:
 
 
 def hf_llama(kv_heads: int, *, linear: bool = False) -> list[Gauge]:
-    """`FlaxLlamaForCausalLM`, and Mistral: rotary by halves, grouped queries, untied head.
+    """Gauges of `FlaxLlamaForCausalLM`, and of Mistral: grouped queries, untied head.
+
+    Rotary embeddings pair entry c with entry c + d_h/2.
 
     Args:
-      kv_heads: key-value heads; query heads are a multiple.
-      linear: what of GL(d_h) holds, in place of rotations and torus.
+      kv_heads: the number of key-value heads. The number of query heads is a multiple of it.
+      linear: whether to use `rope_linear` and `head_linear` for heads, in place of `rope_torus` and `head_rotation`.
 
     Returns:
-      Norms into their readers, heads, the gated MLP's linear branch, the logit shift.
+      The gauges of norms' scales, of heads, of the gated MLP's units (by the branch without activation), and of logits.
     """
     layer = "model/layers/{i}"
     attention, mlp = f"{layer}/self_attn", f"{layer}/mlp"

@@ -1,17 +1,17 @@
-"""Language models written for JAX: nanodo, MaxText's Llama with scanned layers, bonsai's Qwen3."""
+"""Gauges of language models written for JAX: nanodo, MaxText's Llama with scanned layers, bonsai's Qwen3."""
 
 import gauge_optax as go
 from gauge_optax import Gauge
 
 
 def nanodo(*, linear: bool = False) -> list[Gauge]:
-    """nanodo's decoder (Linen): GELU, tied head, LayerNorms without bias.
+    """Gauges of nanodo's decoder (Linen): GELU, tied head, LayerNorms without bias.
 
     Args:
-      linear: GL(d_h) in place of the rotations.
+      linear: whether elements of heads are all invertible matrices, and not only rotations.
 
     Returns:
-      Norms into attention and MLP, heads.
+      The gauges of the norms in front of attention and MLP, and of heads.
     """
     attention = "blocks_{i}/CausalAttn_0"
     query, key, value = ({f"{attention}/{name}/kernel": "_ head basis"} for name in ("query", "key", "value"))
@@ -29,14 +29,14 @@ def nanodo(*, linear: bool = False) -> list[Gauge]:
 
 
 def maxtext_llama(kv_heads: int, *, linear: bool = False) -> list[Gauge]:
-    """MaxText's Llama with scanned layers, which stand on axis 1; untied head, grouped queries.
+    """Gauges of MaxText's Llama with scanned layers, whose layer axis is axis 1; untied head, grouped queries.
 
     Args:
-      kv_heads: key-value heads; query heads are a multiple.
-      linear: what of GL(d_h) holds, in place of rotations and torus.
+      kv_heads: the number of key-value heads. The number of query heads is a multiple of it.
+      linear: whether to use `rope_linear` and `head_linear` for heads, in place of `rope_torus` and `head_rotation`.
 
     Returns:
-      Norms into their readers, heads, the gated MLP's linear branch, the logit shift.
+      The gauges of norms' scales, of heads, of the gated MLP's units (by the branch without activation), and of logits.
     """
     layers = "decoder/layers"
     attention = f"{layers}/self_attention"
@@ -62,18 +62,19 @@ def maxtext_llama(kv_heads: int, *, linear: bool = False) -> list[Gauge]:
 
 
 def qwen3(kv_heads: int, d_head: int, *, linear: bool = False) -> list[Gauge]:
-    """bonsai's dense Qwen3 (NNX), untied: QK-norm under rotary, grouped queries.
+    """Gauges of bonsai's dense Qwen3 (NNX) with an untied head: QK-norm before rotary embeddings, grouped queries.
 
-    Names are those of versions whose projections have a `kernel`; where they call it `w`, `discover` writes the list.
+    The paths are those of versions that call the weight of a projection `kernel`. For versions that call it `w`, use
+    the gauges that `discover` finds.
 
     Args:
-      kv_heads: key-value heads.
-      d_head: width of a head.
-      linear: GL(d_h) of values and outputs in place of the rotation.
+      kv_heads: the number of key-value heads.
+      d_head: the size of a head.
+      linear: whether to use `head_linear` for values and outputs in place of `head_rotation`.
 
     Returns:
-      Norms into their readers, sizes of query and key heads, QK-norm's scales against each other, value-output heads,
-      the gated MLP's linear branch, the logit shift.
+      The gauges of norms' scales, of the sizes of query and key heads, of QK-norm's two scales, of values and outputs,
+      of the gated MLP's units (by the branch without activation), and of logits.
     """
     layer = "layers/{i}"
     attention, mlp = f"{layer}/attn", f"{layer}/mlp"

@@ -744,9 +744,10 @@ def root_and_inverse(m: jax.Array, least: float) -> tuple[jax.Array, jax.Array]:
     if m.shape[-1] == 2:
         adjugate = jnp.trace(inverse_root, axis1=-2, axis2=-1)[..., None, None] * eye - inverse_root
         return adjugate / jnp.linalg.det(inverse_root)[..., None, None], inverse_root
-    # Where M has the eigenvalue λ and S⁻¹ has r < λ^{−1/2}, the product of M·S⁻¹ and S⁻¹ is not 1 but 1 − e, with
-    # e = 1 − λr². Let r₀ be the largest value of r, which it has at λ = 0. After e/r₀ is added to M·S⁻¹, the error e is
-    # at most 8 %, and every step of Newton's method for the inverse squares it.
+    # `inverse_root`, S⁻¹, is inexact for small eigenvalues λ of M: its eigenvalue r is less than λ^{−1/2} there. M·S⁻¹
+    # is then no inverse of S⁻¹: the product of both has the eigenvalue λr² = 1 − e. Let r₀ be the largest r, that at
+    # λ = 0. If e/r₀ is added to M·S⁻¹, the product differs from 1 by at most 8 % for every λ, and every step of
+    # Newton's method for the inverse squares this difference.
     root = matmul(m, inverse_root)
     root, most = root + (eye - matmul(inverse_root, root)) / largest, 0.1
     while most > float(jnp.finfo(m.dtype).eps):

@@ -140,8 +140,8 @@ class Slice:
       turns: pairs of a class of turns and the turns of this class, in the order in which they are undone.
       free: parts without a role (permutations), which no optimizer notices.
       completed_sizes: labels of sizes whose anchor is a norm's scale that a turn uses but does not change
-        (`Part.passes`). The turn's `pull` leaves out a term of the scale's gradient. `Size.completed` therefore
-        computes this gradient from the gradients of the size's other leaves.
+        (`Part.passes`). A gradient that the turn moves to the slice (`pull`) lacks a term at the scale, because the
+        turn depends on the scale. `Size.completed` computes the scale's gradient from those of the size's other leaves.
       not_fixed: labels of parts that change a frozen leaf. They stay in F as they were read at `init`; `fix` and `hold`
         leave them alone.
       following: labels of sizes one of whose leaves has a less precise dtype than the anchor. What the anchor gains in
@@ -336,9 +336,9 @@ class Slice:
         """Raises ValueError unless all parts of this slice may be undone before those of a transformation inside.
 
         The transformation inside, such as a second `quotient`, sees slice points of this slice. A part p of this slice
-        and a part q inside may use the same entries only if p has an earlier role in the order constants, sizes, turns:
-        one slice with both parts would undo p first as well. Otherwise what p reads would depend on the element of q,
-        and twins would have different slice points.
+        and a part q inside may use the same entries only if p has an earlier role in the order constants, sizes, turns.
+        This is the order in which one slice that contained both parts would undo them. With another order, what p
+        reads would depend on the element of q, and twins would have different slice points.
 
         Args:
           name: the public function that made the transformation inside.
@@ -395,7 +395,7 @@ class Slice:
           left: labels of constants that stay where they are.
 
         Returns:
-          The elements of sizes that were undone, by label, and the point on the slice.
+          By label of a `Size`, the element that was undone; and the point on the slice.
         """
         for part, anchor, _ in self.constants:
             if part.label not in (*self.not_fixed, *left):

@@ -124,7 +124,10 @@ def last(result: Result, row: str, precision: str, which: str) -> list[float]:
 
 
 def lines(result: Result) -> Iterator[list[str]]:
-    """The rows of the table. A gap is the largest over all seeds; for AdamW it is the smallest."""
+    """The rows of the table: per construction, how far twins end apart.
+
+    Of the seeds, it has the one for which they end farthest apart, and for AdamW the one for which they end nearest.
+    """
     steps = [result["settings"][f"steps{precision[-2:]}"] for precision in PRECISIONS]
     yield ["construction", *(f"{p}, {n} steps" for p, n in zip(PRECISIONS, steps, strict=True)), "AdamW"]
     for row in result["arms"]:

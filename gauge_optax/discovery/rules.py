@@ -400,7 +400,7 @@ def _ragged_dot(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
 def ragged_places(eqn: Any) -> tuple[int, int, int, int] | None:
     """The axes of a `ragged_dot`: the contracted one of the rows, and the kernel's groups, inputs and outputs.
 
-    The result is None for a form of it that does not multiply rows by one matrix of a group each.
+    The result is None for a `ragged_dot` that does not multiply the rows of every group by one matrix of that group.
 
     >>> fn = lambda x, kernel: jax.lax.ragged_dot(x, kernel, jnp.array([1, 3]))
     >>> ragged_places(jax.make_jaxpr(fn)(jnp.ones((4, 6)), jnp.ones((2, 6, 5))).eqns[-1])

@@ -271,7 +271,7 @@ class _Evaluation:
         return self._results(eqn, outs, found)
 
 
-# Operations whose parameters contain lengths, or whose operands share axes that the result lacks -----------
+# Operations that need a rule: their `params` contain lengths of axes, or they contract axes ------------------
 
 Operands = tuple[Sequence[Any], dict[str, Any]]
 """An operation's operands without what is dropped, and those of its parameters that change."""

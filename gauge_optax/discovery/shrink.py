@@ -227,7 +227,10 @@ def _groups(trace: Trace, atoms: Atoms) -> list[_Group]:
 
 
 def _cut(leaves: Leaves, atoms: Atoms, chosen: Sequence[_Short]) -> Leaves:
-    """The leaves, cut so that every chosen component keeps its first entries alone."""
+    """The leaves, with each chosen component, a factor of the length of an axis, cut to its first entries.
+
+    How many entries it keeps is in `chosen`.
+    """
     kept = {place: (one.group.unit, one.unit) for one in chosen for place in one.group.places}
     out = {}
     for path, leaf in leaves.items():

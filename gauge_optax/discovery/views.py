@@ -306,7 +306,10 @@ def part(space: Space, ranges: Ranges) -> Space:
 
 
 def _readings(trace: Trace, axis: Axis, length: int, searched: set[Space]) -> list[list[Window]]:
-    """Ways to read one axis, each a list of windows; the main way comes first."""
+    """Ways to split one axis of a leaf into ranges of entries (`Window`), each split again by a reshape.
+
+    The first way covers all entries.
+    """
     if axis is None or length == 1:
         return [[Window(0, length, (Atom(None, length),))]]
     spaces, whole = trace.spaces, trace.spaces.key(axis)

@@ -171,7 +171,7 @@ class Gauge(abc.ABC):
           An element. It is the identity for rotations, which change no norm. It is also the identity for a channel or
           head without a point of least norm, because one of its two sides (such as `up` or `down`) is zero or has less
           than full rank. And it is the identity for `embedding_shift`, `bias_absorption` and `norm_read_shift`, whose
-          moves to least norm are not computed: in a product, the norm is the least that the other gauges reach. For
+          moves to least norm are not computed: beside other gauges, the norm is the least that those others reach. For
           `head_linear` it is (H_A⁻¹ # H_B)^{1/2}, where H_A and H_B are the Gram matrices of its left and its right
           factor and # is the geometric mean. Two kinds of scales are balanced otherwise: one without a second side, as
           `scale_invariant`, whose root mean square becomes 1; and `multiplier_balance`, see there.

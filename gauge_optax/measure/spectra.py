@@ -143,8 +143,8 @@ def gauge_fraction(params: Any, gauges: Gauges, tangent: Any = None) -> dict[str
     Returns:
       Path of a bound leaf → its share; 0 for a leaf of zeros. For gauges that add to a single leaf, such as
       `logit_shift` and `key_bias`, it is between 0 and 1. For other gauges it can exceed 1, by far: the vertical part
-      of one leaf depends on the other leaves that the gauge moves, and for scales the projection on vertical directions
-      need not be orthogonal.
+      of one leaf depends on the other leaves that the gauge moves. And for gauges that multiply, the projection on
+      directions along the orbit need not be orthogonal.
 
     Raises:
       ValueError: bindings that do not fit the tree; a tangent of another shape.

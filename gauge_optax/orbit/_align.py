@@ -291,8 +291,9 @@ def _move_each(path: _Path, parts: Sequence[Any], before_others: bool = False) -
     Args:
       path: the path, to which the moves are added.
       parts: the parts, in the order in which they take turns.
-      before_others: whether each element is computed from the blocks that later rotations and permutations of `parts`
-        do not move. Their elements are not known yet. The distance may grow until they have moved too.
+      before_others: if True, the element of each part is computed only from blocks that no later rotation or
+        permutation in `parts` moves, because the elements of those later parts are not known yet. The distance may
+        grow until the later parts have moved as well.
     """
     for at, part in enumerate(parts):
         others = [other for other in parts[at + 1 :] if before_others and is_compact(other)]

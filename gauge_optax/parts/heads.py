@@ -148,7 +148,10 @@ class Heads:
         return sum(products[1:], products[0])
 
     def block_gram(self, block: Block, a: jax.Array, b: jax.Array) -> jax.Array:
-        """aᵀ·b per head, (*shape, size, size), where a and b are the rows of one block in two leaves."""
+        """aᵀ·b per head, (*shape, size, size).
+
+        The matrices a and b are the rows of the block in two arrays shaped like its leaf, such as weights and a step.
+        """
         (left, _, wide), (right, _, _) = (self.as_matrices(block, block.rows(x)) for x in (a, b))
         return jnp.einsum("...ir,...jr->...ij" if wide else "...ri,...rj->...ij", left, right, precision=HIGHEST)
 
@@ -182,8 +185,8 @@ class Heads:
     def as_matrices(self, block: Block, rows: jax.Array) -> tuple[jax.Array, list[int], bool]:
         """The `rows` of a block as one matrix per head, (*shape, rows, size) or its transpose.
 
-        It moves the heads' axes to the front, which copies whole rows. If a matrix product had to do this with the
-        leaf's own axes, it would copy single entries.
+        It moves the axes of heads to the front, which copies whole rows. If a matrix product got the axes in the order
+        of the leaf, XLA would move them inside the product, and copy entry by entry.
 
         Returns:
           The matrices; the order in which they have the axes of `rows`; and whether they are transposed,

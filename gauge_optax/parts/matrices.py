@@ -486,7 +486,7 @@ def labelled_matrices(block: Block) -> Matrices | None:
     """Returns matrices as a user's axes describe them; None unless exactly two axes of the leaf have free parts `_`.
 
     The free parts of the first of these axes are the rows, those of the second the columns. All parts that have a name
-    or an index count matrices.
+    or an index say which matrix: there is one for each of their indices.
     """
     whole = _widened(block)
     labels = whole.split_labels

@@ -103,7 +103,10 @@ class Part(abc.ABC, Generic[E]):
         """The point `x` moved by the element `e`. Leaves that the part does not change are returned as they are."""
 
     def undo(self, e: E, x: Arrays) -> Arrays:
-        """The point `x` moved by the inverse of `e`. A constant sets a row to zero if only roundoff of it remains."""
+        """The point `x` moved by the inverse of `e`.
+
+        A `Constant` subtracts here. If only roundoff remains of a row of weights, the row becomes zero.
+        """
         return self.act(self.inverse(e), x)
 
     def push(self, e: E, u: Arrays, at: Arrays) -> Arrays:

@@ -576,8 +576,8 @@ def _require_seen(tx: Any, state: Any) -> None:
 def _require_state_of(tx: Any, state: Any, params: Any) -> None:
     """Raises ValueError for a state that was made for other weights.
 
-    Before the first step, all arrays of the state have to be near those of `tx.init(params)`. Later only the sizes in
-    its frames have to be.
+    Before the first step, all arrays of the state have to be near those of `tx.init(params)`. Later, only the elements
+    of `Size` parts that the state's frames hold have to be near those of `tx.init(params)`.
     """
     init = one_program(tx.init)
     fresh = init(params)

@@ -43,8 +43,7 @@ Params = Any
 
 STEPS = {64: 400, 128: 300}  # size (d_model) → steps of a run
 STARTS = ("lecun", "0.02", "zero outputs")
-BATCH, LENGTH = 8, 64  # sequences in a batch of training, tokens in each
-HELD_OUT = 8  # a batch of validation has this many times as many sequences; there are 8 of them
+BATCH, LENGTH, HELD_OUT = 8, 64, 8  # sequences, tokens in each; validation batches have HELD_OUT * BATCH sequences
 WARMUP, DECAY = 20, 0.1
 ADAM_SHARE = 0.5  # the learning rate of leaves that Adam steps, as a share of Muon's rate
 

@@ -548,7 +548,7 @@ class _Quotient(torch.optim.Optimizer, abc.ABC):
         of_b = [_wide(x).reshape(len(b), -1, number).permute(2, 0, 1) for x in (b, b.grad)]
         if count := sum(without_frame(of_a[0][k], of_b[0][k]) for k in range(number) if "s" not in states[k]):
             warnings.warn(str(_error(
-                f"no frame for {pair.a!r} and {pair.b!r}",
+                f"factors without full rank, {pair.a!r} and {pair.b!r}",
                 f"both factors have less than full rank in {count} of {number} pairs",
                 "a factor of full rank in every pair: these pairs train as if no gauge bound them",
                 f"lower the rank to {of_a[0].shape[1]} or less, or start from an A of full rank")), stacklevel=2)

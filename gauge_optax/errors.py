@@ -2,6 +2,7 @@
 
 import sys
 import warnings
+from typing import Any
 
 
 def binding_error(gauge: str, problem: str, found: str, expected: str, remedy: str) -> ValueError:
@@ -26,6 +27,29 @@ def binding_error(gauge: str, problem: str, found: str, expected: str, remedy: s
     """
     lines = (f"{gauge}: {problem}", f"found:    {found}", f"expected: {expected}", f"remedy:   {remedy}")
     return ValueError("\n  ".join(" ".join(line.splitlines()) for line in lines))
+
+
+def kind_of(value: Any) -> str:
+    """Names the class of a value, with its article, for the part `found` of a message.
+
+    >>> from gauge_optax.errors import kind_of
+    >>> [kind_of(x) for x in (3, {}, None, jnp.ones(2))]
+    ['an int', 'a dict', 'None', 'an array']
+    """
+    if value is None:
+        return "None"
+    name = "array" if hasattr(value, "dtype") and hasattr(value, "shape") else type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIO' else 'a'} {name}"
+
+
+def counted(number: int, one: str, more: str = "") -> str:
+    """Writes a number with its noun.
+
+    >>> from gauge_optax.errors import counted
+    >>> counted(1, "leaf", "leaves"), counted(2, "leaf", "leaves"), counted(0, "batch", "batches")
+    ('1 leaf', '2 leaves', '0 batches')
+    """
+    return f"{number} {one if number == 1 else more or one + 's'}"
 
 
 def warn(message: ValueError | str) -> None:

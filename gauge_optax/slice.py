@@ -356,8 +356,8 @@ class Slice:
                         name,
                         f"inside a quotient that moves '{shared[0]}' too",
                         f"{name_of(p)} outside, {name_of(q)} inside",
-                        "gauges of other leaves; of one leaf, outside only gauges that add, or, if all gauges inside "
-                        "rotate, gauges that add or multiply",
+                        "gauges of different leaves outside and inside; on one leaf, a gauge outside that adds and "
+                        "one inside that multiplies or rotates, or one that multiplies and one that rotates",
                         remedy,
                     )
         check_commute([*self.parts, *(q for q in inside.parts if q not in self.parts)])

@@ -17,7 +17,7 @@ import numpy as np
 import optax
 
 from gauge_optax.binding import leaves_by_path, match
-from gauge_optax.errors import binding_error
+from gauge_optax.errors import binding_error, counted
 from gauge_optax.gauges.disconnected import disconnected
 from gauge_optax.gauges.gauge import Gauge, Gauges, Product, product
 from gauge_optax.parts.part import Arrays
@@ -104,7 +104,8 @@ def assert_invariant(
     before = loss_fn(params)
     if not group.gauges or not jax.tree.leaves(before):
         raise binding_error(
-            "assert_invariant", "nothing to compare", f"{len(group.gauges)} gauges and {before!r:.60} from loss_fn",
+            "assert_invariant", "nothing to compare",
+            f"{counted(len(group.gauges), 'gauge')} and {before!r:.60} from loss_fn",
             "gauges, and a loss or outputs", "return the loss from loss_fn, and pass the gauges to test",
         )
     _require_numbers(before)
@@ -181,9 +182,10 @@ def assert_horizontal(
         raise AssertionError(
             f"updates move along {describe(blamed)}\n"
             f"  leaf:     {worst}\n"
-            f"  found:    vertical part {_relative(across, tangent):.2e} of the update's norm on the slice\n"
+            f"  found:    {_relative(across, tangent):.2e} of the update's norm changes no output\n"
             f"  expected: at most {rtol:.1e}\n"
-            f"  remedy:   go.gauge_project(gauges, kind='update'), or go.quotient\n{difference}"
+            "  remedy:   go.gauge_project(gauges, kind='update') last in the chain; updates of go.quotient, which are\n"
+            f"            differences of points, need not be horizontal\n{difference}"
         )
 
 
@@ -254,7 +256,7 @@ def assert_equivariant_step(
             f"  gauges:   {', '.join(map(describe, acting or group.gauges))}\n"
             f"  found:    relative error {_relative(value, expected):.2e}\n"
             f"  expected: at most {rtol:.1e}\n"
-            f"  remedy:   an optimizer that commutes with these gauges, such as go.ddc_adamw(learning_rate, gauges)\n"
+            "  remedy:   go.quotient_adamw(learning_rate, gauges), or go.quotient(optimizer, gauges) with your own\n"
             f"{difference}"
         )
 
@@ -275,7 +277,7 @@ def assert_equivariant_step(
     if rtol is None and far <= 10.0 * leaf_tolerance:
         raise AssertionError(
             "the steps are too short to tell whether twins stay together\n"
-            f"  found:    leaves that moved by {far:.1e} of their norm in {steps} steps\n"
+            f"  found:    leaves that moved by {far:.1e} of their norm in {counted(steps, 'step')}\n"
             f"  expected: more than {10.0 * leaf_tolerance:.1e}, ten times the difference that is allowed\n"
             "  remedy:   a larger learning rate, more steps, or float64 weights"
         )

@@ -18,7 +18,7 @@ import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from gauge_optax.binding import has_dtype, is_empty, leaf_shape, leaves_by_path, structures_apart, with_leaves
-from gauge_optax.errors import binding_error
+from gauge_optax.errors import binding_error, kind_of
 from gauge_optax.linalg import real_dtype
 from gauge_optax.xla import quick_options, varying_together
 
@@ -502,7 +502,7 @@ def require_transformation(transformation: str, inner: Any, argument: str = "inn
         if isinstance(inner, list | tuple) and inner and all(hasattr(link, "update") for link in inner):
             remedy = "chain them: optax.chain(*optimizers)"
         elif isinstance(inner, list | tuple | Mapping) or hasattr(inner, "act"):
-            remedy = f"name the arguments: {transformation}(inner=optax.adamw(1e-3), ...)"
+            remedy = f"name the arguments: {transformation}({argument}=optax.adamw(1e-3), ...)"
         raise binding_error(
             transformation, f"{argument} is no transformation", name or type(inner).__name__,
             "an object with init and update", remedy)
@@ -587,7 +587,7 @@ def require_values(transformation: str, params: Any) -> None:
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
         raise binding_error(
             transformation, "init was called with shapes alone", "jax.ShapeDtypeStruct leaves",
-            "arrays: the frame is computed from their values",
+            "arrays: init reads their values",
             "write jax.eval_shape(tx.init, params) for the shapes of the state")
 
 
@@ -719,7 +719,7 @@ def require_report(function: str, report: Any) -> None:
     """Raises ValueError unless an argument is a report of `go.discover`, or None."""
     if report is not None and not hasattr(report, "turning"):
         raise binding_error(
-            function, "no report", f"a {type(report).__name__}", "what discover returned, or None",
+            function, "no report", kind_of(report), "what discover returned, or None",
             "pass report=go.discover(fn, params, batches), or leave it out")
 
 
@@ -732,9 +732,11 @@ def with_hash(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def require_function(function: str, argument: str, value: Any, takes: str) -> None:
+def require_function(function: str, argument: str, value: Any, takes: str, remedy: str = "") -> None:
     """Raises ValueError unless an argument can be called with the arguments that `takes` names, as "params, batch"."""
     write = f"write {argument}=lambda {takes}: function({takes.replace('batch', '*batch')})"
+    if "batch" not in takes:
+        write = remedy or f"{write[:-1]}, ...), with its other arguments in place of ..."
     expected = f"a function of {takes.replace(', ', ' and ')}"
     if not callable(value):
         raise binding_error(function, f"{argument} is no function", f"{argument}={value!r:.60}", expected, write)
@@ -772,8 +774,8 @@ def listed(function: str, batches: Any, argument: str = "batches") -> list[Any]:
     """
     if isinstance(batches, Mapping):
         raise binding_error(
-            function, "batches is a dict", f"the keys {', '.join(map(repr, batches))}", "a list of batches",
-            "pass list(batches.values()), or [batches] for one batch that is a dict")
+            function, f"{argument} is a dict", f"the keys {', '.join(map(repr, batches))}", f"a list of {argument}",
+            f"pass list({argument}.values())" + ", or [batches] for one batch that is a dict" * (argument == "batches"))
     if isinstance(batches, str) or not isinstance(batches, Iterable):
         raise binding_error(
             function, f"{argument} is no list", f"{argument}={batches!r:.60}", f"a list of {argument}",
@@ -798,7 +800,7 @@ def require_scalar(function: str, value: Any, differentiable: bool = True) -> No
     if not array or jnp.shape(value) or not any(jnp.issubdtype(dtype, kind) for kind in kinds):
         raise binding_error(
             function, "a loss that is no scalar",
-            f"an array of {dtype}, shape {jnp.shape(value)}" if array else f"a {type(value).__name__}",
+            f"an array of {dtype}, shape {jnp.shape(value)}" if array else kind_of(value),
             "one real number",
             "let the loss return jnp.mean(losses)" if array else
             "pass a function that returns the loss alone: lambda *args: loss(*args)[0]")
@@ -839,7 +841,7 @@ def _not_a_state(transformation: str, state: Any, kind: type, conversion: str) -
         return _wrong_state(transformation, type(state).__name__, kind.__name__, conversion)
     return binding_error(
         transformation, "a state that has lost its classes",
-        f"a {type(state).__name__}, as of a checkpoint that was restored without a target", f"a {kind.__name__}",
+        f"{kind_of(state)}, as of a checkpoint that was restored without a target", f"a {kind.__name__}",
         "restore into jax.eval_shape(tx.init, params), for example "
         "checkpointer.restore(path, target=jax.eval_shape(tx.init, params))")
 

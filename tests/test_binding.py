@@ -188,7 +188,8 @@ def test_frozen_sizes() -> None:
 @pytest.mark.parametrize("sizes", [
     *({"a": size} for size in (0, -1, 2.0, True, "3", None, np.ones(2), np.float32(1))), {3: 3}, 7])
 def test_malformed_sizes(sizes: Any) -> None:
-    assert "malformed size" in says(lambda: binding.frozen_sizes("gauge", sizes))
+    said = "malformed size" if isinstance(sizes, dict) else "sizes is no mapping"
+    assert said in says(lambda: binding.frozen_sizes("gauge", sizes))
 
 
 @pytest.mark.parametrize(("shapes", "blocks", "sizes", "want"), [
@@ -261,7 +262,7 @@ def test_a_leaf_that_is_absent_from_a_part_of_the_tree_is_not_replaced_by_anothe
     gauge = go.rescale({"blocks/up/kernel": "_ channel"}, {"blocks/down/kernel": "channel _"})
     up = {} if leaf == "head/bias" else {"blocks/up/kernel": (2, 3)}
     text = complaint(lambda: gauge.dim(nested(up | {leaf: (3, 2) if up else (5,)})))
-    assert ("remedy:   leave this rescale out if 'blocks/" in text) == absent == ("remedy:   write" not in text)
+    assert ("remedy:   take 'blocks/" in text) == absent == ("remedy:   write" not in text)
 
 
 def test_no_match_names_the_nearest_and_the_remedy() -> None:

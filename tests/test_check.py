@@ -397,7 +397,7 @@ def test_the_report_says_what_is_left_alone() -> None:
     assert _preflight(said, MLP, stopped).frozen == ("down",)
 
 
-OUTSIDE, IN_FRONT = "outside the optimizer that moves rescale", "in front of"
+OUTSIDE, IN_FRONT = "but outside the optimizer with the gauge rescale", "in front of"
 FREEZE = optax.freeze(ON_DOWN)
 UNSEEN: dict[str, tuple[str, Any]] = {
     "set_to_zero": (OUTSIDE, optax.chain(ADAMW, optax.masked(optax.set_to_zero(), ON_DOWN))),
@@ -418,7 +418,7 @@ UNSEEN: dict[str, tuple[str, Any]] = {
 def test_a_leaf_that_is_frozen_where_no_state_knows_is_named(name: str) -> None:
     """Growth of `up` would move it."""
     words, tx = UNSEEN[name]
-    with refused(f"'down' is frozen {words}", "frozen=go.tools.by_path({'down': True}"):
+    with refused(f"'down' is frozen,? {words}", "frozen=go.tools.by_path({'down': True}"):
         _preflight(tx, MLP, mlp_loss)
 
 

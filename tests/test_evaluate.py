@@ -100,7 +100,7 @@ def test_a_quotient_may_see_a_part_of_the_tree(wrap: str, inner: Any) -> None:
     (_, state), (_, ours) = (t.update(p, t.init(p), p) for t, p in ((tx, params), (alone, body)))
     if wrap == "two quotients":
         for call in (lambda: go.orbit.restart(tx, state, params), lambda: go.orbit.evaluate(fn, state, params)):
-            with refused("with 2 quotients", "state.inner_states['body'], to restart with the optimizer of this part"):
+            with refused("with 2 quotients", "state.inner_states['body'] (restart: with the optimizer of this part)"):
                 call()
         tx, state = alone, state.inner_states["body"]
     averages = go.orbit.evaluate(fn, state, params)

@@ -161,10 +161,29 @@ def test_swapped_arguments(name: str) -> None:
     make, heading = getattr(go, name), f"{name}: learning_rate and gauges are swapped"
     report = go.discover(_hidden, NET, [np.ones((4, 3)), np.eye(4, 3)], outputs="loss", progress=False)
     _says(lambda: make([RELU], 1e-3), heading, f"write go.{name}(0.001, gauges)")
-    _says(lambda: make(report, 1e-3), heading, f"write go.{name}(0.001, gauges)")
+    of_report = "report" if name == "max_norm_muon" else "report.gauges"
+    _says(lambda: make(report, 1e-3), heading, f"write go.{name}(0.001, {of_report})")
     _says(lambda: make(RELU, optax.constant_schedule(1e-3)), heading, f"write go.{name}(learning_rate, gauges)")
     _says(lambda: go.quotient(RELU, optax.adam(1e-3)), "quotient: inner is no transformation",
           "name the arguments: quotient(inner=optax.adamw(1e-3), ...)")
+
+
+def test_remedies_can_be_typed() -> None:
+    """Each was one that raises again, or that is for another mistake."""
+    norm, params = lambda p: jnp.sum(p["up"] ** 2), {"up": jnp.ones((2, 3))}
+    unit, other = go.scale_invariant({"up": "_ unit"}), "is a function of other arguments"
+    tx = go.quotient(optax.adam(1e-3), unit)
+    _says(lambda: go.orbit.choose(norm, params, unit, optimizer=[unit]), "choose: optimizer is no transformation",
+          "name the arguments: choose(optimizer=optax.adamw(1e-3), ...)")
+    _says(lambda: go.tools.by_path({"**/bias": False}, default=True)(params), "by_path: no leaf matches '**/bias'",
+          "take '**/bias' out if the tree has no such leaf")
+    _says(lambda: go.check(tx, tx.init(params), params, params, loss_fn=lambda p, batch: norm(p)),
+          f"check: loss_fn {other}", "pass batch= as well, or write loss_fn=lambda params: loss(params, batch)")
+    _says(lambda: go.measure.barrier(lambda p, batch: norm(p), params, params), f"barrier: loss {other}",
+          "write loss=lambda params: function(params, ...), with its other arguments in place of ...")
+    _says(lambda: go.product([[unit]]), "product: element 0 of the list is no gauge", "join the lists")
+    _says(lambda: go.measure.EmpiricalFisher(lambda p, x: x @ p["up"], params, [jnp.ones((1, 2))], {"x": 1}),
+          "EmpiricalFisher: labels is a dict", "pass list(labels.values())")
 
 
 def test_an_absent_leaf() -> None:

@@ -19,7 +19,7 @@ from gauge_optax.binding.axes import Site, parse_axes, solve_lengths
 from gauge_optax.binding.leaves import Block, leaf_shape, overlap, resolve_block, shown_and_hidden
 from gauge_optax.binding.paths import captures_of, hidden_match, match, natural_key, no_match
 from gauge_optax.binding.specs import BlockSpec, Sizes, check_specs, group_axes
-from gauge_optax.errors import binding_error
+from gauge_optax.errors import binding_error, counted
 
 
 class Matched(NamedTuple):
@@ -55,9 +55,9 @@ class Matched(NamedTuple):
         if len(blocks) != number:
             paths = [block.path for block in blocks]
             raise binding_error(
-                self.gauge, f"{len(blocks)} leaves of `{argument}` in one copy", ", ".join(f"'{p}'" for p in paths[:3]),
-                f"{number}, one for each that it belongs to",
-                "write a capture such as {i} for what counts layers, in every pattern, in place of ** or of a name")
+                self.gauge, f"`{argument}` matches {counted(len(blocks), 'leaf', 'leaves')} in one layer",
+                ", ".join(f"'{p}'" for p in paths[:3]), f"{number}, one for each that it belongs to",
+                "write what counts layers as {i} in every pattern: 'blocks/{i}/bias' in place of '**/bias'")
 
     def require_named(self, *arguments: str) -> None:
         """Raises ValueError if a block of these arguments, which must be vectors, has an axis without a name."""

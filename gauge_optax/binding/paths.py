@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from gauge_optax.errors import binding_error
+from gauge_optax.errors import binding_error, kind_of
 
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 
@@ -39,7 +39,7 @@ def compile_pattern(gauge: str, pattern: str) -> re.Pattern[str]:
         return binding_error(gauge, f"malformed pattern '{pattern}'", found, expected, remedy)
 
     if not isinstance(pattern, str):
-        raise malformed(f"a {type(pattern).__name__}", "a string", "write the path of the leaf, keys joined by '/'")
+        raise malformed(kind_of(pattern), "a string", "write the path of the leaf, keys joined by '/'")
     regex = ""
     captures: set[str] = set()
     for segment in pattern.split("/"):
@@ -164,7 +164,7 @@ def nearest(pattern: str, shapes: Shapes, rank: int) -> list[tuple[str, str]]:
 
 def no_match(
     gauge: str, pattern: str, shapes: Shapes, rank: int, expected: str, hidden: Sequence[str] = (),
-    taken: Collection[str] = (),
+    taken: Collection[str] = (), absent: str = "",
 ) -> ValueError:
     """The error for a pattern that matches no leaf: it names the nearest leaves, and where `MaskedNode`s are.
 
@@ -176,6 +176,8 @@ def no_match(
       expected: what the pattern should match, in words.
       hidden: paths of `MaskedNode`s.
       taken: the gauge's other patterns. If the best proposal is one of them, the pattern is probably no misspelling.
+      absent: what to do if the tree has no such leaf. If it is empty, the message says so only where the pattern is
+        probably no misspelling.
 
     Returns:
       The error, for the caller to raise.
@@ -190,10 +192,13 @@ def no_match(
     near = nearest(pattern, shapes, rank)
     found = "nearest " + ", ".join(f"{path} {shapes[path]}" for path, _ in near) if near else "no leaves"
     remedy = f"write '{near[0][1]}'" if near else "pass the parameters that the pattern was written for"
-    if near and (near[0][1] in taken or _likeness(pattern, near[0][1]) < _UNLIKE):
+    if near and (absent or near[0][1] in taken or _likeness(pattern, near[0][1]) < _UNLIKE):
         # This is no misspelling: the tree is only a part of the one that the gauge was made for. `nnx.Optimizer` makes
-        # such a part with `wrt=`.
-        remedy = f"leave this {gauge} out if '{pattern}' is not trained here; if its name is wrong, {remedy}"
+        # such a part with `wrt=`. Or the model has no such leaf, as one without biases.
+        absent = absent or (
+            f"take '{pattern}' out of {gauge} if the model has no such leaf; leave {gauge} out if its leaves are not "
+            "trained here")
+        remedy = absent if near[0][1] in taken else f"{absent}; if its name is wrong, {remedy}"
     if hidden:
         found += f", and MaskedNode at {', '.join(hidden[:3])}"
         remedy += ", or give each partition its own gauge list"

@@ -488,7 +488,7 @@ def check_ddc(s: Slice, options: Options, params: optax.Params) -> None:
                 "scale_by_ddc", f"{name_of(part)} on '{part.blocks[0].path}'",
                 "a linear gauge in the list of DDC", "shifts, scales, rotations, tori and rope_linear",
                 "write go.quotient_adamw or go.quotient_muon, which take the whole list, or put go.head_rotation in "
-                "its place",
+                "its place, as report.turning has it",
             )
     for path, leaf in leaves_by_path(params).items():
         if jnp.iscomplexobj(leaf):

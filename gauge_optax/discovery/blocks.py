@@ -266,10 +266,11 @@ def too_few(outputs: int, than: str) -> ValueError:
     """The error for too few output numbers: `outputs` is their number, and `than` a text on how many are needed.
 
     >>> print(str(too_few(5, "7 parameters")).splitlines()[0])
-    census: 5 output numbers
+    census: too few outputs
     """
     return binding_error(
-        "census", f"{outputs:,} output numbers", than, "more outputs than that", "pass more batches, or larger ones"
+        "census", "too few outputs", f"{outputs:,} output number{'s' * (outputs != 1)} for {than}",
+        "more output numbers than that", "pass more batches, or larger ones"
     )
 
 

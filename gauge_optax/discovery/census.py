@@ -285,9 +285,9 @@ def census(
     with checks.own_points():
         arrays = {p: x for p, x in real_leaves("census", params).items() if checks.is_float(x)}
         if not arrays or any(isinstance(x, jax.ShapeDtypeStruct) for x in arrays.values()):
-            kinds = "shapes" if arrays else ", ".join(leaves_by_path(params)) or "an empty tree"
+            kinds = "shapes" if arrays else ", ".join([*leaves_by_path(params)][:6]) or "an empty tree"
             raise binding_error(
-                "census", "no floating-point arrays in params", kinds, "the point at which directions are counted",
+                "census", "no floating-point arrays in params", kinds, "floating-point arrays with values",
                 "pass the trained or random weights, such as nnx.state(model) or variables['params']")
         stored = {p: np.asarray(x, np.float64) for p, x in arrays.items()}
         total, parts = sum(x.size for x in stored.values()), product(gauges).gauges if gauges else ()

@@ -22,7 +22,7 @@ from gauge_optax.binding import leaves_by_path, real_leaves
 from gauge_optax.discovery.interpret import applied, called, interpret, sharded, source
 from gauge_optax.discovery.lift import BATCH, LEAVES, mark_equations
 from gauge_optax.discovery.sketch import Leaves
-from gauge_optax.errors import binding_error
+from gauge_optax.errors import binding_error, counted
 from gauge_optax.transformation import in_interval, listed, own_settings
 from gauge_optax.xla import quick_options
 
@@ -113,10 +113,10 @@ def checked_batches(batches: Any, outputs: str | None, near: float, seed: int) -
             "pass 'logits' if a softmax of fn's outputs follows, else 'predictions', 'logprobs' or 'loss'")
     if len(batches := listed("discover", batches)) < 2:
         raise _refusal(
-            "too few batches", f"{len(batches)} batch", "two or more values that fn accepts",
+            "too few batches", counted(len(batches), "batch", "batches"), "two or more values that fn accepts",
             "pass a list of batches: whatever a single batch does not reach looks like a symmetry")
     if not in_interval(near, "[0, 1)"):
-        raise _refusal(f"bad near {near!r}", repr(near), "a number from 0 to 1", "leave it at 1e-3")
+        raise _refusal(f"bad near {near!r}", repr(near), "a number from 0 to below 1", "leave it at 1e-3")
     check_seed("discover", seed)
     check_batches("discover", batches)
     return batches
@@ -267,7 +267,7 @@ def compared(out: Any, outputs: Outputs | None) -> list[jax.Array]:
     leaves = _output_arrays(out)
     if not leaves:
         raise _refusal(
-            "no floating-point outputs", f"{len(jax.tree.leaves(out))} leaves of other types",
+            "no floating-point outputs", f"{counted(len(jax.tree.leaves(out)), 'leaf', 'leaves')} of other types",
             "an array of floating-point numbers", "return the logits, log-probabilities or loss from fn")
     shapes = [x.shape for x in leaves]
     if not sum(x.size for x in leaves):
@@ -400,9 +400,10 @@ def check_gradients(count: int, needed: int) -> None:
     """
     if count < needed:
         raise _refusal(
-            "gradients that are not finite", f"{count} finite ones where {needed} are needed",
+            "gradients that are not finite", f"{count} of the {needed} finite gradients that are needed",
             "finite gradients at random points near params",
-            "guard square roots and divisions at zero, in front of the operation and not behind it")
+            "write jnp.sqrt(jnp.where(x > 0, x, 1.0)) for square roots and divisions at zero, and choose the result by "
+            "a second jnp.where: one jnp.where behind the root still has a gradient of NaN")
 
 
 def _origins(closed: core.ClosedJaxpr, args: Sequence[Any]) -> dict[str, str]:

@@ -99,7 +99,7 @@ def in_double(fn: Function, leaves: Leaves, dtypes: Mapping[str, Any], batch: An
         if eqn.primitive.name == "while" and _float_dtypes(eqn):
             raise _refusal(
                 "a loop that cannot be differentiated in float64", f"`while`{where}",
-                "a loop with a fixed number of steps, because derivatives that fn defines itself are in its precision",
+                "a loop with a fixed number of steps, which can be differentiated in float64",
                 "write jax.lax.scan or a fori_loop with constant bounds")
     return lifted
 

@@ -91,7 +91,8 @@ class BiasAbsorption(Copy):
             free, of_target = (_free(block, found.named) for block in (kernel, target))
             if free[len(free) - len(of_target) :] != of_target:
                 raise binding_error(
-                    found.gauge, f"'{target.path}' does not follow '{kernel.path}'", f"{target.view_shape}",
+                    found.gauge, f"'{target.path}' has another shape than the outputs of '{kernel.path}'",
+                    f"{target.view_shape}",
                     f"the last free axes of \"{kernel.axes}\", {free}", "pair every kernel with its own bias")
         pairs = sorted((w.path, w.axes, c.path, c.axes) for w, c in zip(kernels, targets, strict=True))
         name, moved = part_label(found, pairs=pairs), (*source, *targets, *carried)

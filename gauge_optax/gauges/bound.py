@@ -16,7 +16,7 @@ from gauge_optax.binding import Block, leaf_shape, leaves_by_path, with_leaves
 from gauge_optax.binding.bind import require_no_absent_leaf
 from gauge_optax.binding.leaves import shown_and_hidden
 from gauge_optax.binding.paths import match
-from gauge_optax.errors import binding_error
+from gauge_optax.errors import binding_error, kind_of
 from gauge_optax.gauges.by_action import UserCopy
 from gauge_optax.gauges.copies import Copy
 from gauge_optax.linalg import near_power_of_two, real_dtype, safe_divide, unit_and_size
@@ -159,7 +159,7 @@ class Bound:
         if not isinstance(values, tuple | list) or len(values) != len(self.gauges):
             raise binding_error(
                 "gauges", "an element of another list of gauges",
-                f"a {type(values).__name__}" + (f" of {len(values)}" if isinstance(values, tuple | list) else ""),
+                kind_of(values) + (f" of {len(values)}" if isinstance(values, tuple | list) else ""),
                 f"a tuple of {len(self.gauges)}, one element per gauge", _REMEDY)
         for gauge, copies, value in zip(self.gauges, self.copies, values, strict=True):
             _require_element(gauge, copies, value)
@@ -463,8 +463,8 @@ def require_readings_without_turns(name: str, s: Slice) -> None:
         for part, anchor, _ in s.sizes:
             if found := [block.path for block in anchor if block.path in behind]:
                 raise binding_error(
-                    name, f"the size of '{found[0]}' behind the norm's scale '{path}', which no norm_scale makes 1",
-                    f"{name_of(turn)}, and {name_of(part)} that is read from '{found[0]}'",
-                    f"a norm_scale that is read from '{path}'",
+                    name, f"no norm_scale for the scale '{path}' in front of '{found[0]}'",
+                    f"{name_of(turn)} rotates the input of '{found[0]}', whose norm {name_of(part)} depends on",
+                    f"a go.norm_scale of '{path}' in the list",
                     f"add go.norm_scale of '{path}'; if scale_invariant binds '{path}', bind '{found[0]}' there",
                 )

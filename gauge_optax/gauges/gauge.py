@@ -44,7 +44,7 @@ from gauge_optax.binding import (
     with_leaves,
 )
 from gauge_optax.binding import bind as bind_blocks
-from gauge_optax.errors import binding_error, warn
+from gauge_optax.errors import binding_error, kind_of, warn
 from gauge_optax.gauges.balance import balance_beside
 from gauge_optax.gauges.bound import Bound, bound, require_nonzero_norms
 from gauge_optax.gauges.by_action import UserCopy
@@ -619,7 +619,7 @@ def listed_gauges(gauges: Gauges) -> tuple[Gauge, ...]:
         gauges = (gauges,)
     if isinstance(gauges, str | Mapping | optax.GradientTransformation) or not isinstance(gauges, Iterable):
         raise binding_error(
-            "product", "no gauges", f"a {type(gauges).__name__}", "a gauge, or a sequence of gauges",
+            "product", "no gauges", kind_of(gauges), "a gauge, or a sequence of gauges",
             "write report.gauges, or report.whole outside of optimizers" if hasattr(type(gauges), "certificate") else
             "pass the list: quotient(inner, gauges), bind(gauges, params) or canonicalize(params, gauges)",
         )
@@ -630,10 +630,13 @@ def listed_gauges(gauges: Gauges) -> tuple[Gauge, ...]:
             "an empty list of gauges does nothing: pass the gauges of the model, such as those that "
             "go.discover(fn, params, batches) returns"
         )
-    for gauge in gauges:
+    for number, gauge in enumerate(gauges):
         if not isinstance(gauge, Gauge):
+            report = hasattr(type(gauge), "certificate")
             raise binding_error(
-                "product", f"not a gauge: {gauge!r}", f"a {type(gauge).__name__}", "a gauge, or a sequence of gauges",
+                "product", f"element {number} of the list is no gauge", kind_of(gauge), "a gauge",
+                "write report.gauges, or report.whole outside of optimizers" if report else
+                "join the lists: [*report.gauges, other]" if isinstance(gauge, list | tuple) else
                 "pass what go.rescale(...) and the like return",
             )
         parts.extend(gauge._gauges)

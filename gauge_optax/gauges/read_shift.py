@@ -103,7 +103,8 @@ class NormReadShift(WriteShift):
             named = [x in ("_", y) for x, y in zip(target.labels, labels, strict=False)]
             if outputs != target.view_shape or not all(named):
                 raise binding_error(
-                    found.gauge, f"'{target.path}' does not follow '{kernel.path}'", f"{target.view_shape}",
+                    found.gauge, f"'{target.path}' has another shape than the outputs of '{kernel.path}'",
+                    f"{target.view_shape}",
                     f"the axes of \"{kernel.axes}\" without channel, {outputs}", "pair every kernel with its own bias")
         # An element has one array per kernel, in the order of the kernels. If `into` is given, the biases behind the
         # kernels have the same order. This order is part of what the element means, so that the label lists them

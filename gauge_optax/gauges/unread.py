@@ -81,9 +81,10 @@ def no_frame(name: str, part: Part[Any], count: int, but: str) -> ValueError:
     """The sentence about `count` heads of a part that have no frame."""
     paths = " and ".join(f"'{path}'" for path in dict.fromkeys(block.path for block in part.blocks))
     return binding_error(
-        name, f"no frame for heads of {paths}",
+        name, f"heads without full rank in {paths}",
         f"both factors have less than full rank in {count} of {math.prod(part.shape)} heads "
         "(rows behind a scale of zero do not count)",
         f"a factor of full rank in every head: {but}",
-        "bind go.head_rotation in place of go.head_linear, or cut the columns that pad the heads off both factors",
+        "bind go.head_rotation in place of go.head_linear (report.turning has it so), or cut the columns that pad the "
+        "heads off both factors",
     )

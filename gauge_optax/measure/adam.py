@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gauge_optax.errors import binding_error
+from gauge_optax.errors import binding_error, kind_of
 from gauge_optax.linalg import real_dtype
 from gauge_optax.transformation import in_computing_dtype, require_number, require_numbers
 
@@ -158,7 +158,7 @@ def _only_adam(caller: str, opt_state: Any) -> optax.ScaleByAdamState:
         )
     if len(found) != 1:
         raise binding_error(
-            caller, f"{len(found)} Adam states", f"a {type(opt_state).__name__}",
+            caller, f"{len(found)} Adam states", kind_of(opt_state),
             "the state of an optimizer with one optax.scale_by_adam in it",
             "pass the one partition's state; of other optimizers measure the step itself, with step_leakage",
         )

@@ -28,7 +28,7 @@ import numpy as np
 
 from gauge_optax.binding import in_single_or_better, leaves_by_path, real_leaves, with_leaves
 from gauge_optax.binding.paths import match
-from gauge_optax.errors import binding_error, warn
+from gauge_optax.errors import binding_error, counted, kind_of, warn
 from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.linalg import matmul, roundoff, safe_divide, singular_vectors, symmetric_eigen, unit_and_size
 from gauge_optax.measure._metric import (
@@ -658,7 +658,8 @@ class EmpiricalFisher(Operator):
         arrays = _arrays("EmpiricalFisher", params, batches, only)
         if len(labels) > len(batches):
             raise binding_error(
-                "EmpiricalFisher", "labels without a batch", f"{len(labels)} arrays for {len(batches)} batches",
+                "EmpiricalFisher", "labels without a batch",
+                f"{len(labels)} arrays for {counted(len(batches), 'batch', 'batches')}",
                 "one array of labels per batch", "pass one array of labels per batch",
             )
         for number, outputs in enumerate(_output_shapes("EmpiricalFisher", fn, arrays)):
@@ -868,7 +869,7 @@ def directional_fisher(operator: Operator, direction: Any) -> jax.Array:
 def _require_operator(name: str, operator: Any) -> None:
     if not isinstance(operator, Operator):
         raise binding_error(
-            name, "no operator", f"a {type(operator).__name__}", "a GGN, Fisher, EmpiricalFisher or Hessian",
+            name, "no operator", kind_of(operator), "a GGN, Fisher, EmpiricalFisher or Hessian",
             "pass go.measure.GGN(fn, params, batches)")
 
 
@@ -930,8 +931,9 @@ def _label_shares(outputs: jax.Array, each: int, rng: np.random.Generator) -> np
     """Draws `each` labels per row of logits, and returns the share of each class, (…, classes)."""
     flat = np.asarray(outputs).reshape(-1, outputs.shape[-1])
     if not np.all(np.isfinite(flat.max(1))):
-        raise binding_error("Fisher", "outputs that are not finite", "NaN or infinity in a row", "logits",
-                            "look for a leaf or a batch in which there is one; −inf for some classes is allowed")
+        raise binding_error(
+            "Fisher", "outputs that are not finite", "NaN or infinity in a row", "rows whose largest logit is finite",
+            "look for a leaf or a batch in which there is one; −inf for some classes is allowed")
     shares = np.empty(flat.shape, np.float32 if flat.dtype != np.float64 else np.float64)
     step = max(1, _ROWS // flat.shape[1])
     for at in range(0, len(flat), step):

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.errors import binding_error
+from gauge_optax.errors import binding_error, kind_of
 from gauge_optax.gauges.gauge import Element, Gauges, product
 from gauge_optax.linalg import lyapunov, near_power_of_two, safe_divide, skew, unit_and_size
 from gauge_optax.parts.heads import BASIS, PLANE, Planes, Rotation
@@ -406,7 +406,7 @@ def leakage_along(measure: Callable[..., Any], trajectory: Iterable[Sequence[Any
     for point in trajectory if isinstance(trajectory, Iterable) else [trajectory]:
         if not isinstance(point, tuple | list):
             raise binding_error(
-                "leakage_along", "a point that is no tuple of arguments", f"a {type(point).__name__}",
+                "leakage_along", "a point that is no tuple of arguments", kind_of(point),
                 "what the measure takes", "pass [(params, gradient, preconditioner), ...], or [(params,), ...]")
         require_function("leakage_along", "measure", measure, ", ".join(f"x{number}" for number in range(len(point))))
         results.append(measure(*point))

@@ -20,7 +20,7 @@ import numpy as np
 from scipy.special import stdtrit
 
 from gauge_optax.binding import in_single_or_better, real_leaves
-from gauge_optax.errors import binding_error
+from gauge_optax.errors import binding_error, counted, kind_of
 from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.linalg import unit_and_size
 from gauge_optax.measure._metric import (
@@ -151,12 +151,13 @@ def quotient_arc_length(points: Sequence[Any], gauges: Gauges, end: Any = None, 
     check_at("quotient_arc_length", at)
     if not isinstance(points, Iterable) or isinstance(points, Mapping):
         raise binding_error(
-            "quotient_arc_length", "points that are no sequence", f"a {type(points).__name__}",
+            "quotient_arc_length", "points that are no sequence", kind_of(points),
             "parameter trees in order", "pass [start, ..., end], one tree for each point")
     points = [*points, *([] if end is None else [end])]
     if len(points) < 2:
         raise binding_error(
-            "quotient_arc_length", "no way", f"{len(points)} points", "at least two", "record more of the trajectory"
+            "quotient_arc_length", "too few points", counted(len(points), "point"), "at least two",
+            "record more of the trajectory"
         )
     require_arrays("quotient_arc_length", points)
     require_traceable("quotient_arc_length", *points)
@@ -253,7 +254,7 @@ def power_law(
     kept = (x > 0) & (x >= window[0]) & (x <= window[1])
     x, y = x[kept], y[kept]
     if len(x) < _LEAST_POINTS:
-        return _unreadable(f"{len(x)} points", len(x))
+        return _unreadable(counted(len(x), "point"), len(x))
     if not (np.isfinite(y).all() and (y > 0).all()):
         return _unreadable("values that are not positive", len(x))
     if x.max() < span * x.min():
@@ -358,7 +359,7 @@ def rate_table(
     """
     if not isinstance(observables, Mapping) or not all(isinstance(read, Mapping) for read in observables.values()):
         raise binding_error(
-            "rate_table", "observables that are no layers with values by name", type(observables).__name__,
+            "rate_table", "observables that are no layers with values by name", repr(observables)[:60],
             "a dictionary of dictionaries", "pass {layer: {observable: values}}")
     return RateTable({
         (layer, name): power_law(lengths, values, window=window, drift=drift, span=span)

@@ -184,14 +184,14 @@ class Recorder:
                                 "write recorder.record(int(step), params)") from error
         if step > self.steps:
             raise binding_error(
-                "Recorder", "a step behind the last of the run", f"step {step}", f"none after step {self.steps}",
+                "Recorder", "a step after the last of the run", f"step {step}", f"none after step {self.steps}",
                 "give Recorder the number of all steps: with such a record, it would refuse its own file")
         if step <= self.last or not (step % self.every == 0 or step == self.steps):
             return None
         due = min((self.last // self.every + 1) * self.every, self.steps)
         if self.rows and due < step:
             raise binding_error(
-                "Recorder", f"no record of step {due}", f"a record of step {step} behind that of step {self.last}",
+                "Recorder", f"no record of step {due}", f"a record of step {step} after that of step {self.last}",
                 "a record of every step that is due, because the file could not be read again",
                 f"resume from a checkpoint of step {due} or before; or delete '{self.path}'")
         taken = {name: _plain(name, read(*args)) for name, read in self.readings.items()}

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gauge_optax.errors import binding_error
+from gauge_optax.errors import binding_error, kind_of
 from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.linalg import real_dtype
 from gauge_optax.testing import describe, tolerance
@@ -177,7 +177,7 @@ def _compare(
             out = represent(params)
         if not jax.tree.leaves(out):
             raise binding_error(
-                _NAME, "represent returns no arrays", f"a {type(out).__name__} without leaves",
+                _NAME, "represent returns no arrays", f"{kind_of(out)} without leaves",
                 "a pytree with an array in it", "return the products or the outputs that the optimizer is to move",
             )
         return jax.tree.map(lambda x: jnp.asarray(x, jnp.promote_types(jnp.asarray(x).dtype, real_dtype())), out)

@@ -123,7 +123,7 @@ def hyperball(
             elif bool(jnp.any(own == 0)):
                 raise binding_error(
                     "hyperball", f"a sphere of radius 0 at '{sphere.block.path}'",
-                    f"norm 0 of {int(jnp.sum(own == 0))} of {own.size} spheres, axes \"{sphere.block.axes}\"",
+                    f"norm 0 in {int(jnp.sum(own == 0))} of {own.size} spheres, axes \"{sphere.block.axes}\"",
                     "weights with a direction, for radius='initial'",
                     "give it a number for a radius, or leave the leaf out (LoRA's B, zero output kernels)",
                 )

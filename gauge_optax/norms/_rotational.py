@@ -18,7 +18,7 @@ import numpy as np
 import optax
 
 from gauge_optax.binding import Axes, leaves_by_path
-from gauge_optax.errors import binding_error
+from gauge_optax.errors import binding_error, counted
 from gauge_optax.linalg import root_mean_square, safe_divide, unit_and_size
 from gauge_optax.norms import vectors
 from gauge_optax.norms.equilibrium import predict_equilibrium
@@ -177,7 +177,8 @@ def named_rotational(
             # A fixed norm removes one degree of freedom of a vector, and centring another.
             if entries < least:
                 raise binding_error(
-                    name, f"nothing to turn at '{block.path}'", f"vectors of {entries} entries, axes \"{block.axes}\"",
+                    name, f"nothing to turn at '{block.path}'",
+                    f"vectors of {counted(entries, 'entry', 'entries')}, axes \"{block.axes}\"",
                     f"at least {least}" + (" with center=True" if center else ""),
                     "leave norms and biases out: they get the inner update; in a kernel, `_` is the axis that is "
                     "summed over",
@@ -262,7 +263,7 @@ def _kind(name: str, inner_state: Any) -> str:
     kinds = [kind for kind in _KINDS if any(isinstance(node, kind) for node in nodes)]
     if len(kinds) != 1:
         raise binding_error(
-            name, f"the angle of Table 1 for {'several kinds' if kinds else 'an unknown kind'} of optimizer",
+            name, f"no default angle for {'several optimizers at once' if kinds else 'this optimizer'}",
             ", ".join(kind.__name__ for kind in kinds) or f"a state of {type(inner_state).__name__}",
             f"one of {', '.join(kind.__name__ for kind in _KINDS)} in inner's state",
             "give eta_r: radians a step, a number or a schedule",

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gauge_optax.errors import binding_error
+from gauge_optax.errors import binding_error, kind_of
 from gauge_optax.transformation import require_choice, require_real
 
 Number = Any
@@ -222,7 +222,7 @@ def _refuse(
 ) -> None:
     """Raises ValueError for an argument that is no real number, or is known and `bad` is True anywhere."""
     if isinstance(value, list | tuple):
-        raise binding_error(name, f"bad {argument}", f"a {type(value).__name__}", "a number or an array",
+        raise binding_error(name, f"bad {argument}", kind_of(value), "a number or an array",
                             f"pass {argument}=jnp.array([...])")
     if value is not None:
         require_real(name, argument, value)
@@ -275,15 +275,14 @@ def corrected(prediction: Equilibrium, *, decay_ratio: Number = 1.0, gradient_sq
     """
     if not isinstance(prediction, Equilibrium):
         raise binding_error(
-            "corrected", "no prediction", f"a {type(prediction).__name__}", "what predict_equilibrium returned",
+            "corrected", "no prediction", kind_of(prediction), "what predict_equilibrium returned",
             'pass go.measure.predict_equilibrium("adamw", ...)')
     for argument, ratio in {"decay_ratio": decay_ratio, "gradient_square": gradient_square}.items():
         require_real("corrected", argument, ratio)
-    for argument, ratio, bad in (
-        ("decay_ratio", decay_ratio, lambda x: x <= 0), ("gradient_square", gradient_square, lambda x: x < 0)
-    ):
-        nowhere = "leave out vectors that the gradient makes longer than decay makes them shorter: they do not settle"
-        _refuse(argument, ratio, bad, "a positive number", nowhere, name="corrected")
+    nowhere = "leave out vectors that the gradient makes longer than decay makes them shorter: they do not settle"
+    _refuse("decay_ratio", decay_ratio, lambda x: x <= 0, "a positive number", nowhere, name="corrected")
+    square = "pass the mean of squares, which is 1.0 where the second moments are exact"
+    _refuse("gradient_square", gradient_square, lambda x: x < 0, "a number of at least 0", square, name="corrected")
     norm, update, rotation, diffusion, rotational = prediction
     size, turn = gradient_square**0.5, decay_ratio**0.5
     return Equilibrium(norm * size / turn, update * size, rotation * turn, diffusion * size, rotational * turn)

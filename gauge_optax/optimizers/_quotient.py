@@ -263,13 +263,11 @@ def require_rate_first(name: str, learning_rate: Any, gauges: Any) -> None:
     """Raises ValueError if `learning_rate` is no rate, or is the second argument, gauges or a report."""
     if isinstance(learning_rate, Gauge | list | tuple) or hasattr(learning_rate, "gauges"):
         rate = repr(gauges) if isinstance(gauges, int | float) else "learning_rate"
+        report = hasattr(learning_rate, "gauges")
+        what = "report" if report and name == "max_norm_muon" else "report.gauges" if report else "gauges"
         raise binding_error(
-            name,
-            "learning_rate and gauges are swapped",
-            f"{name}(gauges, {rate})",
-            f"{name}(learning_rate, gauges)",
-            f"write go.{name}({rate}, gauges)",
-        )
+            name, "learning_rate and gauges are swapped", f"{name}({'report' if report else 'gauges'}, {rate})",
+            f"{name}(learning_rate, {what})", f"write go.{name}({rate}, {what})")
     require_rates(name, learning_rate=learning_rate)
 
 

@@ -134,7 +134,7 @@ def decay(
         if not real or not math.isfinite(number):
             raise binding_error(
                 _NAME, f"bad decay of role '{role}'", repr(number), "a number for every role",
-                "write role → number; a schedule, or a traced number, stands alone and is for all roles",
+                "write weight_decay={'up': 0.1, 'down': 0.0}; a schedule is for all leaves: weight_decay=schedule",
             )
 
     def factors_of(s: Slice, params: Any) -> dict[str, float]:

@@ -167,7 +167,7 @@ def scale_by_opposite_gram(
         with sharding.left_open():
             stored = sharding.drop(params)
             if not diagonal and isinstance(damping, int | float) and damping == 0:
-                but, leaves = "the steps of these heads depend on S", leaves_by_path(stored)
+                but, leaves = "the steps of these heads depend on how their product is split", leaves_by_path(stored)
                 for sentence in heads_without_frame(_NAME, s, None, leaves, but):
                     warn(sentence)
             if always:

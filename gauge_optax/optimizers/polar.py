@@ -130,7 +130,7 @@ class Polar:
                     self.name, f"'{path}' is labelled muon",
                     f"shape {shape}, {'vectors to its gauges' if vector else 'in no gauge that names its axes'}",
                     "a matrix, or a leaf of a rotation, rescale or norm",
-                    "label it adam" if vector else "label it adam, or bind it",
+                    f"write labels={{'{path}': 'adam'}}" + ", or list it in a gauge" * (not vector),
                 )
             read[path] = matrix(shape)
         for path in (path for path in leaves if path in muon):

@@ -342,8 +342,9 @@ def pack(
     copies = [copy for copy in every if packable(copy)]
     if not copies:
         raise binding_error(
-            _NAME, "nothing to pack", f"gauges {', '.join(dict.fromkeys(copy.gauge for copy in every))}",
-            "a head_linear or rope_linear gauge, one of whose blocks has a free axis of at least d_h rows",
+            _NAME, "nothing to pack", f"gauges {', '.join(dict.fromkeys(copy.gauge for copy in every)) or 'none'}",
+            "a head_linear or rope_linear gauge with a kernel that has at least as many inputs or outputs ('_') as a "
+            "head has channels",
             "write go.head_linear(left, right) in place of go.head_rotation; under rotary, go.rope_linear",
         )
     if size is not None and not in_interval(size, "(0, inf)"):

@@ -156,8 +156,8 @@ def _require_same_function(before: Any, after: Any, params: Any) -> None:
         raise binding_error(
             _NAME, "the rotated weights compute another function",
             f"outputs that change by {change:.1e} of the largest", f"at most {limit:.0e}, roundoff",
-            "look for a reader or a writer that the gauges do not list; a table that logits are read through, too, "
-            "needs go.orbit.untie first")
+            "look for a kernel that the gauges do not list and that takes the rotated vector as input, or adds to it; "
+            "a table that also gives the logits needs go.orbit.untie first")
 
 
 def _drawn(on_tree: Bound, by: str, key: jax.Array) -> Elements:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gauge_optax.binding import Block
-from gauge_optax.errors import binding_error
+from gauge_optax.errors import binding_error, counted
 from gauge_optax.linalg import haar, matmul, real_dtype
 
 
@@ -88,7 +88,7 @@ def require_even(gauge: str, blocks: Sequence[Block], size: int, multiple: int =
     """
     if size % multiple:
         place, wanted = f"no Hadamard rotation at '{blocks[0].path}'", f"a multiple of {multiple}"
-        raise binding_error(gauge, place, f"{size} dimensions", wanted, "write by='random'")
+        raise binding_error(gauge, place, counted(size, "dimension"), wanted, "write by='random'")
 
 
 def _haar_with_ones(key: jax.Array, size: int) -> jax.Array:

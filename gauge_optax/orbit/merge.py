@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from gauge_optax.binding import inexact_leaves, leaves_by_path, with_leaves
-from gauge_optax.errors import binding_error
+from gauge_optax.errors import binding_error, kind_of
 from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.linalg import norm_of, real_dtype
 from gauge_optax.orbit._align import align, check_same_tree
@@ -78,8 +78,8 @@ def average(trees: Sequence[Params], gauges: Gauges) -> Params:
     """
     if not isinstance(trees, Sequence) or not trees:
         raise binding_error(
-            "average", "no list of trees", f"a{' empty' * isinstance(trees, Sequence)} {type(trees).__name__}",
-            "at least one tree of parameters", "pass [params_a, params_b]",
+            "average", "no list of trees", f"an empty {type(trees).__name__}" if isinstance(trees, Sequence) else
+            kind_of(trees), "at least one tree of parameters", "pass [params_a, params_b]",
         )
     require_no_statistics("average", trees)
     return _average(*trees, group=product(gauges))

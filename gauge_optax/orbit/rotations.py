@@ -54,7 +54,8 @@ def _random_angles(part: Planes, key: jax.Array, by: str) -> jax.Array:
             "no Hadamard rotation",
             "rotary planes, which turn one by one",
             "rotations of whole heads",
-            "take it out of the list; rotary embeddings leave the values of heads alone free to rotate",
+            "write by='random', or take it out of the list: under rotary embeddings, by='hadamard' can rotate nothing "
+            "but values with outputs",
         )
     return random_angles(key, part.shape, 1.0)
 
@@ -125,7 +126,7 @@ def checked_element(caller: str, on_tree: Bound, expected: Any, element: Any) ->
                 error, kind = misfit(part, own_element)
                 if not error <= direction_tolerance(jnp.dtype(jnp.float32)):  # also for NaN
                     raise binding_error(
-                        copy.gauge, f"an element that is no {kind}, at '{copy.key}'",
+                        copy.gauge, f"an element that is no {kind}, of '{part.blocks[0].path}'",
                         f"its product with its transpose or inverse is {float(error):.1e} from the identity",
                         f"a {kind}",
                         "pass the orthogonal factor of a QR decomposition, or what go.orbit.choose returned",

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gauge_optax.binding import leaves_by_path, with_leaves
-from gauge_optax.errors import binding_error
+from gauge_optax.errors import binding_error, kind_of
 from gauge_optax.transformation import overflow_check, require_arrays
 
 _NAME = "untie"
@@ -79,8 +79,9 @@ def untie(
                 _NAME, f"'{path}' does not fit the table '{table}'", f"shape {np.shape(leaves[path])}",
                 f"{rows[1:]}, one number per channel of the stream", "give the final norm's, not a layer's stack")
     if taken := [path for path in leaves if f"{path}/".startswith(f"{head}/")]:
-        raise binding_error(_NAME, f"a leaf at head='{head}'", f"'{taken[0]}' of shape {np.shape(leaves[taken[0]])}",
-                            "a new path", "write head='lm_head/kernel'; a model that has a head is untied")
+        raise binding_error(
+            _NAME, f"a leaf at head='{head}'", f"'{taken[0]}' of shape {np.shape(leaves[taken[0]])}", "a new path",
+            "write a path that params do not have; if this leaf is the head, the model is untied already")
     if bias is not None and scale is None:
         raise binding_error(_NAME, "a bias without a scale", f"bias='{bias}'", "scale='…', which divides it",
                             "leave bias out: it stays what it is")
@@ -94,8 +95,10 @@ def untie(
         moved[scale] = np.full(rows[1], 0.0 if one_plus else 1.0)
     if bias is not None:
         if not np.all(factor):
-            raise binding_error(_NAME, f"a scale of zero at '{scale}'", f"channel {int(np.argmin(np.abs(factor)))}",
-                                f"numbers that divide '{bias}'", "give that channel a scale of another size first")
+            raise binding_error(
+                _NAME, f"a scale of zero at '{scale}'", f"0 in channel {int(np.argmin(np.abs(factor)))}",
+                f"no zero, because '{bias}' is divided by it",
+                "set it to a small number, such as 1e-3, first: this changes the outputs a little")
         moved[bias] = wide(bias) / factor
     dtypes = {path: jnp.result_type(leaves[path if path in leaves else table]) for path in moved}
     placed = {path: jnp.asarray(x).astype(dtypes[path]) for path, x in moved.items()}
@@ -109,7 +112,7 @@ def _with_leaf(tree: Any, path: str, leaf: jax.Array, depth: int = 0) -> Any:
     if not isinstance(tree, Mapping):
         raise binding_error(
             _NAME, f"no place for a leaf at '{path}'",
-            f"a {type(tree).__name__}" + (f" at '{'/'.join(above)}'" if above else ""), "nested dictionaries",
+            kind_of(tree) + (f" at '{'/'.join(above)}'" if above else ""), "nested dictionaries",
             f"give head a path that is not below '{'/'.join(above)}'" if above else
             "pass nnx.to_pure_dict(nnx.state(model)), or a dictionary, and give the result to the untied model")
     own: Any = {str(k): k for k in tree}.get(key, key)  # a key of the tree may be an integer

@@ -99,7 +99,7 @@ class Matrices:
         if count < 1 or left > 1:
             lengths = " × ".join(str(self.split[k]) for k in axes)
             raise binding_error(
-                "quotient_muon", f"heads_per_matrix={count} at '{path}'", f"{lengths} heads",
+                "quotient_muon", f"heads_per_matrix={count} at '{path}'", f"{lengths} head{'s' * (lengths != '1')}",
                 f"a divisor of the number of heads, {total}" + (
                     ", that fills groups of queries, or parts of one, evenly" if len(axes) > 1 else ""),
                 "write heads_per_matrix=1",

@@ -123,9 +123,9 @@ def _cycle(waiting: Sequence[Any]) -> ValueError:
     return binding_error(
         name_of(first),
         f"cyclic gauges at '{first.blocks[0].path}'",
-        f"{names}, each of which is read from leaves that another of them moves",
-        "an order in which every gauge is read from leaves that only earlier ones move",
-        "drop one gauge of the cycle, or train it with its own transformation",
+        f"{names}: the leaves from which each computes its element are changed by another of them",
+        "an order in which only earlier gauges change the leaves from which a gauge computes its element",
+        "drop one of these gauges from the list",
     )
 
 

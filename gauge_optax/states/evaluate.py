@@ -13,7 +13,7 @@ import jax
 import optax
 
 from gauge_optax.binding import leaves_by_path, structures_apart, with_leaves
-from gauge_optax.errors import binding_error
+from gauge_optax.errors import binding_error, counted
 from gauge_optax.gauges.bound import slice_of_frame
 from gauge_optax.optimizers._quotient import QuotientState
 from gauge_optax.optimizers.compress import compressed_like, with_numbers
@@ -123,7 +123,8 @@ def restart(
     if apart := structures_apart(made.inner_state, inside.inner_state):
         raise binding_error(
             "restart", "another structure of the inner state", *apart,
-            "give restart the optimizer that made the state")
+            "give restart the optimizer that made the state" if choose is None else
+            "let choose return a state with the structure of its second argument")
     if choose is None and inside.offset:  # a fresh inner optimizer starts at the slice point, without an offset
         parts = (part for part in _slice(inside, params).parts if part.label in inside.offset)
         made = made._replace(offset={part.label: part.identity() for part in parts})
@@ -211,6 +212,8 @@ def _one_quotient(name: str, state: Any) -> Any:
 
 def _no_quotient(name: str, what: str, count: int) -> ValueError:
     return binding_error(
-        name, f"{what} with {count} quotients", f"{count}", "one, in any wrapper of Optax",
-        "pass the part of a partition or chain that has it, such as state.inner_states['body'], to restart with the "
-        "optimizer of this part; a restored state needs the structure of jax.eval_shape(tx.init, params)")
+        name, f"{what} with {counted(count, 'quotient')}", f"{count}", "one, in any wrapper of Optax",
+        "pass the part of a partition or chain that has one, such as state.inner_states['body'] (restart: with the "
+        "optimizer of this part)" if count else
+        "make the optimizer by go.quotient(optimizer, gauges); a restored state needs the structure of "
+        "jax.eval_shape(tx.init, params)")

@@ -185,8 +185,8 @@ def gauge_fix(
 
 
 _AVERAGES = (
-    "gauge_fix moves weights between steps: an average of weights over steps, kept outside, is of no network; put it "
-    "inside a quotient (go.orbit.evaluate), or average copies by go.orbit.average"
+    "gauge_fix moves weights between steps, so that an average of weights over steps (EMA) computes another function; "
+    "put the average inside a quotient (go.orbit.evaluate), or average copies by go.orbit.average"
 )
 
 

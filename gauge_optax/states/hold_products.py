@@ -19,7 +19,7 @@ import numpy as np
 import optax
 
 from gauge_optax.binding import Axes, overlap
-from gauge_optax.errors import binding_error
+from gauge_optax.errors import binding_error, counted, kind_of
 from gauge_optax.frozen import beside_others, frozen_leaves, require_still_frozen
 from gauge_optax.gauges.balance import log_sizes
 from gauge_optax.gauges.gauge import BlockGauge, Element, Gauge, Gauges, product
@@ -125,7 +125,7 @@ class _Capped:
         entries = (max_logits,) if len(every) == 1 and isinstance(max_logits, Mapping) else max_logits
         if not isinstance(entries, tuple | list) or len(entries) != len(every):
             names = ", ".join(f"{gauge.name} of '{gauge.specs[0].pattern}'" for gauge in every)
-            found = f"{len(entries)} entries" if isinstance(entries, tuple | list) else f"a {type(entries).__name__}"
+            found = counted(len(entries), "entry", "entries") if isinstance(entries, tuple | list) else kind_of(entries)
             typed = ", ".join([_typed(every[0], params), *["None"] * (len(every) - 1)])
             raise binding_error(
                 _NAME, "max_logits that do not tell their gauges", found, f"one entry for each of {names}",
@@ -139,7 +139,7 @@ class _Capped:
             if entry is not None and actual != expected:
                 raise binding_error(
                     _NAME, f"max_logits of other channels than {gauge.name} of '{gauge.specs[0].pattern}'",
-                    f"shapes {actual}" if actual else f"a {type(entry).__name__}",
+                    f"shapes {actual}" if actual else kind_of(entry),
                     f"shapes {expected}, the largest logit of every channel",
                     f"write max_logits={_typed(gauge, params)}, where largest is jnp.max(logits, axes) over all axes "
                     "but the channels; with several gauges, one entry each, the outermost wrapper's first",
@@ -232,7 +232,7 @@ def hold_products(
                 # On a common leaf, the factor for one gauge would change the product of the other gauge.
                 if path in gauge_of:
                     raise binding_error(
-                        _NAME, f"sizes of two gauges with '{path}'", f"{gauge_of[path]} and {part.name}",
+                        _NAME, f"two gauges on one leaf, '{path}'", f"{gauge_of[path]} and {part.name}",
                         "one gauge per leaf", "give hold_products only the gauge whose product is meant",
                     )
                 gauge_of[path] = part.name
@@ -432,13 +432,14 @@ def _check(kind: str, cap: Any, decay: Any, gauges: Sequence[Gauge]) -> None:
     """Raises ValueError if `cap` or `decay` does not fit `kind`, or if a gauge has no two sides of one degree."""
     if kind == "cap" and not _between(cap, math.inf):
         raise binding_error(
-            _NAME, "kind='cap' without a number", f"cap={cap!r}", "a positive number, the bound of s_up·s_down",
-            "write cap=10.0",
+            _NAME, "kind='cap' without a number", f"cap={cap!r}",
+            "a positive number, the largest product of the root mean squares of a gauge's two sides", "write cap=10.0",
         )
     if kind == "decay" and not _between(decay, 1.0):
         raise binding_error(
             _NAME, "kind='decay' without a number", f"decay={decay!r}",
-            "a number between 0 and 1, the share that s_up·s_down loses in a step", "write decay=1e-3",
+            "a number between 0 and 1, the share of that product of root mean squares that a step takes off",
+            "write decay=1e-3",
         )
     if (kind != "cap" and cap is not None) or (kind != "decay" and decay is not None):
         raise binding_error(
@@ -448,8 +449,8 @@ def _check(kind: str, cap: Any, decay: Any, gauges: Sequence[Gauge]) -> None:
     for gauge in gauges:
         if not keeps_product(gauge):
             raise binding_error(
-                _NAME, "a gauge without two sides of one degree", gauge.name,
-                "rescale of degree 1, norm_scale or multiplier_balance, whose balance leaves the product alone",
+                _NAME, "a gauge that has no product to hold", gauge.name,
+                "rescale of degree 1, norm_scale or multiplier_balance",
                 "give hold_products only gauges of these three kinds",
             )
 

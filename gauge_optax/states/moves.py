@@ -107,7 +107,7 @@ class Move:
             "transport", f"no rule for {what} under {gauge}", content,
             "averages of gradients, or squares of their entries under a gauge that scales entries",
             remedy or "write on_unknown='reset' to start that leaf's moments afresh or 'keep' to leave them as they "
-            f"are, train with go.quotient(tx, gauges), whose state moves exactly, or leave {gauge} where it is",
+            f"are, train with go.quotient(tx, gauges), whose state moves exactly, or give {gauge} its identity element",
         )
 
     def averages(self, leaves: Arrays, outgoing: Collection[str], power: int = 1) -> Arrays:
@@ -142,7 +142,7 @@ def moving_part(gauge: Gauge, element: Element, params: Any) -> MovingPart:
         raise binding_error(
             "transport", f"no rule for {gauge.name} through norms with scales", "a move that depends on the scales",
             "an identity element for it, or norms without scales",
-            "move the other gauges, and leave this one where it is",
+            "move the other gauges, and give this one its identity element",
         )
     effects = {effect_of(copy, x) for copy, x in zip(copies, gauge._split(copies, element), strict=True)}
     effect = effects.pop() if len(effects) == 1 else gauge.effect

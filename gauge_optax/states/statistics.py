@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from gauge_optax.binding import leaves_by_path
-from gauge_optax.errors import binding_error
+from gauge_optax.errors import binding_error, counted
 from gauge_optax.parts.constants import Mean
 from gauge_optax.parts.part import Part, changed
 from gauge_optax.parts.permutation import Permutation
@@ -107,7 +107,7 @@ def require_no_statistics_behind(name: str, s: Slice, params: Any) -> None:
         if left:
             raise binding_error(
                 name, f"running statistics that a move of '{part.blocks[0].path}' leaves behind, '{left[0]}'",
-                f"{len(statistics)} statistics in the tree", "a tree of trained weights alone",
+                f"{counted(len(statistics), 'statistic')} in the tree", "a tree of trained weights alone",
                 f"leave this gauge out of the list, or let a permutation bind '{left[0]}' too; or {_REMEDY}")
 
 

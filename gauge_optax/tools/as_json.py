@@ -83,8 +83,8 @@ def from_json(
             "pass what go.tools.to_json returned, with a version of this library that knows its format")
     if not isinstance(classes, Iterable) or not all(isinstance(of, type) for of in classes):
         raise binding_error(
-            "from_json", "classes that are none", f"classes={classes!r:.60}", "a list of subclasses of go.Gauge",
-            "pass classes=[Mine]")
+            "from_json", "classes= holds what is no class", f"classes={classes!r:.60}",
+            "a list of subclasses of go.Gauge", "pass classes=[Mine]")
     own = {of.__name__: of for of in classes}
     gauges = [_gauge(entry, own) for entry in entries]
     if shapes is not None:
@@ -109,7 +109,8 @@ def _entry(gauge: Any) -> dict[str, Any]:
         raise binding_error(
             "to_json", f"the class {type(gauge).__name__} has arguments that JSON does not keep", repr(gauge),
             "a dataclass whose fields are strings, numbers, or tuples and dictionaries of them",
-            "make the class one, with tuples for lists, or store its arguments yourself")
+            "write @dataclasses.dataclass(frozen=True) above the class, with tuples in place of lists; or store its "
+            "arguments yourself")
     return {"class": type(gauge).__name__, **fields}
 
 

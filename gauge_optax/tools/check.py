@@ -160,7 +160,8 @@ def check(
     require_no_tracers("check", state)
     jax.block_until_ready((state, params, grads))
     if loss_fn is not None:
-        require_function("check", "loss_fn", loss_fn, "params" if batch is None else "params, batch")
+        with_batch = "pass batch= as well, or write loss_fn=lambda params: loss(params, batch)"
+        require_function("check", "loss_fn", loss_fn, "params" if batch is None else "params, batch", with_batch)
     elif batch is not None:
         raise binding_error(
             "check", "a batch without a loss", f"batch={type(batch).__name__}, loss_fn=None", "both, or neither",
@@ -182,9 +183,9 @@ def check(
             if not share.number <= (limit if share.real else _CANCELLED * limit):
                 raise _no_symmetry(gauge.name, copy, share, limit, precision)
     notes = [] if gauges else ["this optimizer has no gauges, so that no symmetry was tested"]
-    notes += [f"{precision} hides penalties below {limit:.0%} of a gradient; loss_fn= and batch= show them"] * (
-        limit > 1e-2 and bool(gauges)
-    )
+    if limit > 1e-2 and gauges:
+        notes.append(f"roundoff of {precision} hides penalties below {limit:.0%} of a gradient; loss_fn= and batch= "
+                     "show them")
     for gauge, copies in zip(gauges, shares, strict=True):
         notes += [note for share in copies.values() for note in share.notes(gauge.name, limit)]
     notes += _forgotten(gauges, params, grads, frozen) if loss_fn is None else []
@@ -409,7 +410,7 @@ def _used_bits(x: np.ndarray) -> np.ndarray:
 
 def _no_symmetry(name: str, copy: str, share: _Share, limit: float, precision: str) -> ValueError:
     leaves = ", ".join(f"'{path}'" for path in share.leaves[:3]) + (", …" if len(share.leaves) > 3 else "")
-    where = f" of copy '{copy}'" if copy else ""
+    where = f" at {copy}" if copy else ""
     stopped = [f"; if the loss never trains '{path}' (stop_gradient), {_say_frozen(path)}" for path in share.zero[:1]]
     return binding_error(
         "check", f"{name} on {leaves} is no symmetry of the loss that made these gradients",
@@ -422,7 +423,9 @@ def _no_symmetry(name: str, copy: str, share: _Share, limit: float, precision: s
 
 
 def _say_frozen(path: str) -> str:
-    return f"say so: go.quotient(..., frozen=go.tools.by_path({{'{path}': True}}, default=False))"
+    return (
+        f"say so: go.quotient(optimizer, gauges, frozen=go.tools.by_path({{'{path}': True}}, default=False)); other "
+        "functions have no frozen=")
 
 
 # Frozen leaves --------------------------------------------------------------------------------------------
@@ -451,7 +454,7 @@ def _require_no_mask_outside(tx: Any, gauges: Sequence[Any], params: Any, frozen
             if not outside.isdisjoint(paths) and not outside.issuperset(paths):
                 still, other = min(outside.intersection(paths)), min(set(paths) - outside)
                 raise binding_error(
-                    "check", f"'{still}' is frozen outside the optimizer that moves {gauge.name}",
+                    "check", f"'{still}' is frozen, but outside the optimizer with the gauge {gauge.name}",
                     f"a step that is zero on '{still}' after a step that {gauge.name} shares with '{other}'",
                     "a mask inside, so that no step is shared with a frozen leaf",
                     "put the mask inside, go.quotient(optax.partition({'t': inner, 'f': optax.set_to_zero()}, labels), "
@@ -479,11 +482,12 @@ def _require_none_frozen_unseen(
         # happens to round to zero is not.
         others = program(one_program(_negative)(grads), state, params) if gauges else []
     except jax.errors.UnexpectedTracerError:
-        return ["frozen leaves were not looked for beyond what states say: a wrapper calls an optimizer with gauges "
-                "inside jax.lax.cond or a loop; check that optimizer too, go.check(inner, inner.init(params), params, "
-                "grads)"]
+        return ["not tested: whether leaves are frozen that the state does not list, because a wrapper calls an "
+                "optimizer with gauges inside jax.lax.cond or a loop; check that optimizer too, go.check(inner, "
+                "inner.init(params), params, grads)"]
     except Exception as error:  # the optimizer may need further arguments, or run only inside a loop
-        return [f"frozen leaves were not looked for beyond what states say: the update raised {type(error).__name__}"]
+        return ["not tested: whether leaves are frozen that the state does not list, because the update raised "
+                f"{type(error).__name__}"]
     most = {path: _most(leaf) for path, leaf in leaves_by_path(grads).items()}
     zero = {path for path, leaf in leaves_by_path(params).items() if not _most(leaf)}
     notes = dict[str, None]()
@@ -503,7 +507,7 @@ def _require_none_frozen_unseen(
                 still = [p for p in still if number == 0 or p not in single]
                 if steps is None:
                     if still and any(sizes.values()):
-                        raise _frozen_unseen(still[0], f"in front of the optimizer that moves {gauge.name}", "gradient")
+                        raise _frozen_unseen(still[0], f"in front of the optimizer with {gauge.name}", "gradient")
                     continue
                 moves = {p: _most(u[p]) for p in paths}
                 for p in (p for p in paths if max(moves.values()) and sizes[p] > 0 and p not in zero):
@@ -513,7 +517,7 @@ def _require_none_frozen_unseen(
                     # weights returns differences of weights, in which small steps round to zero.
                     seen = moves[p] > _TIMES_ROUNDOFF * float(jnp.finfo(real_dtype()).eps) * np.abs(np.asarray(at[p]))
                     if 0 < share < _QUIET * min(1.0, sizes[p] / max(sizes.values())):
-                        raise _frozen_unseen(p, f"but for roundoff, inside {gauge.name}", "step")
+                        raise _frozen_unseen(p, f"but for roundoff of its step, inside {gauge.name}", "step")
                     if moves[p] and np.any((y == 0) & seen & (np.abs(x) > 0.1 * sizes[p])):
                         raise _frozen_unseen(p, f"in part, inside {gauge.name}", "step")
                     if not moves[p]:
@@ -538,7 +542,8 @@ def _most(leaf: Any) -> float:
 
 def _frozen_unseen(path: str, how: str, what: str) -> ValueError:
     return binding_error(
-        "check", f"'{path}' is frozen {how}", f"a {what} of '{path}' that is made zero, while its partners keep theirs",
+        "check", f"'{path}' is frozen {how}",
+        f"a {what} of '{path}' that is made zero, while other leaves of a gauge keep theirs",
         "a mask of whole leaves inside, which says what stays",
         "put the mask inside, go.quotient(optax.partition({'t': inner, 'f': optax.set_to_zero()}, labels), gauges), or "
         f"{_say_frozen(path)}; a leaf that is frozen in part needs this gauge left out, or leaves of its own")
@@ -552,10 +557,12 @@ def _parting(tx: Any, params: Any, grads: Any, frozen: frozenset[str]) -> list[s
     try:
         path = parted(tx, params, grads, frozen)
     except Exception as error:  # further arguments, or weights at which `init` refuses a twin
-        return [f"whether two weight sets of one function part was not looked at: a step raised {type(error).__name__}"]
+        return ["not tested: whether this optimizer keeps two weight sets of one function together, because a step "
+                f"raised {type(error).__name__}"]
     return [] if path is None else [
-        f"two weight sets of one function part under this optimizer, most in '{path}': a link outside the gauges, such "
-        "as a clip, a penalty, noise or SAM, sees more than the function. Put it inside: "
+        "this optimizer leads two weight sets of one function to different functions; they differ most in "
+        f"'{path}': a link outside the gauges, such as a clip, a penalty, noise or SAM, sees more than the function. "
+        "Put it inside: "
         "go.quotient(optax.chain(optax.clip_by_global_norm(1.0), inner), gauges)"]
 
 
@@ -639,8 +646,8 @@ def _require_sizes(state: Any, fresh: Any, most: float) -> None:
 
 def _other_weights(where: str, off: float) -> ValueError:
     return binding_error(
-        "check", "the state was made for other weights", f"'{where}' is {off:.2g} of its size away from these weights'",
-        "the frame and the state of the parameters that are passed", "write state = tx.init(params)")
+        "check", "the state was made for other weights", f"{where} differs by {off:.2g} from that of tx.init(params)",
+        "a state that tx.init made for these parameters", "write state = tx.init(params)")
 
 
 # Updates --------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from typing import Any
 
 from gauge_optax.binding.leaves import leaf_shape, leaves_by_path, with_leaves
 from gauge_optax.binding.paths import match, no_match
-from gauge_optax.errors import binding_error
+from gauge_optax.errors import binding_error, counted, kind_of
 
 _NO_DEFAULT = object()  # None is a value that a user may want
 
@@ -36,7 +36,7 @@ def by_path(values: Mapping[str, Any], default: Any = _NO_DEFAULT) -> Callable[[
 
     if not isinstance(values, Mapping):
         raise binding_error(
-            "by_path", "'values' that are no dictionary", f"a {type(values).__name__}", "path pattern → value",
+            "by_path", "'values' that are no dictionary", kind_of(values), "path pattern → value",
             "write by_path({'**/bias': False}, default=True)")
     values = dict(values)  # as they are now: the function may be called after they change
 
@@ -48,7 +48,8 @@ def by_path(values: Mapping[str, Any], default: Any = _NO_DEFAULT) -> Callable[[
             # `optax.tree.map_params` passes trees without leaves; no pattern can match there.
             if leaves and not paths:
                 shapes = {path: leaf_shape(leaf) for path, leaf in leaves.items()}
-                raise no_match("by_path", pattern, shapes, 0, "the path of at least one leaf")
+                absent = f"take '{pattern}' out if the tree has no such leaf"
+                raise no_match("by_path", pattern, shapes, 0, "the path of at least one leaf", absent=absent)
             for path in paths:
                 out.setdefault(path, value)
         missing = [path for path in leaves if path not in out]
@@ -56,7 +57,7 @@ def by_path(values: Mapping[str, Any], default: Any = _NO_DEFAULT) -> Callable[[
             raise binding_error(
                 "by_path",
                 f"no pattern for '{missing[0]}'",
-                f"{len(missing)} leaves without a value",
+                f"{counted(len(missing), 'leaf', 'leaves')} without a value",
                 "one for every leaf",
                 "give a default, or '**' last",
             )

@@ -15,7 +15,7 @@ import jax
 from gauge_optax.binding.leaves import leaves_by_path
 from gauge_optax.binding.paths import match, no_match
 from gauge_optax.binding.specs import Axes
-from gauge_optax.errors import binding_error
+from gauge_optax.errors import binding_error, counted
 
 _NNX_METADATA = ("out_sharding", "sharding_names", "sharding")  # the key of axis names in several versions of NNX
 
@@ -64,7 +64,7 @@ def axes_by_name(params: Any, blocks: Mapping[str, Mapping[str, str]]) -> dict[s
         if names is None or any(others != names for others in names_by_path.values()):
             raise binding_error(
                 "axes_by_name", f"no common axis names at '{pattern}'",
-                f"{names} at '{path}', the first of {len(names_by_path)} leaves",
+                f"{names} at '{path}', the first of {counted(len(names_by_path), 'leaf', 'leaves')}",
                 "the same names on every leaf that matches", "pass the boxed tree, or write the axes by position")
         for name in parts:
             if names.count(name) != 1:

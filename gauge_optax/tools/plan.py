@@ -21,7 +21,7 @@ import optax
 
 from gauge_optax.binding import leaf_shape, leaves_by_path
 from gauge_optax.discovery.calls import bound_copies, template
-from gauge_optax.errors import binding_error, warn
+from gauge_optax.errors import binding_error, kind_of, warn
 from gauge_optax.gauges.gauge import Gauge, product
 from gauge_optax.parts.matrices import matrices_of
 from gauge_optax.transformation import GaugeTransformation, LeafRule, own_settings, require_report, require_traceable
@@ -208,7 +208,7 @@ def plan(
     gauges = [] if not tx_or_gauges else list(product(tx_or_gauges).gauges) if tx is None else gauges_of(tx)
     if not gauges:
         raise binding_error(
-            "plan", "no gauges", f"a {type(tx_or_gauges).__name__}", "gauges, or an optimizer that was made with some",
+            "plan", "no gauges", kind_of(tx_or_gauges), "gauges, or an optimizer that was made with some",
             "pass go.quotient(...) or a list of gauges")
     require_report("plan", report)
     leaves, matrices = leaves_by_path(params), matrices_of(product(gauges)._bound(params).slice.parts)

@@ -69,7 +69,7 @@ test_errors = each_refused([
     (lambda: read({"class": ["Rows"]}), "no class"), (lambda: go.tools.from_json(None), "no list of gauges"),  # type: ignore[arg-type]
     (lambda: go.tools.from_json(json.dumps({"format": 1, "gauges": [{"class": "Rows"}]}), classes=[Rows]),
      "'Rows' cannot be made"),
-    (lambda: go.tools.from_json(go.tools.to_json(Rows("a", "b")), classes="Rows"), "classes that are none"),  # type: ignore[arg-type]
+    (lambda: go.tools.from_json(go.tools.to_json(Rows("a", "b")), classes="Rows"), "classes= holds what is no class"),  # type: ignore[arg-type]
     (lambda: go.tools.from_json(go.tools.to_json(Rows("a", "b"))), r"(?s)no class 'Rows'.*classes=\[Rows\]"),
     (lambda: go.tools.to_json(Rows("a", "b", [0])), "(?s)Rows has arguments .* not keep.*tuples for lists"),
     (lambda: go.tools.to_json(Rows("a", "b", np.ones(3))), "Rows has arguments that JSON does not keep"),

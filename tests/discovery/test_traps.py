@@ -388,7 +388,7 @@ def test_a_rotation_of_a_stream_beside_a_scale_of_its_readers() -> None:
     assert go.scale_invariant({"w": "_ _"}) in report.gauges
     wrong = [go.scale_invariant({"g": "_"}), *(g for g in report.whole if g.name != "scale_invariant")]
     for tool in (lambda: go.orbit.canonicalize(params, wrong), lambda: go.orbit.align(params, params, wrong)):
-        with pytest.raises(ValueError, match="the size of 'w' behind the norm's scale 'g'"):
+        with pytest.raises(ValueError, match="no norm_scale for the scale 'g' in front of 'w'"):
             tool()
 
 

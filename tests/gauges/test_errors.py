@@ -102,7 +102,7 @@ test_what_cannot_be_a_gauge_is_refused = each_refused({
         partial(untyped.rescale, {"up": "_"}, {"down": "_"}, degree=degree), f"(?s)rescale: .*degree.*{degree!r}")
         for degree in (0, -1, -0.5, float("nan"), float("inf"), "2", None, True)},
     "product of a report": (lambda: untyped.product(object.__new__(Report)), "(?s)no gauges.*write report.gauges"),
-    **{f"product of {stranger!r:.9}": (partial(untyped.product, [HEAD, stranger]), "product: .*not a gauge")
+    **{f"product of {stranger!r:.9}": (partial(untyped.product, [HEAD, stranger]), "element 1 of the list is no gauge")
        for stranger in (3, "rescale", None, {"up": "_"}, go.rescale)},
     **{f"no basis in {axes}": (partial(go.head_rotation, {"q": axes}), "head_rotation: .*basis")
        for axes in ("_ head", "_ head _", "_ basis=1 head")},

@@ -148,7 +148,7 @@ test_lists_that_do_not_fit_are_refused = each_refused({
         lambda: go.bias_absorption(CHANNEL, READER | {"v": "channel _"}, {"c": "_"}), "do not pair"),
     "a bias and no bias behind it": (lambda: go.norm_read_shift(READER, None, CHANNEL), "do not pair"),
     "a bias of another length": (
-        lambda: go.bias_absorption(CHANNEL, READER, {"d": "_"}).dim(LEAVES), "does not follow 'w'"),
+        lambda: go.bias_absorption(CHANNEL, READER, {"d": "_"}).dim(LEAVES), "another shape than the outputs of 'w'"),
     # These were accepted, and their first move raised an error of a tuple or of a transpose.
     "a bias of two axes": (
         lambda: go.bias_absorption({"table": "_ channel"}, READER, {"c": "_"}).dim(LEAVES), NAMELESS),
@@ -159,12 +159,12 @@ test_lists_that_do_not_fit_are_refused = each_refused({
         lambda: go.norm_read_shift(READER, CHANNEL, {"table": "_ channel"}, {"c": "_"}).dim(LEAVES), NAMELESS),
     "several biases of one **": (
         lambda: go.bias_absorption({"**/b": "channel"}, {"**/w": "channel _"}, {"**/c": "_"}).dim(LAYERS),
-        "(?s)2 leaves of `bias` in one copy.*a capture such as {i}"),
+        "(?s)`bias` matches 2 leaves in one layer.*as {i} in every pattern"),
     "more kernels than biases": (
         lambda: go.bias_absorption({"l/0/b": "channel"}, {"**/w": "channel _"}, {"l/0/c": "_"}).dim(LAYERS),
-        "1 leaves of `into`"),
+        "`into` matches 1 leaf in one"),
     "several norms": (
-        lambda: go.norm_read_shift({"**/w": "channel _"}, {"**/b": "channel"}).dim(LAYERS), "2 leaves of `scale`"),
+        lambda: go.norm_read_shift({"**/w": "channel _"}, {"**/b": "channel"}).dim(LAYERS), "`scale` matches 2 leaves"),
     "an axis that only a bias has": (
         lambda: go.bias_absorption(CHANNEL, {"w": "channel _"}, {"c": "head"}), "(?s)dangling axis head.*write '_'"),
     "an axis that only a reader has": (

@@ -249,7 +249,7 @@ test_messages = each_refused([
     (lambda: go.measure.GGN(*GIVEN, "poisson"), 'likelihood="softmax"'),
     (lambda: go.measure.GGN(*GIVEN, only="side"), "no leaf matches 'side'"),
     (lambda: go.measure.EmpiricalFisher(*GIVEN, []), "labels do not fit batch 0"),
-    (lambda: go.measure.EmpiricalFisher(*GIVEN, [jnp.zeros(6, int)] * 2), "2 arrays for 1 batches"),
+    (lambda: go.measure.EmpiricalFisher(*GIVEN, [jnp.zeros(6, int)] * 2), "2 arrays for 1 batch\n"),
     (lambda: go.measure.EmpiricalFisher(*GIVEN, [jnp.full(6, -100)]), "labels that are no classes in batch 0"),
     (lambda: go.measure.GGN(*GIVEN) @ jnp.ones(3), "operator.ravel"),
     (lambda: go.measure.GGN(*GIVEN) @ jnp.full(35, 1j), "a complex vector"),

@@ -47,11 +47,11 @@ def test_a_run_from_a_checkpoint_goes_on_and_its_steps_may_be_arrays(tmp_path: P
     assert [row["step"] for row in record.rows] == [3, 6, 9, 10]
     behind = go.measure.Recorder(tmp_path / "gap", {"a": float}, 3, 10, progress=False)
     assert behind.record(3, 1.0)
-    with refused("no record of step 6", "a record of step 9 behind that of step 3"):
+    with refused("no record of step 6", "a record of step 9 after that of step 3"):
         behind.record(9, 1.0)  # the file could not be read again
     with refused("a step that is no integer", "2.5"):
         record.record(2.5, 1.0)  # type: ignore[arg-type]
-    with refused("a step behind the last of the run", "step 11", "the number of all steps"):
+    with refused("a step after the last of the run", "step 11", "the number of all steps"):
         record.record(11, 1.0)
     assert next(record.run(jnp.int32(4))) == 4  # the step of a restored state
     for start in (2.5, True):

@@ -197,7 +197,7 @@ def test_the_basis_of_tiny_and_huge_weights_has_no_squares_of_them(gauge: go.Gau
     assert apart({name: x / np.float32(size) for name, x in scaled.items()}, usual) <= 1e-4
 
 
-@pytest.mark.filterwarnings("ignore:canonicalize. no frame for heads")
+@pytest.mark.filterwarnings("ignore:canonicalize. heads without full rank")
 def test_heads_without_a_frame_stay_as_they_are() -> None:
     params = normal(0, {"a": (2, 1, 3), "b": (1, 3, 2)}, "float32")
     assert apart(go.orbit.canonicalize(params, LINEAR), params) == 0.0
@@ -214,7 +214,7 @@ def test_heads_without_a_frame_are_named() -> None:
         lambda gauge: go.quotient(optax.adam(1e-3), gauge).init(params),
         lambda gauge: go.quotient_muon(1e-3, gauge).init(params),
     ):
-        with pytest.warns(UserWarning, match=r"no frame for heads of 'a' and 'b'\n.*1 of 2 heads(.|\n)*remedy") as told:
+        with pytest.warns(UserWarning, match=r"without full rank in 'a' and 'b'\n.*1 of 2 heads(.|\n)*remedy") as told:
             call(LINEAR)
         assert {str(w.filename) for w in told} == {__file__}
         call(turning)
@@ -222,7 +222,7 @@ def test_heads_without_a_frame_are_named() -> None:
         lambda gauge: go.measure.quotient_fisher(ggn, gauge).dim,
         lambda gauge: go.measure.quotient_arc_length([params, params], gauge),
     ):
-        with refused("no frame for heads of 'a' and 'b'", "1 of 2 heads"):
+        with refused("heads without full rank in 'a' and 'b'", "1 of 2 heads"):
             measured(LINEAR)
         measured(turning)
 
@@ -238,7 +238,7 @@ CALLS = {
 def test_rows_behind_a_scale_of_zero_determine_no_frame(name: str) -> None:
     """Twins have rows of other sizes there. What is left of both factors has rank one."""
     params = normal(0, {"a": (2, 1, 2), "b": (2, 1, 2)}) | {"s": jnp.array([0.0, 1.0])}
-    axes, match = "_ head basis", r"no frame for heads of 'a' and 'b'\n.*1 of 1 heads"
+    axes, match = "_ head basis", r"heads without full rank in 'a' and 'b'\n.*1 of 1 heads"
     gauges = [go.norm_scale({"s": "c"}, {"a": "c _ _", "b": "c _ _"}), go.head_linear({"a": axes}, {"b": axes})]
     with refused(match) if name == "quotient_arc_length" else pytest.warns(UserWarning, match=match):
         CALLS[name](params, gauges)

@@ -188,7 +188,7 @@ def test_frozen_sizes() -> None:
 @pytest.mark.parametrize("sizes", [
     *({"a": size} for size in (0, -1, 2.0, True, "3", None, np.ones(2), np.float32(1))), {3: 3}, 7])
 def test_malformed_sizes(sizes: Any) -> None:
-    said = "malformed size" if isinstance(sizes, dict) else "sizes is no mapping"
+    said = "malformed size" if isinstance(sizes, dict) else "'sizes' is no mapping"
     assert said in says(lambda: binding.frozen_sizes("gauge", sizes))
 
 

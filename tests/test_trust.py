@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import equinox as eqx
 import jax
@@ -172,6 +172,7 @@ def test_remedies_can_be_typed() -> None:
     """Each was one that raises again, or that is for another mistake."""
     norm, params = lambda p: jnp.sum(p["up"] ** 2), {"up": jnp.ones((2, 3))}
     unit, other = go.scale_invariant({"up": "_ unit"}), "is a function of other arguments"
+    barrier, product, fisher = (cast(Any, f) for f in (go.measure.barrier, go.product, go.measure.EmpiricalFisher))
     tx = go.quotient(optax.adam(1e-3), unit)
     _says(lambda: go.orbit.choose(norm, params, unit, optimizer=[unit]), "choose: optimizer is no transformation",
           "name the arguments: choose(optimizer=optax.adamw(1e-3), ...)")
@@ -179,10 +180,10 @@ def test_remedies_can_be_typed() -> None:
           "take '**/bias' out if the tree has no such leaf")
     _says(lambda: go.check(tx, tx.init(params), params, params, loss_fn=lambda p, batch: norm(p)),
           f"check: loss_fn {other}", "pass batch= as well, or write loss_fn=lambda params: loss(params, batch)")
-    _says(lambda: go.measure.barrier(lambda p, batch: norm(p), params, params), f"barrier: loss {other}",
+    _says(lambda: barrier(lambda p, batch: norm(p), params, params), f"barrier: loss {other}",
           "write loss=lambda params: function(params, ...), with its other arguments in place of ...")
-    _says(lambda: go.product([[unit]]), "product: element 0 of the list is no gauge", "join the lists")
-    _says(lambda: go.measure.EmpiricalFisher(lambda p, x: x @ p["up"], params, [jnp.ones((1, 2))], {"x": 1}),
+    _says(lambda: product([[unit]]), "product: element 0 of the list is no gauge", "join the lists")
+    _says(lambda: fisher(lambda p, x: x @ p["up"], params, [jnp.ones((1, 2))], {"x": 1}),
           "EmpiricalFisher: labels is a dict", "pass list(labels.values())")
 
 

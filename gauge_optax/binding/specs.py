@@ -181,7 +181,7 @@ def frozen_sizes(gauge: str, sizes: Mapping[str, int] | None) -> Sizes:
     """
     if sizes is not None and not isinstance(sizes, Mapping):
         raise binding_error(
-            gauge, "sizes is no mapping", f"sizes={sizes!r:.60}", "a mapping from axis names to lengths",
+            gauge, "'sizes' is no mapping", f"sizes={sizes!r:.60}", "a mapping from axis names to lengths",
             'write sizes={"head": 12}')
     frozen = []
     for name, size in (sizes or {}).items():

@@ -632,10 +632,9 @@ def listed_gauges(gauges: Gauges) -> tuple[Gauge, ...]:
         )
     for number, gauge in enumerate(gauges):
         if not isinstance(gauge, Gauge):
-            report = hasattr(type(gauge), "certificate")
             raise binding_error(
                 "product", f"element {number} of the list is no gauge", kind_of(gauge), "a gauge",
-                "write report.gauges, or report.whole outside of optimizers" if report else
+                "write report.gauges, or report.whole outside of optimizers" if hasattr(type(gauge), "certificate") else
                 "join the lists: [*report.gauges, other]" if isinstance(gauge, list | tuple) else
                 "pass what go.rescale(...) and the like return",
             )

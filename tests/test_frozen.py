@@ -173,6 +173,7 @@ def test_a_frozen_leaf_stays_and_twins_agree(case: GaugeCase, x64: None) -> None
         left = jax.eval_shape(tx.init, params).frame.elements
         moved = bound.whole.act({k: e for k, e in elements.items() if k in left}, bound.whole.values(params))
         twin = bound.stored(moved, params)
+        assert not left or twins.furthest(twin, params) > 1e-3, "the twin is the point"
         ends = [trained(tx, case.loss, start) for start in (params, twin)]
         assert stayed(params, ends[0], path) and stayed(twin, ends[1], path)
         ours, theirs = (float(case.loss(end)) for end in ends)

@@ -86,6 +86,7 @@ def case(name: str) -> tuple[Any, Callable[[Any], jax.Array], list[Any]]:
 def test_every_gauge_keeps_what_is_read(name: str, x64: None) -> None:
     params, read, gauges = case(name)
     go.testing.assert_invariant(read, params, gauges, jax.random.key(2), rtol=1e-12)
+    assert all(gauge.dim(params) > 0 for gauge in gauges)
     assert float(jnp.std(read(params))) > 0.05 or read(params).shape == ()
     if name == "two blocks, rotary":
         with pytest.raises(AssertionError, match="head_rotation"):

@@ -106,7 +106,7 @@ def test_on_the_slice_no_dead_direction_has_a_multiplier_in_it(config: lm.LMConf
     assert np.linalg.norm(null[:, mine], axis=1).max() > 0.1, "without gauges multipliers are in dead directions"
     group = go.product(MAKERS[config].kernel_gauges(config))
     across = jit(lambda v: ravel_pytree(group.horizontal(params, unravel(v)))[0])
-    assert max(np.abs(across(jnp.asarray(v))[mine]).max() for v in null) <= 1e-9
+    assert np.max([np.abs(across(jnp.asarray(v))[mine]).max() for v in null]) <= 1e-9
     assert group.dim(params) == mine.sum()
 
 

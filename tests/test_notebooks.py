@@ -46,7 +46,10 @@ def _difference(stored: str, fresh: str) -> str:
     for old, new in zip(before, now, strict=False):
         words = [" ".join(NUMBER.sub("#", line).split()) for line in (old, new)]
         pairs = zip(*([float(x) for x in NUMBER.findall(line)] for line in (old, new)), strict=False)
-        close = "rounding" in old or all(math.isclose(a, b, rel_tol=RELATIVE, abs_tol=ABSOLUTE) for a, b in pairs)
+        most = 1e3 if "rounding" in old else 0.0  # what is rounding may be so many times as large here
+        close = all(
+            math.isclose(a, b, rel_tol=RELATIVE, abs_tol=ABSOLUTE) or abs(b) < max(most * abs(a), 1e-9 * most)
+            for a, b in pairs)
         if words[0] != words[1] or not close:
             return f"{old!r} is now {new!r}"
     return "" if len(before) == len(now) else f"{len(before)} lines are now {len(now)}"

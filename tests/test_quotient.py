@@ -62,8 +62,8 @@ def test_the_two_by_two_step_does_not_depend_on_k(name: str, x64: None) -> None:
         return after["a"] @ after["b"]
 
     for seeds, most in (((), 9), ((1, 2, 3), 3), ((4, 5, 6), 3)):
-        errors = [_relative(product(_diagonal(10.0**n, seeds)), product(_diagonal(1.0, seeds))) for n in range(most)]
-        assert max(errors) <= 1e-8
+        errors = [_relative(product(_diagonal(10.0**n, seeds)), product(_diagonal(1.0, seeds))) for n in range(1, most)]
+        assert np.max(errors) <= 1e-8
 
 
 # The end of a step --------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ def _twin_error(tx: optax.GradientTransformation, params: Tree, seed: int, loss:
     twin = LORA.act(LORA.sample(jax.random.key(seed), params, CONDITION_100), params)
     ours, theirs = ([p["a"] @ p["b"] for p in _points(tx, loss, start)] for start in (params, twin))
     assert _relative(ours[0], ours[-1]) > 1e-3, "nothing moved"
-    return max(_relative(b, a) for a, b in zip(ours[1:], theirs[1:], strict=True))
+    return float(np.max([_relative(b, a) for a, b in zip(ours[1:], theirs[1:], strict=True)]))
 
 
 @pytest.mark.slow
@@ -202,7 +202,7 @@ def test_products_stay_together_at_condition_100(x64: None) -> None:
     assert _twin_error(optax.adamw(1e-2), params, 0, _lora_loss) > 1e-2, "AdamW does not see these twins apart"
     for make in OURS.values():
         tx = make(LORA)
-        assert max(_twin_error(tx, params, seed, _lora_loss) for seed in range(2)) <= 1e-10
+        assert all(_twin_error(tx, params, seed, _lora_loss) <= 1e-10 for seed in range(2))
 
 
 @pytest.mark.slow_rows("quotient_muon-*", "*-2")
@@ -229,7 +229,7 @@ def test_a_target_of_fewer_ranks_in_float32(name: str) -> None:
     slope = 10.0 if name == "quotient_muon" else 1.0
     assert _twin_error(tx, params, 0, loss) <= slope * tolerance("twins", "float32")
     first, *others = (float(jnp.linalg.norm(p["a"])) for p in _points(tx, loss, params))
-    assert max(others) < 10.0 * first
+    assert np.max(others) < 10.0 * first
 
 
 def test_heads_wider_than_the_model_are_left_as_they_are(x64: None) -> None:

@@ -126,7 +126,9 @@ def apart(a: Tree, b: Tree) -> dict[str, float]:
     ours, theirs = leaves_by_path(a), leaves_by_path(b)
     assert ours.keys() == theirs.keys()
     arrays = ((path, np.asarray(x, np.float64), np.asarray(theirs[path], np.float64)) for path, x in ours.items())
-    return {path: float(np.linalg.norm(x - y) / (np.linalg.norm(y) or 1.0)) for path, x, y in arrays}
+    found = {path: float(np.linalg.norm(x - y) / (np.linalg.norm(y) or 1.0)) for path, x, y in arrays}
+    assert np.all(np.isfinite([*found.values()])), found  # Python's `max` passes over a NaN that does not come first
+    return found
 
 
 def furthest(a: Tree, b: Tree) -> float:
@@ -192,6 +194,7 @@ def check_twins(
     """
     act, g = _sampler_and_action(group)[1], element_of(group, params, dtype)
     ours, losses = train(init, step, params)
+    assert furthest(act(g, params), params) > 0.05, "the twin is the point"
     theirs, twin_losses = train(init, step, act(g, params))
     errors, loss = apart(theirs, act(g, ours)), float(np.max(np.abs(twin_losses / losses - 1.0)))
     worst = max(errors, key=lambda path: errors[path])

@@ -224,6 +224,19 @@ def test_a_certificate_draws_rows_with_one_sum_whole() -> None:
     assert certificate.parameters - certificate.rank == 50 - 24
 
 
+def test_a_certificate_draws_no_index_beyond_the_end_of_a_table() -> None:
+    """Triples of a head, a relation and a tail: there are six entities and three relations."""
+
+    def fn(p: Any, triples: Any) -> jax.Array:
+        head, relation, tail = (triples[:, k] for k in range(3))
+        return jnp.sum(p["entity"][head] * p["relation"][relation] * p["entity"][tail], -1)
+
+    batches = [RNG.integers(0, (6, 3, 6), (30, 3)) for _ in range(2)]
+    params = {"entity": normal(6, 4), "relation": normal(3, 4)}
+    certificate = found(fn, params, batches, "predictions").certificate
+    assert certificate.dead == certificate.explained == 4 and certificate.gauges[0].seen < 1e-9
+
+
 def test_an_encoder_as_wide_as_its_table_is_long_says_nothing_of_logits() -> None:
     def fn(p: Any, tokens: Any) -> jax.Array:
         return p["table"][tokens] + pair(p, p["table"][tokens])

@@ -22,7 +22,7 @@ from gauge_optax.gauges.disconnected import disconnected
 from gauge_optax.gauges.gauge import Gauge, Gauges, Product, product
 from gauge_optax.parts.part import Arrays
 from gauge_optax.transformation import require_arrays, require_differentiable, require_key, require_traceable
-from gauge_optax.xla import quick_options, unfused_options
+from gauge_optax.xla import jit_unfused, quick_options
 
 LossFn = Callable[[Any], jax.Array]
 
@@ -287,7 +287,7 @@ def _step_of(tx: optax.GradientTransformation, loss_fn: LossFn) -> Callable[[Any
         updates, state = update(grads, state, params)
         return (optax.apply_updates(params, updates), state), loss
 
-    return step if any(wrapped) else jax.jit(step, compiler_options=unfused_options())
+    return step if any(wrapped) else jit_unfused(step)
 
 
 def _is_wrapped(function: Any) -> bool:

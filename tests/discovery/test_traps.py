@@ -13,6 +13,7 @@ import pytest
 import gauge_optax as go
 from gauge_optax.discovery import checks, instance, prove, reach, report, sketch
 from gauge_optax.discovery.report import Report
+from gauge_optax.xla import jit_unfused
 from tests import refusals
 from tests.discovery.axes_nets import attention, flat
 from tests.discovery.test_layouts import D, V, check
@@ -133,6 +134,33 @@ def test_a_leaf_of_which_the_sign_alone_counts_is_not_dead() -> None:
         return jnp.sin(y / jnp.sqrt(jnp.mean(y**2, -1, keepdims=True)) @ p["down"])
 
     assert not found(fn, {**PAIR, "size": jnp.ones(())}, X6).dead
+
+
+def test_products_of_complex_numbers_are_right_without_fusion() -> None:
+    def fn(x: Any, y: Any) -> jax.Array:
+        return (jnp.swapaxes(jnp.fft.fft(jnp.swapaxes(x, 1, 2)), 1, 2)[None] * y).real
+
+    x, y = RNG.normal(size=(3, 6, 4)), RNG.normal(size=(1, 3, 6, 4))
+    with jax.enable_x64(True):
+        np.testing.assert_allclose(jit_unfused(fn)(x, y), (np.fft.fft(x, axis=1) * y).real, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_long_convolutions_of_hyena_have_gradients() -> None:
+    """Compiled without fusion, products of complex numbers were wrong, and no gauge seemed to be a symmetry."""
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        length, positions = x.shape[1], np.arange(x.shape[1])[:, None]
+        filters = (jnp.sin(np.cos(positions * np.arange(4)) @ p["speed"]) @ p["filter"]).reshape(length, 2, 4)
+        y, *gates = jnp.split(x @ p["in"], 3, -1)
+        for k, gate in enumerate(gates):
+            spectra = jnp.fft.rfft(y * gate, 2 * length, axis=1), jnp.fft.rfft(filters[:, k], 2 * length, axis=0)[None]
+            y = jnp.fft.irfft(spectra[0] * spectra[1], 2 * length, axis=1)[:, :length] + p["skip"][k] * y
+        return jnp.sin(y @ p["out"])
+
+    params = {"speed": normal(4, 4), "filter": normal(4, 8), "in": normal(D, 12), "skip": normal(2, 4)}
+    certificate = found(fn, params | {"out": normal(4, 3)}, list(RNG.normal(size=(2, 4, 6, D)))).certificate
+    assert not certificate.constant and max(gauge.seen for gauge in certificate.gauges) < 1e-9
 
 
 @pytest.mark.slow_rows("pixels")

@@ -186,6 +186,12 @@ UNDECIDED: Mapping[str, tuple[Callable[..., Any], Mapping[str, tuple[int, ...]],
         lambda p, x: jax.scipy.linalg.solve_triangular(jnp.tril(p["w"]) + 9 * jnp.eye(6), x[0], lower=True),
         {"w": (6, 6)}, {"w": "`triangular_solve` is an operation whose axes are not known"}),
     "sorted": (lambda p, x: x @ jnp.sort(p["w"]), {"w": (D, F)}, {"w": "if it is a kernel, list it by hand"}),
+    "a kernel with noise": (
+        lambda p, x: x[1] @ (p["mean"] + jax.nn.softplus(p["spread"]) * jnp.outer(x[0, 0], x[0, :2].ravel()[:F])),
+        {"mean": (D, F), "spread": (D, F)}, dict.fromkeys(("mean", "spread"), "as noise to a kernel")),
+    "a convolution whose kernel has noise": (
+        lambda p, x: convolve(x[None], p["w"] * (x[0, 0, 0] > jnp.cos(np.arange(9 * D * F)).reshape(3, 3, D, F))),
+        {"w": (3, 3, D, F)}, {"w": "as noise to a kernel"}),
     "the Q of a kernel, which is not the kernel with its entries moved": (
         lambda p, x: x @ jnp.linalg.qr(p["w"])[0], {"w": (D, D)}, {"w": "is an operation whose axes are not known"}),
 }

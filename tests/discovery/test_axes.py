@@ -22,7 +22,7 @@ from gauge_optax.discovery.axes import LeafAxes, read_axes
 from gauge_optax.discovery.report import Report
 from gauge_optax.discovery.trace import walked
 from models import digits
-from tests.discovery.axes_nets import CASES, MOE, D, E, F, H, N, convolve, experts, features, heads, tokens
+from tests.discovery.axes_nets import CASES, MOE, D, E, F, H, N, attention, convolve, experts, features, heads, tokens
 from tests.discovery.nets import CONFIGS, FORMS, every_net
 from tests.discovery.test_layouts import drawn
 from tests.refusals import refused
@@ -186,6 +186,10 @@ UNDECIDED: Mapping[str, tuple[Callable[..., Any], Mapping[str, tuple[int, ...]],
         lambda p, x: jax.scipy.linalg.solve_triangular(jnp.tril(p["w"]) + 9 * jnp.eye(6), x[0], lower=True),
         {"w": (6, 6)}, {"w": "`triangular_solve` is an operation whose axes are not known"}),
     "sorted": (lambda p, x: x @ jnp.sort(p["w"]), {"w": (D, F)}, {"w": "if it is a kernel, list it by hand"}),
+    "a projection of learned queries": (
+        lambda p, x: attention(
+            *(heads(y @ p[name]) for y, name in ((jnp.tile(p["probe"], (2, 1, 1)), "q"), (x, "k"), (x, "v")))),
+        {"probe": (3, D), "q": (D, D), "k": (D, D), "v": (D, D)}, {"probe": "with 'q'", "q": "with 'probe'"}),
     "a kernel with noise": (
         lambda p, x: x[1] @ (p["mean"] + jax.nn.softplus(p["spread"]) * jnp.outer(x[0, 0], x[0, :2].ravel()[:F])),
         {"mean": (D, F), "spread": (D, F)}, dict.fromkeys(("mean", "spread"), "as noise to a kernel")),

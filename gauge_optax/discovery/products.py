@@ -522,7 +522,7 @@ def _elementwise(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags]:
     return [tags]
 
 
-_SUMS = ("add", "sub", "add_any", "select_n", "concatenate")
+_SUMS = ("add", "sub", "add_any", "select_n", "concatenate", "complex")
 
 
 def _reduced(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags]:

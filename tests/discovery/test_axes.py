@@ -201,6 +201,21 @@ UNDECIDED: Mapping[str, tuple[Callable[..., Any], Mapping[str, tuple[int, ...]],
 }
 
 
+def test_planes_that_complex_numbers_turn_are_of_one_matrix() -> None:
+    """As in EasyLM's Llama: the even and the odd outputs of queries counted as two matrices."""
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        def turned(y: jax.Array) -> jax.Array:
+            pairs = heads(y).reshape(*y.shape[:2], H, -1, 2)
+            pairs = jax.lax.complex(pairs[..., 0], pairs[..., 1]) * jnp.exp(1j * jnp.arange(y.shape[1]))[:, None, None]
+            return jnp.stack([pairs.real, pairs.imag], -1).reshape(*y.shape[:2], H, -1)
+
+        return attention(turned(x @ p["q"]), turned(x @ p["k"]), heads(x @ p["v"]))
+
+    axes = axes_of(fn, drawn(dict.fromkeys("qkv", (D, D))), features(RNG(1)), "loss")
+    assert dict(axes.neurons) == dict.fromkeys("qkv", "_ neuron") and not axes.undecided
+
+
 @pytest.mark.parametrize("name", UNDECIDED)
 def test_what_the_function_does_not_decide_is_named(name: str) -> None:
     fn, shapes, words = UNDECIDED[name]

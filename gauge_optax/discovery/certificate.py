@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -151,8 +151,9 @@ def _along_a_line(
     line = {path: trial.point[path] * rng.standard_normal(trial.point[path].shape) for path in paths}
     told = sum(float(np.vdot(trial.gradient[path], x)) for path, x in line.items())
 
-    def along(at: Leaves, batch: Any) -> Any:
-        return call(trial.point | {path: trial.point[path] + (at["t"] - 1.0) * x for path, x in line.items()}, batch)
+    def along(at: Mapping[str, Any], batch: Any) -> Any:
+        moved = {path: trial.point[path] + (at["t"] - 1.0) * x for path, x in line.items()}
+        return call({**trial.point, **moved}, batch)
 
     return along, [trial._replace(point={"t": np.ones(1)}, gradient={"t": np.full(1, told)})]
 

@@ -266,7 +266,7 @@ class Gradients:
             return over_rows(lambda projection: backward(projection)[0], projections)
 
         self._fn, self._batches = fn, batches
-        self._pull = jax.jit(pull, compiler_options=quick_options())
+        self._pull: Callable[..., Any] = jax.jit(pull, compiler_options=quick_options())
         self._unfused = jit_unfused(pull)
 
     def compute_unfused(self) -> None:

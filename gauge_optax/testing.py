@@ -28,7 +28,7 @@ from gauge_optax.transformation import (
     require_traceable,
     require_transformation,
 )
-from gauge_optax.xla import quick_options, unfused_options
+from gauge_optax.xla import jit_unfused, quick_options
 
 LossFn = Callable[[Any], jax.Array]
 
@@ -296,7 +296,7 @@ def _step_of(tx: optax.GradientTransformation, loss_fn: LossFn) -> Callable[[Any
         updates, state = update(grads, state, params)
         return (optax.apply_updates(params, updates), state), loss
 
-    return step if any(wrapped) else jax.jit(step, compiler_options=unfused_options())
+    return step if any(wrapped) else jit_unfused(step)
 
 
 def _is_wrapped(function: Any) -> bool:

@@ -81,7 +81,7 @@ def test_nothing_is_raised_for_a_net_of_the_register(case: GaugeCase, dtype: str
     with jax.enable_x64(dtype == "float64"):
         params = _cast(dtype, case.params(jax.random.key(1)))
         report = _preflight(go.quotient_adamw(1e-2, case.gauges()), params, case.loss)
-        assert "part under this optimizer" not in repr(report)
+        assert "this optimizer leads two weight sets" not in repr(report)
         assert len(report.asymmetries) == len(go.product(case.gauges()).gauges)
         assert "left alone" not in repr(report)
         worst = np.max([number for *_, number in report.asymmetries])
@@ -446,7 +446,7 @@ def test_a_learning_rate_that_is_not_inside_is_noted(inner: Any, said: bool) -> 
 
 
 def _parts(tx: Any, params: Any = MLP, loss: Loss = mlp_loss) -> bool:
-    return any("part under this optimizer" in note for note in _preflight(tx, params, loss).notes)
+    return any("this optimizer leads two weight sets" in note for note in _preflight(tx, params, loss).notes)
 
 
 def _sam(inner: Any) -> Any:

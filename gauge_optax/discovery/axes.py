@@ -220,7 +220,8 @@ class _Reader:
     def _resolve_pairs(self) -> None:
         """Decides which parameter is the kernel where two parameters are contracted with each other.
 
-        If data is contracted with one of the two, as with A in x·(A·B), both are kernels. If one of the two is a table
+        If data is contracted with one of the two, as with A in x·(A·B), both are kernels, but not if this is done head
+        by head, as with the projection of learned queries. If one of the two is a table
         or is added to data, it counts as data, and the other one is a kernel. Other pairs are left undecided.
         """
         data = self.walk.added | {path for path, _ in self.walk.tables}
@@ -231,6 +232,8 @@ class _Reader:
             # In A·B, the axis of A that remains counts as its output. In x·(A·B), x is contracted with it: it is A's
             # input.
             if first & contracted and not second & contracted:
+                if any(self._by_head(x) for x in one):
+                    continue  # k(x)·(Wᵀ·P) per head: P may be queries that W projects, and no kernel behind W
                 found = [*(dataclasses.replace(x, inputs=x.outputs, batch=()) for x in one), *other]
             elif first & data and not second & data:
                 self.walk.added |= first
@@ -238,6 +241,17 @@ class _Reader:
             for product in found:
                 if self._sides(product):
                     self.uses.setdefault(product.path, []).append(product)
+
+    def _by_head(self, product: Product) -> bool:
+        """Whether data is contracted with a parameter along a part of its outputs, while others count heads.
+
+        Args:
+          product: the contraction of the parameter with another one, which comes first.
+        """
+        shape = self.walk.shapes[product.path]
+        own, *found = ({a for k in x.batch for a in varying(x.ids, k, shape)} for x in (
+            product, *(x for x in self.walk.products if x.path == product.path)))
+        return any(axes - own for axes in found)
 
     def _table(self, path: str, shape: tuple[int, ...]) -> str:
         """The axes string of a table, whose rows are taken by index or added to data; "" if this is no table."""

@@ -40,7 +40,7 @@ from gauge_optax.discovery.trace import Trace, walked
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauge, product
 from gauge_optax.linalg import singular_vectors
-from gauge_optax.xla import quick_options, unfused_options
+from gauge_optax.xla import jit_unfused, quick_options
 
 Leaves = Mapping[str, np.ndarray]
 Function = Callable[[Any, Any], Sequence[jax.Array]]
@@ -321,7 +321,7 @@ def pulled_back(fn: Function) -> Callable[[Any, Any, Any], Any]:
         _, pull = jax.vjp(lambda p: list(fn(p, batch)), leaves)
         return over_rows(lambda w: pull(w)[0], weights)
 
-    return jax.jit(pulled, compiler_options=unfused_options())
+    return jit_unfused(pulled)
 
 
 def add_trials(trials: list[Trial] | None, leaves: Leaves, batch: Any, weights: Sequence[Any], gradients: Any) -> None:

@@ -324,11 +324,17 @@ def bound_copies(gauge: Any, params: Any) -> list[tuple[str, dict[str, int], lis
     return found
 
 
-def captured_blocks(blocks: Mapping[str, Axes]) -> dict[str, Axes]:
+def captured_blocks(blocks: Mapping[str, Axes], leaves: Iterable[str] = ()) -> dict[str, Axes]:
     """Replaces paths that differ in one number and have the same axes by one pattern with a capture.
+
+    Args:
+      blocks: path → axes.
+      leaves: all paths of the tree. A pattern that would match others of them is not taken.
 
     >>> captured_blocks({"layer_0/w": "basis _", "layer_1/w": "basis _", "head": "basis _"})
     {'layer_{i}/w': 'basis _', 'head': 'basis _'}
+    >>> captured_blocks({"w1": "basis _", "w3": "basis _"}, ["w1", "w2", "w3"])
+    {'w1': 'basis _', 'w3': 'basis _'}
     """
     groups: dict[tuple[str, Axes], list[str]] = {}
     for path, axes in blocks.items():
@@ -336,7 +342,9 @@ def captured_blocks(blocks: Mapping[str, Axes]) -> dict[str, Axes]:
     out: dict[str, Axes] = {}
     for (_, axes), paths in groups.items():
         pattern = with_captures(paths, lambda numbers: "{i}")
-        out |= dict.fromkeys([pattern] if pattern.count("{i}") == 1 else paths, axes)
+        fits = pattern.count("{i}") == 1 and not any(
+            path not in paths and match("discover", pattern, path) is not None for path in leaves)
+        out |= dict.fromkeys([pattern] if fits else paths, axes)
     return out
 
 

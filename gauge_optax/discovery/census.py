@@ -8,7 +8,6 @@ the dimensions of two of the groups.
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -46,7 +45,7 @@ from gauge_optax.transformation import (
     require_no_tracers,
     require_number,
 )
-from gauge_optax.xla import quick_options, unfused_options, unseen
+from gauge_optax.xla import jit_unfused, quick_options, unseen
 
 _SEEN = 1e-8  # if outputs change by more than this along an orbit, relatively, the gauge is no symmetry here
 _CHUNK = 128  # rows of the Jacobian that are computed at once
@@ -373,7 +372,7 @@ def _seen(
     It is divided by the change along a random direction of all weights, of the same length.
     """
 
-    @functools.partial(jax.jit, compiler_options=unfused_options())
+    @jit_unfused
     def pushed(leaves: Any, batch: Any, tangent: Any) -> jax.Array:
         _, change = jax.jvp(lambda p: list(fn(p, batch)), (leaves,), (tangent,))
         seen, moved = (jnp.stack([jnp.sum(jnp.square(x)) for x in part]) for part in (change, tangent.values()))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,16 @@ import numpy as np
 from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.discovery.census import Census, census
 from gauge_optax.discovery.checks import own_points
-from gauge_optax.discovery.sketch import DRAWS, Function, Leaves, finite_points, generic_point, positive_kernels
+from gauge_optax.discovery.sketch import (
+    DRAWS,
+    Function,
+    Leaves,
+    Trial,
+    finite_points,
+    generic_point,
+    positive_kernels,
+    untrue,
+)
 from gauge_optax.errors import warn
 from gauge_optax.gauges.gauge import Gauge
 from gauge_optax.xla import quick_options
@@ -71,15 +80,26 @@ def certified(
         signed = positive_kernels(call, leaves, batches[0], rng)
         slope = jax.jit(jax.grad(lambda p, x: sum(jnp.sum(y) for y in fn(p, x))), compiler_options=quick_options())
 
-        def smooth(point: Leaves, batch: Any) -> bool:
-            """Whether derivatives are finite: they are not if a norm reads units that are all zero for an input."""
-            return all(np.isfinite(x).all() for x in slope(point, batch).values())
+        def at(point: Leaves, batch: Any) -> Trial:
+            return Trial(point, batch, [np.ones(x.shape) for x in call(point, batch)], slope(point, batch))
+
+        def smooth(point: Leaves, batch: Any, told: Sequence[str]) -> bool:
+            """Whether the gradient at a batch is finite, and the derivative of the outputs for the leaves in `told`.
+
+            It is not finite where a norm reads units that are all dead for an input. It is no derivative if an index
+            is beyond the end of a table: JAX then reads the last row, and gives it no gradient.
+            """
+            trial = at(point, batch)
+            finite = all(np.isfinite(x).all() for x in trial.gradient.values())
+            return finite and (not _has_indices(batch) or not untrue(*_along_a_line(call, trial, told, rng), rng))
 
         def counted() -> Census:
             drawn = (_near_vectors(leaves, generic_point(leaves, rng, signed)) for _ in range(DRAWS))
             point = finite_points(call, batches, drawn, 1)[0]
-            tried = (itertools.chain([x], (_redrawn(batches, rng) for _ in range(_REDRAWS))) for x in inputs)
-            given = [x for again in tried if (x := next((x for x in again if smooth(point, x)), None)) is not None]
+            told = sorted(leaves.keys() - untrue(call, [at(point, x) for x in batches], rng))
+            tried = (itertools.chain([x], (_redrawn(batches, rng, n % 2 > 0) for n in range(_REDRAWS))) for x in inputs)
+            first = (next((x for x in again if smooth(point, x, told)), None) for again in tried)
+            given = [x for x in first if x is not None]
             return census(
                 by_tree, with_leaves(params, point), given or inputs, gauges, "loss", whole=_WHOLE, seed=seed,
                 progress=progress, seconds=_SECONDS,
@@ -114,13 +134,40 @@ def _near_vectors(leaves: Leaves, point: Leaves) -> Leaves:
     return {path: leaves[path] + _NEAR * (x - leaves[path]) if path in near else x for path, x in point.items()}
 
 
-def _redrawn(batches: Sequence[Any], rng: np.random.Generator) -> Any:
+def _has_indices(batch: Any) -> bool:
+    return any(jnp.issubdtype(jnp.asarray(x).dtype, jnp.integer) for x in jax.tree.leaves(batch))
+
+
+def _along_a_line(
+    call: Function, trial: Trial, paths: Sequence[str], rng: np.random.Generator
+) -> tuple[Function, list[Trial]]:
+    """A function and its gradient along a random line through a point, on which only leaves at some paths change.
+
+    Args:
+      call: the function, compiled.
+      trial: its gradient at the point, which is where the line's coordinate is 1.
+      paths: the leaves that change.
+      rng: source of the line.
+    """
+    line = {path: trial.point[path] * rng.standard_normal(trial.point[path].shape) for path in paths}
+    told = sum(float(np.vdot(trial.gradient[path], x)) for path, x in line.items())
+
+    def along(at: Mapping[str, Any], batch: Any) -> Any:
+        moved = {path: trial.point[path] + (at["t"] - 1.0) * x for path, x in line.items()}
+        return call({**trial.point, **moved}, batch)
+
+    return along, [trial._replace(point={"t": np.ones(1)}, gradient={"t": np.full(1, told)})]
+
+
+def _redrawn(batches: Sequence[Any], rng: np.random.Generator, by_column: bool = False) -> Any:
     """A new random batch with the structure and the shapes of the first one, or of any one if structures differ.
 
     Arrays that are equal in all batches, such as positions, stay. Arrays of several lengths take values that occur
     anywhere in the batches. Rows with one sum, such as one-hot vectors and probabilities, are drawn whole. Arrays with
     at most two different values, such as masks, take at every place the value that a randomly chosen batch has there:
-    where all batches agree, it stays. All other arrays take values that occur anywhere in the batches.
+    where all batches agree, it stays. All other arrays take values that occur anywhere in the batches. With
+    `by_column`, arrays of integers take at each index of their last axis values that occur there, because the numbers
+    at one index may be rows of another table than those at the next.
     """
 
     def of(*arrays: Any) -> Any:
@@ -137,6 +184,9 @@ def _redrawn(batches: Sequence[Any], rng: np.random.Generator) -> Any:
             if rows.any() and np.allclose(rows.sum(-1), rows[0].sum(), rtol=1e-5, atol=0.0):
                 return rows[rng.integers(len(rows), size=shape[:-1])]
         values = np.unique(flat)
+        if by_column and whole and flat.dtype.kind in "iu" and len(shape) > 1:
+            columns = np.stack(values_by_batch).reshape(-1, shape[-1])
+            return columns[rng.integers(len(columns), size=shape), np.arange(shape[-1])]
         if len(values) > 2 or not whole:
             return rng.choice(values if flat.dtype.kind in "iu" else flat, shape)
         stacked = np.stack(values_by_batch)

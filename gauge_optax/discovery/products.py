@@ -321,6 +321,19 @@ class Walk:
                     "it is contracted with a constant or with other parameters, and the result with data, so that the "
                     "function does not say which of its axes are inputs"))
 
+    def meet_noise(self, value: Value, inputs: Sequence[int], outputs: Sequence[int]) -> None:
+        """Notes what is `unclear` if data is contracted with a parameter that data was added to, or multiplied with.
+
+        Args:
+          value: one of the two operands, both of which depend on data.
+          inputs: its contracted axes.
+          outputs: its axes that stay, without batch axes.
+        """
+        for path, x in value.leaves().items() if value.data else ():
+            if all(any(_differs(x.steps[k]) for k in axes) for axes in (inputs, outputs)):
+                self.unclear.setdefault(path, "data is added to it or multiplied with it, as noise to a kernel, and "
+                                        "the result is contracted with data")
+
     def contract(self, kernel: Value, other: Value, inputs: Sequence[int], batch: Sequence[int]) -> dict[Owner, Any]:
         """Notes a product for each parameter in `kernel`, which is contracted with data along its axes `inputs`.
 
@@ -342,6 +355,13 @@ _MIXED = "its entries are mixed in an order that axes do not express"
 def _differs(step: np.ndarray) -> bool:
     """Whether different entries stand along an axis with these steps."""
     return bool((step != step[:1]).any())
+
+
+def _fills(value: Value, shape: Sequence[int]) -> bool:
+    """Whether different entries of one parameter stand along every axis of a matrix."""
+    long = [k for k, n in enumerate(shape) if n > 1]
+    return value.shape == tuple(shape) and len(long) > 1 and any(
+        all(_differs(x.steps[k]) for k in long) for x in value.leaves().values())
 
 
 def _constant(number: Any) -> Value:
@@ -491,8 +511,10 @@ def _elementwise(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags]:
         if linear:
             walk.sight(*moving, linear=True)
         # A bias or a scale leaves no tags in the result. A matrix that is multiplied by data, such as a mask, leaves
-        # its tags, but the result depends on data and is therefore not taken for a kernel.
-        ins = moving
+        # its tags, but the result depends on data and is therefore not taken for a kernel. So does one to which such a
+        # product is added: the mean of a kernel with noise.
+        noisy = linear and any(_fills(x, shape) for x in moving)
+        ins = [*moving, *(x for x in still if noisy and _fills(x, shape))]
     tags: dict[Owner, Places | None] = {}
     for x in ins:
         for own, places in x.tags.items():
@@ -506,7 +528,7 @@ def _elementwise(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags]:
     return [tags]
 
 
-_SUMS = ("add", "sub", "add_any", "select_n", "concatenate")
+_SUMS = ("add", "sub", "add_any", "select_n", "concatenate", "complex")
 
 
 def _reduced(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags]:
@@ -566,6 +588,7 @@ def _dot(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags | Value]:
                     walk.products[own].terms.append(walk.products[own].mask([x]))
                     terms.add((own, len(walk.products[own].terms) - 1))
             for j in (0, 1):
+                walk.meet_noise(ins[j], sums[j], free[j])
                 if ins[1 - j].data and not ins[0].tags.keys() & ins[1].tags.keys():
                     walk.contract_again(ins[j], sums[j], free[j], len(free[1 - j]))
             return [Value((), {}, terms=frozenset(terms))]
@@ -652,6 +675,7 @@ def _convolution(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags | Valu
         walk.meet_data(kernel, [k for k in range(len(kernel.shape)) if k != numbers.rhs_spec[0]])
     if kernel.data or not kernel.leaves():
         walk.sight(*ins)
+        walk.meet_noise(kernel, numbers.rhs_spec[1:], numbers.rhs_spec[:1])
         walk.contract_again(kernel, numbers.rhs_spec[1:] if data.data else (), numbers.rhs_spec[:1])
         return [{}]
     (out_axis, in_axis), at = numbers.rhs_spec[:2], numbers.out_spec[1]

@@ -52,7 +52,7 @@ _SHORT = 1e-5  # `along_orbits` makes this fraction of a move, as a small step i
 # and most operations have run before, both take equally long at 24 layers.
 _MANY, _MANY_LARGE = 60, 16
 _ALONG = 1e-3  # a step is along an orbit if it moves the slice point by less than this, relative to its own length
-_SLIGHT = 1e-4  # the scale of a move that is so small that its chord has nearly the direction of its tangent
+_SLIGHT = 1e-2  # the scale of a move that shows its tangent, together with its inverse
 
 
 class Held(NamedTuple):
@@ -329,10 +329,15 @@ class Prover:
         return kept, [f"{one}: {reason}" for one, reason in refused if not (along and along(self._slightly_moved(one)))]
 
     def _slightly_moved(self, one: Held) -> Leaves:
-        """The first of `points` after a small random move of a gauge."""
+        """The first of `points` after a small random step along a gauge's orbit.
+
+        The step is half the difference of a move and its inverse. A move alone leaves the tangent by its square, which
+        looks large to `along_orbits` if an anchor, such as a number that is stored less one, is nearly zero.
+        """
         tree = with_leaves(self._params, self.points[0])
-        moved = leaves_by_path(one.gauge.act(one.gauge.sample(jax.random.key(0), tree, _SLIGHT), tree))
-        return {path: moved[path] for path in self.points[0]}
+        element = one.gauge.sample(jax.random.key(0), tree, _SLIGHT)
+        there, back = (leaves_by_path(one.gauge.act(x, tree)) for x in (element, one.gauge.inverse(element)))
+        return {path: x + (there[path] - back[path]) / 2 for path, x in self.points[0].items()}
 
     def _accepted(self, held: Sequence[Held]) -> tuple[list[Held], list[tuple[Held, str | None]]]:
         """The gauges that the library accepts as one product, and the others with the reasons why it refuses them."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from gauge_optax.xla import quick_options, unfused_options
+from gauge_optax.xla import jit_unfused, quick_options
 
 Leaves = dict[str, np.ndarray]
 Function = Callable[[Mapping[str, Any], Any], Any]
@@ -271,8 +271,8 @@ class Gradients:
             return over_rows(lambda projection: backward(projection)[0], projections)
 
         self._fn, self._batches = fn, batches
-        self._pull = jax.jit(pull, compiler_options=quick_options())
-        self._unfused = jax.jit(pull, compiler_options=unfused_options())
+        self._pull: Callable[..., Any] = jax.jit(pull, compiler_options=quick_options())
+        self._unfused = jit_unfused(pull)
 
     def compute_unfused(self) -> None:
         """From now on programs are compiled without fusion, which makes some gradients wrong (`unfused_options`)."""

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from gauge_optax.binding import leaves_by_path
 from gauge_optax.discovery.calls import Axes, Call, bound_copies, captured_blocks, joined
 from gauge_optax.discovery.groups import ZERO, Symmetry, independent
 from gauge_optax.discovery.search import candidates, sketched
@@ -125,7 +126,7 @@ def rotation_call(symmetry: Symmetry, trace: Trace, norms: Sequence[Call], param
         except ValueError as error:
             raise Unwritable(str(error).splitlines()[0]) from error
         return call
-    roles = {role: captured_blocks(blocks) for role, blocks in sides.items()}
+    roles = {role: captured_blocks(blocks, leaves_by_path(params)) for role, blocks in sides.items()}
     return Call("residual_rotation", roles, options, sizes, tuple(passed))
 
 

@@ -45,7 +45,7 @@ from gauge_optax.transformation import (
     require_values,
 )
 from gauge_optax.wrapped import preflight_of, transformations_of, wrapped_by
-from gauge_optax.xla import one_program, unfused_options, unseen
+from gauge_optax.xla import jit_unfused, one_program, unseen
 
 # Bits of the mantissas of a gradient → the largest asymmetry that roundoff explains. tests/tolerances.py has measured
 # asymmetries of right and of wrong gauges.
@@ -373,7 +373,7 @@ def _in_double(
         lifted = in_double(fn, doubled, dtypes, batch)
         real = {path: x for path, x in doubled.items() if _is_real(x)}
         of_leaves = jax.grad(lambda x: jnp.sum(lifted(doubled | x, batch)[0]))
-        gradient = jax.jit(of_leaves, compiler_options=unfused_options())
+        gradient = jit_unfused(of_leaves)
         zeros = {path: np.zeros_like(x) for path, x in doubled.items()}
         grads = with_leaves(params, zeros | gradient(real))
         return _asymmetries(gauges, with_leaves(params, doubled), grads)

@@ -22,7 +22,7 @@ from gauge_optax.discovery.axes import LeafAxes, read_axes
 from gauge_optax.discovery.report import Report
 from gauge_optax.discovery.trace import walked
 from models import digits
-from tests.discovery.axes_nets import CASES, MOE, D, E, F, H, N, convolve, experts, features, heads, tokens
+from tests.discovery.axes_nets import CASES, MOE, D, E, F, H, N, attention, convolve, experts, features, heads, tokens
 from tests.discovery.nets import CONFIGS, FORMS, every_net
 from tests.discovery.test_layouts import drawn
 from tests.refusals import refused
@@ -186,9 +186,34 @@ UNDECIDED: Mapping[str, tuple[Callable[..., Any], Mapping[str, tuple[int, ...]],
         lambda p, x: jax.scipy.linalg.solve_triangular(jnp.tril(p["w"]) + 9 * jnp.eye(6), x[0], lower=True),
         {"w": (6, 6)}, {"w": "`triangular_solve` is an operation whose axes are not known"}),
     "sorted": (lambda p, x: x @ jnp.sort(p["w"]), {"w": (D, F)}, {"w": "if it is a kernel, list it by hand"}),
+    "a projection of learned queries": (
+        lambda p, x: attention(
+            *(heads(y @ p[name]) for y, name in ((jnp.tile(p["probe"], (2, 1, 1)), "q"), (x, "k"), (x, "v")))),
+        {"probe": (3, D), "q": (D, D), "k": (D, D), "v": (D, D)}, {"probe": "with 'q'", "q": "with 'probe'"}),
+    "a kernel with noise": (
+        lambda p, x: x[1] @ (p["mean"] + jax.nn.softplus(p["spread"]) * jnp.outer(x[0, 0], x[0, :2].ravel()[:F])),
+        {"mean": (D, F), "spread": (D, F)}, dict.fromkeys(("mean", "spread"), "as noise to a kernel")),
+    "a convolution whose kernel has noise": (
+        lambda p, x: convolve(x[None], p["w"] * (x[0, 0, 0] > jnp.cos(np.arange(9 * D * F)).reshape(3, 3, D, F))),
+        {"w": (3, 3, D, F)}, {"w": "as noise to a kernel"}),
     "the Q of a kernel, which is not the kernel with its entries moved": (
         lambda p, x: x @ jnp.linalg.qr(p["w"])[0], {"w": (D, D)}, {"w": "is an operation whose axes are not known"}),
 }
+
+
+def test_planes_that_complex_numbers_turn_are_of_one_matrix() -> None:
+    """As in EasyLM's Llama: the even and the odd outputs of queries counted as two matrices."""
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        def turned(y: jax.Array) -> jax.Array:
+            pairs = heads(y).reshape(*y.shape[:2], H, -1, 2)
+            pairs = jax.lax.complex(pairs[..., 0], pairs[..., 1]) * jnp.exp(1j * jnp.arange(y.shape[1]))[:, None, None]
+            return jnp.stack([pairs.real, pairs.imag], -1).reshape(*y.shape[:2], H, -1)
+
+        return attention(turned(x @ p["q"]), turned(x @ p["k"]), heads(x @ p["v"]))
+
+    axes = axes_of(fn, drawn(dict.fromkeys("qkv", (D, D))), features(RNG(1)), "loss")
+    assert dict(axes.neurons) == dict.fromkeys("qkv", "_ neuron") and not axes.undecided
 
 
 @pytest.mark.parametrize("name", UNDECIDED)

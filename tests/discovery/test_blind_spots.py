@@ -746,3 +746,39 @@ def test_tables_with_one_number_per_row_trade_one_number(last: tuple[int, ...]) 
     report = go.discover(fn, params, inputs(2, 60, D), "predictions", progress=False)
     assert [gauge.name for gauge in report.whole] == ["embedding_shift"] * 2, report
     assert report.certificate.unexplained == 0
+
+
+def test_a_symmetry_that_is_found_twice_is_not_rejected_once() -> None:
+    """DCN-v2: the bias of a cross layer is stored less one. Where it was nearly −1, the second answer looked new."""
+
+    def fn(p: Any, batch: Any) -> jax.Array:
+        kinds, features = batch
+        rows = jnp.stack([p[f"table{k}"][kinds[:, k]] for k in range(3)], 1)
+        x = y = jnp.concatenate([rows.reshape(len(kinds), -1), features], -1)
+        for k in range(2):
+            y = x * (y @ p[f"down{k}"] @ p[f"up{k}"] + p[f"bias{k}"]) + y
+        return (rows.sum(1) ** 2 - (rows**2).sum(1)).sum(-1) + y @ p["out"]
+
+    rng, width = np.random.default_rng(0), 14
+    params = drawn(out=(width,), **{f"table{k}": (7, 4) for k in range(3)})
+    for k in range(2):
+        params |= drawn(k + 1, **{f"down{k}": (width, 3), f"up{k}": (3, width), f"bias{k}": (width,)})
+    batches = [(rng.integers(0, 7, (40, 3)), rng.normal(size=(40, 2))) for _ in range(2)]
+    assert not go.discover(fn, params | {"bias0": -np.ones(width)}, batches, "predictions", progress=False).rejected
+
+
+def test_a_stream_of_stacked_layers_whose_kernels_are_numbered() -> None:
+    """Llama's names: w1 and w3 read the stream and w2 writes to it, so that no pattern stands for the first two."""
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        def layer(x: jax.Array, w: Any) -> Any:
+            y = normalised(x) * w["scale"]
+            return x + (jax.nn.silu(y @ w["w1"]) * (y @ w["w3"])) @ w["w2"], None
+
+        x, _ = jax.lax.scan(layer, x @ p["in"], p["layers"])
+        return jnp.sin(normalised(x) @ p["head"])
+
+    params = drawn(**{"in": (5, D)}, head=(D, 5)) | {"layers": drawn(w1=(2, D, 5), w2=(2, 5, D), w3=(2, D, 5))}
+    params["layers"]["scale"] = np.ones((2, D))
+    report = go.discover(fn, params, inputs(2, 20, 5), "predictions", progress=False)
+    assert "residual_rotation" in {gauge.name for gauge in report.whole}, report

@@ -13,6 +13,7 @@ import pytest
 import gauge_optax as go
 from gauge_optax.discovery import checks, instance, prove, reach, report, sketch
 from gauge_optax.discovery.report import Report
+from gauge_optax.xla import jit_unfused
 from tests import refusals
 from tests.discovery.axes_nets import attention, flat
 from tests.discovery.test_layouts import D, V, check
@@ -135,6 +136,33 @@ def test_a_leaf_of_which_the_sign_alone_counts_is_not_dead() -> None:
     assert not found(fn, {**PAIR, "size": jnp.ones(())}, X6).dead
 
 
+def test_products_of_complex_numbers_are_right_without_fusion() -> None:
+    def fn(x: Any, y: Any) -> jax.Array:
+        return (jnp.swapaxes(jnp.fft.fft(jnp.swapaxes(x, 1, 2)), 1, 2)[None] * y).real
+
+    x, y = RNG.normal(size=(3, 6, 4)), RNG.normal(size=(1, 3, 6, 4))
+    with jax.enable_x64(True):
+        np.testing.assert_allclose(jit_unfused(fn)(x, y), (np.fft.fft(x, axis=1) * y).real, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_long_convolutions_of_hyena_have_gradients() -> None:
+    """Compiled without fusion, products of complex numbers were wrong, and no gauge seemed to be a symmetry."""
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        length, positions = x.shape[1], np.arange(x.shape[1])[:, None]
+        filters = (jnp.sin(np.cos(positions * np.arange(4)) @ p["speed"]) @ p["filter"]).reshape(length, 2, 4)
+        y, *gates = jnp.split(x @ p["in"], 3, -1)
+        for k, gate in enumerate(gates):
+            spectra = jnp.fft.rfft(y * gate, 2 * length, axis=1), jnp.fft.rfft(filters[:, k], 2 * length, axis=0)[None]
+            y = jnp.fft.irfft(spectra[0] * spectra[1], 2 * length, axis=1)[:, :length] + p["skip"][k] * y
+        return jnp.sin(y @ p["out"])
+
+    params = {"speed": normal(4, 4), "filter": normal(4, 8), "in": normal(D, 12), "skip": normal(2, 4)}
+    certificate = found(fn, params | {"out": normal(4, 3)}, list(RNG.normal(size=(2, 4, 6, D)))).certificate
+    assert not certificate.constant and max(gauge.seen for gauge in certificate.gauges) < 1e-9
+
+
 @pytest.mark.slow_rows("pixels")
 @pytest.mark.parametrize("shape", [(4, 6), (4, 2, 3)], ids=["points", "pixels"])
 def test_a_maximum_behind_a_norm_has_gradients(shape: tuple[int, ...]) -> None:
@@ -222,6 +250,19 @@ def test_a_certificate_draws_rows_with_one_sum_whole() -> None:
     batches = list(np.eye(6)[RNG.integers(0, 6, (2, 40))])
     certificate = found(lambda p, x: pair(p, x, jnp.tanh), PAIR, batches, "predictions").certificate
     assert certificate.parameters - certificate.rank == 50 - 24
+
+
+def test_a_certificate_draws_no_index_beyond_the_end_of_a_table() -> None:
+    """Triples of a head, a relation and a tail: there are six entities and three relations."""
+
+    def fn(p: Any, triples: Any) -> jax.Array:
+        head, relation, tail = (triples[:, k] for k in range(3))
+        return jnp.sum(p["entity"][head] * p["relation"][relation] * p["entity"][tail], -1)
+
+    batches = [RNG.integers(0, (6, 3, 6), (30, 3)) for _ in range(2)]
+    params = {"entity": normal(6, 4), "relation": normal(3, 4)}
+    certificate = found(fn, params, batches, "predictions").certificate
+    assert certificate.dead == certificate.explained == 4 and certificate.gauges[0].seen < 1e-9
 
 
 def test_an_encoder_as_wide_as_its_table_is_long_says_nothing_of_logits() -> None:

@@ -100,6 +100,7 @@ def test_shapes_are_enough(searched: Searched) -> None:
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), RELU.params)
     one, other = (found(RELU._replace(params=params), outputs="loss") for params in (shapes, RELU.params))
     assert one.code() == other.code() and None not in searched
+    assert len(searched) == 2 and [gauge.name for gauge in one.gauges] == ["rescale"]
 
 
 def test_a_function_that_fixes_its_lengths_and_its_indices_is_searched_as_it_is(searched: Searched) -> None:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.flatten_util import ravel_pytree
 
 import gauge_optax as go
 from gauge_optax.binding import leaves_by_path
@@ -271,7 +272,8 @@ def test_samples_have_the_size_they_are_asked_for(exact: Subject) -> None:
     """In coordinates: angles reach π times the scale, and shifts are relative to the leaf that they move."""
     scale, params = 0.3, exact.params
     drawn = exact.element(0, scale)
-    assert _error(drawn, exact.element(0, scale)) == 0.0 and _distance(drawn, exact.element(1, scale)) > 1e-2
+    again = _cast(_element.__wrapped__(exact.case, 0, scale), exact.dtype)  # the function is cached
+    assert _error(drawn, again) == 0.0 and _distance(drawn, exact.element(1, scale)) > 1e-2
     largest = max(float(np.std(x)) for x in jax.tree.leaves(params))
     limits = {
         "rope_torus": np.pi, "rope_linear": np.pi, "head_rotation": 2.0, "head_linear": 3.0,
@@ -299,6 +301,10 @@ def test_vertical_is_along_the_orbit_and_horizontal_is_not_read(exact: Subject) 
     along, tangents = _flat(up), oracle.tangents
     left = along - tangents @ np.linalg.lstsq(tangents, along, rcond=None)[0]
     assert np.linalg.norm(left) <= limit * np.linalg.norm(along)
+    # And the whole span is vertical.
+    orbit = tangents @ np.random.default_rng(5).normal(size=tangents.shape[1])
+    inside = _flat(exact.vertical(exact.params, ravel_pytree(x)[1](orbit)))
+    assert np.linalg.norm(inside - orbit) <= limit * np.linalg.norm(orbit)
     _, read = jax.jvp(exact.gauge.coordinates, (exact.params,), (flat,))
     assert all(np.max(np.abs(r)) <= limit * np.linalg.norm(_flat(x)) for r in jax.tree.leaves(read))
     one_by_one = exact.case.name == "product/kernel_rotations"

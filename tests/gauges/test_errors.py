@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import gauge_optax as go
 from gauge_optax.discovery.report import Report
 from gauge_optax.gauges.gauge import Gauge
 from tests.refusals import complaint, each_refused
+from tests.twins import furthest, normal_like
 
 HEAD = go.head_rotation({"q": "_ head basis", "k": "_ head basis"})
 ACROSS = go.rescale({"q": "_ head channel"}, {"k": "_ head channel"})
@@ -60,7 +62,9 @@ def test_gauges_that_commute_are_taken(name: str) -> None:
     gauges, params = TAKEN[name]
     group = go.product(gauges)
     assert group.dim(params) == sum(gauge.dim(params) for gauge in gauges)
-    assert go.bind(gauges, params) and group.coordinates(params) is not None
+    bound, params = go.bind(gauges, params), normal_like(0, params)
+    twin = bound.random_twin(jax.random.key(0), params)
+    assert furthest(twin, params) > 0.1 >= 1e3 * furthest(bound.slice_point(twin), bound.slice_point(params))
 
 
 def _angles(axes: str) -> int:

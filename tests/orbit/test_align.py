@@ -231,3 +231,4 @@ def test_heads_that_determine_no_matrix_stay(x64: None) -> None:
         back = gauge.act(go.orbit.align(a, b, gauge), b)
     for name in ("v", "b"):
         np.testing.assert_allclose(back[name] @ back["o"], a[name] @ a["o"], rtol=1e-9)
+        np.testing.assert_allclose(back[name], b[name], rtol=1e-9)

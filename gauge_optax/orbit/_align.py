@@ -104,7 +104,7 @@ def align(a: Any, b: Any, gauges: Gauges, batches: Iterable[Any] | None = None, 
         require_nonzero_norms("align", s, leaves_by_path(params))
     for part in {part.label: part for part, _, _ in s.sizes}.values():
         if count := max(int(unread(part, x, x) or 0) for x in (s.values(a), s.values(b))):
-            warn(no_frame("align", part, count, "align does not move these heads"))
+            warn(no_frame("align", part, count, "align only rotates these heads"))
     known = _by_responses(s, a, b, given, fn) if fn is not None else {}
     reached = _from_slice(s, a, b, known)
     if reached.distance > _roundoff(reached.target):  # else both compute one function, and the distance is zero already

@@ -71,7 +71,7 @@ test_errors = each_refused([
      "'Rows' cannot be made"),
     (lambda: go.tools.from_json(go.tools.to_json(Rows("a", "b")), classes="Rows"), "classes= holds what is no class"),  # type: ignore[arg-type]
     (lambda: go.tools.from_json(go.tools.to_json(Rows("a", "b"))), r"(?s)no class 'Rows'.*classes=\[Rows\]"),
-    (lambda: go.tools.to_json(Rows("a", "b", [0])), "(?s)Rows has arguments .* not keep.*tuples for lists"),
+    (lambda: go.tools.to_json(Rows("a", "b", [0])), "(?s)Rows has arguments .* not keep.*tuples in place of lists"),
     (lambda: go.tools.to_json(Rows("a", "b", np.ones(3))), "Rows has arguments that JSON does not keep"),
     *((functools.partial(go.tools.from_json, '{"format": 1, "gauges": []}', shapes), "shapes of another form")
       for shapes in NO_SHAPES),

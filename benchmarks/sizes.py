@@ -100,7 +100,7 @@ class Case:
     def max_norm_muon(self, rate: float) -> optax.GradientTransformation:
         """`max_norm_muon` for the same leaves and for the tables of tokens, which have a bound of their own."""
         neurons, tables = (self._present(of) for of in ({**NEURONS, **TOKENS}, EMBEDDINGS))
-        # Neither mapping has the table of positions: Adam steps it too, with this rate.
+        # Neither mapping has the table of positions: Adam steps it too, with `adam_learning_rate`.
         return go.max_norm_muon(rate, self.gauges, neurons, tables, adam_learning_rate=rate / 2)
 
     def rotational_adamw(self, rate: float) -> optax.GradientTransformation:

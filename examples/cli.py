@@ -4,7 +4,7 @@ import argparse
 
 
 class Help(argparse.RawDescriptionHelpFormatter):
-    """Keeps the line breaks of descriptions, and shows the default of an option unless it is empty."""
+    """Keeps the line breaks of descriptions, and shows defaults, but not None or False."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         silent = action.default in (None, False, argparse.SUPPRESS) or "default" in (action.help or "")

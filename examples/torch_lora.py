@@ -262,7 +262,7 @@ def root_and_inverse(rows: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def without_frame(a: Tensor, b: Tensor) -> bool:
-    """Whether S cannot be computed from two factors, because both have linearly dependent columns and are not zero."""
+    """Whether S cannot be computed from two factors: both have linearly dependent columns, and not both are zero."""
     return bool(a.any() or b.any()) and root_and_inverse(a) is None and root_and_inverse(b) is None
 
 
@@ -677,7 +677,7 @@ class QuotientMuon(_Quotient):
         if "offset" not in state:
             eye = torch.eye(point[0].shape[1], dtype=point[0].dtype, device=point[0].device)
             state |= {"offset": [eye, eye], "moments": [torch.zeros_like(x) for x in point], "number": 0}
-        # Muon sees the point (Â·P, B̂·P⁻ᵀ). P is the product of all moves by which `fixed` has led back to the slice.
+        # Muon sees the point (Â·P, B̂·P⁻ᵀ). P is the product of all elements that `fixed` has undone.
         p, inverse = state["offset"]
         a, b = point[0] @ p, point[1] @ inverse.T
         gradient = gradient[0] @ inverse.T, gradient[1] @ p

@@ -1063,7 +1063,7 @@ def inverse_gram(rows: jax.Array, damping: float | jax.Array = 0.0) -> jax.Array
 
 
 def inverse_gram_beside(rows: jax.Array, own: jax.Array, damping: float | jax.Array = 0.0) -> jax.Array:
-    """Returns (BᵀB + λ)⁻¹ for the factor B of a product A·Bᵀ; if B has less than full rank, a pseudo-inverse.
+    """Returns (BᵀB + λ)⁻¹ for the factor B of a product A·Bᵀ; a pseudo-inverse if λ = 0 and B has no full rank.
 
     If λ = 0, B has less than full rank and A has full rank, the result X is the pseudo-inverse in the basis in which
     the columns of A are orthonormal. For the same product in another basis, (A·S, B·S⁻ᵀ), the result is therefore

@@ -480,8 +480,8 @@ class Slice:
 
         While the output layer is constant over classes, the gradients of all other leaves are zero, up to roundoff. An
         optimizer that divides gradients by their size would turn that roundoff into a full step. The result is 0 if the
-        output layer is not constant. It is None if no gauge moves the kernel of an output layer, or if this kernel is
-        frozen: if it is frozen at zero, the gradients of other leaves are no roundoff but come from another output.
+        output layer is not constant. It is None if no gauge moves the kernel of an output layer that trains: if
+        one is frozen at zero, the gradients of other leaves are no roundoff but come from another output layer.
         """
         leaves = leaves_by_path(gradient)
         trained = [part for part, _, _ in self.constants if part.label not in self.not_fixed]

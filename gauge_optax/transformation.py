@@ -217,8 +217,8 @@ def checked_inner(name: str, inner: Any) -> GaugeTransformation:
             steps, state = inner.update(updates, state, params, **extra)
         state = without_search_results(state, params)
         for record, count in zip(_recorders, before, strict=True):
-            # If a transformation inside has recorded, nothing is added: it may be a `quotient`, whose steps are zero on
-            # anchors, which `go.check` would report as frozen.
+            # If a transformation inside has recorded, nothing is added: it may be a `quotient`, whose steps may be zero
+            # on an anchor (a norm's scale), which `go.check` would report as frozen.
             if len(record) == count:
                 record.append((updates, steps, params))
         return steps, state

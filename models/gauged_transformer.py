@@ -3,7 +3,8 @@
 In an ordinary decoder, x ↦ x + attention(norm x), all layers use the same basis of the residual stream. Here the stream
 is rotated on its way, x ↦ x·G + attention(norm x) and x ↦ x·Ḡ + mlp(norm x), with orthogonal matrices G and Ḡ as
 parameters. The stream therefore has a basis of its own between any two half blocks. A rotation of one such basis is a
-symmetry, if it is applied to the kernels that read the stream there, to the rotation before and to the rotation after.
+symmetry, if it is applied to all kernels that write to the stream in this basis or read it there, to the rotation
+before and to the rotation after.
 An ordinary decoder is the case in which every G and Ḡ is the identity. `fixed` moves any weights there without changing
 the function. Reference: van Nierop, §4.6, Eq. (18)-(21).
 

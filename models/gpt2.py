@@ -31,7 +31,7 @@ class MultipliedTable(multipliers.Multiplied):
     """A table of embeddings with multipliers. Layers that use `embedding`, such as a tied head, get the product."""
 
     def __init__(self, layer: lm.Embedding, **sides: bool) -> None:
-        """Adds `rows`, one multiplier per feature, and `columns`, one per entry of the table.
+        """Adds `rows`, one multiplier per feature, and `columns`, one per row of the table.
 
         `sides` can switch them off: rows=False, columns=False.
         """

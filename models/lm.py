@@ -307,7 +307,7 @@ def gauges(config: LMConfig, linear: bool = False) -> list[go.Gauge]:
 
 
 def whole_gauges(config: LMConfig, linear: bool = True, residual: bool = True, hold: bool = False) -> list[go.Gauge]:
-    """Every symmetry of a configuration: `gauges`, and gauges for all other changes of weights that have no effect.
+    """Every continuous symmetry of a configuration: `gauges`, and gauges for all other directions without effect.
 
     Args:
       config: the model's configuration.

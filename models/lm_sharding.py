@@ -4,8 +4,8 @@ A mesh has the axes "data" and "model". `AXES` names the axes of every leaf, and
 "dp" (every device has all parameters), "fsdp" (the model's width is divided over "data"), "tp" (heads, hidden units and
 vocabulary are divided over "model"), "fsdp_tp" (both).
 
-Axes called "_", such as a head's basis, are never divided. A gauge acts along such axes, so that whole heads stay on
-one device. Only sums per channel and Gram matrices per head cross devices.
+Axes called "_", such as a head's basis, are never divided, so that a rotation mixes only entries of one device. Only
+sums per channel and Gram matrices per head cross devices.
 """
 
 import re

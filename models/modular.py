@@ -68,7 +68,10 @@ def rms_norm(norm: Params, x: jax.Array) -> jax.Array:
 
 
 def gauges() -> list[go.Gauge]:
-    """The gauges of heads, norms' scales and logits. The first one is the gauge that the paper studies."""
+    """The gauges of heads, norms' scales and logits.
+
+    The first is the one that the paper studies, and the last is the shift of the logits.
+    """
     bases = {name: f"blocks/{{i}}/attn/{name}/kernel" for name in ("query", "key", "value", "out")}
     readers = {bases[name]: "channel _ _" for name in ("query", "key", "value")}
     return [

@@ -196,8 +196,9 @@ def condition(
     """AdamW as in GaugeFix-LRM §4.1, under one of the paper's three conditions.
 
     Args:
-      which: "A": weight decay on all multipliers. "B": no decay on multipliers of queries and keys, but after every
-        step `go.orbit.gauge_fix` balances them. "C": no decay on multipliers of queries and keys, and no gauge fixing.
+      which: "A": weight decay on all multipliers. "B": no decay on multipliers of queries and keys, but
+        `go.orbit.gauge_fix` balances them, after every step or every `every` steps. "C": no decay on multipliers of
+        queries and keys, and no gauge fixing.
       learning_rate: a number or a schedule.
       gauge: the gauge of queries and keys, `head_gauge(config)`.
       held: keyword arguments of `go.orbit.hold_products` in B, such as {"kind": "cap", "cap": 2.0}. With None, as in

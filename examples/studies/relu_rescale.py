@@ -84,7 +84,7 @@ def log_ratio(params: Params) -> jax.Array:
 
 
 def observe(start: Params, params: Params, data: Data) -> dict[str, jax.Array]:
-    """What is measured along a run: the loss, and how far each gauge's coordinate and the layers' ratio have moved."""
+    """What is measured along a run: the loss, and how far the gauges' coordinates and the ratios have moved."""
     drifts = {f"{name}_drift": rms(go.measure.drift(start, params, gauge)[0][""]) for name, gauge in GAUGES.items()}
     layers = (jnp.log(jnp.linalg.norm(p["w1"]) / jnp.linalg.norm(p["w2"])) for p in (params, start))
     return drifts | {

@@ -176,8 +176,8 @@ def no_match(
       expected: what the pattern should match, in words.
       hidden: paths of `MaskedNode`s.
       taken: the gauge's other patterns. If the best proposal is one of them, the pattern is probably no misspelling.
-      absent: what to do if the tree has no such leaf. If it is empty, the message says so only where the pattern is
-        probably no misspelling.
+      absent: what to do if the tree has no such leaf. If it is empty, there is general advice, and only where the
+        pattern is probably no misspelling.
 
     Returns:
       The error, for the caller to raise.
@@ -193,8 +193,8 @@ def no_match(
     found = "nearest " + ", ".join(f"{path} {shapes[path]}" for path, _ in near) if near else "no leaves"
     remedy = f"write '{near[0][1]}'" if near else "pass the parameters that the pattern was written for"
     if near and (absent or near[0][1] in taken or _likeness(pattern, near[0][1]) < _UNLIKE):
-        # This is no misspelling: the tree is only a part of the one that the gauge was made for. `nnx.Optimizer` makes
-        # such a part with `wrt=`. Or the model has no such leaf, as one without biases.
+        # This may be no misspelling: the tree may be only a part of the one that the gauge was made for, as
+        # `nnx.Optimizer` makes with `wrt=`, or the model has no such leaf, as one without biases.
         absent = absent or (
             f"take '{pattern}' out of {gauge} if the model has no such leaf; leave {gauge} out if its leaves are not "
             "trained here")

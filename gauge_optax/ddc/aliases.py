@@ -85,8 +85,9 @@ def ddc_adamw(
         (`ddc/plain.py`, and a table in docs/design.md §4). The preset takes no `mask`, `match` or `radial_scale`. It
         takes `scale_floor` only with radial="linear"; the floor is then a share of the s (see `max_log_step`) at which
         decay and steps balance.
-      max_log_step: with `preset="paper"` and radial="linear", the largest change of log s in a step. For a scale gauge,
-        s is the product of the norms of both sides of a channel, which the gauge does not change (`ddc/printed.py`).
+      max_log_step: with `preset="paper"` and radial="linear", the largest change of log s in a step. Here s
+        is the product of powers of the norms on the sides of a channel that scale gauges do not change: ρ_upᵖ·ρ_down
+        for one gauge of degree p (`ddc/printed.py`).
       rest: see `quotient`. The preset accepts only "anchor"; its steps do not return to the slice.
 
     Returns:
@@ -201,8 +202,8 @@ def ddc_muon(
       The optimizer. Its `update` needs `params`.
 
     Raises:
-      ValueError: the errors of `scale_by_scaled_polar`; `consistent_rms` together with a `scale`; with the preset, the
-        errors of `ddc_adamw`.
+      ValueError: the errors of `scale_by_scaled_polar`; `consistent_rms` together with another `scale` than the
+        default; with the preset, the errors of `ddc_adamw`.
 
     >>> gauge = go.rescale(up={"up": "_ channel"}, down={"down": "channel _"})
     >>> params = {"up": jnp.ones((2, 3)), "down": jnp.full((3, 1), 0.5)}

@@ -221,8 +221,7 @@ def _they_keep(part: Part[Any]) -> bool:
 def factors(part: Part[Any], e: Any) -> dict[str, jax.Array]:
     """The factors per channel by which the element e of a scale multiplies its two sides; {} if the part is no scale.
 
-    The keys are the arguments that list a side's blocks in the gauge's constructor: "up" and "down", or "left" and
-    "right" for `rope_linear`.
+    The keys are the `Block.argument` of a side's blocks: "up" and "down", or "left" and "right" for `rope_linear`.
     """
     return {}
 

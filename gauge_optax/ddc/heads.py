@@ -1,7 +1,7 @@
 """Moments: `Adam`'s arithmetic for one array, as in `optax.scale_by_adam`, and the second moments of attention heads.
 
-The argument `v_mode` says which numbers of a head share one second moment (variance). A head has one block in each of
-its leaves (queries, keys and their biases, say), with rows of d numbers:
+The argument `v_mode` says which numbers of a head share one second moment (variance). A head has one block per
+kernel or bias (queries, keys and their biases, say), with rows of d numbers:
 
 * "none": one variance per head, of all its blocks together;
 * "per_head_scalar": one per block and head;

@@ -161,8 +161,8 @@ def scale_by_ddc(
         dtype for all others.
       nesterov: whether to use Nesterov momentum, as in `optax.adam`.
       vertical: "frozen" for no motion along orbits; "sgd" or "adam" for losses that change along orbits, because they
-        contain a penalty on weights. These two modes refuse `residual_rotation`, rotations of heads that share a leaf,
-        gauges that add to several leaves at once, and gauges that users define.
+        contain a penalty on weights. These two modes refuse `residual_rotation`, rotations of heads that share entries,
+        `embedding_shift`, `bias_absorption`, `norm_read_shift`, and gauges that users define.
       v_mode: the kind of second moments of leaves that rotations bind: "body_frame_topk", "body_frame",
         "per_head_scalar", "per_head_matrix" or "none"; `ddc/heads.py` defines them.
       radial: "linear" for Adam on the length s of a channel; "log" for Adam on log s, where a large decay shrinks s to

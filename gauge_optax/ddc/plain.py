@@ -467,8 +467,8 @@ def check_ddc(s: Slice, options: Options, params: optax.Params) -> None:
     """Raises ValueError for what DDC has no rule for: complex leaves, and gauges of all invertible matrices, GL(d).
 
     Unless `options.vertical` is "frozen", it also raises for gauges along whose orbit `vertical_step` cannot step:
-    `residual_rotation`, rotations of heads that share a leaf, gauges that add to several leaves at once, and gauges
-    that a user defined.
+    `residual_rotation`, rotations of heads that share entries, `embedding_shift`, `bias_absorption`, `norm_read_shift`,
+    and gauges that a user defined.
 
     Args:
       s: the slice.
@@ -480,7 +480,7 @@ def check_ddc(s: Slice, options: Options, params: optax.Params) -> None:
             raise binding_error(
                 "scale_by_ddc", f"vertical={options.vertical!r} with the gauge {name_of(part)}",
                 "a gauge without orbit coordinates to step",
-                "scales, rotations that share no leaf, tori, rope_linear, permutations, and shifts of single leaves",
+                "scales, rotations that share no entry, tori, rope_linear, permutations, and shifts of single leaves",
                 'write vertical="frozen", or leave this gauge out of the list',
             )
         if not can_step(part):

@@ -182,9 +182,9 @@ class Tensors:
 
 @functools.singledispatch
 def joined_sides(part: Part[Any]) -> tuple[tuple[Block, ...], ...]:
-    """The tensors that appendix B joins by a product of their norms; () for a part without such a rule.
+    """The tensors that appendix B joins by a product of powers of their norms; () for a part without such a rule.
 
-    A scale with two sides does not change the product of their norms. A scale with one side (a scale-invariant kernel)
+    A scale with two sides does not change this product. A scale with one side (a scale-invariant kernel)
     has no such product, and the length of its one tensor is not stepped. The planes of rotary heads have no lengths in
     the paper.
     """

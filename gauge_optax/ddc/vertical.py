@@ -118,7 +118,7 @@ def _has_none(part: Part[Any]) -> bool:
 
 @has_orbit_coordinates.register
 def _rotations_have(part: Rotation) -> bool:
-    return not part.seen  # `seen` is not empty if another rotation turns some of the same leaves
+    return not part.seen  # `seen` is not empty if another rotation turns some of the same entries
 
 
 @has_orbit_coordinates.register

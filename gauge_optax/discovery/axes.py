@@ -220,9 +220,9 @@ class _Reader:
     def _resolve_pairs(self) -> None:
         """Decides which parameter is the kernel where two parameters are contracted with each other.
 
-        If data is contracted with one of the two, as with A in x·(A·B), both are kernels, but not if this is done head
-        by head, as with the projection of learned queries. If one of the two is a table
-        or is added to data, it counts as data, and the other one is a kernel. Other pairs are left undecided.
+        If data is contracted with one of the two, as with A in x·(A·B), both are kernels. If this is done head by head,
+        as with the projection of learned queries, the pair decides nothing. If one of the two is a table or is added to
+        data, it counts as data, and the other one is a kernel. Other pairs are left undecided.
         """
         data = self.walk.added | {path for path, _ in self.walk.tables}
         contracted = {product.path for product in self.walk.products if self._inputs(product)}

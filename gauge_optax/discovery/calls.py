@@ -266,7 +266,7 @@ class Call:
                         yield from ((pattern, text, shape, parts, n) for parts, n in pairs if len(parts) > 1)
 
     def _picked(self, name: str) -> bool:
-        """Whether the call takes single indices of an axis, as in "qkv=0". Larger models have the same such axes."""
+        """Whether the call takes single indices of an axis, as in "qkv=0". Larger models have as many indices there."""
         return any(f"{name}=" in str(axes) for role in self.roles.values() for axes in role.values())
 
     def scaled(self, full: Callable[[int], int]) -> Call:
@@ -388,7 +388,10 @@ def _ordered(blocks: Mapping[str, Axes]) -> dict[str, Axes]:
 
 
 def _captured(group: Sequence[Call]) -> Call | None:
-    """One call for calls that differ in numbers alone; None if no patterns with captures match exactly their paths."""
+    """One call for calls that differ in numbers alone; None if captures cannot express how they differ.
+
+    Whether the patterns also match other paths is not tested here, but by `same` in `merge_layers`.
+    """
     tables = [[path for blocks in call.roles.values() for path in _ordered(blocks)] for call in group]
     captures: dict[tuple[str, ...], str] = {}  # the numbers at one position of a path, one per call → their capture
     patterns, varying, names = dict[str, str](), list[set[tuple[str, ...]]](), iter(CAPTURES)

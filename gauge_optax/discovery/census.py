@@ -241,8 +241,8 @@ def census(
 
     Raises:
       ValueError: no batches, a dict of them, or too few outputs; an unknown kind of `outputs`; a single probe, which
-        has no standard error, or `probes` that is no count; a `cutoff` that is not between 0 and 1; a `block` with
-        fewer entries than one index of any axis has; a negative seed; parameters without floating-point arrays; a
+        has no standard error, or `probes` that is no count; a `cutoff` that is not between 0 and 1; a `block` so
+        small that not one index of any axis fits in it; a negative seed; parameters without floating-point arrays; a
         function without gradients.
       ImportError: probes without `matfree`.
 
@@ -327,7 +327,7 @@ def _whole(
     counts = _counts(gauges, orbits, jacobian, scale)
 
     basis = _basis(orbits, total)
-    singular = sizes / (sizes[0] or 1.0)  # if no output depends on a leaf, all singular values are 0
+    singular = sizes / (sizes[0] or 1.0)  # sizes[0] is 0 if the outputs depend on no leaf at all
     least = float(singular[rank - 1]) if rank else 1.0
     inexact = inaccuracy(least)
     # If a gauge is no symmetry of the function, its orbit is not dead, or only in part. Only the dead part is counted.

@@ -402,8 +402,8 @@ def check_gradients(count: int, needed: int) -> None:
         raise _refusal(
             "gradients that are not finite", f"{count} of the {needed} finite gradients that are needed",
             "finite gradients at random points near params",
-            "write jnp.sqrt(jnp.where(x > 0, x, 1.0)) for square roots and divisions at zero, and choose the result by "
-            "a second jnp.where: one jnp.where behind the root still has a gradient of NaN")
+            "write jnp.sqrt(jnp.where(x > 0, x, 1.0)), or y / jnp.where(x != 0, x, 1.0), and choose the result by a "
+            "second jnp.where: one jnp.where behind the operation still has a gradient of NaN")
 
 
 def _origins(closed: core.ClosedJaxpr, args: Sequence[Any]) -> dict[str, str]:

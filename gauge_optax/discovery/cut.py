@@ -186,7 +186,7 @@ class _Traced(NamedTuple):
 
 
 def _opened(closed: core.ClosedJaxpr, leaves: Sequence[Value | None]) -> core.ClosedJaxpr:
-    """Inlines calls, such as those of `jax.jit`, that get leaves of different layers: their equations are then visible.
+    """Inlines calls, such as those of `jax.jit`, that get leaves of different layers, or values made of them.
     """
     opened = False
 

@@ -28,7 +28,7 @@ ZERO = 1e-13  # a residual below this is roundoff (`Symmetry.residual`); a norm'
 STILL = 1e-12  # relative change of the outputs under a finite move that is roundoff
 _WITHIN = 1e-6  # a motion that is at most this far (relatively) from a sum of motions of other groups counts as one
 _STEPS = 500  # of conjugate gradients, at most
-_MOST_PARTS = 8  # of a group with one scale per part of a leaf, at most so many scales are tried one by one
+_MOST_PARTS = 8  # a group with one scale per part of a leaf is tried scale by scale if it has at most so many
 _PATIENCE = 30  # conjugate gradients end if the squared distance falls by less than 1 % in this number of steps
 WHOLE: Space = (0,)  # stands for the space of a group that multiplies whole leaves, or parts of them, by one number
 # Family of groups → the modes in which an element can act on a piece. A matrix multiplies a "vector", and its inverse a

@@ -25,7 +25,7 @@ from gauge_optax.discovery.write import Unwritable, shift_call, write_shift_call
 
 _POINTS = 5  # points at which gradients are taken: units that are dead at one point seem free to move there
 _CLOSE = 12  # by their gradients many moves are nearly symmetries; at most so many are tested by a finite move
-_ROWS = 1.5  # gradients per column of a candidate's matrix (`search`): with too few, some columns are null by chance
+_ROWS = 1.5  # gradients per column of a candidate's matrix (`search`); fewer than 1 leave null vectors by chance
 
 
 class Found(NamedTuple):

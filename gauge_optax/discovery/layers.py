@@ -212,7 +212,8 @@ def _cut_function(
 ) -> Callable[[Any, Any], Any]:
     """A function of the shorter tree: traces the whole function, and cuts the other layers out of it.
 
-    The trace needs leaves of all layers. Those of the kept middle layer are used in place of all that the tree lacks.
+    The trace needs leaves of all layers. The first and the last layer get those of the kept first and last one, and all
+    layers between them get those of the kept middle one.
 
     Args:
       short: the function of the whole tree, and the shorter tree.

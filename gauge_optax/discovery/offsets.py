@@ -364,9 +364,9 @@ def _relabelled(view: View, axes: Collection[int]) -> View:
 
 
 def _apart(parts: Sequence[View], whole: Collection[str]) -> list[View]:
-    """Those of the parts that share no entry, of leaves that are not in `whole`.
+    """The parts of leaves that are not in `whole`; of parts that share an entry, only the first.
 
-    An example are the parts of a kernel that reads a concatenation, one per concatenated array.
+    Examples are the parts of a kernel that reads a concatenation, one per concatenated array.
     """
     out, taken = list[View](), dict[str, set[int]]()
     for view in parts:
@@ -417,9 +417,10 @@ def _mapped_to_zero(vector: View, kernel: View, layers: set[Space]) -> list[Flow
 def _written_to_zero(space: Space, views: Sequence[View], trace: Trace) -> Iterator[Flow]:
     """Additions to what a kernel or table writes along a space, which the kernels that read the space map to zero.
 
-    They may also map it to equal entries, which a softmax or a centred norm behind them hides. This happens if these
-    kernels together have fewer outputs than the space has entries, as a head of few classes has. If a bias is added to
-    what the kernel writes, only the kernels that read this bias count.
+    They can do so if together they have fewer outputs than the space has entries, as a head of few classes has. One
+    kernel with at most as many outputs as entries may also map an addition to equal entries, which a softmax or a
+    centred norm behind it hides. If a bias is added to what the kernel writes, only the kernels that read this bias
+    count.
     """
     along = [view for view in views if view.labels.count(space) == 1]
     paths = {path for path, axis in trace.readers if set(space) & set(trace.spaces.key(axis))}

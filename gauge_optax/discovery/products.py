@@ -258,7 +258,7 @@ class Walk:
         Args:
           *values: the operands. Within each operand, all outputs of a product are read together.
           linear: whether the operation adds its operands. Then outputs of a product are read together only if at least
-            two operands contain some of them.
+            two operands contain some of them, and then those in all operands are.
         """
         groups = [values] if linear else [(value,) for value in values]
         for group in groups:
@@ -325,7 +325,7 @@ class Walk:
         """Notes what is `unclear` if data is contracted with a parameter that data was added to, or multiplied with.
 
         Args:
-          value: one of the two operands, both of which depend on data.
+          value: an operand of a contraction; nothing is noted if it does not depend on data.
           inputs: its contracted axes.
           outputs: its axes that stay, without batch axes.
         """

@@ -26,7 +26,7 @@ from gauge_optax.gauges.gauge import Gauge, product
 from gauge_optax.xla import quick_options
 
 _NOTICED = 1e-5  # a move proves a gauge only if noise as large as the move changes the outputs by more than this share
-_CLIPPED = 1e-3  # far from the user's weights, only a relative change above this counts: it is surely no roundoff
+_CLIPPED = 1e-3  # in the tests with `_FAR`, a relative change above this is surely no roundoff
 # A clip, as in ReLU6, acts only on large numbers. A gauge is therefore also tested at leaves that are so many times as
 # large, and with moves that multiply and divide by so much.
 _FAR = 64.0
@@ -324,8 +324,8 @@ class Prover:
         """
         kept, refused = self._accepted(held)
         along = self.along_orbits(kept) if refused else None
-        # If the accepted gauges already make the moves of a refused one, nothing is missing. An example is found twice:
-        # moves of biases whose channels a norm divides into groups.
+        # If the accepted gauges already make the moves of a refused one, nothing is missing. Some moves are found
+        # twice, such as those of biases whose channels a norm divides into groups.
         return kept, [f"{one}: {reason}" for one, reason in refused if not (along and along(self._slightly_moved(one)))]
 
     def _slightly_moved(self, one: Held) -> Leaves:

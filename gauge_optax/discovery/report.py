@@ -298,7 +298,10 @@ def discover(
 
 
 def _as_read(leaf: Any) -> Any:
-    """Casts a NumPy array to the dtype in which JAX reads it: 32 bits in place of 64, unless x64 is enabled."""
+    """Casts a NumPy array to the dtype in which JAX reads it: 32 bits in place of 64, unless x64 is enabled.
+
+    Any other leaf is returned as it is.
+    """
     return leaf.astype(jax.dtypes.canonicalize_dtype(leaf.dtype), copy=False) if isinstance(leaf, np.ndarray) else leaf
 
 
@@ -434,7 +437,7 @@ def _carried(
     bar.set_postfix_str("the large instance")
 
     def on_device(moved: Callable[[Leaves], Leaves]) -> Leaves:
-        """The user's leaves in float64, each changed by `moved` and put on the device before the next is read.
+        """The user's leaves in float64. One after the other is changed by `moved`, and moves from host to device.
 
         In this way no second copy of a large tree is in memory.
         """

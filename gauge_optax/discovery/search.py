@@ -40,7 +40,7 @@ Column = tuple[Piece, str]  # a piece and its mode
 
 @dataclasses.dataclass
 class _Candidate:
-    """A group that is tried on pieces of leaves with its space and companions; inner products of gradients and motions.
+    """A group that is tried on pieces of leaves, with its inner products of gradients and motions.
 
     Attributes:
       family: the kind of group, a key of `groups.FAMILIES`.
@@ -358,7 +358,7 @@ def sparse(rows: np.ndarray, beside: np.ndarray | None = None) -> np.ndarray:
         if not sum(_thinned(together, i, j) for i, j in pairs if i != j and np.any(together[i] * together[j])):
             break
     out = together[: len(rows)]
-    out = out[out.any(1)]  # a row that differed from the rows `beside` by roundoff alone is zero now
+    out = out[out.any(1)]  # without rows that were sums of the rows `beside`, but for entries that became zero
     for row in out:
         row /= np.abs(row[row != 0]).min()
         row *= np.sign(row[np.nonzero(row)[0][0]])

@@ -60,7 +60,7 @@ def generic_point(
     Args:
       leaves: float64 arrays by path.
       rng: source of the noise.
-      signed: leaves whose entries get random signs, although all are positive.
+      signed: leaves whose entries get random signs, even if all are positive.
 
     Returns:
       Leaves plus normal noise of half their RMS. A leaf with small values gets more noise, so that a kernel's outputs

@@ -314,7 +314,7 @@ def _readings(trace: Trace, axis: Axis, length: int, searched: set[Space]) -> li
         return [[Window(0, length, (Atom(None, length),))]]
     spaces, whole = trace.spaces, trace.spaces.key(axis)
     if len(atoms := trace.atom_keys(axis)) > 1:
-        # A segment of the first atom is a window of the axis, and can be a grid itself. An example are the query heads
+        # A segment of the first atom is a window of the axis, and can be a grid itself. Examples are the query heads
         # in a fused kernel if groups of them share key heads.
         main, *others = _grid_readings(trace, 0, length, atoms, searched)
         return [main, *_segments(trace, atoms[0], atoms[1:], searched), *others]

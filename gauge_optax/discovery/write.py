@@ -282,7 +282,7 @@ class _Names:
 def _only(axis: int) -> str:
     """The item of an axes string that picks the only index of an axis of length 1, so that the axis is not free.
 
-    The name contains the axis's number, because names differ within a leaf.
+    Names within a leaf have to differ, so that the name contains the number of the axis, except for axis 0.
     """
     return f"only{axis}=0" if axis else "only=0"
 

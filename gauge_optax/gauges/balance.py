@@ -4,8 +4,8 @@ A scale of degree p is balanced where ‖up‖² = p·‖down‖², and a linear
 Gram matrix (Kempf–Ness). While all other parts stay as they are, the element that balances one part has a closed form.
 Parts that share leaves are balanced one after the other, again and again, until none changes. Rotations change no norm.
 A shift is balanced where its mean is zero. The other gauges that add (`embedding_shift`, `bias_absorption` and
-`norm_read_shift`) are not balanced, and their weights stay as they are: a point that reads as zero is not the point of
-least norm. Reference: docs/design.md §6.
+`norm_read_shift`) are not balanced: their element is the identity, because a point that reads as zero is not the point
+of least norm. Reference: docs/design.md §6.
 """
 
 import functools

@@ -106,7 +106,7 @@ class Copy(Additive, abc.ABC):
         Args:
           key: a PRNG key.
           scale: size of the move, see `Gauge.sample`.
-          leaves: the parameters by path. A `Shift` draws numbers relative to the root mean square of the leaf.
+          leaves: the parameters by path. Most kinds of `Shift` draw numbers relative to a leaf's size.
         """
         return normal(key, self.shape, scale)
 

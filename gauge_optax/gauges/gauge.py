@@ -149,7 +149,7 @@ class Gauge(abc.ABC):
           params: the parameters. Values are read for `logit_shift`, `norm_write_shift` and `norm_read_shift`, whose
             shifts are relative to the leaf's root mean square.
           scale: size of the move: 1 changes log-scales by up to 1 and takes rotations from the Haar measure. At a small
-            scale, every element is near the identity.
+            scale, elements are near the identity, except those of `permutation`, which are uniform at every scale.
         """
         require_key("sample", key)
         zeros, structure = jax.tree.flatten(self.algebra(params))
@@ -277,7 +277,9 @@ class Gauge(abc.ABC):
         return with_leaves(tangent, {p: x.astype(jnp.result_type(leaves[p])) for p, x in parts.items()})
 
     def coordinates(self, params: Any) -> Element:
-        """The position of a point on its orbit: log |α| for scales, and for shifts what `read` returns.
+        """The position of a point on its orbit: for scales the logarithm of the factor, without its sign.
+
+        For shifts it is what `read` returns.
 
         Args:
           params: the point (values are read).
@@ -302,8 +304,8 @@ class Gauge(abc.ABC):
 
         Optax reads two kinds of leaves as one matrix: kernels whose heads share an axis with rows or columns, and
         kernels of which gauges bind ranges. If a head is rotated, the polar factor of this one matrix is rotated in the
-        same way, as Muon's step should be, but it does not have one polar factor per head. `quotient_muon` reads these
-        leaves per head and range by range.
+        same way, as Muon's step should be, but it does not consist of one polar factor per head. `quotient_muon`
+        reads these leaves per head and range by range.
 
         >>> gauge = go.head_rotation({"value": "_ head basis", "out": "head basis _"})
         >>> numbers = gauge.muon_dimension_numbers(

@@ -4,6 +4,7 @@ Before its scale γ and its bias β, a LayerNorm's output x̂ has the mean zero 
 and let u have one number per output of W. W ↦ W + γ⁻¹ ⊗ u then changes x̂·γ·W by Σ x̂·u = 0, a sum over channels. It
 changes β·W by Σ(β/γ)·u, which is subtracted from the bias behind W. An element is one number per output of each kernel,
 and elements compose by addition.
+
 What `read` returns for a point is the mean of γ·W over channels. A norm behind a layer (BERT) has no `norm_scale`,
 because the residual stream of the next layer depends on γ too. Then γ is trained like any weight, and the move is not
 affine in W and γ together.

@@ -5,9 +5,8 @@
   Reference: the paper DDC (docs/design.md §4), §3.2 and B.2–B.3.
 * `norm_write_shift`: a LayerNorm subtracts the mean of its input. If LayerNorms alone read a residual stream, the mean
   over its channels never reaches the output, so that each row of the leaves that write to the stream may gain a number.
-  The rows of a tied table also give the logits. They all change by the same number only if all rows gain the same
-  number. Reference: docs/design.md §3, "What else is dead"; van
-  Nierop, §4.
+  The rows of a tied table also give the logits. The logits all change by the same number only if all rows gain the
+  same number. Reference: docs/design.md §3, "What else is dead"; van Nierop, §4.
 * `key_bias`: the score of query q and key k + b is q·k + q·b. The second term is the same for all keys, so that softmax
   drops it, and the function is the same for every value of the bias. Reference: docs/design.md §3.
 

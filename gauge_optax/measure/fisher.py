@@ -764,8 +764,8 @@ class Quotient(Operator):
         return self._flat(_perpendicular(self._rule, self._split(super()._probe(key, draw, arrays)), arrays))
 
     def _most_steps(self) -> int:
-        # The perpendicular vectors have this many dimensions, or more if gauges share directions. Further vectors of
-        # Lanczos would be roundoff.
+        # The perpendicular vectors have this many dimensions, or more if gauges share directions. Lanczos vectors
+        # beyond all dimensions would be roundoff.
         gauges = product(self._rule.gauges or ())
         return max(1, self.shape[0] - gauges.dim(self._arrays.params))
 

@@ -63,8 +63,8 @@ class LLC(NamedTuple):
         `initial_loss`, an estimate relative to it would be larger by n_beta times the fall. True if this increase is at
         most a quarter of `mean`, both for the searches from the given parameters and on average for the descents from
         the ends of chains. False at a saddle, in mid-training, if chains left for a lower basin, and if a chain
-        diverges, so that a loss is not finite. True is no proof: a descent takes at most 200 steps, and hardly moves
-        along directions of a curvature below 1/(200·lr·n_beta).
+        diverges, so that a loss is not finite. True is no proof: a descent takes at most 200 steps, and may not
+        get far along directions of a curvature below 1/(200·lr·n_beta).
     """
 
     mean: jax.Array
@@ -150,7 +150,7 @@ def llc(
     sizes: dict[str, tuple[Any, str]] = {
         "n_beta": (n_beta, "n / math.log(n)"), "lr": (lr, "1e-6"), "localization": (localization, "1.0")}
     for name, (size, usual) in sizes.items():
-        # localization=0 is allowed: without the pull, a chain may leave the minimum, but it still samples the density.
+        # localization=0 is allowed: without the pull, a chain may leave the minimum, but it is still a chain.
         require_number("llc", name, size, "[0, inf)" if name == "localization" else "(0, inf)", f"pass {name}={usual}")
     # A float64 of NumPy or JAX would promote the point. Python's floats, and a tracer of the point's dtype, do not.
     of_leaves = (in_single_or_better(x).dtype for x in real_leaves("llc", params).values())

@@ -175,7 +175,7 @@ def _singular_values(name: str, matrix: jax.Array | np.ndarray) -> tuple[jax.Arr
     """The singular values, (…, count), divided by a number per matrix of about the largest entry, and that number."""
     _require_matrix(name, matrix)
     given = jnp.asarray(matrix, real_dtype())
-    # A sum of singular values may overflow float32, and LAPACK returns NaN for matrices of numbers below 1e-38.
+    # A sum of singular values may overflow float32, and LAPACK fails for matrices of tiny numbers.
     size = near_power_of_two(jnp.max(jnp.abs(given), (-2, -1), keepdims=True))
     return svd(given / size)[1], size[..., 0]
 

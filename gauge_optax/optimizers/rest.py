@@ -6,7 +6,7 @@ inner optimizer depend on the choice. With `rest="anchor"`, ‖up‖ stays const
 doubled in its place (p = 1). With `rest="balanced"`, log ‖up‖ − p·log ‖down‖ stays constant, so that such a step
 multiplies both sides by √2. The figures of *Dead-Direction Conditioners* measure drift in this coordinate. After each
 step the wrapper here moves the stored weights along the orbit and changes the frame by the same element. The slice
-point, which is all that the inner optimizer sees, stays the same.
+point stays the same, and with it what the inner optimizer sees.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Works on orbits: an orbit is the set of all weights of one function to which the elements of gauges can move.
+"""Works on orbits: an orbit is the set of all weights to which gauges can move given weights; all compute one function.
 
 The functions here choose a point of an orbit, and move weights and optimizer states to it.
 """

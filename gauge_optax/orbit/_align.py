@@ -158,12 +158,12 @@ class _Path:
     def elements(self) -> Elements:
         """Returns the elements, by label, that together take b to the point.
 
-        `moves` has no constants (parts that add to weights). They are computed here. The element of a constant is what
-        it adds to the mean of its anchor (the block that it is read from): the mean just after the constant acts less
-        the mean just before. The mean before depends on constants that act earlier, the mean after on those that act
-        later. Constants are therefore computed in rounds; few are enough, because each constant depends on few others.
-        Means do not determine the elements if two gauges can make the same move (both can add one number per row to the
-        position embeddings). For such gauges, further rounds fit each constant to all its leaves by least squares.
+        `moves` has no constants (parts that add to weights). They are computed here. The element of a constant is the
+        difference of two readings of its anchor, the block that it is read from (often its mean): that just after the
+        constant acts less that just before. The reading before depends on constants that act earlier, the one after on
+        those that act later. Constants are therefore computed in rounds; few are enough, because each depends on few
+        others. Readings do not determine the elements if two gauges can make the same move (both can add one number per
+        row to the position embeddings). For these, further rounds fit each constant to all its leaves by least squares.
         """
         constants = {part.label: part.identity() for part in self._anchors}
         elements = self.moves | constants
@@ -291,9 +291,9 @@ def _move_each(path: _Path, parts: Sequence[Any], before_others: bool = False) -
     Args:
       path: the path, to which the moves are added.
       parts: the parts, in the order in which they take turns.
-      before_others: if True, the element of each part is computed only from blocks that no later rotation or
-        permutation in `parts` moves, because the elements of those later parts are not known yet. The distance may
-        grow until the later parts have moved as well.
+      before_others: if True, the element of each part should depend as little as possible on later rotations and
+        permutations in `parts`, whose elements are not known yet (see `others` in `nearest`). The distance may grow
+        until these later parts have moved as well.
     """
     for at, part in enumerate(parts):
         others = [other for other in parts[at + 1 :] if before_others and is_compact(other)]

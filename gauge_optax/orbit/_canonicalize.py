@@ -73,7 +73,7 @@ def canonicalize(
     * The sign of an eigenvector makes the entry of largest magnitude in its column positive. In a rotary plane, the
       first coordinates are such a column. If rows come in pairs w and −w, a column has two largest entries of opposite
       signs; then a weighted sum of the column is made positive.
-    * A `permutation` sorts units by a weighted sum of their entries.
+    * A `permutation` sorts units by a weighted sum of x·√|x| over their entries x.
     * Eigenvalues that differ by at most √ε of the largest (1.5e-8 in float64, 3e-4 in float32) count as equal. Their
       eigenspace gets the basis that is nearest to the projection of a constant matrix onto it.
     * Under LayerNorm the stream's rotation keeps the vector of ones. The Gram matrix is then diagonal in a constant

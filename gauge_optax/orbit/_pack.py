@@ -209,7 +209,7 @@ class Layout:
         return np.flatnonzero(outside) if outside.any() else None
 
     def arrays(self, leaf: Any) -> tuple[Any, ...]:
-        """Splits a leaf into its stored arrays: one per block, without the block's constant rows; one for the rest."""
+        """Splits a leaf into its stored arrays: one per block, without its constant rows; one for the rest, if any."""
         stored = [b.taken(b.block.view(leaf)) for b in self.blocks]
         if self.rest is None:
             return tuple(stored)

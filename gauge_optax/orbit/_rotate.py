@@ -147,7 +147,7 @@ def _require_same_function(before: Any, after: Any, params: Any) -> None:
     alike = [np.isinf(a) & (a == b) for a, b in numbers]  # equal infinities, whose difference would be NaN
     numbers = [(np.where(k, 0.0, a), np.where(k, 0.0, b)) for k, (a, b) in zip(alike, numbers, strict=True)]
     # `np.max` and not `max`: NumPy's maximum of NaN and a number is NaN, Python's may be the number.
-    with np.errstate(invalid="ignore"):  # an infinity in only one of both makes `change` NaN or infinite: refused
+    with np.errstate(invalid="ignore"):  # infinities that differ make `change` NaN or infinite: refused
         change = np.max([
             np.max(np.abs(b - a), initial=0.0) / max(np.max(np.abs(a), initial=0.0), 1e-30) for a, b in numbers])
     dtypes = [jnp.result_type(x) for tree in (params, after) for x in inexact_leaves(tree).values()]

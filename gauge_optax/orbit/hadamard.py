@@ -78,7 +78,7 @@ def hadamard_with_ones(key: jax.Array, size: int) -> jax.Array:
 
 
 def require_even(gauge: str, blocks: Sequence[Block], size: int, multiple: int = 2) -> None:
-    """Raises ValueError if `size` is no multiple of `multiple`, because then it has no Hadamard matrix as a factor.
+    """Raises ValueError if `size` is no multiple of `multiple`, which the rotations of this module need.
 
     Args:
       gauge: the gauge's name, for the message.

@@ -1,6 +1,6 @@
 """Computes the element of one part that takes a point nearest to a target: one rule of `align` per kind of part.
 
-A part is what a gauge does in one layer: it rotates, permutes, multiplies or adds. If all other parts stay, the nearest
+A gauge has one or two parts per layer; each rotates, permutes, multiplies or adds. If all other parts stay, the nearest
 element has a closed form or is a small problem: Procrustes for rotations, an assignment for permutations, one variable
 per channel for scales, Gauss–Newton steps for invertible matrices. The action of a part that adds constants is affine
 in its element, so that the default solves the normal equations.
@@ -108,8 +108,8 @@ def _nearest_stretch(part: Stretch, target: Arrays, point: Arrays, others: Seque
     It is found by Gauss–Newton steps, each with a line search, from the best of three starts: the identity, the
     least-squares solution for the left blocks alone, and that for the right blocks alone. Starts at other rotations are
     not needed, because `align` has rotated the same heads before. A head whose blocks determine no matrix
-    (`deficient`: less than full rank) keeps the identity, because a least-squares solution could have entries of any
-    size.
+    (`deficient`: both factors have less than full rank, in the point or in the target) keeps the identity, because a
+    least-squares solution could have entries of any size.
     """
     grams = [side.gram(point, x) for side in (part.left, part.right) for x in (point, target)]
     stays = (deficient(part, point) | deficient(part, target))[..., None, None, None]

@@ -54,8 +54,8 @@ def _random_angles(part: Planes, key: jax.Array, by: str) -> jax.Array:
             "no Hadamard rotation",
             "rotary planes, which turn one by one",
             "rotations of whole heads",
-            "write by='random', or take it out of the list: under rotary embeddings, by='hadamard' can rotate nothing "
-            "but values with outputs",
+            "write by='random', or take it out of the list: under rotary embeddings, by='hadamard' can rotate heads "
+            "between values and outputs only",
         )
     return random_angles(key, part.shape, 1.0)
 

@@ -48,8 +48,8 @@ class Matrices:
       batch: the axes of `split` that count matrices.
       rows: the axes of `split` that one matrix has as rows.
       columns: the axes of `split` that one matrix has as columns.
-      heads: a pair of axes of `split`: those that count heads (two for the grouped queries `(head _)`), and those that
-        have the basis or the channels of one head; None without heads.
+      heads: two groups of axes of `split`: those that count heads (two for the grouped queries `(head _)`), and those
+        that have the basis or the channels of one head; None without heads.
       block: the range; None for a whole leaf.
     """
 
@@ -503,8 +503,8 @@ def neurons_reading(blocks: Sequence[Block]) -> Reading | None:
 
     All axes with a name count neurons (`head neuron` counts them in two axes), except `layer` and `expert`: each layer
     of a stack and each expert has a matrix of its own. So has an index such as `qkv=0` of a fused kernel. If all blocks
-    have the same rows and columns, the matrices at all indices are one stack. Otherwise (in a stack of layers of which
-    one is transposed, say) each block is read at its own index.
+    have the same rows and columns, and together list all indices, the matrices are one stack. Otherwise (in a stack of
+    layers of which one is transposed, say) each block is read at its own index.
 
     Args:
       blocks: blocks of one leaf, which share no entry.

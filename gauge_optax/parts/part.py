@@ -75,9 +75,10 @@ class Part(abc.ABC, Generic[E]):
         """The axes of its blocks along which this part moves entries together.
 
         A rotation, for example, mixes the entries along `basis`, and a shift adds one number to all entries along
-        `vocab`. Another part that multiplies entries of these blocks must multiply all entries along these axes by the
-        same number, or the two parts do not commute. Only a size that is read from a block in `passes` commutes in any
-        case. The empty tuple sets no such condition. `EXCLUSIVE` means that no other part may move these blocks.
+        `vocab`. Any other part on these blocks, except one that adds, must treat all entries along these axes alike (a
+        scale multiplies them by one number), or the two parts do not commute. Only a size that is read from a block in
+        `passes` commutes in any case. The empty tuple sets no such condition. `EXCLUSIVE` means that no other part may
+        move these blocks.
         """
         return ()
 

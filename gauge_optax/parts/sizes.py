@@ -163,7 +163,7 @@ class Factor(Size[jax.Array]):
 
 @last_anchors.register
 def _single_blocks(part: Factor) -> tuple[Anchor, ...]:
-    """Every single block of the part.
+    """Every block of the part that is no anchor by itself.
 
     Other gauges may move some blocks of a side and not all (a multiplier in each layer, for example). The part is then
     read from a block that they do not move.
@@ -179,8 +179,8 @@ def columns(anchor: Anchor, named: tuple[str, ...]) -> int:
 
     * axes in parentheses with a named axis, `(head _) _`, and the two coordinates of a plane;
     * if channels are outputs or heads: axes behind all named axes, provided that free axes are in front: `_ head _`;
-    * else, if several free axes are behind all named axes and none is called `channel`: the last of them, `head _ _`,
-      `layer _ _`. On the side that α divides, a head has its columns on all of them but the last.
+    * else, if several free axes are behind all named axes and no named axis is called `channel`: the last of them, as
+      in `head _ _` and `layer _ _`. On the side that α divides, a head has its columns on all of them but the last.
 
     All other free axes are inputs, the axes of a convolution's window included. A bias has no inputs. It adds nothing
     to the number, because it starts at zero.
@@ -199,7 +199,7 @@ def columns(anchor: Anchor, named: tuple[str, ...]) -> int:
 
 
 def _is_bias(block: Block, anchor: Anchor) -> bool:
-    """Whether another block has the same axes behind further free axes, as the queries `_ head _ _` of `head _ _`."""
+    """Whether another block has the same axes behind further free axes: `head _ _` is the bias of `_ head _ _`."""
     whole = [[*zip(b.labels, b.view_shape, strict=True)] for b in (block, *anchor)]
     return any(axes[0][0] == "_" and whole[0] == [*itertools.dropwhile(lambda x: x[0] == "_", axes)]
                for axes in whole[1:] if axes)

@@ -1,9 +1,9 @@
 """Reads weights that the optimizer inside a `quotient` keeps, such as averages, and restarts that optimizer's state.
 
 A `quotient` has two coordinate systems: the user has the stored weights θ; the inner optimizer sees the slice point
-θ̂ = F⁻¹·θ, where the group element F (the frame) was computed from the weights at `init`. A function of the inner state
-and of weights, such as the evaluation weights of schedule-free methods, has to be computed on the slice. Its result is
-then moved back by F.
+θ̂ = F⁻¹·θ, where the group element F is the frame in the state. A function of the inner state and of weights,
+such as the evaluation weights of schedule-free methods, has to be computed on the slice. Its result is then moved back
+by F.
 """
 
 from collections.abc import Callable

@@ -28,8 +28,8 @@ def from_state(
 ) -> QuotientState:
     """Converts a plain optimizer state, so that training continues under `quotient(inner, gauges)`.
 
-    The frame's scales and shifts are computed from the parameters, as `quotient.init` does. The state's moments move to
-    slice coordinates: first moments move as cotangents, and second moments are multiplied by the squares of the same
+    The frame's scales and shifts are computed from the parameters, as `init` does. The state's moments move to slice
+    coordinates: first moments move as cotangents, and second moments are multiplied by the squares of the same
     factors. Rotations get the identity as their frame, so that heads stay in the basis to which their moments belong.
 
     Args:

@@ -425,7 +425,7 @@ def _no_symmetry(name: str, copy: str, share: _Share, limit: float, precision: s
 def _say_frozen(path: str) -> str:
     return (
         f"say so: go.quotient(optimizer, gauges, frozen=go.tools.by_path({{'{path}': True}}, default=False)); other "
-        "functions have no frozen=")
+        "optimizers have no frozen=")
 
 
 # Frozen leaves --------------------------------------------------------------------------------------------
@@ -444,9 +444,10 @@ def _frozen_in(state: Any) -> frozenset[str]:
 
 
 def _require_no_mask_outside(tx: Any, gauges: Sequence[Any], params: Any, frozen: frozenset[str]) -> None:
-    """Raises ValueError if a mask outside sets the step of some leaves of a gauge to zero, and not that of others.
+    """Raises ValueError if a mask outside sets the step of some leaves of a copy to zero, and not that of others.
 
-    The gauge shares a step among its leaves. If one share is dropped afterwards, the function changes.
+    The gauge shares a step among these leaves. If one share is dropped afterwards, the weights do not compute the
+    function to which the step of the inner optimizer led.
     """
     outside = frozen_leaves("check", tx, params, masks=False) - frozen  # no warning: `init` gave it
     for gauge in gauges if outside else ():

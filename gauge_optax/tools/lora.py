@@ -43,7 +43,7 @@ def lora(
     * LoHa's `hada_w1_a` and LoKr's `lokr_w2_a` with their `b`,
     * only `a` and `b`, or `A` and `B`, if the shapes say that their product has low rank.
 
-    Each pair gets a `head_linear` gauge, and ranks may differ from pair to pair. The rank is A's last axis, and B's
+    Each pair is bound by a `head_linear` gauge; ranks may differ from pair to pair. The rank is A's last axis, and B's
     first axis after leading axes that both factors share (scanned layers, experts); each index of the shared axes has
     its own element. In PyTorch's layout (paths that end in `weight`, or shapes for which this layout gives the lowest
     rank) the rank is A's first axis and B's second. The bias of A's layer moves with A.

@@ -22,7 +22,9 @@ Kinds = tuple[Any, ...]
 
 
 def require_no_contradiction(state: Any, params: Any, report: Report) -> list[str]:
-    """Compares the axes that a user gave to `max_norm_muon`, found in its state, with the axes in a report.
+    """Compares the axes that a user gave to `max_norm_muon`, or to `max_norm` or `rotational`, with those in a report.
+
+    They are read from the optimizer's state, from its fields `length`.
 
     Args:
       state: the state of any optimizer.
@@ -66,9 +68,10 @@ def require_no_contradiction(state: Any, params: Any, report: Report) -> list[st
 
 
 def _listed(state: Any) -> dict[str, Mapping[str, Any]]:
-    """Leaf path → axes string → array of the lengths of the leaf's vectors, from all states with a field `length`.
+    """Leaf path → axes string → an array with one number per vector, from all states with a field `length`.
 
-    Such states keep each vector (for example the weights of a neuron) at or below its length.
+    Only the keys count here: they are the axes strings that the user gave. The numbers are average lengths of updates,
+    or norms at `init`.
     """
 
     def says(node: Any) -> bool:

@@ -33,7 +33,7 @@ def axes_by_name(params: Any, blocks: Mapping[str, Mapping[str, str]]) -> dict[s
 
     Raises:
       ValueError: `blocks` of another form; a pattern that matches no leaf; leaves of one pattern without names or with
-        different names; a name that a leaf lacks.
+        different names; a name that no axis of a leaf has, or two axes.
 
     >>> import flax.linen as nn
     >>> params = {"up": nn.Partitioned(jnp.ones((2, 3)), ("embed", "mlp")),

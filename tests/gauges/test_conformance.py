@@ -303,7 +303,7 @@ def test_vertical_is_along_the_orbit_and_horizontal_is_not_read(exact: Subject) 
     assert np.linalg.norm(left) <= limit * np.linalg.norm(along)
     # And the whole span is vertical.
     orbit = tangents @ np.random.default_rng(5).normal(size=tangents.shape[1])
-    inside = _flat(exact.vertical(exact.params, ravel_pytree(x)[1](orbit)))
+    inside = _flat(exact.vertical(exact.params, ravel_pytree(x)[1](jnp.asarray(orbit))))
     assert np.linalg.norm(inside - orbit) <= limit * np.linalg.norm(orbit)
     _, read = jax.jvp(exact.gauge.coordinates, (exact.params,), (flat,))
     assert all(np.max(np.abs(r)) <= limit * np.linalg.norm(_flat(x)) for r in jax.tree.leaves(read))

@@ -108,7 +108,7 @@ def muon_rows(case: Case, rate: float) -> dict[str, Callable[[], Timed]]:
 
 
 def lora_case(pairs: int, width: int) -> Case:
-    """A case with pairs of factors A (RANK, width) and B (width, RANK). B is zero at the start alone: both are random."""
+    """A case with pairs of factors A (RANK, width) and B (width, RANK). B is 0 only at the start: both are random."""
 
     def factors(seed: int, size: float) -> Any:
         down, up = jax.random.split(jax.random.key(seed))

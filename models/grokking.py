@@ -10,7 +10,7 @@ exists only without `rope`. The leaves of norm2 are like those of norm1, and tho
     lm_head/kernel (d, p)
 
 With one block this is the network of Nanda et al. (2023) plus LayerNorms, as in DDC, C.11. The deeper networks have
-rotary positions (`rope`). The paper does not name its activation and its initialisation; the biases of the MLP and the
+rotary positions (`rope`). The paper's text names no activation and no initialisation; the biases of the MLP and the
 usual initialisation are our choice.
 """
 

@@ -153,7 +153,7 @@ def dead_directions_masked(
       inner: a whole optimizer.
       chosen: path of a leaf, joined by "/" → whether the leaf's steps are masked. The first axis of the leaf is that of
         its inputs; attention's output kernel has its inputs on the first two axes.
-      floor: the threshold. The paper does not give its number.
+      floor: the threshold. The paper's text does not give its number.
     """
 
     def masked(path: Any, update: jax.Array, value: jax.Array) -> jax.Array:

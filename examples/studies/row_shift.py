@@ -43,7 +43,7 @@ class Config:
     b2: float = 0.98
     weight_decay: float = 1.0
     z_palm: float = 1e-4
-    z_strong: float = 1e-1  # the paper does not give its value
+    z_strong: float = 1e-1  # the paper's text does not give its value
 
 
 FULL = Config(steps=8000, modulus=113, width=128, hidden=512, train_share=0.3)

@@ -208,7 +208,7 @@ COMPLAINTS: dict[str, tuple[dict[str, Any], Tree, str]] = {
     "no match": ({}, {"v": ONES}, "write 'v'"),
     "two entries": ({"axes": {"w": "_ _", "{name}": "_ channel"}}, {"w": ONES}, "an entry in two vectors of 'w'"),
     "two strings": ({"axes": {"w": ("a=0:3 _", "a=2:4 _")}}, {"w": ONES}, "an entry in two vectors of 'w'"),
-    "zero sphere": ({"axes": {"w": "_ c"}}, {"w": ONES * [1, 0, 1]}, "norm 0 of 1 of 3 spheres"),
+    "zero sphere": ({"axes": {"w": "_ c"}}, {"w": ONES * [1, 0, 1]}, "norm 0 in 1 of 3 spheres"),
     "no update": ({}, {"w": ONES}, "no update for 'w'"),
 }
 

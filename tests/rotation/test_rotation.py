@@ -228,7 +228,7 @@ MISTAKES: dict[str, tuple[Any, str, str, str]] = {
     "vectors of one entry": (optax.adam(RATE), "a b", "nothing to turn at 'w'", "`_` is the axis that is"),
     "two entries, centred": (optax.adam(RATE), "a _", "vectors of 2 entries", "at least 3 with center=True"),
     "no kind": (SGD, "_ channel", "no default angle for this optimizer", "give eta_r"),
-    "two kinds": (optax.chain(optax.adam(RATE), optax.trace(0.9)), "_ channel", "no default angle for several", "give eta_r"),
+    "two kinds": (optax.chain(optax.adam(RATE), optax.trace(0.9)), "_ channel", "angle for several", "give eta_r"),
 }
 
 

@@ -321,6 +321,7 @@ def _asymmetry(gauge: Any, params: Any, grads: Any) -> dict[str, jax.Array]:
 
 def _norm(arrays: Sequence[jax.Array]) -> jax.Array:
     """The root of the sum of squares over all arrays, whose squares may be out of the range of their dtype."""
+    arrays = [jnp.asarray(y, real_dtype()) for y in arrays]
     most = [jnp.max(jnp.abs(y), initial=0.0) for y in arrays]
     unit = near_power_of_two(jnp.max(jnp.stack([jnp.zeros(()), *most])))
     return unit * jnp.sqrt(sum((jnp.sum(jnp.square(y / unit)) for y in arrays), jnp.zeros(())))

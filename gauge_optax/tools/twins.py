@@ -173,7 +173,8 @@ def noisy(tree: Any, size: float | jax.Array, seed: int | jax.Array) -> Any:
     """The tree with every real entry multiplied by 1 + a random number of magnitude at most `size`."""
 
     def shaken(x: jax.Array, seed: Any) -> jax.Array:
-        return (in_computing_dtype(x) * (1.0 + size * quick_noise(x, seed))).astype(x.dtype)
+        wide = in_computing_dtype(x)  # JAX multiplies no 8-bit float with another
+        return (wide * (1.0 + size * quick_noise(wide, seed))).astype(x.dtype)
 
     return _drawn(tree, seed, shaken)
 

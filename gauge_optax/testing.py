@@ -251,13 +251,15 @@ def assert_equivariant_step(
         if (difference := _difference(value, expected, rtol, atol)) is None:
             return
         acting = [gauge for gauge in group.gauges if where in _leaves_of(gauge, params)]
+        remedy = "go.quotient_adamw(learning_rate, gauges), or go.quotient(optimizer, gauges) with your own"
+        if not np.all(np.isfinite(np.asarray(expected, np.float64))):
+            remedy = "finite weights, or a lower learning rate: the run from the given weights is not finite itself"
         raise AssertionError(
             f"twins came apart at step {number}: {f'leaf {where}' if where else 'the loss'}\n"
             f"  gauges:   {', '.join(map(describe, acting or group.gauges))}\n"
             f"  found:    relative error {_relative(value, expected):.2e}\n"
             f"  expected: at most {rtol:.1e}\n"
-            "  remedy:   go.quotient_adamw(learning_rate, gauges), or go.quotient(optimizer, gauges) with your own\n"
-            f"{difference}"
+            f"  remedy:   {remedy}\n{difference}"
         )
 
     step, act = _step_of(tx, loss_fn), _compiled(group.act)

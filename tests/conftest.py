@@ -16,12 +16,15 @@ from tests.suites import is_chosen
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Rows of `cases.VARIANTS`, and those that a test's `slow_rows` name, are slow. `--suite` leaves the others out."""
+    """Rows of `cases.VARIANTS` are slow, unless `rows` names them, and those that a test's `slow_rows` name.
+
+    `--suite` leaves the tests of other suites out.
+    """
     for item in items:
         given = item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
         row = item.name.partition("[")[2].removesuffix("]") or item.name
         patterns = [pattern for mark in item.iter_markers("slow_rows") for pattern in mark.args]
-        is_variant = any(getattr(value, "name", None) in VARIANTS for value in given)
+        is_variant = any(getattr(x, "name", None) in VARIANTS for x in given) and not item.get_closest_marker("quick_row")
         if is_variant or any(fnmatchcase(row, pattern) for pattern in patterns):
             item.add_marker(pytest.mark.slow)
     suite = config.getoption("--suite")

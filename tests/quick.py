@@ -16,8 +16,8 @@ def jit(function: Callable[..., Any], **options: Any) -> Any:
 
 
 def rows(cases: Iterable[Any], quick: Container[str]) -> pytest.MarkDecorator:
-    """A test's `case`, with the case's name as its id; those without one of these names are slow."""
-    marks = {True: (), False: (pytest.mark.slow,)}
+    """A test's `case`, with the case's name as its id; those without one of these names are slow, and no others."""
+    marks = {True: (pytest.mark.quick_row,), False: (pytest.mark.slow,)}
     return pytest.mark.parametrize("case", [pytest.param(c, id=c.name, marks=marks[c.name in quick]) for c in cases])
 
 

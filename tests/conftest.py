@@ -24,7 +24,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         given = item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
         row = item.name.partition("[")[2].removesuffix("]") or item.name
         patterns = [pattern for mark in item.iter_markers("slow_rows") for pattern in mark.args]
-        is_variant = any(getattr(x, "name", None) in VARIANTS for x in given) and not item.get_closest_marker("quick_row")
+        is_variant = any(getattr(value, "name", None) in VARIANTS for value in given)
+        is_variant &= item.get_closest_marker("quick_row") is None
         if is_variant or any(fnmatchcase(row, pattern) for pattern in patterns):
             item.add_marker(pytest.mark.slow)
     suite = config.getoption("--suite")

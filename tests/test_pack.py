@@ -265,6 +265,10 @@ def test_gauges_that_are_left_go_on_under_quotient(x64: None) -> None:
     (first, losses), (_, of_twin) = (train(quick.jit(tx.init), step, p, 3) for p in (packed, twin))
     assert structure(first) == structure(packed)
     np.testing.assert_allclose(losses, of_twin, rtol=tolerance("quotient_loss"))
+    plain = optax.adamw(1e-2)
+    alone = stepper(plain, lambda p: plain_loss(go.orbit.unpack(p)))
+    (_, losses), (_, of_twin) = (train(quick.jit(plain.init), alone, p, 3) for p in (packed, twin))
+    assert abs(losses[-1] - of_twin[-1]) > 1e-5 * abs(losses[-1]), "AdamW does not tell these twins apart"
     for gauge in (lm.gauges(GPT)[0], WHOLE[1]):
         with pytest.raises(ValueError, match=rf"^{gauge.name}: binds the packed leaf 'blocks/0/attn/"):
             go.quotient(optax.adamw(1e-2), gauge).init(packed)

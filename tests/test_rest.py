@@ -77,9 +77,9 @@ RELU = go.rescale({"up": "_ channel"}, {"down": "channel _"})
 ONES = {"up": jnp.ones((2, 3)), "down": jnp.ones((3, 2))}
 ANCHORED, BALANCED = (go.quotient(optax.adam(0.1), RELU, rest=rest) for rest in ("anchor", "balanced"))
 test_other_rests_are_refused = each_refused([
-    (lambda: go.quotient(optax.adam(0.1), RELU, rest="nowhere"), "rest"),
-    (lambda: go.ddc_adamw(0.1, RELU, rest="nowhere"), "rest"),
-    (lambda: go.ddc_adamw(0.1, RELU, rest="balanced", vertical="adam"), "rest"),
+    (lambda: go.quotient(optax.adam(0.1), RELU, rest="nowhere"), "bad rest"),
+    (lambda: go.ddc_adamw(0.1, RELU, rest="nowhere"), "bad rest"),
+    (lambda: go.ddc_adamw(0.1, RELU, rest="balanced", vertical="adam"), "bad rest"),
     (lambda: go.ddc_adamw(0.1, RELU, rest="balanced", preset="paper"), "rest='balanced'"),
     (lambda: BALANCED.update(ONES, ANCHORED.init(ONES), ONES), "a state made with rest='anchor'"),
 ])

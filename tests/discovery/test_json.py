@@ -63,10 +63,11 @@ test_errors = each_refused([
     (lambda: go.tools.from_json('{"format": 2, "gauges": []}'), "no list of gauges"),
     (lambda: read({"kind": "turn"}), "no constructor for 'turn'"),
     (lambda: read({"kind": "rescale", "upp": {}}), "'rescale' takes no 'upp'"),
-    (lambda: read({"kind": "logit_shift", "blocks": {"w": "_"}}), "out of place"),
+    (lambda: read({"kind": "logit_shift", "blocks": {"w": "_"}}), "'vocab' out of place in \"_\" of 'w'"),
     (lambda: read({"kind": "rescale", "up": {"w": "_ channel"}}), "'rescale' without its 'down'"),
-    (lambda: read({"kind": "logit_shift", "blocks": {"w": 3}}), "logit_shift"),
-    (lambda: read({"class": ["Rows"]}), "no class"), (lambda: go.tools.from_json(None), "no list of gauges"),  # type: ignore[arg-type]
+    (lambda: read({"kind": "logit_shift", "blocks": {"w": 3}}), "malformed axes of 'w'"),
+    (lambda: read({"class": ["Rows"]}), r"no class \"\['Rows'"),
+    (lambda: go.tools.from_json(None), "no list of gauges"),  # type: ignore[arg-type]
     (lambda: go.tools.from_json(json.dumps({"format": 1, "gauges": [{"class": "Rows"}]}), classes=[Rows]),
      "'Rows' cannot be made"),
     (lambda: go.tools.from_json(go.tools.to_json(Rows("a", "b")), classes="Rows"), "classes= holds what is no class"),  # type: ignore[arg-type]

@@ -80,7 +80,11 @@ def test_a_clip_that_only_a_large_factor_shows(seed: int) -> None:
         x = jnp.clip(x @ p["up"], -60.0, 60.0)
         return jnp.tanh(x / jnp.linalg.norm(x, axis=-1, keepdims=True) @ p["read"])
 
-    report = found(fn, PAIR | {"scale": np.ones(())}, X6, seed=seed)
+    def free(p: Any, x: Any) -> jax.Array:
+        return jnp.tanh(x @ p["up"] * p["scale"]) @ p["down"]
+
+    free_report, report = (found(f, PAIR | {"scale": np.ones(())}, X6, seed=seed) for f in (free, fn))
+    assert [gauge.name for gauge in free_report.gauges] == ["rescale"]
     assert not report.gauges and not report.nearly
     report = found(stream, {"up": PAIR["up"], "read": normal(5, 4)}, X6, seed=seed)
     assert not report.whole and len(report.rejected) == 2

@@ -75,12 +75,14 @@ def test_nothing_is_vertical_and_nothing_is_read(case: GaugeCase) -> None:
 def test_quotient_takes_it_in_a_list_and_changes_nothing(case: GaugeCase) -> None:
     """The same program and a state of the same arrays; only leaves that it alone binds pass through one sum more."""
     gauges, params = case.gauges(), jax.tree.map(jnp.asarray, _params(case))
-    states, programs, bound = [], [], []
+    states, programs, bound, updates = [], [], [], []
     for listed in (gauges, [gauge for gauge in gauges if gauge.name != "permutation"]):
         tx = go.quotient(optax.adamw(1e-2), listed) if listed else optax.adamw(1e-2)
         states.append(jax.eval_shape(tx.init, params))
         programs.append(jax.make_jaxpr(lambda g, s, p, tx=tx: tx.update(g, s, p))(params, states[-1], params))
         bound.append(set(go.bind(listed, params).slice.added) if listed else set())
+        updates.append(tx.update(params, tx.init(params), params)[0])
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), *updates)
     assert [x.shape for x in jax.tree.leaves(states[0])] == [x.shape for x in jax.tree.leaves(states[1])]
     assert bound[0] >= bound[1] and (str(programs[0]) == str(programs[1])) == (bound[0] == bound[1])
     assert len(programs[0].eqns) <= len(programs[1].eqns) + 8 * len(bound[0] - bound[1])

@@ -54,6 +54,8 @@ def test_zero_anchors_are_read_off_what_is_left(zeros: tuple[str, ...], x64: Non
     twin = group.act(group.sample(jax.random.key(2), params), params)
     here, there = map(jit(go.bind(group, params).slice_point), (params, twin))
     assert len(zeros) > 1 or _far(there, here) <= tolerance("oracle")
+    for point, resting in ((params, here), (twin, there)):
+        assert _far(group.act(group.read(point), resting), point) <= tolerance("oracle")
     assert all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves((here, there)))
 
 
@@ -210,6 +212,7 @@ def test_gauges_without_a_balance_stay_as_they_are_beside_others(x64: None) -> N
     ]
     others = [go.norm_scale({"s": "channel", "b": "channel"}, reader), go.logit_shift({"v": "_ vocab"})]
     together, alone = (gauge.act(gauge.balance(params), params) for gauge in map(go.product, (still + others, others)))
+    assert _far(alone, params) > 0.1
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-12), together, alone)
     for gauge in still:
         assert gauge.balancing == "still"

@@ -158,6 +158,9 @@ def test_lines_and_barriers() -> None:
     assert go.measure.barrier(lambda p: -loss(p), a, b) == pytest.approx(losses[0] - min(losses))
 
 
+SHORT = {"up": (4, 6), "down": (6, 3)}
+
+
 @pytest.mark.parametrize(("gauges", "sizes"), [
     ([go.permutation({"up": "_ channel", "down": "channel _"})], (1e-20, 1e20)),
     ([go.head_rotation({"up": "_ basis", "down": "basis _"})], (1e-20, 1e20)),
@@ -169,9 +172,9 @@ def test_twins_of_tiny_and_huge_weights_are_aligned(gauges: list[go.Gauge], size
     """In float32 their squares are 0 or infinite: twins were 1.1 apart, or were an error about numeric entries."""
     group = go.product(gauges)
     for size in sizes:
-        a = jax.tree.map(lambda x, n=size: np.float32(n) * x, normal(0, {"up": (4, 6), "down": (6, 3)}, "float32"))
+        a, other = (jax.tree.map(lambda x, n=size: np.float32(n) * x, normal(k, SHORT, "float32")) for k in (0, 2))
         b = group.act(group.sample(jax.random.key(1), a), a)
-        assert go.orbit.distance(a, b, gauges) <= 1e-5
+        assert go.orbit.distance(a, b, gauges) <= 1e-5 and go.orbit.distance(a, other, gauges) > 0.1
 
 
 def test_different_functions_of_the_largest_weights_are_apart() -> None:

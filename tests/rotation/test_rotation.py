@@ -324,7 +324,7 @@ def test_it_changes_nothing_and_keeps_what_it_recorded() -> None:
 
 
 def test_moments_of_a_partition_are_found_by_leaf_and_two_of_a_leaf_are_refused() -> None:
-    params = {"a": jnp.ones((6, 4)), "b": jnp.ones((6, 4))}
+    params = {"a": jnp.ones((6, 4)), "b": jnp.arange(-12.0, 12.0).reshape(6, 4)}
     inner = optax.partition({"a": optax.adam(0.1), "b": optax.sgd(0.1, 0.9)}, {"a": "a", "b": "b"})
     _, state = driven(go.measure.track_rotation({"{leaf}": "_ channel"}, inner, every=1), params, [params] * 2)
     for path in ("a", "b"):

@@ -272,15 +272,16 @@ def test_one_leaf_inside_a_gauge(name: str, kind: str) -> None:
 
 
 @pytest.mark.slow_rows(*SLOW)
-@pytest.mark.parametrize("name", GAUGES)
+@pytest.mark.parametrize("name", [*GAUGES, "user_gauge"])
 def test_gauges_leave_a_crowd_of_leaves_alone(name: str) -> None:
     gauges, params = FIRST[name].gauges(), FIRST[name].params(KEY)
     b = go.bind(gauges, params)
     element = b.read(params) if name != "permutation" else go.product(gauges).sample(KEY, params)
-    found = go.bind(gauges, {**params, "odd": BESIDE}).act(element, {**params, "odd": BESIDE})
+    crowd = BESIDE | {kind: leaf for kind, leaf in ALONE.items() if kind != "nan"}
+    found = go.bind(gauges, {**params, "odd": crowd}).act(element, {**params, "odd": crowd})
     for path, x in numbers(b.act(element, params)).items():
         np.testing.assert_array_equal(numbers(found)[path], x)
-    assert all(same(leaves_by_path(found["odd"])[path], x) for path, x in leaves_by_path(BESIDE).items())
+    assert all(same(leaves_by_path(found["odd"])[path], x) for path, x in leaves_by_path(crowd).items())
 
 
 def updated(name: str, params: Tree, _: Tree, gradient: Tree) -> Tree:

@@ -220,7 +220,9 @@ class _Search:
         calls = offsets.merged_reads([addition.call for addition in additions if addition.call is not None])
         flat = [_Claim(call, dict.fromkeys(call.paths, 1.0), 0.0) for call in calls]
         found, failed = _proved(self._prover, [*turns, *flat], STILL, self._rng(17))
-        self.rejected += [refuted(call, change, self._prover) for call, change in failed if np.isfinite(change)]
+        self.rejected += [
+            refuted(call, change, self._prover) for call, change in failed
+            if np.isfinite(change) or self._prover.misfit(call)]
         clipped = [call for call, _ in self._prover.clipped]
         local = [call for call, _ in failed if not any(call is one for one in clipped)]  # failed, but not by a clip
         return found, [one for one in additions if one.call is None or any(one.call.within(call) for call in local)]
@@ -347,7 +349,9 @@ def _rotations_of_stream(
 
 
 def refuted(call: Call, change: float, prover: Prover) -> str:
-    """A row of the report on a gauge that does not hold, because a finite move of it changes the outputs."""
+    """A row of the report on a gauge that fits no tree of these leaves, or whose finite move changes the outputs."""
+    if (misfit := prover.misfit(call)) is not None:
+        return f"{call.kind} of {', '.join(call.paths)}: no gauge can bind it ({misfit})"
     where = next((f" {where}: a clip ends it" for one, where in prover.clipped if one is call), "")
     return f"{call.kind} of {', '.join(call.paths)}: moves the outputs by {change:.1e}{where}"
 

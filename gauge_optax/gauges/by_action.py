@@ -11,7 +11,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.binding import Block, BlockSpec, Matched, bind_leaf, leaves_by_path, with_leaves
+from gauge_optax.binding import (
+    Block,
+    BlockSpec,
+    Matched,
+    bind_leaf,
+    has_dtype,
+    inexact_leaves,
+    leaves_by_path,
+    with_leaves,
+)
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.copies import Copy, Effect
 from gauge_optax.linalg import real_dtype
@@ -26,13 +35,13 @@ class OfUser(Size[Any]):
     Attributes:
       gauge: the gauge, a `Gauge`.
       treedef: structure of the parameters.
-      leaves: shapes and dtypes of all leaves of the parameters.
+      leaves: shapes and dtypes of all leaves of the parameters; a leaf that is no array, such as a function, itself.
       read_from: the leaves that the gauge's `read` depends on, each as a block that is the whole leaf.
     """
 
     gauge: Any = None
     treedef: Any = None
-    leaves: tuple[jax.ShapeDtypeStruct, ...] = ()
+    leaves: tuple[Any, ...] = ()
     read_from: tuple[Block, ...] = ()
 
     @property
@@ -98,7 +107,8 @@ class UserCopy(Copy):
     @classmethod
     def of(cls, found: Matched, **options: Any) -> "UserCopy":
         whole, params = options["whole"], options["params"]
-        shapes, before = jax.eval_shape(lambda tree: tree, params), whole._checksum(())
+        before = whole._checksum(())
+        shapes = jax.tree.map(lambda x: jax.eval_shape(lambda y: y, x) if has_dtype(x) else x, params)
         leaves, treedef = jax.tree.flatten(shapes)
         by_path = leaves_by_path(shapes)
         reading, acting = (
@@ -160,10 +170,10 @@ def broken_law(gauge: Any, params: Any) -> str | None:
 
 def _near(a: Any, b: Any) -> bool:
     """Whether two leaves differ by at most √ε of the second one's largest entry, for the ε of the first one's dtype."""
-    if not jnp.issubdtype(a.dtype, jnp.floating):
+    if not inexact_leaves({"": a}):
         return True
     x, y = (jnp.asarray(leaf, real_dtype()) for leaf in (a, b))
-    limit = float(jnp.finfo(a.dtype).eps) ** 0.5 * float(jnp.max(jnp.abs(y), initial=0.0))
+    limit = float(jnp.finfo(jnp.result_type(a)).eps) ** 0.5 * float(jnp.max(jnp.abs(y), initial=0.0))
     return float(jnp.max(jnp.abs(x - y), initial=0.0)) <= limit
 
 
@@ -174,11 +184,18 @@ def _used(function: Any, shapes: Any, outputs: int | None) -> set[int]:
     """
     from jax.extend.core import Var  # here, because it imports Pallas
 
-    traced = jax.make_jaxpr(function)(shapes).jaxpr
+    leaves, treedef = jax.tree.flatten(shapes)
+    arrays = {number: leaf for number, leaf in enumerate(leaves) if has_dtype(leaf)}
+
+    def of_arrays(given: Mapping[int, jax.Array]) -> list[Any]:
+        tree = jax.tree.unflatten(treedef, [given.get(number, leaf) for number, leaf in enumerate(leaves)])
+        return [leaf for leaf in jax.tree.leaves(function(tree)) if has_dtype(leaf)]
+
+    traced = jax.make_jaxpr(of_arrays)(arrays).jaxpr
     used = {x for equation in traced.eqns for x in equation.invars if isinstance(x, Var)}
     if outputs is None:
         used |= {x for x in traced.outvars if isinstance(x, Var)}
-    return {number for number, x in enumerate(traced.invars) if x in used}
+    return {number for number, x in zip(arrays, traced.invars, strict=True) if x in used}
 
 
 def _whole_leaf(gauge: str, path: str, shape: tuple[int, ...]) -> Block:

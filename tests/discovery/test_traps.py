@@ -12,6 +12,7 @@ import pytest
 
 import gauge_optax as go
 from gauge_optax.discovery import checks, instance, prove, reach, report, sketch
+from gauge_optax.discovery.calls import Call
 from gauge_optax.discovery.report import Report
 from gauge_optax.xla import jit_unfused
 from tests import refusals
@@ -88,6 +89,17 @@ def test_a_clip_that_only_a_large_factor_shows(seed: int) -> None:
     assert not report.gauges and not report.nearly
     report = found(stream, {"up": PAIR["up"], "read": normal(5, 4)}, X6, seed=seed)
     assert not report.whole and len(report.rejected) == 2
+
+
+def test_a_claim_on_the_stream_that_no_gauge_can_bind_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was left out of the report without a word."""
+    claims = instance.offsets.merged_reads
+    unfit = Call("embedding_shift", {"token": {"up": "_ _ channel"}, "position": {"down": "_ channel"}})
+    monkeypatch.setattr(instance.offsets, "merged_reads", lambda calls: [*claims(calls), unfit])
+    report = found(pair, PAIR, X6)
+    assert PAIR_RELU in report.gauges
+    (row,) = report.rejected
+    assert row.startswith("embedding_shift of up, down: no gauge can bind it (embedding_shift: "), row
 
 
 @pytest.mark.parametrize("size", [100.0, 3000.0])

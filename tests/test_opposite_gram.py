@@ -135,6 +135,22 @@ def test_inverses_are_kept_between_every_third_update(x64: None) -> None:
         assert furthest(corrected, expected) <= 1e-12, k
 
 
+@pytest.mark.parametrize("diagonal", [False, True])
+def test_stale_inverses_move_with_the_weights(diagonal: bool, x64: None) -> None:
+    """A whole inverse changes its basis. That of a diagonal has none in another basis, and is computed anew."""
+    old, now, updates = ({"a": _noise(k, 6, 4), "b": _noise(k + 20, 4, 5)} for k in (0, 1, 2))
+    tx = go.links.scale_by_opposite_gram(LORA, every=3, diagonal=diagonal)
+    _, state = tx.update(updates, tx.init(old), old)
+    element = LORA.sample(jax.random.key(0), now)
+    moved, kept = LORA.act(element, now), LORA.act(element, now if diagonal else old)
+    corrected, _ = tx.update(updates, go.orbit.transport(state, now, LORA, element), moved)
+    expected = {
+        "a": updates["a"] @ _inverse(kept["b"].T, diagonal=diagonal),
+        "b": _inverse(kept["a"], diagonal=diagonal) @ updates["b"],
+    }
+    assert furthest(corrected, expected) <= 1e-12
+
+
 # Zeros, ranks, sizes ------------------------------------------------------------------------------
 
 

@@ -1,19 +1,28 @@
-"""No optimizer and no link ignores an argument: with another value it traces another program, or has another state.
+"""No argument is ignored: with another value an optimizer traces another program or has another state, and a measure
+returns other numbers.
 
-What the value does is tested where its transformation is. A new argument without a row fails here.
+What the value does is tested where its function is. An argument of an optimizer without a row fails here.
 """
 
 import functools
 import inspect
+import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
 import gauge_optax as go
+from gauge_optax.binding.axes import parse_axes
+from gauge_optax.gauges.gauge import BlockGauge
+from gauge_optax.tools.as_json import CONSTRUCTORS
+from tests.cases import DISCRETE_CASES, FLAT_CASES, GAUGE_CASES
+from tests.refusals import refused
 from tests.twins import normal
 
 SHAPES: dict[str, Any] = {
@@ -22,6 +31,7 @@ SHAPES: dict[str, Any] = {
 PARAMS = normal(0, SHAPES, jnp.float32)
 UNIT = go.rescale({"up": "_ channel", "b": "channel"}, {"down": "channel _"})
 LINEAR = [UNIT, go.head_linear({"q": "_ head basis"}, {"k": "_ head basis"})]
+m = go.measure
 TURNS = [UNIT, go.head_rotation({"q": "_ head basis", "k": "_ head basis"})]
 NEURONS = {"up": "_ neuron", "down": "_ neuron"}
 ONE_SIDE = {name: name != "up" for name in SHAPES}
@@ -125,3 +135,90 @@ def test_every_constructor_has_rows() -> None:
     made = {make for make, kind in returned.items()
             if isinstance(kind, type) and issubclass(kind, optax.GradientTransformation)}
     assert made == set(BASE)
+
+
+# Gauges -----------------------------------------------------------------------------------------------------
+
+
+
+def names(gauge: BlockGauge) -> list[str]:
+    parts = [part for spec in gauge.specs for part in parse_axes(gauge.name, "", spec.axes).items]
+    return [part.name for part in parts if part.name != "_"]
+
+
+# One of each constructor, with an axis that has a name.
+ONE: dict[str, tuple[BlockGauge, Any]] = {
+    gauge.name: (gauge, case.params(jax.random.key(0))) for case in (*GAUGE_CASES, *FLAT_CASES, *DISCRETE_CASES)
+    for gauge in case.gauges() if isinstance(gauge, BlockGauge) and names(gauge)
+} | {"residual_scale": (go.residual_scale({"up": "head _"}), PARAMS)}
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_every_gauge_heeds_sizes(name: str) -> None:
+    """A length that an axis does not have is refused, also where `sizes` need not say it."""
+    gauge, params = ONE[name]
+    written, axis = json.loads(go.tools.to_json([gauge])), names(gauge)[0]
+    written["gauges"][0]["sizes"] = dict(gauge.sizes) | {axis: 97}
+    (wrong,) = go.tools.from_json(json.dumps(written))
+    with refused(f"{name}: ", f"{axis}=97 from sizes="):
+        wrong.dim(params)
+
+
+def test_every_gauge_has_a_row() -> None:
+    assert set(ONE) == set(CONSTRUCTORS)
+
+
+# Measures ---------------------------------------------------------------------------------------------------
+
+LENGTHS = np.logspace(0, -2, 40)
+VALUES = LENGTHS**2 * (1.0 + 0.05 * np.cos(7.0 * np.arange(40))) * (1.0 + LENGTHS)
+GIVEN = normal(1, SHAPES, jnp.float32)
+ADAM = optax.scale_by_adam()
+STATE = ADAM.update(GIVEN, ADAM.init(PARAMS), PARAMS)[1]
+PRODUCT = {"up": PARAMS["up"], "down": PARAMS["down"]}
+GGN = m.GGN(lambda p, x: jax.nn.relu(x @ p["up"]) @ p["down"], PRODUCT, [PARAMS["down"]])
+LAYERED = go.rescale({"q": "layer channel _"}, {"k": "layer channel _"})
+UP_DOWN = go.rescale({"up": "_ channel"}, {"down": "channel _"})
+RATES: dict[str, Any] = dict(learning_rate=0.1, weight_decay=0.1)
+SMALL: dict[str, Any] = dict(layers=2, d_model=6, heads=2, d_head=4, d_ff=5, vocab=7)
+LION, MUON = (functools.partial(m.predict_equilibrium, kind, **RATES) for kind in ("lion", "muon"))
+# A call without some of its arguments, and one of these with its value.
+MEASURES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "kl_order": (functools.partial(m.kl_order, LENGTHS, VALUES), dict(window=(0.03, 0.5), drift=10.0, span=1e4)),
+    "rate_table": (
+        functools.partial(m.rate_table, LENGTHS, {"a": {"b": VALUES}}), dict(window=(0.03, 0.5), drift=10.0, span=1e4)),
+    "power_law": (functools.partial(m.power_law, LENGTHS, VALUES), dict(window=(0.03, 0.5), drift=10.0, span=1e4)),
+    "gram_evolution": (
+        functools.partial(m.gram_evolution, *(PARAMS[x].reshape(4, -1) for x in "qkrq")),
+        dict(left_shrink=0.9, right_shrink=0.9)),
+    **{f"{kind}_leakage": (functools.partial(measure, gauge, PARAMS, GIVEN, STATE.nu), dict(means="gradient"))
+       for kind, measure, gauge in (("rotation", m.rotation_leakage, TURNS[1]), ("rescale", m.rescale_leakage, UNIT))},
+    "adam_factors": (functools.partial(m.adam_factors, STATE), dict(b1=0.5, b2=0.5, eps=0.5, eps_root=0.5)),
+    "adam_precondition": (
+        lambda **given: m.adam_precondition(STATE, lambda p: GIVEN, **given)(PARAMS, GIVEN),
+        dict(b2=0.5, eps=0.5, eps_root=0.5)),
+    "quotient_fisher": (lambda **given: m.quotient_fisher(GGN, UP_DOWN, **given).eigenvalues(), dict(at="slice")),
+    "slice_norms": (functools.partial(m.slice_norms, PARAMS, GIVEN, GIVEN, LAYERED), dict(layers=())),
+    "transformer_redundancy": (
+        functools.partial(m.transformer_redundancy, **SMALL),
+        dict(kv_heads=1, positions=4, norm="rmsnorm", bias=False, head_bias=False, rope=True, mlp="swiglu", tied=True,
+             eps=False)),
+    "of rotary heads": (functools.partial(m.transformer_redundancy, **SMALL, rope=True), dict(qk_norm=True)),
+    "adam": (
+        functools.partial(m.predict_equilibrium, "adamw", **RATES, dim=4.0), dict(b1=0.5, second_order=True)),
+    "adam_l2": (
+        functools.partial(m.predict_equilibrium, "adam_l2", **RATES, dim=4.0, gradient_norm=2.0),
+        dict(b1=0.5, gradient_roots=3.0)),
+    "sgdm": (
+        functools.partial(m.predict_equilibrium, "sgdm", **RATES, gradient_norm=2.0), dict(b1=0.5, second_order=True)),
+    "lion": (functools.partial(LION, dim=4.0), dict(b1=0.5, b2=0.5, sign_alignment=0.5, second_order=True)),
+    "muon": (
+        functools.partial(MUON, shape=(4, 3)),
+        dict(b1=0.5, sign_alignment=0.5, update_norm=3.0, nesterov=False, second_order=True)),
+}
+
+
+@pytest.mark.parametrize(("call", "name"), [(call, name) for call in MEASURES for name in MEASURES[call][1]])
+def test_a_measure_heeds_it(call: str, name: str) -> None:
+    measure, given = MEASURES[call]
+    assert str(measure()) != str(measure(**{name: given[name]}))

@@ -68,6 +68,7 @@ def traced(tx: optax.GradientTransformation, params: Any) -> dict[str, int]:
         counts["hops"] += caller is not None and caller != file
         counts["flattenings"] += name == "_flatten"
 
+    jax.clear_caches()  # a program that was traced before would not pass through its functions again
     sys.setprofile(watch)
     try:
         jax.make_jaxpr(tx.update)(params, state, params)

@@ -30,10 +30,6 @@ from gauge_optax.errors import binding_error
 # Leaves by path ---------------------------------------------------------------------------------------
 
 
-def _is_masked(node: Any) -> bool:
-    return isinstance(node, optax.MaskedNode)
-
-
 def _only_children(treedef: Any, only: bool = False) -> Iterator[bool]:
     """For each leaf in order: whether it is its parent's only child. `only` is the answer for a tree of one leaf."""
     # Key paths do not show this: a field that is None has no key path, but with it the parent has two children.
@@ -48,7 +44,7 @@ def _only_children(treedef: Any, only: bool = False) -> Iterator[bool]:
 def _flatten(tree: Any) -> tuple[list[str], list[Any], Any]:
     """The normalised paths and the leaves of a tree, where a `MaskedNode` counts as a leaf, and the treedef."""
     treedef: Any
-    pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_masked)
+    pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
     paths = []
     for (keys, _), only in zip(pairs, _only_children(treedef), strict=True):
         # No other key is left out, because a dict's key "value" and a list's index are names that the user gave.
@@ -81,7 +77,7 @@ def shown_and_hidden(tree: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
     ({'a/kernel': 1.0}, ('a/bias',))
     """
     paths, leaves, _ = _flatten(tree)
-    shown = {path: leaf for path, leaf in zip(paths, leaves, strict=True) if not _is_masked(leaf)}
+    shown = {path: leaf for path, leaf in zip(paths, leaves, strict=True) if not isinstance(leaf, optax.MaskedNode)}
     return shown, tuple(path for path in paths if path not in shown)
 
 
@@ -259,7 +255,7 @@ def is_empty(tree: Any) -> bool:
     >>> is_empty({"a": None}), is_empty({"a": optax.MaskedNode()})
     (True, False)
     """
-    return not jax.tree_util.tree_leaves(tree, is_leaf=_is_masked)
+    return not jax.tree_util.tree_leaves(tree, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
 
 
 def leaf_shape(leaf: Any) -> tuple[int, ...]:

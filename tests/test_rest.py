@@ -17,7 +17,7 @@ from tests.cases import GAUGE_CASES, GPT, LLAMA, GaugeCase
 from tests.quick import jit
 from tests.refusals import each_refused, refused
 from tests.tolerances import tolerance
-from tests.twins import furthest, normal, stepper, train
+from tests.twins import driven, furthest, normal, stepper, train
 
 Tree = Any
 MAKE: dict[str, Callable[..., optax.GradientTransformationExtraArgs]] = {
@@ -96,6 +96,15 @@ def test_a_side_of_zeros_rests_where_its_first_step_ends() -> None:
         params = optax.apply_updates(params, updates)
         ratios.append(jnp.log(jnp.linalg.norm(params["up"], axis=0) / jnp.linalg.norm(params["down"], axis=1)))
     np.testing.assert_allclose(ratios[1:], [ratios[0]] * 2, atol=1e-5)
+
+
+def test_a_scale_keeps_its_signs(x64: None) -> None:
+    """The twin with the other signs computes the same function; a step does not go there."""
+    params = normal(0, {"scale": (5,), "into": (5, 4)})
+    tx = go.quotient(optax.adam(0.05), go.norm_scale({"scale": "channel"}, {"into": "channel _"}), rest="balanced")
+    gradient = {"scale": params["into"].sum(1), "into": params["scale"][:, None] + jnp.zeros((5, 4))}
+    signs = [jnp.sign(x["scale"]).tolist() for x in (params, driven(tx, params, [gradient])[0])]
+    assert signs[0] == signs[1] and len(set(signs[0])) == 2
 
 
 # gauge_fix: the function stays, the imbalance goes, and an equivariant optimizer does not notice ---------

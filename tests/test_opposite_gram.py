@@ -135,26 +135,29 @@ def test_inverses_are_kept_between_every_third_update(x64: None) -> None:
         assert furthest(corrected, expected) <= 1e-12, k
 
 
-@pytest.mark.parametrize("diagonal", [False, True])
-def test_stale_inverses_move_with_the_weights(diagonal: bool, x64: None) -> None:
+SCALE = go.rescale({"a": "_ channel"}, {"b": "channel _"})
+
+
+@pytest.mark.parametrize(("gauge", "diagonal", "anew"), [
+    (LORA, False, False), (LORA, True, True), (SCALE, False, False), (SCALE, True, False),
+], ids=["whole", "diagonal", "scale", "scale, diagonal"])
+def test_stale_inverses_move_with_the_weights(gauge: go.Gauge, diagonal: bool, anew: bool, x64: None) -> None:
     """A whole inverse changes its basis. That of a diagonal has none in another basis, and is computed anew."""
     old, now, updates = ({"a": _noise(k, 6, 4), "b": _noise(k + 20, 4, 5)} for k in (0, 1, 2))
-    tx = go.links.scale_by_opposite_gram(LORA, every=3, diagonal=diagonal)
+    tx = go.links.scale_by_opposite_gram(gauge, every=3, diagonal=diagonal)
     _, state = tx.update(updates, tx.init(old), old)
-    element = LORA.sample(jax.random.key(0), now)
-    moved, kept = LORA.act(element, now), LORA.act(element, now if diagonal else old)
-    corrected, _ = tx.update(updates, go.orbit.transport(state, now, LORA, element), moved)
-    expected = {
-        "a": updates["a"] @ _inverse(kept["b"].T, diagonal=diagonal),
-        "b": _inverse(kept["a"], diagonal=diagonal) @ updates["b"],
-    }
+    element = gauge.sample(jax.random.key(0), now)
+    moved, kept = gauge.act(element, now), gauge.act(element, now if anew else old)
+    corrected, _ = tx.update(updates, go.orbit.transport(state, now, gauge, element), moved)
+    inverse = functools.partial(_inverse, diagonal=diagonal or gauge is SCALE)
+    expected = {"a": updates["a"] @ inverse(kept["b"].T), "b": inverse(kept["a"]) @ updates["b"]}
     assert furthest(corrected, expected) <= 1e-12
 
 
 # Zeros, ranks, sizes ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("gauge", [LORA, go.rescale({"a": "_ channel"}, {"b": "channel _"})], ids=lambda g: g.name)
+@pytest.mark.parametrize("gauge", [LORA, SCALE], ids=lambda gauge: gauge.name)
 @pytest.mark.parametrize("diagonal", [False, True])
 def test_an_opposite_factor_of_zero_gives_zero(gauge: go.Gauge, diagonal: bool) -> None:
     """LoRA's start: A stays for a step, B gets one; with an absolute damping the formula holds."""

@@ -201,10 +201,10 @@ class Trainer:
 
 
 def check_shardings(state: Tree, params: Tree, shardings: Tree, names: Sequence[str] = ("mu", "nu")) -> None:
-    """Parameters, and moments of these names, are where the parameters were told to be."""
+    """Parameters, and moments of these names, if there are any, are where the parameters were told to be."""
     wanted = dict(jax.tree.leaves_with_path(shardings))
     moments = [tree for name in names for _, tree in optax.tree.get_all_with_path(state, name)]
-    assert moments, "the state has none of these fields"
+    assert bool(moments) == bool(names), "the state has none of these fields"
     for keys, leaf in (pair for tree in (params, *moments) for pair in jax.tree.leaves_with_path(tree)):
         assert leaf.sharding.is_equivalent_to(wanted[keys], leaf.ndim), (jax.tree_util.keystr(keys), leaf.sharding)
 

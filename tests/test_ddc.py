@@ -42,6 +42,7 @@ def _tx(mode: str, gauges: Any) -> optax.GradientTransformation:
 SLACK = {
     ("llama_bias", "float32", "log"): 2.0, ("llama_bias", "float32", "per_head_scalar"): 2.5,
     ("llama_bias", "float32", "refreshed"): 8.0, ("qk_norm", "float32", "muon"): 2.0,
+    ("qk_norm", "float32", "log"): 20.0,
 }
 """Of the tolerances of float32, where Adam divides the gradient of a query's bias that starts at zero by its own size.
 
@@ -49,7 +50,8 @@ SLACK = {
 six elements end 3e-6 to 1.1e-4 apart and 5e-7 to 3.1e-5 of the loss, by luck of rounding. `refreshed`: six elements end
 1.2e-4 to 2.1e-3 apart, six starts that are an ulp off 2.0e-4 to 2.8e-3; on another processor the loss is 6.7e-4 apart,
 and 5.2e-4 at a start that is an ulp off. `muon`: on one processor the loss is 1.7e-4 apart, and 7.8e-5 at a start that
-is an ulp off. In float64 all hold 1e-10.
+is an ulp off. `log` with norms of queries and keys: on one processor weights are 1.2e-3 apart and the loss 1.9e-3, and
+9.7e-4 and 1.4e-3 at a start that is an ulp off. In float64 all hold 1e-10.
 """
 
 

@@ -89,7 +89,8 @@ class Seen:
 
 @pytest.mark.slow
 def test_bare_functions_are_compiled_unless_jit_is_faked() -> None:
-    for faked, expected in ((False, [True]), (True, [False] * 4)):
+    """Traced once, to see whether it has complex numbers; the compiled function is that trace."""
+    for faked, expected in ((False, [True]), (True, [True, *[False] * 4])):
         update = Seen()
         with chex.fake_jit(faked):
             tx = optax.GradientTransformation(QUOTIENT.init, update)

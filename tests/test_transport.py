@@ -78,6 +78,8 @@ def _without_whole_turns(state: Tree) -> Tree:
     def settled(path: Any, leaf: jax.Array) -> jax.Array:
         name = jax.tree_util.keystr(path)
         turns = ".frame.elements" in name and leaf.ndim
+        if turns and "angles" in name:
+            return jnp.exp(1j * leaf)
         return jnp.concatenate([leaf[..., :1], jnp.exp(1j * leaf[..., 1:])], -1) if turns else leaf
 
     return jax.tree.map_with_path(settled, state)

@@ -24,8 +24,7 @@ import optax
 import gauge_optax as go
 from gauge_optax.ddc import fused as ddc_fused
 
-PACKAGE = Path(go.__file__).parent
-GLOSSARY = PACKAGE.parent / "CONTRIBUTING.md"
+PACKAGE, GLOSSARY = Path(go.__file__).parent, Path(go.__file__).parents[1] / "CONTRIBUTING.md"
 
 
 def five_gauges() -> tuple[list[Any], dict[str, jax.Array]]:

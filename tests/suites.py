@@ -15,7 +15,7 @@ PATTERNS = {
         *(f"{place}{folder}/*" for folder in ("discovery", "orbit", "measure") for place in ("", "gauge_optax/")),
         "gauge_optax/ddc/*", "test_binding_fuzz.py*", "test_frozen_states.py*", "test_ddc*", "test_opposite_gram.py*",
         "test_compress.py*", "test_pack.py*", "test_multipliers.py*", "test_gauged_transformer.py*", "test_stress.py*",
-        "test_sharding.py*", "test_presets.py*", "test_process.py*",
+        "test_sharding.py*", "test_presets.py*", "test_process.py*", "test_options.py*",
     ),
     "studies": (
         "test_benchmarks.py*", "test_docs.py*", "test_examples.py*", "test_harness.py*", "test_models.py*",

@@ -252,7 +252,7 @@ def assert_equivariant_step(
             return
         acting = [gauge for gauge in group.gauges if where in _leaves_of(gauge, params)]
         remedy = "go.quotient_adamw(learning_rate, gauges), or go.quotient(optimizer, gauges) with your own"
-        if not np.all(np.isfinite(np.asarray(expected, np.float64))):
+        if not jnp.all(jnp.isfinite(expected)):
             remedy = "finite weights, or a lower learning rate: the run from the given weights is not finite itself"
         raise AssertionError(
             f"twins came apart at step {number}: {f'leaf {where}' if where else 'the loss'}\n"

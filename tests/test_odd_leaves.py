@@ -202,7 +202,6 @@ NOT_READ = {
 }
 
 
-
 def refused_by_name(call: Callable[[], Any], *words: str) -> Any:
     """What a call returns; REFUSED if it raises an error with a remedy that has one of the words in it."""
     with warnings.catch_warnings():

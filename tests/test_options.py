@@ -25,13 +25,13 @@ from tests.cases import DISCRETE_CASES, FLAT_CASES, GAUGE_CASES
 from tests.refusals import refused
 from tests.twins import normal
 
+m = go.measure
 SHAPES: dict[str, Any] = {
     "up": (4, 6), "down": (6, 4), "b": (6,), **dict.fromkeys("qkr", (4, 2, 2)), "table": (7, 4),
 }
 PARAMS = normal(0, SHAPES, jnp.float32)
 UNIT = go.rescale({"up": "_ channel", "b": "channel"}, {"down": "channel _"})
 LINEAR = [UNIT, go.head_linear({"q": "_ head basis"}, {"k": "_ head basis"})]
-m = go.measure
 TURNS = [UNIT, go.head_rotation({"q": "_ head basis", "k": "_ head basis"})]
 NEURONS = {"up": "_ neuron", "down": "_ neuron"}
 ONE_SIDE = {name: name != "up" for name in SHAPES}
@@ -138,7 +138,6 @@ def test_every_constructor_has_rows() -> None:
 
 
 # Gauges -----------------------------------------------------------------------------------------------------
-
 
 
 def names(gauge: BlockGauge) -> list[str]:

@@ -349,7 +349,7 @@ def _rotations_of_stream(
 
 
 def refuted(call: Call, change: float, prover: Prover) -> str:
-    """A row of the report on a gauge that fits no tree of these leaves, or whose finite move changes the outputs."""
+    """A row of the report on a gauge that cannot be bound to the parameters, or whose moves change the outputs."""
     if (misfit := prover.misfit(call)) is not None:
         return f"{call.kind} of {', '.join(call.paths)}: no gauge can bind it ({misfit})"
     where = next((f" {where}: a clip ends it" for one, where in prover.clipped if one is call), "")

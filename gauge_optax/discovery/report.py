@@ -58,8 +58,8 @@ class Report(Mappings):
       nearly: gauges whose finite moves change the outputs by less than ten times `near`, relative to their size, for
         example because of a norm's eps. Of the candidates, the twelve that are nearest to symmetries are tried. A gauge
         whose change is near the limit may be in the list for one seed and not for another.
-      rejected: candidates that a finite move refutes, or that the library cannot bind along with `held`, with reasons.
-        Also leaves of which gradients do not show how the outputs depend on them, as behind a `stop_gradient`.
+      rejected: candidates that a finite move refutes, or that the library cannot bind, alone or along with `held`, with
+        reasons. Also leaves of which gradients do not show how the outputs depend on them, as behind a `stop_gradient`.
       dead: leaves whose values do not affect the outputs.
       uncovered: entries of leaves that no batch uses, such as rows of an embedding; nothing is known about them.
       ungauged: symmetries that hold but that no gauge of the library describes: a kind, in words → for each symmetry of

@@ -152,7 +152,7 @@ class Forgotten(Translation):
 
 @pytest.mark.usefixtures("x64")
 def test_a_law_that_a_gauge_breaks_is_named() -> None:
-    params, sound, broken = _params() | {"factor": 0.5}, USERS, Forgotten("token", "position")
+    params, sound, broken = _params() | {"factor": 0.5, "phase": jnp.array([1j])}, USERS, Forgotten("token", "position")
     grads = jax.grad(_loss)(params)
     tx = go.quotient_adamw(1e-2, sound)
     assert len(go.check(tx, tx.init(params), params, grads).asymmetries) == 1
